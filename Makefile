@@ -1,0 +1,31 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test nightly kernels lint clean
+
+demo: $(READY) ## set up, then train the demo plain and wrapped
+	$(BIN)/memtrain-train
+
+test: $(READY) ## set up, then run everything that CI runs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error
+	$(BIN)/python -m pytest -q
+
+nightly: $(READY) ## the tests that take minutes
+	$(BIN)/python -m pytest -q -m nightly
+
+kernels: ## rebuild the C++ kernels in place
+	$(BIN)/python setup.py -q build_ext --inplace
+
+# The pinned torch goes in first: an open range would pull another build.
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard memtrain/kernels/cpu/*.cpp memtrain/kernels/cpu/*.h)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[demo,test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""

@@ -1,0 +1,1 @@
+"""Saved tensors: which to compress, and how."""

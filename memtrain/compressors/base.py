@@ -1,0 +1,64 @@
+"""The one protocol: a frozen value that turns a tensor into a payload and back."""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+class Key(NamedTuple):
+    """What feeds every random bit: equal keys give equal payloads.
+
+    `site` is a number made from the site's name; `rank` is 0 for replicated tensors; a
+    recomputation reuses its key.
+    """
+
+    seed: int = 0
+    site: int = 0
+    step: int = 0
+    microbatch: int = 0
+    call: int = 0
+    rank: int = 0
+
+    def bits(self) -> int:
+        """The six fields mixed to a signed 64-bit seed (splitmix64 over each field in turn).
+
+        Example:
+            >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
+            True
+        """
+        state = 0
+        for field in self:
+            state = (state + field + 0x9E3779B97F4A7C15) & _MASK
+            state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+            state ^= state >> 31
+        return state - (1 << 64) if state >> 63 else state
+
+
+class Packed(NamedTuple):
+    """The payload: named tensors, and the shape and dtype that they stand for."""
+
+    tensors: dict[str, Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload's tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """A frozen dataclass without mutable state: what it must remember is in the last payload."""
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Turn `x` into a payload; `previous` is the payload last made for the same site."""
+        ...
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """Turn a payload back into a tensor of its shape and dtype."""
+        ...

@@ -1,0 +1,30 @@
+"""The exact twin of every lossy compressor: keeps the tensor."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from memtrain.compressors.base import Key, Packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Keeps the tensor itself: training with it everywhere is bit-identical to plain PyTorch.
+
+    Memory:
+        The tensor's own bytes; no copy is made.
+
+    Example:
+        >>> import torch
+        >>> x = torch.arange(3.0)
+        >>> Identity().decompress(Identity().compress(x, key=Key()))
+        tensor([0., 1., 2.])
+    """
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """The tensor as its own payload. NaN and Inf pass through."""
+        return Packed({"tensor": x}, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The same tensor."""
+        return packed.tensors["tensor"]

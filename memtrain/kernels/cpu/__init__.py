@@ -1,0 +1,51 @@
+"""The C++ kernels: a plain C library, found beside this file, loaded once through ctypes."""
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PATH = Path(__file__).with_name("libmemtrain.so")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded C++ library, or None (with one warning) where it was not built."""
+    if not PATH.exists():
+        warnings.warn(
+            "memtrain's C++ kernels were not built (no compiler at install time); the pure-torch "
+            "reference serves CPU tensors, many times slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return ctypes.CDLL(str(PATH))
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Call `name` of the C++ library: tensors as pointers, integers as int64, floats as float.
+
+    The number of threads (torch's own) is passed last, as an int64.
+
+    Args:
+        name: An exported symbol.
+        *arguments: What the symbol takes, in order; `None` is a null pointer.
+
+    Raises:
+        RuntimeError: If the library was not built.
+    """
+    lib = library()
+    if lib is None:
+        raise RuntimeError(f"the C++ library with {name!r} was not built")
+    getattr(lib, name)(*map(_convert, arguments), ctypes.c_int64(torch.get_num_threads()))
+
+
+def _convert(value: Tensor | int | float | None) -> object:
+    if value is None:
+        return ctypes.c_void_p(None)
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)

@@ -1,0 +1,95 @@
+"""Which of the three backends serves a call: `reference`, `triton` or `cpu`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+
+BACKENDS = ("reference", "triton", "cpu")
+
+# A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
+_forced: str | None = None
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force one backend inside a `with` block; a forced backend never falls back.
+
+    Args:
+        name: `"reference"` (pure torch, any device), `"triton"` (CUDA, or CPU tensors when
+            `TRITON_INTERPRET=1` was set before triton's import) or `"cpu"` (the C++ library).
+
+    Raises:
+        ValueError: If the name is unknown.
+        RuntimeError: If triton or the C++ library is not there.
+
+    Example:
+        >>> with backend("reference"):
+        ...     choose(torch.zeros(1))
+        'reference'
+    """
+    global _forced
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r} is unknown; allowed: {', '.join(BACKENDS)}")
+    if name == "triton" and not has_triton():
+        raise RuntimeError("backend 'triton' asked for, but triton is not installed")
+    if name == "cpu" and cpu.library() is None:
+        raise RuntimeError("backend 'cpu' asked for, but the C++ library was not built")
+    previous, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton can be imported (it is not imported here)."""
+    return find_spec("triton") is not None
+
+
+def choose(x: Tensor) -> str:
+    """The backend that serves a call on `x`: the forced one, else the one of its device.
+
+    Args:
+        x: The call's main tensor.
+
+    Returns:
+        `"triton"` for CUDA tensors where triton is installed, `"cpu"` for CPU tensors where the
+        C++ library was built, else `"reference"`.
+    """
+    if _forced is not None:
+        return _forced
+    if x.is_cuda and has_triton():
+        return "triton"
+    if x.device.type == "cpu" and cpu.library() is not None:
+        return "cpu"
+    return "reference"
+
+
+_LIBRARY = torch.library.Library("memtrain", "FRAGMENT")
+
+
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register an op `memtrain::<name>`, so that FakeTensorMode and torch.compile see it.
+
+    Args:
+        schema: A torch schema, `"name(Tensor x, int bits) -> Tensor"`.
+        implementation: Serves CPU and CUDA; it calls `choose` itself.
+        fake: Returns empty tensors of the right shapes and dtypes, and reads no data.
+
+    Returns:
+        The callable op.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, key)
+    torch.library.register_fake(f"memtrain::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.memtrain, name)

@@ -1,0 +1,44 @@
+"""Builds the optional C++ kernels; everything else is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CPU = Path("memtrain/kernels/cpu")
+
+
+class BuildPlainLibrary(build_ext):
+    """A C library without a Python ABI tag: one build serves every Python and torch."""
+
+    def get_ext_filename(self, fullname):
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def get_export_symbols(self, ext):
+        return ext.export_symbols
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "memtrain.kernels.cpu.libmemtrain",
+            sources=sorted(str(path) for path in CPU.glob("*.cpp")),
+            depends=sorted(str(path) for path in CPU.glob("*.h")),
+            # No contraction and no reassociation: the results equal the reference bit for bit.
+            extra_compile_args=[
+                "-O3",
+                "-std=c++17",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-fvisibility=hidden",
+                "-pthread",
+                "-Wall",
+            ],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildPlainLibrary},
+)
