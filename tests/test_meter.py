@@ -1,0 +1,175 @@
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from memtrain.meter import LiveStorages, saved_nbytes, storage_nbytes
+
+
+def test_chain_keeps_what_autograd_saves():
+    x = torch.ones(1000, requires_grad=True)  # born before: does not count
+    with LiveStorages() as live:
+        y = x.sin().sin().sin()
+    # sin saves its input: x, sin(x), sin(sin(x)); the last result is the output
+    assert live.nbytes(exclude=[y]) == 2 * 4000
+    assert live.nbytes() == 3 * 4000
+    y.sum().backward()
+    assert live.nbytes(exclude=[y]) == 0
+
+
+def test_without_grad_nothing_stays():
+    x = torch.ones(1000)
+    with LiveStorages() as live:
+        y = x.sin().sin().sin()
+    assert live.sizes() == [4000]
+    del y
+    assert live.nbytes() == 0
+
+
+def test_freed_storages_vanish_and_their_addresses_are_not_confused():
+    with LiveStorages() as live:
+        for _ in range(200):
+            x = torch.empty(64)
+            del x
+        kept = [torch.empty(64) for _ in range(10)]
+    assert live.nbytes() == 10 * 256
+    del kept[3:]
+    assert live.nbytes() == 3 * 256
+
+
+def test_views_count_once_and_keep_the_whole_storage():
+    with LiveStorages() as live:
+        x = torch.zeros(10, 100)
+        views = [x.T, x[1], x.view(-1), x.detach(), x.as_strided((2,), (1,))]
+    assert live.nbytes() == 4000
+    del x
+    assert live.nbytes() == 4000
+    del views
+    assert live.nbytes() == 0
+
+
+def test_views_and_in_place_writes_of_older_tensors_do_not_count():
+    x = torch.zeros(1000)
+    with LiveStorages() as live:
+        y = x[:10]
+        x.add_(1)
+        torch.mul(x, 2, out=x)
+    assert live.nbytes() == 0
+    assert y.sum() == 20
+
+
+def test_resized_storages_count_at_their_present_size():
+    with LiveStorages(peak=True) as live:
+        x = torch.zeros(100)
+        x.resize_(1000)
+        assert live.nbytes() == 4000
+        x.untyped_storage().resize_(0)  # as FSDP frees a full parameter
+        assert live.nbytes() == 0
+    assert live.peak_nbytes == 4000
+
+
+def test_peak_sees_temporaries_that_are_gone_at_the_end():
+    with LiveStorages(peak=True) as live:
+        x = torch.zeros(1000)
+        y = x + 1
+        del x
+        z = y + 1
+        del y
+    assert live.peak_nbytes == 8000
+    assert live.nbytes(exclude=[z]) == 0
+
+
+def test_adopted_tensors_count_until_they_die():
+    old = torch.zeros(1000)
+    with LiveStorages(peak=True) as live:
+        live.adopt([old, old[3:]])
+        new = old + 1
+        assert live.nbytes() == 8000
+        del old
+        assert live.nbytes(exclude=[new]) == 0
+    assert live.peak_nbytes == 8000
+
+
+def test_peak_needs_asking():
+    with LiveStorages() as live:
+        torch.zeros(1)
+    with pytest.raises(RuntimeError, match="peak=True"):
+        _ = live.peak_nbytes
+
+
+def test_linear_relu_network_by_hand():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(32, 8)
+    # ReLU's output is the second Linear's input (one storage); the loss saves the log-softmax,
+    # and nll_loss its total weight (one float); the input and the target are older
+    target = torch.zeros(32, dtype=torch.long)
+    nbytes, loss = saved_nbytes(lambda: F.cross_entropy(net(x), target))
+    assert nbytes == 4 * (32 * 16 + 32 * 4 + 1)
+    loss.backward()
+
+
+def test_saved_tensor_hooks_are_seen():
+    x = torch.ones(1024, requires_grad=True)
+
+    def forward():
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.to(torch.bfloat16), lambda t: t.float()
+        ):
+            return x.sin().sin()
+
+    assert saved_nbytes(forward)[0] == 2 * 2048  # x too now has a copy, of half the size
+
+
+def test_allocations_inside_an_autograd_function_are_seen():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            codes = torch.empty(x.numel(), dtype=torch.uint8)
+            ctx.save_for_backward(codes)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x = torch.ones(1000, requires_grad=True)
+    assert saved_nbytes(lambda: Square.apply(x))[0] == 1000
+
+
+def test_recomputation_saves_nothing_but_its_input():
+    x = torch.ones(1000, requires_grad=True)
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    nbytes, y = saved_nbytes(lambda: run(lambda t: t.sin().sin().sin(), x))
+    assert nbytes == 0
+    y.sum().backward()
+
+
+def test_fake_and_empty_and_scalar_tensors():
+    with FakeTensorMode(), LiveStorages() as live:
+        x = torch.empty(1 << 30)
+    assert live.nbytes() == 4 << 30
+    del x
+    with LiveStorages() as live:
+        tensors = [torch.zeros(0), torch.tensor(1.0), torch.zeros(3, dtype=torch.float16)]
+    assert sum(live.sizes()) == storage_nbytes(tensors) == 10
+
+
+def test_sparse_tensors_count_their_parts():
+    index = torch.tensor([[0, 5]])
+    with LiveStorages() as live:
+        x = torch.sparse_coo_tensor(index, torch.ones(2), (1000,), check_invariants=True).coalesce()
+    assert live.nbytes() == storage_nbytes([x]) == 2 * 8 + 2 * 4
+
+
+def test_exception_leaves_no_mode_behind():
+    def fail():
+        torch.zeros(2)
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        saved_nbytes(fail)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
