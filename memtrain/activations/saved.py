@@ -1,0 +1,211 @@
+"""What autograd holds in place of a saved tensor: the pack and unpack of saved-tensor hooks."""
+
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memtrain.activations.layout import Layout, flatten, memory_key, restore
+from memtrain.activations.sites import Op, Record, Site, storage_id
+from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
+
+# A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
+SIDE_RATIO = 16
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int16, torch.int32, torch.int64)
+
+Choose = Callable[[Site], Compressor | str]
+
+
+class Kept(NamedTuple):
+    """A saved tensor kept as it is, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+
+class Shared:
+    """One payload, held by every save of the same memory."""
+
+    __slots__ = ("__weakref__", "compressor", "packed")
+
+    def __init__(self, packed: Packed, compressor: Compressor) -> None:
+        self.packed, self.compressor = packed, compressor
+
+
+class Compressed(NamedTuple):
+    """A payload, and how to see it again as the tensor that was saved."""
+
+    shared: Shared
+    layout: Layout
+
+
+class _Cached(NamedTuple):
+    storage: StorageWeakRef  # while it is held, no new storage can take the same id
+    shared: "weakref.ref[Shared]"
+    version: int
+
+
+def unpack(saved: Kept | Compressed) -> Tensor:
+    """The tensor for the backward.
+
+    Raises:
+        RuntimeError: If a tensor that was kept as it is has since been changed in place: the
+            check that autograd makes by itself where no hooks are.
+    """
+    if isinstance(saved, Kept):
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(saved.tensor.shape)} is at version "
+                f"{saved.tensor._version}; expected version {saved.version}"
+            )
+        return saved.tensor
+    with torch.no_grad():
+        flat = saved.shared.compressor.decompress(saved.shared.packed)
+    return restore(flat, saved.layout)
+
+
+class SavedTensors:
+    """Packs the saved tensors of one forward after another.
+
+    Args:
+        choose: Site -> compressor, or the reason to keep the tensor.
+        min_elements: Smaller tensors are kept.
+        seed: Feeds the keys of stochastic rounding.
+    """
+
+    def __init__(self, choose: Choose, min_elements: int, seed: int) -> None:
+        self.choose, self.min_elements, self.seed = choose, min_elements, seed
+        self.step = 0  # forward passes so far
+        self.records: list[Record] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._cache: dict[tuple[object, ...], _Cached] = {}
+        self._calls: Counter[Site] = Counter()
+        self._held: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
+        self._counted: dict[int, StorageWeakRef] = {}  # storages whose bytes are in a record
+        self._parameters: set[int] = set()
+        self._inputs: set[int] = set()
+
+    def __getstate__(self) -> dict[str, object]:
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._reset()
+
+    def begin(self, parameters: set[int], inputs: set[int]) -> None:
+        """Start a forward pass.
+
+        Args:
+            parameters: Storage ids of parameters and buffers: never touched.
+            inputs: Storage ids of the model's own inputs: they stay alive anyway.
+        """
+        self._reset()
+        self._parameters, self._inputs = parameters, inputs
+
+    def end(self) -> None:
+        """End a forward pass: payloads live on in the graph, and only there."""
+        self.step += 1
+        self._reset()
+
+    def pack(self, x: Tensor, op: Op) -> Kept | Compressed:
+        """What autograd shall hold in place of `x`, which `op` saves."""
+        x = x.detach()
+        if op.replaced:
+            self._record(Site(op.module, op.name, "input"), x, x.nbytes, "payload", "")
+            return Kept(x, x._version)
+        if storage_id(x) in self._parameters:
+            return Kept(x, x._version)
+        site = Site(op.module, op.name, op.role(x))
+        chosen = self._why_keep(x, op) or self._fit(self.choose(site), x)
+        if isinstance(chosen, str | Identity):
+            return self._keep(x, site, chosen)
+        return self._compress(x, site, chosen)
+
+    def _why_keep(self, x: Tensor, op: Op) -> str:
+        """Why `x` is kept whatever the rules say, or an empty string."""
+        if type(x) not in (Tensor, FakeTensor) or x.layout != torch.strided:
+            return f"{type(x).__name__} of layout {x.layout}"
+        if storage_id(x) in self._inputs:
+            return "the model's own input: stays alive anyway"
+        if x.numel() < self.min_elements:
+            return f"under {self.min_elements:,} elements"
+        if storage_id(x) in self._held:
+            return "its storage is kept alive by another save"
+        if not op.inputs:
+            return "saved by a custom autograd Function"
+        if x.dim() > 1 and x.shape[-1] == 1:
+            return "a statistic: its last dimension is 1"
+        if x.numel() * SIDE_RATIO <= max(t.numel() for t in op.inputs):
+            return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
+        if self._cast_parameter(x, op):
+            return "autocast's copy of a parameter"
+        return ""
+
+    def _cast_parameter(self, x: Tensor, op: Op) -> bool:
+        sources = [t for t in op.inputs if t.dtype != x.dtype and storage_id(t) in self._parameters]
+        if any(storage_id(t) == storage_id(x) for t in op.inputs):
+            return False
+        return any(sorted(t.shape) == sorted(x.shape) for t in sources)
+
+    def _fit(self, chosen: Compressor | str, x: Tensor) -> Compressor | str:
+        """The compressor for this dtype: masks and indices are packed without loss."""
+        if isinstance(chosen, str | Identity):
+            return chosen
+        if x.dtype == torch.bool:
+            return Mask()
+        if x.dtype in INTEGERS:
+            return Integers()
+        if x.dtype not in FLOATS:
+            return f"dtype {x.dtype}"
+        if isinstance(chosen, DerivativeCode):
+            return "derivative codes serve replaced nonlinearities only"
+        return chosen
+
+    def _keep(self, x: Tensor, site: Site, chosen: Identity | str) -> Kept:
+        alive = storage_id(x) in self._inputs or storage_id(x) in self._held
+        reason = chosen if isinstance(chosen, str) else ""
+        name = "" if reason else repr(chosen)
+        if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
+            x = x.clone()  # a small view must not keep a large storage alive
+        self._record(site, x, 0 if alive else x.untyped_storage().nbytes(), name, reason)
+        self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
+        return Kept(x, x._version)
+
+    def _compress(self, x: Tensor, site: Site, compressor: Compressor) -> Compressed:
+        flat, layout = flatten(x)
+        where = (storage_id(x), memory_key(x), x.dtype, compressor)
+        cached = self._cache.get(where)
+        shared = cached.shared() if cached and cached.version == x._version else None
+        if shared is None:
+            call = self._calls[site]
+            self._calls[site] += 1
+            key = Key(self.seed, zlib.crc32(site.name.encode()), self.step, call=call)
+            with torch.no_grad():
+                shared = Shared(compressor.compress(flat, key=key), compressor)
+            weak = StorageWeakRef(x.untyped_storage())
+            self._cache[where] = _Cached(weak, weakref.ref(shared), x._version)
+            self._record(site, x, shared.packed.nbytes, repr(compressor), "")
+        else:
+            self._record(site, x, 0, repr(compressor), "shared with an earlier save")
+        return Compressed(shared, layout)
+
+    def _record(self, site: Site, x: Tensor, planned: int, name: str, reason: str) -> None:
+        if self.records is None:
+            return
+        storage = storage_id(x)
+        first = storage not in self._counted and storage not in self._inputs
+        nbytes = x.untyped_storage().nbytes() if first else 0
+        self._counted.setdefault(storage, StorageWeakRef(x.untyped_storage()))
+        dtype = str(x.dtype).removeprefix("torch.")
+        self.records.append(Record(site, tuple(x.shape), dtype, nbytes, planned, name, reason))

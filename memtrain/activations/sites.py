@@ -1,0 +1,60 @@
+"""Where a saved tensor comes from, in a name that people can read."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Site(NamedTuple):
+    """One tensor that one op of one module saves for its backward."""
+
+    module: str
+    op: str
+    tensor: str
+
+    @property
+    def name(self) -> str:
+        """As shown, and as written in plans.
+
+        Example:
+            >>> Site("h.3.mlp.act", "gelu", "input").name
+            'h.3.mlp.act / gelu / input'
+        """
+        return f"{self.module or '(root)'} / {self.op} / {self.tensor}"
+
+
+class Record(NamedTuple):
+    """What one save cost: a row of the audit."""
+
+    site: Site
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int  # of the storage that plain PyTorch would keep; 0 where it is counted already
+    planned: int  # of what is kept instead
+    compressor: str  # "" where the tensor is kept as it is
+    reason: str  # why it is kept, or a note
+
+
+class Op(NamedTuple):
+    """The op that runs now."""
+
+    module: str
+    name: str
+    inputs: tuple[Tensor, ...] = ()
+    replaced: bool = False  # its saved tensors are payloads already
+
+    def role(self, x: Tensor) -> str:
+        """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`."""
+        storage = storage_id(x)
+        for index, candidate in enumerate(self.inputs):
+            if storage_id(candidate) == storage:
+                return f"input{index or ''}"
+        for index, candidate in enumerate(self.inputs):
+            if candidate.shape == x.shape and candidate.dtype != x.dtype:
+                return f"input{index or ''}"
+        return "saved"
+
+
+def storage_id(x: Tensor) -> int:
+    """Identity of the storage of `x`, valid while the storage or a weak reference to it lives."""
+    return x.untyped_storage()._cdata

@@ -1,0 +1,89 @@
+"""What a model's forward would save, told without its data and without its memory."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from memtrain.activations.intercept import Interception
+from memtrain.activations.saved import Choose
+from memtrain.activations.sites import Record
+
+
+def trace(
+    model: nn.Module, batch: Any, choose: Choose, *, min_elements: int = 1024
+) -> list[Record]:
+    """Run one forward under fake tensors and list every tensor that it saves for backward.
+
+    Nothing of the model is changed: its parameters are stood in for by fake ones, and no
+    random number is drawn.
+
+    Args:
+        model: A real model, or one built under a `FakeTensorMode`.
+        batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
+            arguments; real or fake.
+        choose: Site -> compressor, or the reason to keep the tensor.
+        min_elements: Smaller tensors are kept.
+
+    Returns:
+        One record per saved tensor, in the order of the forward.
+
+    Memory:
+        That of the records: no tensor is allocated.
+
+    Example:
+        >>> from memtrain.compressors import Identity
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
+        >>> records = trace(model, torch.ones(32, 64), lambda site: Identity())
+        >>> [(record.site.name, record.nbytes) for record in records]
+        [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
+    """
+    records: list[Record] = []
+    interception = Interception(
+        model, choose, min_elements=min_elements, seed=0, settle=records.extend
+    )
+    args, kwargs = arguments(batch)
+    with _fake(model) as fake, torch.enable_grad():
+        state = {
+            name: _as_fake(fake, x)
+            for name, x in (*model.named_parameters(), *model.named_buffers())
+        }
+        args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
+        interception.attach()
+        try:
+            functional_call(model, state, args, kwargs, tie_weights=True)
+        finally:
+            interception.detach()
+    return records
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and keyword arguments of the model.
+
+    Example:
+        >>> arguments({"input_ids": 1}), arguments((1, 2)), arguments(1)
+        (((), {'input_ids': 1}), ((1, 2), {}), ((1,), {}))
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+@contextmanager
+def _fake(model: nn.Module) -> Iterator[FakeTensorMode]:
+    mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        yield mode
+
+
+def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    if getattr(x, "fake_mode", None) is mode:
+        return x
+    fake = mode.from_tensor(x)
+    return nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake
