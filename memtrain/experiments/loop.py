@@ -1,0 +1,238 @@
+"""One run: a model, its optimizer and a step counter, advanced step by step."""
+
+import math
+import statistics
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from memtrain import api
+from memtrain import config as base
+from memtrain.experiments import checkpoint
+from memtrain.experiments.config import TrainConfig
+from memtrain.experiments.data import Source
+from memtrain.experiments.measure import (
+    Bytes,
+    gradient_tensors,
+    state_tensors,
+    weight_tensors,
+)
+from memtrain.experiments.models import build_model
+from memtrain.experiments.optimizers import build_optimizer, learning_rate
+from memtrain.meter import LiveStorages, storage_nbytes
+
+
+class Row(NamedTuple):
+    """One line of metrics.csv."""
+
+    run: str
+    step: int
+    """Steps done: 0 is before the first."""
+    split: str
+    loss: float
+    lr: float | None
+    """None for validation."""
+    seconds: float | None
+    """Of the step; None where bytes were counted, and for validation."""
+    tokens: int
+    """Tokens or images of the step, or of the validation."""
+
+
+class Run:
+    """A plain or wrapped training run.
+
+    Args:
+        name: `"plain"` or `"wrapped"`.
+        config: The whole config.
+        source: Gives the batches.
+
+    Raises:
+        ValueError: For a model, optimizer, plan or device that the config gets wrong.
+    """
+
+    def __init__(self, name: str, config: TrainConfig, source: Source) -> None:
+        self.name, self.config, self.source = name, config, source
+        self.device = pick_device(config.training.device)
+        model = build_model(config.model, config.seed, source.kind).to(self.device)
+        optimizer = build_optimizer(config.optimizer, model)
+        if name == "wrapped":
+            own = base.from_mapping(OmegaConf.create(asdict(config)))
+            model, optimizer = api.wrap(model, optimizer, own)
+        self.model: nn.Module = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.step = 0
+        self.bytes = Bytes()
+        self.rows: list[Row] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.config.training.steps
+
+    def train_step(self) -> Row:
+        """Do one optimizer step.
+
+        Returns:
+            Its metrics.
+
+        Raises:
+            FloatingPointError: If the loss is NaN or infinite.
+        """
+        training, rate = self.config.training, self._rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = self._batch("train", self.step, training.batch)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        # The second step, and so on: the first still creates states and tables.
+        metered = is_due(self.step - min(1, training.steps - 1), training.meter_every)
+        start = time.perf_counter()
+        loss = (self._metered if metered else self._update)(inputs, targets)
+        seconds = time.perf_counter() - start
+        self.step += 1
+        tokens = targets.numel()
+        row = Row(self.name, self.step, "train", loss, rate, None if metered else seconds, tokens)
+        self.rows.append(row)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{self.name}: the loss is {loss} at step {self.step}")
+        return row
+
+    @torch.no_grad()
+    def validate(self) -> Row:
+        """The mean loss of `eval_batches` validation batches, the same ones every time."""
+        training, total, tokens = self.config.training, 0.0, 0
+        self.model.eval()
+        for index in range(training.eval_batches):
+            inputs, targets = self._batch("validation", index, training.batch)
+            total += self._loss(inputs, targets).item() * targets.numel()
+            tokens += targets.numel()
+        row = Row(self.name, self.step, "validation", total / tokens, None, None, tokens)
+        self.rows.append(row)
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """Everything that continues this run to the last bit, as plain dicts."""
+        wrapped = self.name == "wrapped"
+        return {
+            "run": self.name,
+            "step": self.step,  # also the position in the data, and in the learning rate's schedule
+            "lr": self._rate(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "memtrain": api.state_dict(self.model) if wrapped else {},
+            "rng": checkpoint.rng_state(),
+            "bytes": asdict(self.bytes),
+            "rows": [list(row) for row in self.rows],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` gave."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.name == "wrapped":
+            api.load_state_dict(self.model, state["memtrain"])
+        self.step = state["step"]
+        self.bytes = Bytes(**state["bytes"])
+        self.rows = [Row(*row) for row in state["rows"]]
+        checkpoint.set_rng_state(state["rng"])
+
+    def summary(self) -> dict[str, Any]:
+        """Bytes, median step time, speed and last losses of the steps done."""
+        train = [row for row in self.rows if row.split == "train"]
+        validation = [row for row in self.rows if row.split == "validation"]
+        timed = [row for row in train if row.seconds]
+        seconds = statistics.median(row.seconds or 0.0 for row in timed) if timed else None
+        speed = (
+            statistics.median(r.tokens / r.seconds for r in timed if r.seconds) if timed else None
+        )
+        return {
+            "bytes": {**asdict(self.bytes), "total": self.bytes.total},
+            "steps": self.step,
+            "step_seconds": seconds,
+            f"{self.source.kind}_per_second": speed,
+            # one batch is noisy: the mean of the last tenth
+            "train_loss": _mean([row.loss for row in train[-max(1, len(train) // 10) :]]),
+            "validation_loss": validation[-1].loss if validation else None,
+        }
+
+    def _rate(self) -> float:
+        training = self.config.training
+        return learning_rate(
+            self.step,
+            peak=self.config.optimizer.lr,
+            warmup=training.warmup,
+            steps=training.steps,
+            final=training.final_lr,
+        )
+
+    def _batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.source.batch(split, index, size)
+        return inputs.to(self.device), targets.to(self.device)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        cast: AbstractContextManager[Any] = nullcontext()
+        if self.config.training.autocast:
+            cast = torch.autocast(self.device.type, torch.bfloat16)
+        with cast:
+            return F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
+
+    def _apply(self) -> None:
+        """Clip and step, from the gradients that are there."""
+        if self.config.training.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
+        self.optimizer.step()
+
+    def _update(self, inputs: Tensor, targets: Tensor) -> float:
+        loss = self._loss(inputs, targets)
+        loss.backward()
+        self._apply()
+        return loss.item()
+
+    def _metered(self, inputs: Tensor, targets: Tensor) -> float:
+        """`_update` with its bytes counted; the arithmetic is the same."""
+        weights, states = weight_tensors(self.model), state_tensors(self.optimizer)
+        with LiveStorages(peak=True) as live:
+            live.adopt([*weights, *states])
+            loss = self._loss(inputs, targets)
+            saved = live.nbytes(exclude=[loss, *weights, *states])
+            del states  # a compressed optimizer replaces them; the old ones must be free to go
+            loss.backward()
+            gradients = storage_nbytes(gradient_tensors(self.model))
+            self._apply()
+        now = Bytes(
+            weights=storage_nbytes(weights),
+            gradients=gradients,
+            states=storage_nbytes(state_tensors(self.optimizer)),
+            saved=saved,
+            peak=live.peak_nbytes,
+        )
+        self.bytes = self.bytes.highest(now)
+        return loss.item()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one.
+
+    Raises:
+        ValueError: If CUDA is asked for and not there.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("training.device=cuda, but torch sees no CUDA device; allowed: auto, cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something with a period of `every` steps (0: never) falls on this step."""
+    return every > 0 and step % every == 0
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
