@@ -54,6 +54,7 @@ def uniform_blocks(n_blocks: int, block_size: int, seed: int, device: torch.devi
     Returns:
         float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits.
     """
-    counter = torch.arange(n_blocks * block_size // 8, device=device).view(n_blocks, 1, -1)
+    width = block_size // 8
+    counter = torch.arange(n_blocks * width, device=device).view(n_blocks, 1, width)
     halves = [half for word in philox(counter, seed) for half in (word & 0xFFFF, word >> 16)]
     return ((torch.cat(halves, dim=1).float() + 0.5) * 2.0**-16).view(n_blocks, block_size)

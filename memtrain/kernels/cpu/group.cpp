@@ -1,0 +1,337 @@
+// Min/max group quantisation (definition: kernels/group.py, layout of codes: kernels/bits.py).
+#include <cstring>
+
+#include "common.h"
+
+namespace memtrain {
+
+// GCC would unroll sixteen turns first and then find no vectors.
+#define MT_LOOP _Pragma("GCC unroll 1")
+
+constexpr int64_t kPiece = 32;  // running minima and maxima, which GCC keeps in vectors
+constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
+
+MT_INLINE uint32_t bits_of(float x) {
+  uint32_t b;
+  std::memcpy(&b, &x, 4);
+  return b;
+}
+
+MT_INLINE float float_of(uint32_t b) {
+  float x;
+  std::memcpy(&x, &b, 4);
+  return x;
+}
+
+MT_INLINE uint16_t to_bf16(float x) {
+  uint32_t b = bits_of(x);
+  return static_cast<uint16_t>(x != x ? 0x7FC0u : (b + 0x7FFF + ((b >> 16) & 1)) >> 16);
+}
+
+// To bf16 away from the group's inside: `up` towards +inf, else towards -inf. Adding 0x10000 to
+// the bits enlarges the magnitude of either sign.
+MT_INLINE float outward(float x, bool up, bool wide) {
+  uint32_t b = bits_of(x);
+  if (!wide) {
+    bool enlarge = (b & 0xFFFF) != 0 && ((b >> 31) == 0) == up;
+    x = float_of((b & 0xFFFF0000u) + (enlarge ? 0x10000u : 0u));
+  }
+  x = x > kLimit ? kLimit : (x < -kLimit ? -kLimit : x);
+  return x + 0.0f;  // -0 becomes 0: which zero a minimum finds depends on the order
+}
+
+struct Group {
+  float lo, hi;
+  float half_step(float levels) const {
+    float half = 0.5f * hi - 0.5f * lo;
+    return half < kTiny ? 0.0f : half / levels;  // NaN stays NaN
+  }
+};
+
+MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
+  float lo = x[0], hi = x[0];
+  uint32_t top = 0;  // greatest magnitude as bits: above 0x7F7FFFFF there is an Inf or a NaN
+  int64_t whole = size / kPiece * kPiece;
+  if (whole) {
+    float los[kPiece], his[kPiece];
+    uint32_t tops[kPiece];
+    for (int c = 0; c < kPiece; ++c) los[c] = his[c] = x[c];
+    for (int c = 0; c < kPiece; ++c) tops[c] = bits_of(x[c]) & 0x7FFFFFFF;
+    for (int64_t i = kPiece; i < whole; i += kPiece)
+      for (int c = 0; c < kPiece; ++c) {
+        float v = x[i + c];
+        uint32_t m = bits_of(v) & 0x7FFFFFFF;
+        los[c] = v < los[c] ? v : los[c];
+        his[c] = v > his[c] ? v : his[c];
+        tops[c] = m > tops[c] ? m : tops[c];
+      }
+    for (int c = 0; c < 16; ++c) {
+      los[c] = los[c + 16] < los[c] ? los[c + 16] : los[c];
+      his[c] = his[c + 16] > his[c] ? his[c + 16] : his[c];
+    }
+    for (int c = 0; c < 8; ++c) {
+      los[c] = los[c + 8] < los[c] ? los[c + 8] : los[c];
+      his[c] = his[c + 8] > his[c] ? his[c + 8] : his[c];
+    }
+    for (int c = 0; c < 8; ++c) {
+      lo = los[c] < lo ? los[c] : lo;
+      hi = his[c] > hi ? his[c] : hi;
+    }
+    for (int c = 0; c < kPiece; ++c) top = tops[c] > top ? tops[c] : top;
+  }
+  for (int64_t i = whole; i < size; ++i) {
+    uint32_t m = bits_of(x[i]) & 0x7FFFFFFF;
+    lo = x[i] < lo ? x[i] : lo;
+    hi = x[i] > hi ? x[i] : hi;
+    top = m > top ? m : top;
+  }
+  if (top >= 0x7F800000) return {float_of(0x7FC00000), float_of(0x7FC00000)};
+  return {outward(lo, false, wide), outward(hi, true, wide)};
+}
+
+// `kernels/philox.py` for N counters at once: the form that GCC vectorises.
+template <int N>
+MT_INLINE void philox_piece(uint32_t first, uint64_t seed, uint32_t (*__restrict words)[N]) {
+  uint32_t c0[N], c1[N], c2[N], c3[N];
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  MT_LOOP for (int i = 0; i < N; ++i) c0[i] = first + static_cast<uint32_t>(i), c1[i] = c2[i] = c3[i] = 0;
+  for (int round = 0; round < 10; ++round) {
+    MT_LOOP for (int i = 0; i < N; ++i) {
+      uint64_t p0 = uint64_t{0xD2511F53u} * c0[i], p1 = uint64_t{0xCD9E8D57u} * c2[i];
+      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
+      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
+      c1[i] = static_cast<uint32_t>(p1);
+      c3[i] = static_cast<uint32_t>(p0);
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  MT_LOOP for (int i = 0; i < N; ++i) {
+    words[0][i] = c0[i], words[1][i] = c1[i];
+    words[2][i] = c2[i], words[3][i] = c3[i];
+  }
+}
+
+struct Encoder {
+  float base, inverse, levels;
+  uint64_t seed;
+  bool stochastic;
+};
+
+MT_INLINE uint8_t encode_one(float x, float u, const Encoder& e) {
+  float t = (0.5f * x - e.base) * e.inverse + u;
+  t = t < e.levels ? t : e.levels;
+  t = t > 0.0f ? t : 0.0f;
+  return static_cast<uint8_t>(static_cast<int32_t>(t));
+}
+
+// Codes of one group, a byte each, N positions of all slices at a time: eight slices share their
+// counters (kernels/philox.py).
+template <int N>
+MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
+                      uint32_t first, const Encoder e) {
+  const int64_t width = size / 8;
+  uint32_t words[4][N];
+  float u[N];
+  for (int i = 0; i < N; ++i) u[i] = 0.5f;
+  for (int64_t c = 0; c < width; c += N) {
+    if (e.stochastic) philox_piece<N>(first + static_cast<uint32_t>(c), e.seed, words);
+    for (int s = 0; s < 8; ++s) {
+      if (e.stochastic)
+        MT_LOOP for (int i = 0; i < N; ++i) {
+          uint32_t r = (words[s / 2][i] >> (s % 2 * 16)) & 0xFFFF;
+          u[i] = (static_cast<float>(static_cast<int32_t>(r)) + 0.5f) * 0x1p-16f;
+        }
+      const float* from = x + s * width + c;
+      uint8_t* to = codes + s * width + c;
+      if (width - c >= N)
+        MT_LOOP for (int i = 0; i < N; ++i) to[i] = encode_one(from[i], u[i], e);
+      else
+        for (int i = 0; i < width - c; ++i) to[i] = encode_one(from[i], u[i], e);
+    }
+  }
+}
+
+constexpr int lane_count(int bits) { return bits % 2 ? 8 : bits % 4 ? 4 : bits % 8 ? 2 : 1; }
+
+// N positions of byte K of the packed words, and of the bytes after it.
+template <int BITS, int N, int K = 0>
+MT_INLINE void pack(const uint8_t* __restrict codes, uint8_t* __restrict out, int64_t width) {
+  constexpr int kLanes = lane_count(BITS), kBytes = kLanes * BITS / 8;
+  constexpr int kFirst = 8 * K / BITS;  // the first lane with a bit in this byte
+  for (int i = 0; i < N; ++i) {
+    uint32_t byte = static_cast<uint32_t>(codes[kFirst * width + i]) >> (8 * K - kFirst * BITS);
+    for (int l = kFirst + 1; l < kLanes && l * BITS < 8 * K + 8; ++l)
+      byte |= static_cast<uint32_t>(codes[l * width + i]) << (l * BITS - 8 * K);
+    out[K * width + i] = static_cast<uint8_t>(byte);
+  }
+  if constexpr (K + 1 < kBytes) pack<BITS, N, K + 1>(codes, out, width);
+}
+
+template <int BITS>
+MT_INLINE void pack_group(const uint8_t* codes, uint8_t* out, int64_t size) {
+  const int64_t width = size / lane_count(BITS);
+  int64_t p = 0;
+  for (; p + 16 <= width; p += 16) pack<BITS, 16>(codes + p, out + p, width);
+  for (; p < width; ++p) pack<BITS, 1>(codes + p, out + p, width);
+}
+
+// N positions of lane L, and of the lanes after it.
+template <int BITS, int N, int L = 0>
+MT_INLINE void decode(const uint8_t* __restrict in, float* __restrict out, int64_t width,
+                      float base, float step) {
+  constexpr int kShift = L * BITS % 8;
+  constexpr bool kTwo = kShift + BITS > 8;  // the code lies in two bytes
+  const uint8_t* low = in + L * BITS / 8 * width;
+  for (int i = 0; i < N; ++i) {
+    uint32_t word = low[i];
+    if (kTwo) word |= static_cast<uint32_t>(low[width + i]) << 8;
+    word = (word >> kShift) & ((1u << BITS) - 1);
+    out[L * width + i] = 2.0f * (base + static_cast<float>(static_cast<int32_t>(word)) * step);
+  }
+  if constexpr (L + 1 < lane_count(BITS)) decode<BITS, N, L + 1>(in, out, width, base, step);
+}
+
+template <int BITS>
+MT_INLINE void decode_group(const uint8_t* in, float* out, int64_t size, float base, float step) {
+  const int64_t width = size / lane_count(BITS);
+  int64_t p = 0;
+  for (; p + 16 <= width; p += 16) decode<BITS, 16>(in + p, out + p, width, base, step);
+  for (; p < width; ++p) decode<BITS, 1>(in + p, out + p, width, base, step);
+}
+
+// clang-format off
+#define MT_BITS_SWITCH(CALL)                     \
+  switch (bits) {                                \
+    case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
+    case 4: CALL(4); break; case 5: CALL(5); break; case 6: CALL(6); break; \
+    case 7: CALL(7); break; case 8: CALL(8); break; \
+  }
+// clang-format on
+
+struct Job {
+  const void* x;   // float or bf16, read or written
+  void* y;
+  uint8_t* codes;
+  void* bounds;
+  bool bf16, wide, stochastic;
+  int64_t n, bits, size;
+  uint64_t seed;
+};
+
+MT_INLINE void widen(const uint16_t* __restrict x, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = float_of(static_cast<uint32_t>(x[i]) << 16);
+}
+
+// The group as `size` floats; what is missing in the last one repeats its first element.
+MT_INLINE const float* load_group(const Job& job, int64_t g, float* buffer) {
+  const int64_t at = g * job.size, left = job.n - at, n = left < job.size ? left : job.size;
+  if (!job.bf16 && n == job.size) return static_cast<const float*>(job.x) + at;
+  if (job.bf16)
+    widen(static_cast<const uint16_t*>(job.x) + at, buffer, n);
+  else
+    std::memcpy(buffer, static_cast<const float*>(job.x) + at, n * sizeof(float));
+  for (int64_t i = n; i < job.size; ++i) buffer[i] = buffer[0];
+  return buffer;
+}
+
+MT_INLINE void store_bounds(const Job& job, int64_t g, Group b) {
+  if (job.wide) {
+    float* to = static_cast<float*>(job.bounds) + 2 * g;
+    to[0] = b.lo, to[1] = b.hi;
+  } else {
+    uint16_t* to = static_cast<uint16_t*>(job.bounds) + 2 * g;
+    to[0] = bits_of(b.lo) >> 16, to[1] = bits_of(b.hi) >> 16;
+  }
+}
+
+MT_INLINE Group load_bounds(const Job& job, int64_t g) {
+  if (job.wide) {
+    const float* from = static_cast<const float*>(job.bounds) + 2 * g;
+    return {from[0], from[1]};
+  }
+  const uint16_t* from = static_cast<const uint16_t*>(job.bounds) + 2 * g;
+  return {float_of(uint32_t{from[0]} << 16), float_of(uint32_t{from[1]} << 16)};
+}
+
+MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end, float* buffer,
+                                     uint8_t* codes) {
+  const int64_t size = job.size, bits = job.bits;
+  const float levels = static_cast<float>((1 << bits) - 1);
+  for (int64_t g = begin; g < end; ++g) {
+    const float* x = load_group(job, g, buffer);
+    const Group b = size == 256 ? bounds_of(x, 256, job.wide) : bounds_of(x, size, job.wide);
+    store_bounds(job, g, b);
+    const float step = b.half_step(levels);
+    const Encoder e{0.5f * b.lo, step > 0.0f ? 1.0f / step : 0.0f, levels, job.seed,
+                    job.stochastic};
+    const uint32_t first = static_cast<uint32_t>(g * (size / 8));
+    if (b.lo != b.lo)
+      std::memset(codes, 0, size);
+    else if (size % 256 == 0)
+      encode<32>(x, codes, size, first, e);
+    else
+      encode<16>(x, codes, size, first, e);
+    const int64_t left = job.n - g * size;
+    if (left < size) std::memset(codes + left, 0, size - left);
+    uint8_t* out = job.codes + g * (size / 8 * bits);
+#define MT_PACK(B) pack_group<B>(codes, out, size)
+    MT_BITS_SWITCH(MT_PACK)
+  }
+}
+
+MT_INLINE void narrow(const float* __restrict x, uint16_t* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = to_bf16(x[i]);
+}
+
+MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t end, float* buffer) {
+  const int64_t size = job.size, bits = job.bits;
+  const float levels = static_cast<float>((1 << bits) - 1);
+  for (int64_t g = begin; g < end; ++g) {
+    const Group b = load_bounds(job, g);
+    const float base = 0.5f * b.lo, step = b.half_step(levels);
+    const uint8_t* in = job.codes + g * (size / 8 * bits);
+    const int64_t at = g * size, n = std::min(job.n - at, size);
+    float* to = static_cast<float*>(job.y) + at;
+    float* out = job.bf16 || n < size ? buffer : to;
+#define MT_DECODE(B) decode_group<B>(in, out, size, base, step)
+    MT_BITS_SWITCH(MT_DECODE)
+    if (job.bf16)
+      narrow(buffer, static_cast<uint16_t*>(job.y) + at, n);
+    else if (n < size)
+      std::memcpy(to, buffer, n * sizeof(float));
+  }
+}
+
+template <typename Range>
+void over_groups(const Job& job, int64_t threads, const Range& range) {
+  const int64_t groups = (job.n + job.size - 1) / job.size;
+  parallel_for(groups, std::max<int64_t>(32768 / job.size, 1), threads,
+               [&](int64_t begin, int64_t end) {
+                 std::vector<float> buffer(job.size);
+                 std::vector<uint8_t> codes(job.size);
+                 range(job, begin, end, buffer.data(), codes.data());
+               });
+}
+
+}  // namespace memtrain
+
+MT_EXPORT void mt_group_quantize(const void* x, int64_t bf16, uint8_t* codes, void* bounds,
+                                 int64_t wide, int64_t n, int64_t bits, int64_t group_size,
+                                 int64_t seed, int64_t stochastic, int64_t threads) {
+  memtrain::Job job{x, nullptr, codes, bounds, bf16 != 0, wide != 0, stochastic != 0,
+                    n, bits, group_size, static_cast<uint64_t>(seed)};
+  memtrain::over_groups(job, threads,
+                        [](const memtrain::Job& j, int64_t begin, int64_t end, float* buffer,
+                           uint8_t* c) { memtrain::quantize_range(j, begin, end, buffer, c); });
+}
+
+MT_EXPORT void mt_group_dequantize(const uint8_t* codes, const void* bounds, int64_t wide,
+                                   void* out, int64_t bf16, int64_t n, int64_t bits,
+                                   int64_t group_size, int64_t threads) {
+  memtrain::Job job{nullptr, out, const_cast<uint8_t*>(codes), const_cast<void*>(bounds),
+                    bf16 != 0, wide != 0, false, n, bits, group_size, 0};
+  memtrain::over_groups(job, threads,
+                        [](const memtrain::Job& j, int64_t begin, int64_t end, float* buffer,
+                           uint8_t*) { memtrain::dequantize_range(j, begin, end, buffer); });
+}

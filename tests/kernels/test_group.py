@@ -1,0 +1,314 @@
+"""All three backends compute the same operations in the same order, so they are bit-equal."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memtrain.kernels import bits as bit_codes
+from memtrain.kernels import group
+from memtrain.kernels.dispatch import backend
+
+BACKENDS = ["reference", "cpu", "triton"]
+TWINS = ["cpu", "triton"]
+SEED = -12345678901234
+FLOAT_MAX = torch.finfo(torch.float32).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
+
+
+def equal(a, b):
+    """Equal dtypes, shapes and bits, NaN equal to NaN."""
+    return (
+        a.dtype == b.dtype
+        and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(0, 1e30, -1e30), b.nan_to_num(0, 1e30, -1e30))
+    )
+
+
+def roundtrip(x, **options):
+    options = {"bits": 4, "group_size": 8, "seed": SEED, "stochastic": False} | options
+    codes, bounds = group.group_quantize(x, **options)
+    sizes = (options["bits"], options["group_size"], x.numel())
+    return group.group_dequantize(codes, bounds, *sizes, x.dtype).view(x.shape)
+
+
+# Worked cases
+
+
+def test_reference_matches_a_worked_case():
+    # lo 0, hi 3, so step 1: codes 0 1 2 3 0 1 2 2; byte c holds codes c, c+2, c+4, c+6.
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.4, 0.6, 1.5, 2.49])
+    codes, bounds = group.quantize_reference(x, 2, 8, 0, False, False)
+    assert codes.tolist() == [[0b10_00_10_00, 0b10_01_11_01]]
+    assert bounds.tolist() == [[0.0, 3.0]]
+    values = group.dequantize_reference(codes, bounds, 2, 8, 8, torch.float32)
+    assert values.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_bounds_are_rounded_outwards(name):
+    # bfloat16 near 1 has steps of 2**-7, just below 2 too.
+    x = torch.tensor([[1.001, 1.999], [-1.999, -1.001], [-1e-3, 3e-3], [-0.5, 0.5]])
+    with backend(name):
+        _, bounds = group.group_quantize(x.repeat_interleave(4, 1), 4, 8, 0, False, False)
+    assert bounds[0].tolist() == [1.0, 2.0]
+    assert bounds[1].tolist() == [-2.0, -1.0]
+    assert bounds[3].tolist() == [-0.5, 0.5]
+    lo, hi = bounds.float().T
+    assert (lo <= x[:, 0]).all()
+    assert (hi >= x[:, 1]).all()
+    assert ((x[:, 0] - lo) <= 2.0**-7 * x[:, 0].abs()).all()
+    assert ((hi - x[:, 1]) <= 2.0**-7 * x[:, 1].abs()).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_stochastic_codes_follow_the_definition(name):
+    x = torch.rand(64) * 3
+    x[0], x[1] = 0.0, 3.0
+    from memtrain.kernels.philox import uniform_blocks
+
+    u = uniform_blocks(1, 64, 9, x.device)[0]
+    with backend(name):
+        codes, _ = group.group_quantize(x, 2, 64, 9, True, False)
+    expected = (x.double() + u.double()).floor().long()  # lo 0, step 1
+    assert torch.equal(bit_codes.unpack(codes, 2)[0], expected)
+
+
+# The twins against the reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_equals_reference(name, bits, dtype):
+    stochastic, wide = bits % 2 == 0, bits % 3 == 0
+    for size in (256, 24) if name == "triton" else (8, 24, 64, 128, 256, 1000):
+        x = (torch.randn(2 * size + 5) * 10.0 ** (bits - 4)).to(dtype)
+        codes, bounds = group.quantize_reference(x, bits, size, SEED, stochastic, wide)
+        values = group.dequantize_reference(codes, bounds, bits, size, x.numel(), dtype)
+        with backend(name):
+            twin = group.group_quantize(x, bits, size, SEED, stochastic, wide)
+            twin_values = group.group_dequantize(codes, bounds, bits, size, x.numel(), dtype)
+        assert torch.equal(twin[0], codes)
+        assert equal(twin[1], bounds)
+        assert equal(twin_values, values)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_equals_reference_on_hard_numbers(name):
+    nan, inf = torch.nan, torch.inf
+    hard = [
+        [0.0] * 8,
+        [-0.0] * 4 + [0.0] * 4,
+        [1.5] * 8,
+        [3.3] * 8,
+        [FLOAT_MAX, -FLOAT_MAX] * 4,
+        [FLOAT_MAX] * 8,
+        [-FLOAT_MAX, BF16_MAX, 0.0, 1e38, -1e38, 2e38, -2e38, 1.0],
+        [1e-45, 3e-45, 0.0, -1e-45] * 2,
+        [1e-38, 2e-38, 1e-30, 0.0] * 2,
+        [1e-30, 2e-30, 3e-30, 4e-30] * 2,
+        [1000.0, 1000.001] * 4,
+        [nan] * 8,
+        [0.0] * 7 + [nan],
+        [inf] + [0.0] * 7,
+        [-inf, inf] * 4,
+    ]
+    x = torch.tensor(hard)
+    for bits in (1, 3, 8):
+        for wide in (False, True):
+            codes, bounds = group.quantize_reference(x, bits, 8, SEED, True, wide)
+            values = group.dequantize_reference(codes, bounds, bits, 8, x.numel(), x.dtype)
+            with backend(name):
+                twin = group.group_quantize(x, bits, 8, SEED, True, wide)
+                twin_values = group.group_dequantize(codes, bounds, bits, 8, x.numel(), x.dtype)
+            assert torch.equal(twin[0], codes)
+            assert equal(twin[1], bounds)
+            assert equal(twin_values, values)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_equals_reference_for_every_seed(name, seed):
+    x = torch.randn(300)
+    expected, _ = group.quantize_reference(x, 4, 256, seed, True, False)
+    with backend(name):
+        codes, _ = group.group_quantize(x, 4, 256, seed, True, False)
+    assert torch.equal(codes, expected)
+
+
+def test_threads_do_not_change_the_result():
+    x = torch.randn(300_000)
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        codes, bounds = group.group_quantize(x, 3, 256, SEED)
+        results.append((codes, bounds, group.group_dequantize(codes, bounds, 3, 256, x.numel())))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# What the docstring promises
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (7,), (8,), (9,), (3, 5, 7)], ids=str)
+def test_shapes_and_padding(name, shape):
+    x = torch.randn(shape)
+    n_groups = (x.numel() + 7) // 8
+    with backend(name):
+        codes, bounds = group.group_quantize(x, 8, 8, SEED, True, True)
+    assert (codes.shape, bounds.shape) == ((n_groups, 8), (n_groups, 2))
+    assert bit_codes.unpack(codes, 8).flatten()[x.numel() :].eq(0).all()
+    groups = [chunk for chunk in x.flatten().split(8) if chunk.numel()]
+    assert bounds.tolist() == [[chunk.min().item(), chunk.max().item()] for chunk in groups]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_strides_are_read_in_logical_order(name):
+    x = torch.randn(12, 10).t()[::2]
+    with backend(name):
+        assert torch.equal(roundtrip(x), roundtrip(x.contiguous()))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_bad_numbers_stay_in_their_group(name, bad):
+    x = torch.randn(27)
+    with backend(name):
+        clean = roundtrip(x)
+        x[9] = bad
+        spoilt = roundtrip(x)
+    assert spoilt[8:16].isnan().all()
+    assert torch.equal(spoilt[:8], clean[:8])
+    assert torch.equal(spoilt[16:], clean[16:])
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_error_is_below_one_step_or_half(bits, wide, stochastic):
+    x = torch.randn(64, 64) * 10.0 ** torch.randint(-15, 15, (64, 1)) + torch.randn(64, 1)
+    options = {"bits": bits, "group_size": 64, "wide": wide, "stochastic": stochastic}
+    _, bounds = group.group_quantize(x, bits, 64, SEED, stochastic, wide)
+    lo, hi = bounds.double().split(1, dim=1)
+    step = (hi - lo) / (2**bits - 1)
+    # Eight float32 roundings, each of numbers up to the larger bound or 2**bits steps.
+    rounding = 8 * 2.0**-24 * (torch.maximum(lo.abs(), hi.abs()) + 2**bits * step)
+    error = (roundtrip(x, **options).double() - x.double()).abs()
+    assert (error <= (1 if stochastic else 0.5) * step + rounding).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_huge_ranges_do_not_overflow(name):
+    x = torch.tensor([-FLOAT_MAX, FLOAT_MAX, 0.0, 1e38, -1e38, 2e38, -2e38, 3e38])
+    with backend(name):
+        values = {bits: roundtrip(x, bits=bits) for bits in (1, 8)}
+    assert values[1].isfinite().all()
+    # The bounds are bfloat16's largest number, half a step is 1/255 of it.
+    assert ((values[8] - x).abs() <= BF16_MAX / 255 * 1.001 + (FLOAT_MAX - BF16_MAX)).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_ranges_that_count_as_zero_decode_to_lo(name):
+    x = torch.tensor([0.0, 2.0**-102] * 4)
+    with backend(name):
+        assert roundtrip(x).eq(0).all()
+        assert torch.equal(roundtrip(x * 8), x * 8)
+
+
+def test_float64_is_rounded_to_float32():
+    x = torch.rand(50, dtype=torch.float64)
+    result = roundtrip(x, bits=8)
+    assert result.dtype == torch.float64
+    assert torch.equal(result, roundtrip(x.float(), bits=8).double())
+
+
+# Unbiasedness
+
+
+def z_scores(x, codes, bounds, bits, step):
+    """How many standard errors the mean of many decodings of the row `x` is off, [8]."""
+    count = codes.shape[0]
+    values = group.group_dequantize(codes, bounds, bits, 8, 8 * count).view(count, 8).double()
+    place = (x.double() - bounds[0, 0].double()) / step
+    chance = place - place.floor()
+    error = step * (chance * (1 - chance) / count).sqrt()
+    # The random numbers have 16 bits: a mean may be off by 2**-17 of a step.
+    return ((values.mean(0) - x.double()).abs() - 2.0**-17 * step).clamp(min=0) / error
+
+
+AWKWARD = [
+    [1.0039, 1.0041, 1.2, 1.3333, 1.5, 1.7, 1.77, 1.8009],
+    [-3.0077, -0.1, -0.003, 0.0011, 0.5, 1.1, 2.2, 2.9921],
+    [1000.1, 1000.3, 1001.0, 1001.7, 1002.2, 1003.0, 1003.3, 1003.9],
+]
+
+
+@pytest.mark.parametrize("row", AWKWARD, ids=["ones", "signed", "offset"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_stochastic_rounding_is_unbiased(row, bits):
+    # 3 x 3 x 8 means; |z| > 5.5 has probability 3.8e-8, any of them 2.7e-6 (and the seed is fixed).
+    x = torch.tensor(row)
+    codes, bounds = group.group_quantize(x.repeat(40_000, 1), bits, 8, SEED)
+    lo, hi = bounds[0].double()
+    assert (z_scores(x, codes, bounds, bits, (hi - lo) / (2**bits - 1)) < 5.5).all()
+
+
+def test_rounding_the_bounds_after_encoding_is_biased():
+    # The flaw of ActNN, which the test above would find: encode with the exact bounds, decode with
+    # the rounded ones.
+    x = torch.tensor(AWKWARD[0])
+    codes, bounds = group.group_quantize(x.repeat(40_000, 1), 4, 8, SEED, True, True)
+    lo, hi = bounds[0].bfloat16().double()
+    assert z_scores(x, codes, bounds.bfloat16(), 4, (hi - lo) / 15).max() > 50
+
+
+# Refusals, fake tensors, registration
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 0}, "bits=0; allowed: 1 to 8"),
+        ({"bits": 9}, "bits=9; allowed: 1 to 8"),
+        ({"group_size": 12}, "group_size=12; allowed: multiples of 8"),
+        ({"group_size": 0}, "group_size=0; allowed: multiples of 8"),
+        ({"group_size": 32768}, "group_size=32768; allowed: .* to 16384"),
+    ],
+)
+def test_values_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        group.group_quantize(torch.zeros(8), **options)
+
+
+def test_wrong_dtypes_and_sizes_are_refused():
+    with pytest.raises(TypeError, match=r"int64; allowed: torch\.float32"):
+        group.group_quantize(torch.arange(8))
+    codes, bounds = group.group_quantize(torch.zeros(16), 4, 8)
+    with pytest.raises(TypeError, match="int32; allowed"):
+        group.group_dequantize(codes, bounds, 4, 8, 16, torch.int32)
+    with pytest.raises(ValueError, match=r"\(2, 4\); 17 elements of 4 bits need uint8 \(3, 4\)"):
+        group.group_dequantize(codes, bounds, 4, 8, 17)
+    with pytest.raises(ValueError, match=r"bounds are torch\.float16"):
+        group.group_dequantize(codes, bounds.half(), 4, 8, 16)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_fake_tensors_have_the_real_shapes(wide):
+    x = torch.randn(5, 77)
+    real = group.group_quantize(x, 3, 256, 0, True, wide)
+    with FakeTensorMode() as mode:
+        fake = group.group_quantize(mode.from_tensor(x), 3, 256, 0, True, wide)
+        values = group.group_dequantize(*fake, 3, 256, x.numel(), torch.float16)
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+    assert (values.shape, values.dtype) == ((385,), torch.float16)
+
+
+def test_ops_are_registered_soundly():
+    x = torch.randn(300)
+    torch.library.opcheck(torch.ops.memtrain.group_quantize.default, (x, 4, 256, 1, True, False))
+    codes, bounds = group.group_quantize(x)
+    arguments = (codes, bounds, 4, 256, 300, torch.bfloat16)
+    torch.library.opcheck(torch.ops.memtrain.group_dequantize.default, arguments)

@@ -1,0 +1,78 @@
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from memtrain.kernels import philox
+
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), -12345678901234]
+
+
+@triton.jit
+def _words_kernel(out_ptr, seed):
+    at = tl.arange(0, 64)
+    w0, w1, w2, w3 = tl.randint4x(seed, at.to(tl.uint32))
+    tl.store(out_ptr + at, w0.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 64 + at, w1.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 128 + at, w2.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 192 + at, w3.to(tl.int32, bitcast=True))
+
+
+def scalar(counter, seed):
+    """Philox4x32-10 in Python's own integers, as the paper writes it."""
+    c, k = [counter, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 % 2**32, (p0 >> 32) ^ c[3] ^ k[1], p0 % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def test_philox_gives_the_published_answer():
+    # Random123's known-answer file: philox4x32 10, counter and key all 0.
+    words = [int(word) for word in philox.philox(torch.tensor(0), 0)]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_philox_matches_python_integers(seed):
+    counters = [0, 1, 2, 65535, 2**31 - 1, 2**31, 2**32 - 1]
+    words = torch.stack(philox.philox(torch.tensor(counters), seed), dim=1)
+    assert words.tolist() == [scalar(counter, seed) for counter in counters]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_philox_is_the_stream_of_triton(seed):
+    expected = torch.stack(philox.philox(torch.arange(64), seed))
+    words = torch.empty(4, 64, dtype=torch.int32)
+    _words_kernel[(1,)](words, seed)
+    assert torch.equal(words.long() & 0xFFFFFFFF, expected)
+
+
+def test_uniform_blocks_gives_each_slice_its_half_word():
+    u = philox.uniform_blocks(2, 16, 7, torch.device("cpu"))
+    for block in range(2):
+        for column in range(2):
+            words = scalar(block * 2 + column, 7)
+            for s in range(8):
+                half = words[s // 2] >> (16 * (s % 2)) & 0xFFFF
+                assert u[block, s * 2 + column] == (half + 0.5) / 65536
+
+
+def test_uniform_blocks_stays_inside_and_is_uniform():
+    n = 1 << 17
+    u = philox.uniform_blocks(n // 256, 256, 3, torch.device("cpu")).double().flatten()
+    assert u.min() > 0
+    assert u.max() < 1
+    # 16 equal bins: chi-square with 15 degrees of freedom is above 56.5 with probability 1e-6.
+    counts = torch.histc(u, bins=16, min=0, max=1)
+    assert ((counts - n / 16) ** 2 / (n / 16)).sum() < 56.5
+
+
+def test_uniform_blocks_does_not_depend_on_the_number_of_blocks():
+    few, many = (philox.uniform_blocks(n, 64, 5, torch.device("cpu")) for n in (3, 50))
+    assert torch.equal(few, many[:3])
+
+
+def test_uniform_blocks_of_nothing():
+    assert philox.uniform_blocks(0, 64, 5, torch.device("cpu")).shape == (0, 64)
