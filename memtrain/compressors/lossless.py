@@ -1,0 +1,105 @@
+"""What can be kept in fewer bytes without loss: masks and integers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memtrain.compressors.base import Key, Packed
+from memtrain.kernels import mask
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_NARROW = (torch.uint8, torch.int16, torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """A boolean tensor at one bit per element, exact.
+
+    Memory:
+        1 / 8 byte per element, in whole blocks of 32 bytes.
+
+    Example:
+        >>> x = torch.tensor([True, False, True])
+        >>> Mask().decompress(Mask().compress(x, key=Key()))
+        tensor([ True, False,  True])
+    """
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Pack `x`.
+
+        Args:
+            x: Any shape, bool.
+            key: Not used.
+            previous: Not used.
+
+        Returns:
+            Tensor `bits`, uint8 [ceil(numel / 256) * 32].
+
+        Raises:
+            TypeError: If `x` is not bool.
+        """
+        if x.dtype != torch.bool:
+            raise TypeError(f"dtype {x.dtype}; allowed: torch.bool")
+        return Packed({"bits": mask.pack_mask(x)}, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The same tensor, contiguous."""
+        numel = packed.shape.numel()
+        return mask.unpack_mask(packed.tensors["bits"], numel).view(packed.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integers:
+    """An integer tensor in the narrowest of uint8, int16 and int32 that holds its values, exact.
+
+    The width depends on the values, so `compress` reads the minimum and the maximum, for which a
+    GPU has to be waited for. A fake or meta tensor has no values: its width stays, and the bytes
+    told for it are an upper bound.
+
+    Memory:
+        1, 2, 4 or 8 bytes per element, never more than before.
+
+    Example:
+        >>> x = torch.tensor([3, 250])
+        >>> packed = Integers().compress(x, key=Key())
+        >>> packed.nbytes, Integers().decompress(packed)
+        (2, tensor([  3, 250]))
+    """
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Narrow `x`; a tensor that cannot be narrower is its own payload.
+
+        Args:
+            x: Any shape, uint8, int8, int16, int32 or int64.
+            key: Not used.
+            previous: Not used.
+
+        Returns:
+            Tensor `values`, of `x`'s shape.
+
+        Raises:
+            TypeError: If `x` is of another dtype.
+        """
+        if x.dtype not in _INTEGERS:
+            raise TypeError(f"dtype {x.dtype}; allowed: {', '.join(map(str, _INTEGERS))}")
+        return Packed({"values": x.to(_narrowest(x))}, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The same tensor."""
+        return packed.tensors["values"].to(packed.dtype)
+
+
+def _narrowest(x: Tensor) -> torch.dtype:
+    """The narrowest dtype that holds the values of `x`; its own where none is narrower."""
+    narrower = [dtype for dtype in _NARROW if dtype.itemsize < x.dtype.itemsize]
+    if not narrower or isinstance(x, FakeTensor) or x.is_meta:
+        return x.dtype
+    if x.numel() == 0:
+        return narrower[0]
+    low, high = (int(bound) for bound in torch.aminmax(x))
+    for dtype in narrower:
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return dtype
+    return x.dtype

@@ -1,0 +1,201 @@
+"""What every registered compressor keeps to. A new one adds one row to ROWS."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memtrain.compressors import COMPRESSORS, Compressor, Key
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(), (0,), (1,), (7,), (257,), (3, 5, 7), (2, 300), (0, 4), (33, 40)]
+
+
+def normal(shape, dtype):
+    return torch.randn(shape).to(dtype)
+
+
+def positive(shape, dtype):
+    return torch.rand(shape).to(dtype)
+
+
+def coin(shape, dtype):
+    return torch.rand(shape) < 0.5
+
+
+def integers(shape, dtype):
+    return torch.randint(0, 100, shape).to(dtype)
+
+
+def element(shape, at):
+    """Elements that a NaN at flat index `at` may change: that one."""
+    return torch.arange(torch.Size(shape).numel()).view(shape) == at
+
+
+def within(size):
+    """... those of its block of `size` elements."""
+    return lambda shape, at: (
+        torch.arange(torch.Size(shape).numel()).view(shape) // size == (at // size)
+    )
+
+
+def cross(shape, at):
+    """... those that share an index with it in some dimension; in fewer than two, its block."""
+    if len(shape) < 2:
+        return within(128)(shape, at)
+    spoilt = element(shape, at).nonzero()[0]
+    grids = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
+    return torch.stack([g == i for g, i in zip(grids, spoilt, strict=True)]).any(0)
+
+
+def everything(shape, at):
+    return torch.ones(shape, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compressor: fields of its instances, its inputs, and what differs from the usual."""
+
+    make: Callable[[tuple[int, ...], torch.dtype], Tensor] = normal
+    options: tuple[dict, ...] = ({},)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    spoils: Callable[[tuple[int, ...], int], Tensor] | None = None  # None: there is no NaN
+    least_dimensions: int = 0
+    bytes_follow_values: bool = False  # fake bytes are then an upper bound
+
+
+GROUPS = (
+    {"bits": 3, "bounds": "fp32"},
+    {"bits": 4, "rounding": "nearest"},
+    {"bits": 8},
+    {"bits": 1},
+)
+ROWS = {
+    "identity": Row(spoils=element),
+    "derivative": Row(spoils=element),
+    "group": Row(options=GROUPS, spoils=within(256), dtypes=(*FLOATS, torch.float64)),
+    "mask": Row(make=coin, dtypes=(torch.bool,)),
+    "integers": Row(
+        make=integers,
+        dtypes=(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+        bytes_follow_values=True,
+    ),
+    "block": Row(spoils=within(128)),
+    "rank1": Row(make=positive, spoils=cross),
+    "factored": Row(make=positive, spoils=everything, least_dimensions=2),
+}
+
+CASES = [
+    pytest.param(COMPRESSORS[name](**options), row, id=f"{name}-{options}" if options else name)
+    for name, row in ROWS.items()
+    if name in COMPRESSORS
+    for options in row.options
+]
+every_case = pytest.mark.parametrize(("compressor", "row"), CASES)
+
+
+def inputs(row):
+    """Every shape that the compressor takes in every dtype, and two that are not contiguous."""
+    for dtype in row.dtypes:
+        for shape in SHAPES:
+            if len(shape) >= row.least_dimensions:
+                yield row.make(shape, dtype)
+        yield row.make((20, 31), dtype).t()
+        yield row.make((9, 64), dtype)[::2, ::3]
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def test_the_table_has_every_registered_compressor():
+    assert COMPRESSORS.keys() <= ROWS.keys()
+
+
+@every_case
+def test_is_a_frozen_value(compressor, row):
+    assert isinstance(compressor, Compressor)
+    assert is_dataclass(compressor)
+    assert hash(compressor) == hash(type(compressor)(**vars(compressor)))
+    with pytest.raises(AttributeError):
+        compressor.another = 1
+
+
+@every_case
+def test_shape_and_dtype_come_back_and_the_input_stays(compressor, row):
+    for x in inputs(row):
+        before, version = x.clone(), x._version
+        packed = compressor.compress(x, key=Key(seed=1))
+        y = compressor.decompress(packed)
+        assert (packed.shape, packed.dtype) == (x.shape, x.dtype)
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+        assert same(x, before)
+        assert x._version == version
+
+
+@every_case
+def test_strides_do_not_matter(compressor, row):
+    for dtype in row.dtypes:
+        x = row.make((20, 31), dtype).t()
+        if x.is_floating_point():
+            # Eighths: sums are exact, in whatever order a compressor takes them.
+            x = (x * 8).round() / 8
+        results = [
+            compressor.decompress(compressor.compress(t, key=Key())) for t in (x, x.contiguous())
+        ]
+        assert same(*results)
+
+
+@every_case
+def test_bytes_of_a_fake_tensor_are_the_real_ones(compressor, row):
+    for x in inputs(row):
+        real = compressor.compress(x, key=Key())
+        with FakeTensorMode() as mode:
+            fake = compressor.compress(mode.from_tensor(x), key=Key())
+            y = compressor.decompress(fake)
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        if row.bytes_follow_values:
+            assert fake.nbytes >= real.nbytes
+        else:
+            assert fake.nbytes == real.nbytes
+            assert fake.tensors.keys() == real.tensors.keys()
+
+
+@every_case
+def test_equal_keys_give_equal_payloads(compressor, row):
+    for dtype in row.dtypes:
+        x = row.make((33, 40), dtype)
+        key = Key(seed=3, site=1, step=4, microbatch=1, call=5, rank=9)
+        first, second = (compressor.compress(x, key=key).tensors for _ in range(2))
+        assert first.keys() == second.keys()
+        assert all(same(first[name], second[name]) for name in first)
+
+
+@every_case
+def test_payload_survives_a_weights_only_checkpoint(compressor, row):
+    for dtype in row.dtypes:
+        packed = compressor.compress(row.make((33, 40), dtype), key=Key(seed=2))
+        file = io.BytesIO()
+        torch.save(dict(packed.tensors), file)
+        file.seek(0)
+        loaded = packed._replace(tensors=torch.load(file, weights_only=True))
+        assert same(compressor.decompress(loaded), compressor.decompress(packed))
+
+
+@pytest.mark.parametrize(("compressor", "row"), [c for c in CASES if c.values[1].spoils])
+def test_bad_numbers_stay_where_the_compressor_says(compressor, row):
+    for dtype in row.dtypes:
+        for shape in ((33, 40), (1000,)):
+            if len(shape) < row.least_dimensions:
+                continue
+            for bad in (torch.nan, torch.inf):
+                x = row.make(shape, dtype)
+                clean = compressor.decompress(compressor.compress(x, key=Key()))
+                x.view(-1)[500] = bad
+                spoilt = compressor.decompress(compressor.compress(x, key=Key()))
+                untouched = ~row.spoils(shape, 500)
+                assert same(spoilt[untouched], clean[untouched])
