@@ -1,0 +1,226 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memtrain.activations.fewbit import fewbit
+from memtrain.compressors import DerivativeCode
+from memtrain.compressors.fewbit_solver import table
+from memtrain.kernels.dispatch import backend, has_triton
+
+PLAIN = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "mish": F.mish,
+    "tanh": torch.tanh,
+}
+
+
+def level(x: torch.Tensor, code: DerivativeCode) -> torch.Tensor:
+    """f'(x) from the table, in float64 arithmetic rounded to float32."""
+    flat = x.detach().double().cpu().contiguous().view(-1).numpy()
+    return torch.from_numpy(table(code.function, code.bits)(flat)).view(x.shape).float()
+
+
+def saved(y: torch.Tensor) -> list[torch.Tensor]:
+    return list(y.grad_fn.saved_tensors)
+
+
+@pytest.mark.parametrize("function", PLAIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_value_is_torchs_own_and_gradient_is_the_level(function, dtype):
+    code = DerivativeCode(bits=3, function=function)
+    x = (torch.randn(7, 100) * 2).to(dtype).requires_grad_()
+    grad = torch.randn(7, 100).to(dtype)
+    y = fewbit(x, code)
+    y.backward(grad)
+    assert torch.equal(y, PLAIN[function](x))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(x.grad, (grad.to(wide) * level(x, code).to(wide)).to(dtype))
+
+
+def test_relu_with_one_bit_is_exact():
+    x = torch.randn(5000, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    grad = torch.randn(5000)
+    fewbit(x, DerivativeCode(bits=1, function="relu")).backward(grad)
+    F.relu(twin).backward(grad)
+    assert torch.equal(x.grad, twin.grad)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_only_packed_codes_are_kept(bits):
+    x = torch.randn(8, 512, requires_grad=True)
+    kept = saved(fewbit(x, DerivativeCode(bits=bits)))
+    assert [(t.dtype, t.numel()) for t in kept] == [(torch.uint8, 8 * 512 * bits // 8)]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "offset": lambda x: x[1:],
+    "strided": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:1].expand(3, 4, 6, 5),
+    "one_wide": lambda x: x[:, :1],
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["out", "inplace"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_layout", ["contiguous", "channels_last", "expanded"])
+def test_every_layout_gets_the_right_gradient(layout, grad_layout, inplace):
+    if inplace and layout == "expanded":
+        pytest.skip("torch writes in place to no expanded tensor")
+    base = torch.randn(3, 4, 6, 5, requires_grad=True)
+    code = DerivativeCode(bits=2, function="silu")
+    x = LAYOUTS[layout](base.clone())
+    # torch's own last bit depends on the strides, so the expected value has them too
+    value, expected = F.silu(x.detach()), level(x, code)
+    y = fewbit(x, code, inplace=inplace)
+    grad = torch.randn(y.shape)
+    if grad_layout == "channels_last":
+        grad = grad.contiguous(memory_format=torch.channels_last)
+    if grad_layout == "expanded":
+        grad = grad[..., :1].expand(y.shape)
+    seen = []
+    if not inplace:
+        x.register_hook(seen.append)
+    y.backward(grad)
+    assert torch.equal(y, value)
+    if inplace:
+        assert y is x
+    else:
+        assert torch.equal(seen[0], grad * expected)
+    assert base.grad is not None
+    if layout in ("contiguous", "channels_last"):
+        assert torch.equal(base.grad, grad * expected)
+
+
+def test_a_transposed_input_is_not_copied():
+    x = torch.randn(30, 40, requires_grad=True)
+    y = fewbit(x.t(), DerivativeCode())
+    assert y.stride() == x.t().stride()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1, 1)], ids=str)
+def test_small_shapes(shape):
+    x = torch.full(shape, 3.0, requires_grad=True)
+    y = fewbit(x, DerivativeCode(bits=1, function="relu"))
+    y.sum().backward()
+    assert y.shape == shape
+    assert torch.equal(x.grad, torch.ones(shape))
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["out", "inplace"])
+@pytest.mark.parametrize("function", ["gelu", "silu", "relu"])
+def test_nothing_is_kept_where_no_gradient_is_wanted(function, inplace):
+    code = DerivativeCode(bits=1, function=function)
+    x = torch.randn(10)
+    expected = PLAIN[function](x)
+    y = fewbit(x.clone(), code, inplace=inplace)
+    assert y.grad_fn is None
+    assert torch.equal(y, expected)
+    with torch.no_grad():
+        z = fewbit(x.clone().requires_grad_(), code, inplace=inplace)
+    assert z.grad_fn is None
+    assert torch.equal(z, expected)
+
+
+def test_inplace_is_seen_by_autograd():
+    code = DerivativeCode(bits=1, function="relu")
+    leaf = torch.randn(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        fewbit(leaf, code, inplace=True)
+    x = leaf * 1
+    square = x * x  # saves x
+    fewbit(x, code, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_differentiating_twice_is_an_error():
+    x = torch.randn(4, requires_grad=True)
+    (dx,) = torch.autograd.grad(fewbit(x, DerivativeCode()).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_backward_twice_over_a_retained_graph():
+    x = torch.randn(300, requires_grad=True)
+    y = fewbit(x, DerivativeCode()).sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+
+
+def test_runs_in_the_inputs_dtype_under_autocast():
+    x = torch.randn(4, 64, requires_grad=True)
+    weight = torch.randn(64, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = x @ weight
+        y = fewbit(hidden, DerivativeCode())
+    assert y.dtype == hidden.dtype == torch.bfloat16
+    y.sum().backward()
+    assert weight.grad.dtype == torch.float32
+
+
+def test_gradient_of_a_small_mlp_by_hand():
+    code = DerivativeCode(bits=3)
+    x, target = torch.randn(16, 8), torch.randn(16, 3)
+    a, b = torch.randn(8, 32, requires_grad=True), torch.randn(32, 3, requires_grad=True)
+    hidden = x @ a
+    y = fewbit(hidden, code) @ b
+    (0.5 * (y - target).pow(2).sum()).backward()
+    dy = (y - target).detach()
+    d_hidden = (dy @ b.detach().t()) * level(hidden, code)
+    assert torch.equal(b.grad, F.gelu(hidden.detach()).t() @ dy)
+    assert torch.equal(a.grad, x.t() @ d_hidden)
+
+
+@pytest.mark.skipif(not has_triton(), reason="no triton")
+def test_triton_gives_the_same_gradient():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(20, 30, device=device).t().requires_grad_()
+    grads = []
+    for name in ("reference", "triton"):
+        with backend(name):
+            grads += torch.autograd.grad(fewbit(x, DerivativeCode()).sum(), x)
+    assert torch.equal(*grads)
+
+
+def test_compiles_as_one_graph():
+    code = DerivativeCode(bits=2, function="silu")
+    x = torch.randn(8, 40, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    compiled = torch.compile(
+        lambda x: fewbit(x * 2, code).sum(), fullgraph=True, backend="aot_eager"
+    )
+    compiled(x).backward()
+    fewbit(twin * 2, code).sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
+def test_training_reaches_the_loss_of_exact_gradients():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(512, 8, generator=generator)
+    target = torch.sin(2 * x[:, :1]) * x[:, 1:2] + 0.5 * x[:, 2:3]
+
+    def train(activation) -> float:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)])
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model[1](activation(model[0](x))), target)
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    exact = train(F.gelu)
+    start = target.var().item()
+    assert exact < 0.1 * start  # the task is learned
+    code = DerivativeCode(bits=3)
+    assert train(lambda h: fewbit(h, code)) < 1.5 * exact + 0.005 * start

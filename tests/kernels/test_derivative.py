@@ -1,0 +1,185 @@
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from memtrain.compressors.fewbit_solver import table
+from memtrain.kernels import derivative
+from memtrain.kernels.cpu import library
+from memtrain.kernels.dispatch import backend, has_triton
+from memtrain.kernels.strides import memory_order
+
+BACKENDS = [
+    "reference",
+    pytest.param("cpu", marks=pytest.mark.skipif(library() is None, reason="no C++ library")),
+    pytest.param("triton", marks=pytest.mark.skipif(not has_triton(), reason="no triton")),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+NAN, INF = float("nan"), float("inf")
+
+
+def device(name: str) -> str:
+    return "cpu" if name == "cpu" else DEVICE
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_encode_packs_the_worked_example(name):
+    # Position 0 of the eight lanes of 32: elements 0, 32, 64, ..., 224.
+    x = torch.zeros(256, device=device(name))
+    x[::32] = torch.tensor([-5.0, -2.0, -2.5, 0.0, 0.5, 1.0, 9.0, 3.0])
+    with backend(name):
+        one = derivative.encode(x, [-2.0]).cpu()
+        three = derivative.encode(x, [-4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0]).cpu()
+    # 1 bit: x > -2: lanes 0, 1, 2 are not; every other position is 0 > -2 in all lanes
+    assert one[0].tolist() == [0b11111000] + [255] * 31
+    # 3 bits: codes 0 2 2 4 5 5 7 7, lane 0 lowest, 24 bits in three bytes 32 apart
+    word = sum(code << (3 * lane) for lane, code in enumerate([0, 2, 2, 4, 5, 5, 7, 7]))
+    assert three[0, ::32].tolist() == [word & 255, word >> 8 & 255, word >> 16]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backward_multiplies_by_the_level_of_each_element(name):
+    x = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.1, 1.0, 1.5], device=device(name))
+    grad = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, -1.0, 3.0], device=device(name))
+    levels = [0.25, -0.5, 2.0, 1.5]
+    with backend(name):
+        codes = derivative.encode(x, [-1.0, 0.0, 1.0])
+        level = derivative.decode(codes, levels, 7)
+        dx = derivative.backward(grad, codes, levels)
+        even = derivative.decode(derivative.encode(x, [0.5, 1.0, 2.0], even=True), levels, 7)
+    assert level.tolist() == [0.25, 0.25, -0.5, -0.5, 2.0, 2.0, 1.5]
+    assert dx.tolist() == [0.25, 0.5, -2.0, -4.0, 32.0, -2.0, 4.5]
+    assert even.tolist() == [1.5, -0.5, 0.25, 0.25, 0.25, -0.5, 2.0]
+
+
+def samples(n: int, dtype: torch.dtype, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, grad = torch.randn(n, device=where) * 2, torch.randn(n, device=where)
+    return x.to(dtype), grad.to(dtype)
+
+
+@pytest.mark.parametrize("name", BACKENDS[1:])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_kernels_equal_the_reference(name, dtype, bits):
+    x, grad = samples(5000 if name == "cpu" else 1300, dtype, device(name))
+    for function in ("gelu", "tanh"):  # plain and even
+        step = table(function, bits)
+        boundaries, levels = list(step.boundaries), list(step.levels)
+        results = []
+        for choice in ("reference", name):
+            with backend(choice):
+                codes = derivative.encode(x, boundaries, even=step.even)
+                dx = derivative.backward(grad, codes, levels)
+                results.append((codes, dx, derivative.decode(codes, levels, x.numel(), dtype)))
+        for reference, kernel in zip(*results, strict=True):
+            assert torch.equal(reference, kernel)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 255, 256, 257, 4095, 4097])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_size_goes_through(name, n):
+    x, grad = samples(n, torch.float32, device(name))
+    step = table("silu", 3)
+    with backend(name):
+        codes = derivative.encode(x, list(step.boundaries))
+        dx = derivative.backward(grad, codes, list(step.levels))
+    assert codes.shape == ((n + 255) // 256, 96)
+    inner = torch.tensor(step.boundaries, device=x.device)
+    levels = torch.tensor(step.levels, device=x.device)
+    assert torch.equal(dx, grad * levels[(x[:, None] > inner).sum(1)])
+
+
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.skipif(not has_triton(), reason="no triton")
+def test_fused_forward_is_as_near_to_float64_as_torch(function, dtype):
+    x = torch.linspace(-9, 9, 1000, device=DEVICE).to(dtype)
+    step = table(function, 3)
+    with backend("triton"):
+        y, codes = derivative.forward(x, function, list(step.boundaries))
+    with backend("reference"):
+        assert torch.equal(codes, derivative.encode(x, list(step.boundaries)))
+    exact = derivative.FUNCTIONS[function](x.double())
+    plain = (derivative.FUNCTIONS[function](x) - exact).abs().max()
+    assert (y - exact).abs().max() <= 2 * plain
+    assert y.dtype == dtype
+
+
+# The interpreter computes -Inf * 0 in numpy, which warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_nan_and_inf_touch_no_neighbour(name):
+    x, grad = samples(600, torch.float32, device(name))
+    bad = x.clone()
+    bad[5], bad[300], bad[301] = NAN, INF, -INF
+    step = table("gelu", 3)
+    boundaries, levels = list(step.boundaries), list(step.levels)
+    with backend(name):
+        y, codes = derivative.forward(bad, "gelu", boundaries)
+        level = derivative.decode(codes, levels, 600)
+        clean = derivative.decode(derivative.encode(x, boundaries), levels, 600)
+        grad[7] = NAN
+        dx = derivative.backward(grad, codes, levels)
+    ends = torch.tensor(levels).tolist()
+    assert y[5].isnan()
+    assert [level[i].item() for i in (5, 300, 301)] == [ends[0], ends[-1], ends[0]]
+    assert dx[7].isnan()
+    assert dx.isnan().sum() == 1
+    rest = torch.ones(600, dtype=torch.bool)
+    rest[[5, 300, 301]] = False
+    assert torch.equal(level[rest], clean[rest])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_forward_keeps_memory_order(name):
+    base = torch.randn(3, 4, 5, device=device(name))
+    for x in (base, base.transpose(0, 2), base[:, ::2], base[:1].expand(3, 4, 5), base[0, 0, 0]):
+        with backend(name):
+            y, codes = derivative.forward(x, "relu", [0.0])
+            level = derivative.decode(codes, [0.0, 1.0], x.numel())
+        assert torch.equal(y, torch.relu(x))
+        assert y.stride() == torch.empty_like(x).stride()
+        assert torch.equal(level, (memory_order(y) > 0).float())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_codes_take_bits_over_eight_bytes(bits):
+    count = 2**bits - 1
+    codes = derivative.encode(torch.zeros(2560), [float(k) for k in range(count)])
+    assert codes.numel() * codes.element_size() == 2560 * bits // 8
+
+
+def test_ops_pass_opcheck():
+    x, grad = samples(300, torch.float32, "cpu")
+    codes = derivative.encode(x, [0.0])
+    ops = torch.ops.memtrain
+    tests = ("test_schema", "test_faketensor")
+    cases = [
+        (ops.derivative_encode, (x, [0.0], False)),
+        (ops.derivative_forward, (x.view(30, 10).t(), "gelu", [0.0], False)),
+        (ops.derivative_decode, (codes, [0.0, 1.0], 300, torch.bfloat16)),
+        (ops.derivative_backward, (grad, codes, [0.0, 1.0])),
+    ]
+    for op, arguments in cases:
+        torch.library.opcheck(op, arguments, test_utils=tests)
+
+
+def test_fake_tensors_give_shapes_without_data():
+    with FakeTensorMode():
+        y, codes = derivative.forward(torch.empty(1000, 1000), "gelu", [0.0] * 7)
+    assert y.shape == (1000, 1000)
+    assert codes.shape == (3907, 96)
+
+
+def test_wrong_input_is_named():
+    x = torch.zeros(4)
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        derivative.encode(torch.zeros(4, dtype=torch.int64), [0.0])
+    with pytest.raises(TypeError, match=r"torch\.bool"):
+        derivative.backward(x > 0, derivative.encode(x, [0.0]), [0.0, 1.0])
+    with pytest.raises(ValueError, match="2 boundaries"):
+        derivative.encode(x, [0.0, 1.0])
+    with pytest.raises(ValueError, match="3 boundaries or levels given; allowed: 2, 4, 8, 16"):
+        derivative.decode(torch.zeros(1, 32, dtype=torch.uint8), [0.0, 1.0, 2.0], 4)
+    with pytest.raises(ValueError, match="gelo"):
+        derivative.forward(x, "gelo", [0.0])
