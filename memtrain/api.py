@@ -1,0 +1,192 @@
+"""`wrap` and `unwrap`: a plan, applied to a model and its optimizer, and taken back."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain import optim
+from memtrain.activations.intercept import Interception
+from memtrain.compressors import Compressor
+from memtrain.plan import Plan, make_plan
+
+_ATTRIBUTE = "_memtrain"
+
+
+@dataclass
+class _Wrapped:
+    """What `wrap` leaves on the model."""
+
+    plan: Plan
+    interception: Interception | None
+
+
+@dataclass
+class _ChooseState:
+    """A plan's choice by parameter instead of name; a class, so that optimizers pickle."""
+
+    plan: Plan
+    names: dict[nn.Parameter, str]
+
+    def __call__(self, param: Tensor, state: str) -> Compressor | str:
+        return self.plan.choose_state(self.names[cast(nn.Parameter, param)], state)
+
+
+def wrap(
+    model: nn.Module, optimizer: Optimizer, cfg: Any = None, *, batch: Any = None
+) -> tuple[nn.Module, Optimizer]:
+    """Make training take a fraction of its memory; the loop around stays as it is.
+
+    The model is the same object with the same class and `state_dict`; hooks on its modules
+    compress what its forward saves. The optimizer is a new object that shares its parameter
+    groups with the old one (so schedulers made before keep working), carries its state over and
+    holds it compressed. Weights, gradients and the random stream of torch are not touched.
+
+    Args:
+        model: The model, before or in the middle of a training run.
+        optimizer: Its optimizer; all its parameters must be the model's.
+        cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"exact"`, `"optimizer_only"`,
+            `"activations_only"`), a YAML path, a list of Hydra overrides, a dict, a DictConfig or
+            a `Config`.
+        batch: What the model is called with (a tensor, a tuple of arguments or a dict of keyword
+            arguments): settles the plan's activation sites at once, without running the model on
+            it. Without it the first training forward settles them.
+
+    Returns:
+        The same model, and the optimizer to use from now on.
+
+    Raises:
+        ValueError: If the model has no parameters or is wrapped already, if the optimizer holds
+            parameters that are not the model's, or for a config that is not valid. Nothing has
+            been changed then.
+        TypeError: For arguments of the wrong type.
+
+    Memory:
+        `balanced`: 3 bits per element for the input of a nonlinearity, 4.125 bits for other saved
+        tensors, 1.03 bytes per parameter for AdamW's two moments (8 plain).
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU())
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = wrap(model, optimizer, "balanced")
+        >>> model(torch.randn(32, 64)).sum().backward()
+        >>> optimizer.step()
+    """
+    _check(model, optimizer)
+    plan = make_plan(model, optimizer, cfg, batch=batch)
+    interception = None
+    if plan.activation_rules:
+        interception = Interception(
+            model,
+            plan.choose_activation,
+            min_elements=plan.config.activations.min_elements,
+            seed=plan.config.seed,
+            settle=plan.settle,
+        )
+    if plan.state_rules:
+        choose = _ChooseState(plan, {p: name for name, p in model.named_parameters()})
+        least = plan.config.optim.min_elements
+        optimizer = optim.compress(optimizer, choose, min_elements=least)
+    if interception is not None:
+        interception.attach()
+    setattr(model, _ATTRIBUTE, _Wrapped(plan, interception))
+    return model, optimizer
+
+
+def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Put everything back: hooks off, and a plain torch optimizer with its states decompressed.
+
+    Args:
+        model: A model that `wrap` returned.
+        optimizer: The optimizer that `wrap` returned with it.
+
+    Returns:
+        The same model, and the optimizer that was given to `wrap`.
+
+    Raises:
+        ValueError: If the model is not wrapped.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(64, 128)
+        >>> model, optimizer = wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> type(unwrap(model, optimizer)[1]).__name__
+        'AdamW'
+    """
+    wrapped = _wrapped(model)
+    if wrapped.plan.state_rules:
+        optimizer = optim.restore(optimizer)
+    if wrapped.interception is not None:
+        wrapped.interception.detach()
+    delattr(model, _ATTRIBUTE)
+    return model, optimizer
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that a wrapped model runs under.
+
+    Args:
+        model: A model that `wrap` returned.
+
+    Raises:
+        ValueError: If the model is not wrapped.
+    """
+    return _wrapped(model).plan
+
+
+def state_dict(model: nn.Module) -> dict[str, int]:
+    """What a checkpoint needs besides the model's and the optimizer's own `state_dict`.
+
+    Args:
+        model: A model that `wrap` returned.
+
+    Returns:
+        The number of forward passes so far: it feeds the keys of stochastic rounding, so a run
+        that restores it goes on bit for bit.
+    """
+    interception = _wrapped(model).interception
+    return {"step": interception.saved.step if interception else 0}
+
+
+def load_state_dict(model: nn.Module, state_dict: dict[str, int]) -> None:
+    """Restore what `memtrain.state_dict` returned.
+
+    Args:
+        model: A model that `wrap` returned.
+        state_dict: Of the run that is resumed.
+
+    Raises:
+        ValueError: If the model is not wrapped or the state has other keys.
+    """
+    if set(state_dict) != {"step"}:
+        raise ValueError(f"memtrain's state has the key 'step', not {sorted(state_dict)}")
+    interception = _wrapped(model).interception
+    if interception is not None:
+        interception.saved.step = int(state_dict["step"])
+
+
+def _wrapped(model: nn.Module) -> _Wrapped:
+    wrapped = getattr(model, _ATTRIBUTE, None)
+    if wrapped is None:
+        raise ValueError(f"this {type(model).__name__} is not wrapped by memtrain")
+    return wrapped
+
+
+def _check(model: nn.Module, optimizer: Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    for name, module in model.named_modules():
+        if hasattr(module, _ATTRIBUTE):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped already; unwrap(model, optimizer) undoes it"
+            )
+    own = set(model.parameters())
+    if not own:
+        raise ValueError(f"this {type(model).__name__} has no parameters: nothing to train")
+    strangers = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise ValueError(f"the optimizer holds {strangers} parameters that are not the model's")

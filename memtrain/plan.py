@@ -1,0 +1,232 @@
+"""Rules x sites -> plan: what is done to every site, decided before anything runs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.sites import Record, Site
+from memtrain.activations.trace import trace
+from memtrain.compressors import COMPRESSORS, Compressor
+from memtrain.compressors.named import named
+from memtrain.config import KEEP, ActivationRule, Config, StateRule, load, nearest
+from memtrain.entry import Entry
+from memtrain.optim.layout import is_unsigned
+from memtrain.states import predict_states
+
+NO_RULE = "no rule matches"
+RULE_KEEPS = "its rule says keep"
+NOT_REQUESTED = "not requested"
+
+
+def build(spec: object, *, signed: bool = True) -> Compressor | str:
+    """Make a compressor of a config's value.
+
+    Args:
+        spec: A name such as `"B128/DE"`, a mapping with `name` and the compressor's own fields, a
+            compressor, or `"keep"`.
+        signed: Whether the tensor has signs, for names that do not say it.
+
+    Returns:
+        The compressor, or the reason to keep the site.
+
+    Raises:
+        ValueError: For an unknown name or field, or a value out of range.
+        TypeError: For a value of the wrong type.
+
+    Example:
+        >>> build({"name": "group", "bits": 2}).bits
+        2
+    """
+    if spec == KEEP:
+        return RULE_KEEPS
+    if isinstance(spec, str):
+        return named(spec, signed=signed)
+    if isinstance(spec, Compressor):
+        return spec
+    if not isinstance(spec, Mapping) or "name" not in spec:
+        raise TypeError(f"compressor {spec!r} is neither a name nor a mapping with a 'name'")
+    values = dict(spec)
+    name = str(values.pop("name"))
+    if name not in COMPRESSORS:
+        raise ValueError(f"unknown compressor {name!r}; {nearest(name, list(COMPRESSORS))}")
+    cls = COMPRESSORS[name]
+    allowed = [item.name for item in fields(cls)]
+    for key in values:
+        if key not in allowed:
+            raise ValueError(f"compressor {name!r} has no field {key!r}; {nearest(key, allowed)}")
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(cls), values)
+    except OmegaConfBaseException as error:
+        raise TypeError(f"compressor {name!r}: {str(error).splitlines()[0]}") from error
+    return cls(**{key: typed[key] for key in values})
+
+
+class Rules:
+    """Ordered rules over names; the first whose every pattern matches wins.
+
+    Args:
+        exceptions: The user's rules, tried first.
+        rules: The preset's rules.
+        names: The fields of a rule that are patterns, in the order of `choose`'s arguments.
+    """
+
+    def __init__(
+        self,
+        exceptions: Sequence[ActivationRule | StateRule],
+        rules: Sequence[ActivationRule | StateRule],
+        names: Sequence[str],
+    ) -> None:
+        self._rules = [
+            (
+                tuple(str(getattr(rule, name)).split("|") for name in names),
+                {signed: build(rule.compressor, signed=signed) for signed in (True, False)},
+            )
+            for rule in (*exceptions, *rules)
+        ]
+        self._chosen: dict[tuple[str, ...], Compressor | str] = {}
+
+    def choose(self, *names: str, signed: bool = True) -> Compressor | str:
+        """The compressor for a site, or the reason to keep it."""
+        if names not in self._chosen:
+            self._chosen[names] = next(
+                (
+                    compressors[signed]
+                    for patterns, compressors in self._rules
+                    if all(map(_matches, names, patterns))
+                ),
+                NO_RULE,
+            )
+        return self._chosen[names]
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Site -> compressor, or keep with the reason.
+
+    Without a batch, activation sites are settled by the first training forward and then frozen.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(64, 128)
+        >>> plan = make_plan(model, torch.optim.AdamW(model.parameters()), "balanced")
+        >>> plan.entries("gradient")[0].reason
+        'not requested'
+    """
+
+    config: Config
+    activation_rules: Rules
+    state_rules: Rules
+    _entries: dict[str, list[Entry]] = field(default_factory=dict)
+
+    def choose_activation(self, site: Site) -> Compressor | str:
+        """The compressor for a saved tensor's site, or the reason to keep it."""
+        return self.activation_rules.choose(*site)
+
+    def choose_state(self, parameter: str, state: str) -> Compressor | str:
+        """The compressor for a parameter's state, or the reason to keep it."""
+        return self.state_rules.choose(parameter, state, signed=not is_unsigned(state))
+
+    def settle(self, records: Iterable[Record]) -> None:
+        """Fill in the activation sites from the first training forward; later calls do nothing."""
+        if "activation" not in self._entries:
+            self._entries["activation"] = list(merge(records))
+
+    def entries(self, kind: str = "") -> list[Entry]:
+        """The plan's rows, of one kind or all; no activations before they are settled."""
+        kinds = [kind] if kind else ["weight", "gradient", "state", "activation"]
+        return [entry for name in kinds for entry in self._entries.get(name, [])]
+
+    def to_yaml(self) -> str:
+        """The plan as YAML: for each kind and site the compressor, or `keep` with the reason."""
+        tree: dict[str, dict[str, str]] = {}
+        for entry in self.entries():
+            what = entry.compressor or f"keep: {entry.reason}"
+            tree.setdefault(entry.kind, {})[entry.site] = what
+        return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
+
+def make_plan(
+    model: nn.Module, optimizer: Optimizer, cfg: Any = None, *, batch: Any = None
+) -> Plan:
+    """Decide what is done to every site; nothing is changed.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        cfg: Anything that `memtrain.config.load` takes.
+        batch: What the model is called with: settles the activation sites by a forward on fake
+            tensors. Without it the first training forward of a wrapped model settles them.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: For a config that `load` refuses, an unknown compressor, or an exception (a
+            rule of the user's) whose module or parameter does not exist.
+        TypeError: For values of the wrong type.
+    """
+    config = load(cfg)
+    modules = [name for name, _ in model.named_modules()]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    _check_exceptions(config.activations.exceptions, "module", modules)
+    _check_exceptions(config.optim.exceptions, "parameter", list(parameters))
+    plan = Plan(
+        config,
+        Rules(config.activations.exceptions, config.activations.rules, ("module", "op", "tensor")),
+        Rules(config.optim.exceptions, config.optim.rules, ("parameter", "state")),
+    )
+    for kind, only in (("weight", False), ("gradient", True)):
+        plan._entries[kind] = [
+            Entry(name, kind, p.nbytes, p.nbytes, reason=NOT_REQUESTED)
+            for name, p in model.named_parameters()
+            if p.requires_grad or not only
+        ]
+    plan._entries["state"] = predict_states(model, optimizer, plan)
+    if batch is not None:
+        least = config.activations.min_elements
+        plan.settle(trace(model, batch, plan.choose_activation, min_elements=least))
+    return plan
+
+
+def merge(records: Iterable[Record]) -> Iterable[Entry]:
+    """One entry per site: the sums over its saves."""
+    sites: dict[Site, list[Record]] = {}
+    for record in records:
+        sites.setdefault(record.site, []).append(record)
+    for site, rows in sites.items():
+        shown = next((row for row in rows if row.compressor), rows[0])
+        yield Entry(
+            site.name,
+            "activation",
+            sum(row.nbytes for row in rows),
+            sum(row.planned for row in rows),
+            shown.compressor,
+            "" if shown.compressor else shown.reason,
+        )
+
+
+def _check_exceptions(rules: Sequence[Any], what: str, names: Sequence[str]) -> None:
+    for index, rule in enumerate(rules):
+        patterns = str(getattr(rule, what)).split("|")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"exceptions[{index}].{what}={pattern!r} matches no {what} of the model; "
+                    f"{nearest(pattern, names)[:500]}"
+                )

@@ -1,0 +1,103 @@
+"""Six ways to give a config; every mistake names the value and what is allowed."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from memtrain.config import Config, compose, load, options
+from memtrain.plan import build
+
+PRESETS = ["activations_only", "balanced", "exact", "optimizer_only", "smallest"]
+
+
+def test_presets_are_the_documented_ones():
+    assert options("preset") == PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes_and_its_compressors_build(preset):
+    config = load(preset)
+    for rule in (*config.activations.rules, *config.optim.rules):
+        build(rule.compressor)
+    assert (config.weights, config.gradients) == ("keep", "keep")
+
+
+def test_all_forms_give_the_same_config(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: smallest\nseed: 3\n")
+    forms = [
+        ["preset=smallest", "seed=3"],
+        {"preset": "smallest", "seed": 3},
+        OmegaConf.create({"preset": "smallest", "seed": 3}),
+        path,
+        str(path),
+        load(["preset=smallest", "seed=3"]),
+    ]
+    assert len({repr(load(form)) for form in forms}) == 1
+    assert load(None) == load("balanced") == Config(**vars(load("balanced")))
+
+
+def test_presets_say_what_the_documentation_says():
+    balanced, smallest = load("balanced"), load("smallest")
+    assert balanced.activations.rules[0].compressor == {"name": "derivative", "bits": 3}
+    assert balanced.activations.rules[-1].compressor == {"name": "group", "bits": 4}
+    assert [r.compressor for r in balanced.optim.rules] == ["Rank-1/Linear", "B128/DE"]
+    assert smallest.activations.rules[0].compressor == {"name": "derivative", "bits": 2}
+    assert smallest.activations.rules[-1].compressor == {"name": "group", "bits": 2}
+    assert [r.compressor for r in smallest.optim.rules] == ["factored", "B128/DE"]
+
+
+def test_a_field_of_a_rule_is_overridden_by_its_index():
+    config = load(["activations.rules.0.compressor.bits=2"])
+    assert config.activations.rules[0].compressor["bits"] == 2
+
+
+MISTAKES = {
+    "preset": ("smalest", ValueError, "did you mean 'smallest'"),
+    "preset_override": (["preset=foo"], ValueError, "unknown preset 'foo'; allowed: activ"),
+    "preset_key": ({"preset": "exac"}, ValueError, "did you mean 'exact'"),
+    "override_key": (["activation.min_elements=3"], ValueError, "activations.min_elements"),
+    "dict_key": ({"sed": 3}, ValueError, "unknown key 'sed'; did you mean 'seed'"),
+    "nested_key": ({"optim": {"rule": []}}, ValueError, "'optim.rule'; did you mean 'rules'"),
+    "rule_key": (
+        {"activations": {"rules": [{"opp": "x"}]}}, ValueError, "'activations.rules.0.opp'",
+    ),
+    "type": ({"seed": "x"}, TypeError, "seed"),
+    "override_type": (["activations.min_elements=abc"], TypeError, "activations.min_elements=abc"),
+    "range": (["activations.min_elements=-1"], ValueError, "min_elements=-1 is out of range"),
+    "weights": (["weights=bf16"], ValueError, "weights='bf16' is unknown; allowed: 'keep'"),
+    "no_file": ("nowhere.yaml", FileNotFoundError, "nowhere.yaml"),
+    "no_config": (3, TypeError, "cfg is a int; allowed: a preset's name"),
+    "not_a_mapping": ({"activations": 3}, TypeError, "activations"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("cfg", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_name_the_value_and_what_is_allowed(cfg, error, message):
+    with pytest.raises(error, match=message.replace("(", r"\(")):
+        load(cfg)
+
+
+def test_composing_inside_a_running_hydra_app_leaves_it_alone():
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_module("memtrain.configs", version_base="1.3"):
+        outer = GlobalHydra.instance().hydra
+        compose(["preset=exact"])
+        assert GlobalHydra.instance().hydra is outer
+
+
+SPECS = {
+    "name": ("B128/DEE", ValueError, "B128/DE"),
+    "registry": ({"name": "grup"}, ValueError, "did you mean 'group'"),
+    "field": ({"name": "group", "bit": 4}, ValueError, "did you mean 'bits'"),
+    "range": ({"name": "group", "bits": 9}, ValueError, "9"),
+    "type": ({"name": "group", "bits": "four"}, TypeError, "four"),
+    "form": (4, TypeError, "neither a name nor a mapping"),
+}
+
+
+@pytest.mark.parametrize(("spec", "error", "message"), SPECS.values(), ids=SPECS.keys())
+def test_mistakes_in_a_compressor(spec, error, message):
+    with pytest.raises(error, match=message):
+        build(spec)

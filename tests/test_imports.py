@@ -1,0 +1,74 @@
+"""Importing needs no triton, no hydra, no compiled library; the reference path then works."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import importlib.util, sys, warnings
+
+blocked = {blocked!r}
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+
+sys.meta_path.insert(0, Block())
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in blocked else find_spec(name, *rest)
+import torch
+import memtrain
+import memtrain.optim, memtrain.activations, memtrain.compressors
+{body}
+"""
+
+TRAIN = """
+from memtrain.config import ActivationRule, Activations, Config, Optim, StateRule
+from memtrain.kernels import dispatch
+cfg = Config(
+    activations=Activations(rules=[
+        ActivationRule(op="gelu", compressor={"name": "derivative"}),
+        ActivationRule(compressor={"name": "group"})]),
+    optim=Optim(rules=[StateRule(state="exp_avg", compressor="B128/DE")]),
+)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+with dispatch.backend("reference"):
+    model(torch.randn(32, 64)).square().sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+def run(blocked, body):
+    program = PROGRAM.format(blocked=blocked, body=body)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_training_works_with_triton_and_hydra_blocked():
+    result = run(["triton", "hydra", "matplotlib", "transformers", "sklearn"], TRAIN)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "trained\n"
+
+
+def test_importing_memtrain_imports_neither_triton_nor_hydra():
+    body = "print(sorted({'triton', 'hydra', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    result = run([], body)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_without_the_compiled_library_the_reference_serves_with_one_warning():
+    body = """
+from pathlib import Path
+from memtrain.kernels import cpu, dispatch
+cpu.PATH = Path("nowhere.so")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        assert dispatch.choose(torch.zeros(1)) == "reference"
+print(len(caught), "C++ kernels were not built" in str(caught[0].message))
+"""
+    result = run([], body)
+    assert result.stdout == "1 True\n", result.stderr

@@ -1,0 +1,64 @@
+"""Imports point downwards only (docs/design.md); the package's face is names only."""
+
+import ast
+from pathlib import Path
+
+import memtrain
+
+ROOT = Path(memtrain.__file__).parent
+
+# What each part may import of memtrain, besides itself.
+ALLOWED = {
+    "kernels": set(),
+    "compressors": {"kernels"},
+    "meter": set(),
+    "activations": {"kernels", "compressors"},
+    "optim": {"kernels", "compressors"},
+    "config": {"configs"},
+    "configs": set(),
+    "entry": set(),
+    "states": {"entry", "compressors", "optim"},
+    "plan": {"config", "entry", "compressors", "activations", "states"},
+    "audit": {"plan", "entry", "config", "compressors", "activations"},
+    "api": {"plan", "config", "compressors", "activations", "optim"},
+    "experiments": {"", "api", "plan", "config", "meter", "optim"},
+    "cli": {"", "api", "plan", "audit", "config", "meter", "experiments", "activations"},
+}
+
+
+def imports():
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+                if node.module == "memtrain":
+                    names = [f"memtrain.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                if name.split(".")[0] == "memtrain":
+                    yield path.relative_to(ROOT), part, [*name.split("."), ""][1]
+
+
+def test_imports_point_down():
+    wrong = [
+        f"{path} imports memtrain.{target}"
+        for path, part, target in imports()
+        if part != "__init__"
+        and target != part
+        and target not in ALLOWED[part]
+        # names of the public face, such as memtrain.wrap
+        and not (target in memtrain.__all__ and "" in ALLOWED[part])
+    ]
+    assert wrong == []
+
+
+def test_every_part_has_a_place():
+    parts = {
+        path.name.removesuffix(".py")
+        for path in ROOT.iterdir()
+        if path.suffix == ".py" or path.is_dir()
+    }
+    assert parts - {"__init__", "__pycache__", "py.typed"} == set(ALLOWED)
