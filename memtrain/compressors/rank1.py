@@ -1,0 +1,71 @@
+"""The rank-1 compressor: an element's scale is the least of its dimensions' maxima."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.codebook import Block
+from memtrain.kernels import codebook, rank1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank1:
+    """Codes of a map, scaled by the least of the maxima over each dimension: `Rank-1/Linear`.
+
+    Tensors of fewer than two dimensions are quantised in blocks of 128 with the same map (the
+    paper's rule). An element decodes to NaN or Inf only where each of its dimensions holds a NaN
+    or Inf; the others stay within their usual error.
+
+    Attributes:
+        map: `"Linear"`, `"DE"` or `"DE-0"`, see `kernels.codebook.codebook`.
+        bits: 2 to 8.
+        signed: Whether negative values are kept.
+
+    Raises:
+        ValueError: If a field is out of its range.
+
+    Memory:
+        bits / 8 + 4 * sum(shape) / numel bytes per element.
+
+    Example:
+        >>> import torch
+        >>> rank1 = Rank1()
+        >>> rank1.decompress(rank1.compress(torch.tensor([[1.0, 2.0], [2.0, 4.0]]), key=Key()))
+        tensor([[1., 2.],
+                [2., 4.]])
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.2.
+    """
+
+    map: str = "Linear"
+    bits: int = 4
+    signed: bool = False
+
+    def __post_init__(self) -> None:
+        codebook.codebook(self.map, bits=self.bits, signed=self.signed)
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""
+        if x.dim() < 2:
+            return self._block().compress(x, key=key)
+        codes, scale = rank1.quantize(x, map=self.map, bits=self.bits, signed=self.signed)
+        return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """A contiguous tensor of the original shape and dtype."""
+        if len(packed.shape) < 2:
+            return self._block().decompress(packed)
+        x = rank1.dequantize(
+            packed.tensors["codes"],
+            packed.tensors["scale"],
+            map=self.map,
+            bits=self.bits,
+            signed=self.signed,
+            shape=packed.shape,
+        )
+        return x.to(packed.dtype)
+
+    def _block(self) -> Block:
+        return Block(block_size=rank1.BLOCK, map=self.map, bits=self.bits, signed=self.signed)

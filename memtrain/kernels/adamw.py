@@ -1,0 +1,272 @@
+"""The AdamW step over many tensors at once, with its moments kept in 4 bits."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import codebook, cpu, rank1
+from memtrain.kernels.dispatch import choose
+
+KINDS = ("exact", "block", "rank1", "factored")
+BLOCK = 128
+_FIELDS, _MAX_DIMS = 24, 8
+
+
+class Hyper(NamedTuple):
+    """The eight numbers of one tensor's step; `hyper` makes them. Rounded to float32 in use."""
+
+    decay: float
+    l2: float
+    sign: float
+    w1: float
+    b2: float
+    w2: float
+    step_size: float
+    eps: float
+
+
+def hyper(
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decoupled: bool = True,
+) -> Hyper:
+    """The numbers of step `step` (1 is the first), with bias corrections folded in.
+
+    `lr / (1 - b1^t) * m / (sqrt(v) / c + eps)` equals `lr * c / (1 - b1^t) * m / (sqrt(v) +
+    c * eps)` with `c = sqrt(1 - b2^t)`: one division an element fewer.
+
+    Args:
+        step: The step's number, from 1.
+        lr: Learning rate.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the root of the corrected second moment.
+        weight_decay: Decoupled (AdamW) or added to the gradient (Adam).
+        maximize: Ascend instead of descend.
+        decoupled: Which form of weight decay.
+
+    Returns:
+        The numbers.
+
+    Example:
+        >>> hyper(1, lr=0.5, betas=(0.0, 0.0), eps=0.0).step_size
+        0.5
+
+    Reference:
+        Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+    """
+    b1, b2 = betas
+    correction = math.sqrt(1 - b2**step)
+    return Hyper(
+        decay=1 - lr * weight_decay if decoupled else 1.0,
+        l2=0.0 if decoupled else weight_decay,
+        sign=-1.0 if maximize else 1.0,
+        w1=1 - b1,
+        b2=b2,
+        w2=1 - b2,
+        step_size=lr * correction / (1 - b1**step),
+        eps=eps * correction,
+    )
+
+
+class Entry(NamedTuple):
+    """One parameter's part of a step; the payloads and the parameter are written in place.
+
+    `kind` names the form of the moments: `"exact"` (both payloads `{"tensor": float32}`), or a
+    first moment in signed blocks of 128 (`{"codes", "scale"}`) with a second moment in unsigned
+    blocks of 128 (`"block"`), rank-1 (`"rank1"`, at least 2 dimensions) or factored
+    (`"factored"`, `{"row", "col"}`, at least 2 dimensions). The maps are of `codebook.MAPS`.
+    """
+
+    param: Tensor
+    grad: Tensor
+    first: Mapping[str, Tensor]
+    second: Mapping[str, Tensor]
+    kind: str
+    hyper: Hyper
+    first_map: str = "DE"
+    second_map: str = "Linear"
+
+
+def adamw_step(entries: Sequence[Entry]) -> None:
+    """Decompress both moments, take one AdamW step, compress them again: for all entries.
+
+    The step uses the new moments before they are quantised (factored: the new second moment as
+    its factors give it). CPU: one C++ call serves all float32 contiguous parameters; other
+    dtypes and layouts take the reference's arithmetic in float32 (float64 for float64), one
+    parameter at a time. CUDA: one launch per pass, any float dtype. A gradient whose strides
+    differ from its parameter's is copied first.
+
+    NaN and Inf in a gradient reach the parameter as in torch's AdamW, and stay in the moments of
+    the element's block of 128 (first moment, block second moment), of the element alone (rank-1,
+    as `rank1.quantize` says), or of the whole tensor (factored).
+
+    Args:
+        entries: What to update. Parameters without elements are skipped.
+
+    Memory:
+        No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
+        vectors of rows and columns (and 1/64 of a float32 gradient, factored) for the call.
+
+    Raises:
+        ValueError: If a kind is unknown or needs more dimensions than the parameter has.
+
+    Example:
+        >>> p, g = torch.ones(2), torch.ones(2)
+        >>> first, second = {"tensor": torch.zeros(2)}, {"tensor": torch.zeros(2)}
+        >>> numbers = hyper(1, lr=0.5, betas=(0.9, 0.999), eps=0.0)
+        >>> adamw_step([Entry(p, g, first, second, "exact", numbers)])
+        >>> p
+        tensor([0.5000, 0.5000])
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1.
+    """
+    together: list[Entry] = []
+    for entry in entries:
+        _check(entry)
+        if not entry.param.numel():
+            continue
+        backend = choose(entry.param)
+        if backend != "reference" and _fits(entry, backend):
+            together.append(entry._replace(grad=entry.grad.contiguous()))
+        else:
+            step_reference(entry)
+    if not together:
+        return
+    if choose(together[0].param) == "cpu":
+        # Every tensor of `table`, `kept` must outlive the call: C++ sees only addresses.
+        table, kept = _table(together)
+        cpu.call("mt_adamw", table, len(together))
+        del kept
+    else:
+        from memtrain.kernels import adamw_triton
+
+        adamw_triton.step(together)
+
+
+def _check(entry: Entry) -> None:
+    if entry.kind not in KINDS:
+        raise ValueError(f"kind {entry.kind!r} is unknown; allowed: {', '.join(KINDS)}")
+    if entry.kind in ("rank1", "factored") and entry.param.dim() < 2:
+        shape = tuple(entry.param.shape)
+        raise ValueError(f"kind {entry.kind!r} needs at least 2 dimensions, got shape {shape}")
+
+
+def _fits(entry: Entry, backend: str) -> bool:
+    if not entry.param.is_contiguous() or entry.param.dim() > _MAX_DIMS:
+        return False
+    if backend == "cpu":
+        return entry.param.dtype == entry.grad.dtype == torch.float32
+    return entry.param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def step_reference(entry: Entry) -> None:
+    """One entry of `adamw_step` in pure torch."""
+    p, h = entry.param, entry.hyper
+    work = torch.float64 if p.dtype == torch.float64 else torch.float32
+    new, g = p.detach().to(work), entry.grad.to(work) * h.sign
+    if h.l2:
+        g = g + h.l2 * new
+    m = _decode_first(entry).to(work)
+    m = m + h.w1 * (g - m)
+    v = _next_second(entry, g)
+    new = new * h.decay - (h.step_size * m) / (v.sqrt() + h.eps)
+    p.detach().copy_(new)
+    _store(entry, m, v)
+
+
+def _decode_first(entry: Entry) -> Tensor:
+    if entry.kind == "exact":
+        return entry.first["tensor"]
+    codes, scale = entry.first["codes"], entry.first["scale"]
+    flat = codebook.dequantize_reference(
+        codes, scale, entry.first_map, 4, True, entry.param.numel()
+    )
+    return flat.view(entry.param.shape)
+
+
+def _next_second(entry: Entry, g: Tensor) -> Tensor:
+    """The new second moment; the factored form is updated here, since it never holds `v`."""
+    h, shape = entry.hyper, entry.param.shape
+    if entry.kind == "factored":
+        square = (g * g).float().reshape(shape[0], -1)
+        row, col = entry.second["row"], entry.second["col"]
+        row.copy_(h.b2 * row + h.w2 * square.mean(1))
+        col.copy_(h.b2 * col + h.w2 * square.mean(0))
+        mean = row.mean()
+        ratio = (row / mean).masked_fill(mean == 0, 0.0)
+        return (ratio.unsqueeze(1) * col).view(shape).to(g.dtype)
+    if entry.kind == "exact":
+        v = entry.second["tensor"]
+    else:
+        codes, scale = entry.second["codes"], entry.second["scale"]
+        if entry.kind == "rank1":
+            v = rank1.dequantize_reference(codes, scale, entry.second_map, 4, False, shape)
+        else:
+            v = codebook.dequantize_reference(
+                codes, scale, entry.second_map, 4, False, entry.param.numel()
+            ).view(shape)
+    return h.b2 * v.to(g.dtype) + (h.w2 * g) * g
+
+
+def _store(entry: Entry, m: Tensor, v: Tensor) -> None:
+    if entry.kind == "exact":
+        entry.first["tensor"].copy_(m)
+        entry.second["tensor"].copy_(v)
+        return
+    _write(entry.first, codebook.quantize_reference(m, entry.first_map, 4, True, BLOCK))
+    if entry.kind == "rank1":
+        _write(entry.second, rank1.quantize_reference(v, entry.second_map, 4, False))
+    elif entry.kind == "block":
+        _write(entry.second, codebook.quantize_reference(v, entry.second_map, 4, False, BLOCK))
+
+
+def _write(payload: Mapping[str, Tensor], new: tuple[Tensor, Tensor]) -> None:
+    payload["codes"].copy_(new[0])
+    payload["scale"].copy_(new[1])
+
+
+def payload_parts(kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the tensors of the first and of the second payload of a kind."""
+    coded = ("codes", "scale")
+    if kind == "exact":
+        return ("tensor",), ("tensor",)
+    return coded, ("row", "col") if kind == "factored" else coded
+
+
+def _table(entries: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
+    """The C++ kernel's table, int64 [n, 24] (struct Row in cpu/adamw.cpp), and what it points to.
+
+    Hyperparameters are rows of one float32 tensor [n, 8].
+    """
+    numbers = torch.tensor([entry.hyper for entry in entries], dtype=torch.float32)
+    device = entries[0].param.device
+    kept = [numbers]
+    rows = []
+    for i, entry in enumerate(entries):
+        first, second = payload_parts(entry.kind)
+        pointers = [0, 0, 0, 0]
+        for k, tensor in enumerate(entry.first[name] for name in first):
+            pointers[k] = tensor.data_ptr()
+        for k, tensor in enumerate(entry.second[name] for name in second):
+            pointers[2 + k] = tensor.data_ptr()
+        maps = (
+            codebook.table(entry.first_map, True, device).data_ptr(),
+            codebook.table(entry.second_map, False, device).data_ptr(),
+        )
+        shape = list(entry.param.shape)
+        row_count = shape[0] if shape else 1
+        row = [entry.param.data_ptr(), entry.grad.data_ptr(), *pointers, *maps]
+        row += [numbers.data_ptr() + 32 * i, entry.param.numel(), row_count]
+        row += [entry.param.numel() // row_count, KINDS.index(entry.kind), len(shape), *shape]
+        rows.append(row + [0] * (_FIELDS - len(row)))
+    kept += [entry.grad for entry in entries]
+    return torch.tensor(rows, dtype=torch.int64), kept

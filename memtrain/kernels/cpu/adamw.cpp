@@ -1,0 +1,189 @@
+// The AdamW step over many tensors with 4-bit states (contract: kernels/adamw.py).
+#define MT_SELF "adamw_lanes.h"
+#include <atomic>
+#include <memory>
+
+#include "common.h"
+
+namespace memtrain {
+
+enum Kind : int64_t { kExact, kBlock, kRank1, kFactored };
+constexpr int64_t kFields = 24, kMaxDims = 8, kItem = 256, kGroup = 4 << 20;
+
+// One row of the table that Python sends; the order is that of `_table` in kernels/adamw.py.
+struct Row {
+  float* p;
+  const float* g;
+  void* m;  // codes, or the moment itself
+  float* m_scale;
+  void* v;  // codes, the moment itself, or the row means
+  float* v_scale;  // scales, or the column means
+  const float *m_table, *v_table, *hyper;
+  int64_t n, rows, cols, kind, dims, shape[kMaxDims], spare[2];
+};
+static_assert(sizeof(Row) == kFields * 8, "the table's rows have 24 fields of 8 bytes");
+
+struct Hyper {
+  float decay, l2, sign, w1, b2, w2, step, eps;
+};
+
+// A row, and where it works: rank-1's maxima and reciprocals, factored's partial sums.
+struct Task : Row {
+  Hyper h;
+  float *next = nullptr, *col_next = nullptr, *col_old = nullptr, *row_inv = nullptr,
+        *col_inv = nullptr, *partial = nullptr, *ratio = nullptr;
+  int64_t chunk = 0;  // of pass 1: blocks (rank-1) or rows (factored)
+  int64_t blocks() const { return (n + 127) / 128; }
+  bool two_passes() const { return kind == kRank1 || kind == kFactored; }
+};
+
+static int64_t side(const Task& t) {  // length of the maxima of dimensions 1 and up
+  int64_t sum = 0;
+  for (int64_t d = 1; d < t.dims; ++d) sum += t.shape[d];
+  return sum;
+}
+
+MT_INLINE void raise(int32_t* at, int32_t x) {
+  int32_t old = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (old < x &&
+         !__atomic_compare_exchange_n(at, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+}  // namespace memtrain
+
+#include "foreach_isa.h"
+
+namespace memtrain {
+
+struct Item {
+  int64_t task, begin, end;
+};
+
+struct Group {
+  int64_t first = 0, last = 0;  // tasks
+  bool two_passes = false;
+  std::vector<Item> look, write;
+  std::atomic<size_t> looked{0}, settled{0}, written{0};
+};
+
+class Barrier {
+ public:
+  explicit Barrier(int64_t n) : n_(n) {}
+  void wait() {
+    const int64_t round = round_.load();
+    if (waiting_.fetch_add(1) + 1 == n_) {
+      waiting_.store(0);
+      round_.fetch_add(1);
+    } else {
+      while (round_.load() == round) std::this_thread::yield();
+    }
+  }
+
+ private:
+  const int64_t n_;
+  std::atomic<int64_t> waiting_{0}, round_{0};
+};
+
+static int64_t plan_scratch(Task& t) {
+  if (t.kind == kRank1) {
+    // A private column buffer is merged once per item: at least 16 rows' worth of elements.
+    t.chunk = std::max(kItem, t.cols * 16 / 128);
+    return 2 * t.rows + side(t) + 3 * t.cols;
+  }
+  if (t.kind == kFactored) {
+    t.chunk = std::max<int64_t>(64, 65536 / std::max<int64_t>(t.cols, 1));
+    return t.rows + (t.rows + t.chunk - 1) / t.chunk * t.cols;
+  }
+  return 0;
+}
+
+static void place_scratch(Task& t, float* at) {
+  if (t.kind == kRank1) {
+    const bool matrix = t.dims == 2;
+    t.next = at;
+    t.row_inv = at += t.rows + side(t);
+    t.col_inv = at += t.rows;
+    t.col_old = matrix ? t.v_scale + t.rows : at + t.cols;
+    t.col_next = matrix ? t.next + t.rows : at + 2 * t.cols;
+    std::fill(t.next, t.next + t.rows + side(t), 0.0f);
+    if (!matrix) {
+      std::fill(t.col_next, t.col_next + t.cols, 0.0f);
+      portable::spread(t, t.v_scale, t.col_old);
+    }
+  } else if (t.kind == kFactored) {
+    t.ratio = at;
+    t.partial = at + t.rows;
+  }
+}
+
+static void cut(std::vector<Item>& items, int64_t task, int64_t n, int64_t chunk) {
+  for (int64_t i = 0; i < n; i += chunk) items.push_back({task, i, std::min(n, i + chunk)});
+}
+
+// Tensors of some 4 M elements together, so that the second pass finds its input in the cache.
+static std::vector<std::unique_ptr<Group>> make_groups(const std::vector<Task>& tasks) {
+  std::vector<std::unique_ptr<Group>> groups;
+  int64_t held = kGroup;
+  for (int64_t i = 0; i < static_cast<int64_t>(tasks.size()); ++i) {
+    const Task& t = tasks[i];
+    if (held + t.n > kGroup) {
+      groups.push_back(std::make_unique<Group>());
+      groups.back()->first = i;
+      held = 0;
+    }
+    held += t.n;
+    Group& group = *groups.back();
+    group.last = i + 1;
+    group.two_passes |= t.two_passes();
+    if (t.two_passes()) cut(group.look, i, t.kind == kRank1 ? t.blocks() : t.rows, t.chunk);
+    cut(group.write, i, t.blocks(), kItem);
+  }
+  return groups;
+}
+
+static void work(std::vector<Task>& tasks, std::vector<std::unique_ptr<Group>>& groups,
+                 Barrier& barrier) {
+  std::vector<int32_t> column;
+  for (auto& held : groups) {
+    Group& group = *held;
+    if (group.two_passes) {
+      for (size_t i; (i = group.looked++) < group.look.size();) {
+        const Item& item = group.look[i];
+        MT_DISPATCH(look(tasks[item.task], item.begin, item.end, column));
+      }
+      barrier.wait();
+      for (size_t i; (i = group.settled++) < static_cast<size_t>(group.last - group.first);)
+        MT_DISPATCH(settle(tasks[group.first + i]));
+      barrier.wait();
+    }
+    for (size_t i; (i = group.written++) < group.write.size();) {
+      const Item& item = group.write[i];
+      MT_DISPATCH(update(tasks[item.task], item.begin, item.end));
+    }
+  }
+}
+
+}  // namespace memtrain
+
+// `table`: int64 [n, 24], see Row.
+MT_EXPORT void mt_adamw(const int64_t* table, int64_t n, int64_t threads) {
+  using namespace memtrain;
+  std::vector<Task> tasks(n);
+  std::vector<int64_t> offset(n + 1, 0);
+  int64_t elements = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    __builtin_memcpy(static_cast<Row*>(&tasks[i]), table + i * kFields, sizeof(Row));
+    __builtin_memcpy(&tasks[i].h, tasks[i].hyper, sizeof(Hyper));
+    offset[i + 1] = offset[i] + plan_scratch(tasks[i]);
+    elements += tasks[i].n;
+  }
+  std::unique_ptr<float[]> scratch(new float[offset[n]]);
+  for (int64_t i = 0; i < n; ++i) place_scratch(tasks[i], scratch.get() + offset[i]);
+  auto groups = make_groups(tasks);
+  const int64_t crew = std::max<int64_t>(1, std::min(threads, elements / 32768));
+  Barrier barrier(crew);
+  parallel_for(crew, 1, crew, [&](int64_t, int64_t) { work(tasks, groups, barrier); });
+  for (Task& t : tasks)
+    if (t.kind == kRank1) std::copy(t.next, t.next + t.rows + side(t), t.v_scale);
+}

@@ -1,0 +1,159 @@
+"""What optimizers with compressed states share: checkpoints, groups shared with the original."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.base import Compressor
+from memtrain.optim import layout
+
+
+class CompressedStates(Optimizer):
+    """An optimizer whose `state` holds payloads: plain tensors and dicts of them.
+
+    `original` is the plain optimizer that it took over (or None): both share the list of
+    parameter groups, so LR schedulers made for the original keep working.
+    """
+
+    original: Optimizer | None = None
+    choose: layout.Choose
+
+    def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
+        """What keeps state `name` of `param`, and the reason if it is not what was chosen."""
+        return layout.decide(param, self.choose(param, name))
+
+    def adopt(self, original: Optimizer) -> None:
+        """Share the original's groups and hooks, and drop its states (the caller has them)."""
+        self.original = original
+        self.param_groups = original.param_groups
+        self.defaults = original.defaults
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self, hooks, getattr(original, hooks))
+        original.state.clear()
+
+    def tell_schedulers(self) -> None:
+        """Schedulers made for the original warn unless its `step` was seen to run."""
+        if self.original is not None:
+            self.original._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
+        return {**state, "original": self.original, "choose": self.choose}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint: compressed (bit-exact) or a plain torch optimizer's (compressed now).
+
+        Args:
+            state_dict: What `state_dict()` of this class, or of the plain optimizer, returned.
+
+        Raises:
+            ValueError: If groups or a payload's shape do not fit; nothing was changed then.
+        """
+        groups, seen = self.param_groups, {}
+
+        def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
+            if len(loaded["param_groups"]) == len(groups):
+                self._check_payloads(loaded)
+            seen.update(loaded)
+
+        def finish(_: Optimizer) -> None:
+            self._share_groups(groups)
+            self._restore_dtypes(seen)
+
+        before = self.register_load_state_dict_pre_hook(remember)
+        after = self.register_load_state_dict_post_hook(finish, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _saved(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        pairs = []
+        for saved, own in zip(loaded["param_groups"], self.param_groups, strict=True):
+            for index, param in zip(saved["params"], own["params"], strict=False):
+                if index in loaded["state"]:
+                    pairs.append((param, loaded["state"][index]))
+        return pairs
+
+    def _check_payloads(self, loaded: dict[str, Any]) -> None:
+        for param, values in self._saved(loaded):
+            for name, value in values.items():
+                if not layout.is_packed(value):
+                    continue
+                compressor, _ = self.compressor(param, name)
+                like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                want = layout.pack(compressor, like)
+                sizes = {k: (tuple(t.shape), t.dtype) for k, t in value.items()}
+                wanted = (
+                    {k: (tuple(t.shape), t.dtype) for k, t in want.items()}
+                    if isinstance(want, dict)
+                    else "a plain tensor"
+                )
+                if sizes != wanted:
+                    raise ValueError(
+                        f"state {name!r} of a parameter of shape {tuple(param.shape)} holds "
+                        f"{sizes}, but {compressor} needs {wanted}"
+                    )
+
+    def _share_groups(self, groups: list[dict[str, Any]]) -> None:
+        # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
+        for old, new in zip(groups, self.param_groups, strict=True):
+            old.clear()
+            old.update(new)
+        self.param_groups = groups
+        if self.original is not None:
+            self.original.param_groups = groups
+
+    def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
+        # Optimizer.load_state_dict casts every tensor, uint8 codes too, to the parameter's dtype.
+        for param, values in self._saved(loaded):
+            for name, value in values.items():
+                if layout.is_packed(value):
+                    fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
+                    self.state[param][name] = fresh
+                elif isinstance(value, Tensor) and value.shape == param.shape:
+                    self.state[param][name] = self._load_plain(param, name, value)
+
+    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        value = value.detach().to(param.device, copy=True)
+        if layout.eligible(param, value):
+            return value
+        return layout.pack(self.compressor(param, name)[0], value)
+
+
+def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any], str]]:
+    """Every parameter with its group and a name: its own, or `group.index`."""
+    found = []
+    for g, group in enumerate(param_groups):
+        names = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            found.append((param, group, names[i] if names else f"{g}.{i}"))
+    return found
+
+
+def refuse_sparse(params: list[Tensor], owner: str) -> None:
+    """Raise for sparse or complex gradients, before anything is changed."""
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{owner} takes dense gradients only, a parameter of shape {tuple(param.shape)} "
+                f"has layout {grad.layout}; use sparse=False in its embedding"
+            )
+        if grad.is_complex():
+            raise RuntimeError(f"{owner} takes real parameters only, got {grad.dtype}")
+
+
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a step's closure, with gradients on."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,153 @@
+"""Which compressor keeps which state of which parameter, and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.identity import Identity
+from memtrain.compressors.named import named
+from memtrain.compressors.rank1 import Rank1
+
+Choose = Callable[[Tensor, str], Compressor | str]  # a string keeps the state, and says why
+
+MIN_ELEMENTS = 4096  # the paper's rule: tensors of at most so many elements keep exact states
+MAX_SIDE_BYTES = 0.08  # bytes per parameter that rank-1's and factored's vectors may cost
+PARTS = ("codes", "scale", "row", "col")
+
+
+class StateRow(NamedTuple):
+    """One line of `describe`: a parameter's state, how it is kept, and its bytes."""
+
+    param: Tensor
+    param_name: str
+    state: str
+    compressor: Compressor
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The default `choose`: names for first moments and second moments, and the paper's rule.
+
+    Attributes:
+        first: Name of the compressor of signed states (`named`).
+        second: Name of the compressor of `exp_avg_sq`-like states, which are never negative.
+        min_elements: Parameters of at most so many elements keep exact states.
+
+    Raises:
+        ValueError: If a name is unknown.
+
+    Example:
+        >>> Choice()(torch.zeros(100, 100), "exp_avg")
+        Block(block_size=128, map='DE', bits=4, signed=True)
+    """
+
+    first: str = "B128/DE"
+    second: str = "Rank-1/Linear"
+    min_elements: int = MIN_ELEMENTS
+
+    def __post_init__(self) -> None:
+        if self.min_elements < 0:
+            raise ValueError(f"min_elements must be at least 0, got {self.min_elements}")
+        named(self.first, signed=True)
+        named(self.second, signed=False)
+
+    def __call__(self, param: Tensor, state_name: str) -> Compressor:
+        """The compressor of one state of one parameter."""
+        if param.numel() <= self.min_elements:
+            return Identity()
+        if is_unsigned(state_name):
+            return named(self.second, signed=False)
+        return named(self.first, signed=True)
+
+
+UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
+
+
+def is_unsigned(state_name: str) -> bool:
+    """Whether a state of this name (of torch.optim's optimizers) is never negative."""
+    return state_name in UNSIGNED
+
+
+def settle(param: Tensor, compressor: Compressor) -> tuple[Compressor, str]:
+    """What is really used for a chosen compressor, and the reason where that differs.
+
+    Rank-1 and factored states fall back to blocks of 128 where they cannot pay: fewer than two
+    dimensions, or vectors that cost over 0.08 bytes per parameter.
+
+    Args:
+        param: The parameter.
+        compressor: What was chosen for its state.
+
+    Returns:
+        The compressor to use, and a reason ("" if it is the chosen one).
+
+    Example:
+        >>> settle(torch.zeros(1, 9001), Factored())
+        (Block(block_size=128, map='Linear', bits=4, signed=False),
+         'factored vectors would cost 4.00 bytes per parameter: block instead')
+    """
+    if not isinstance(compressor, Rank1 | Factored):
+        return compressor, ""
+    kind = "rank-1" if isinstance(compressor, Rank1) else "factored"
+    if isinstance(compressor, Rank1):
+        block = Block(map=compressor.map, bits=compressor.bits, signed=compressor.signed)
+    else:
+        block = Block(map="Linear", signed=False)
+    if param.dim() < 2:
+        return block, f"{kind} needs 2 dimensions, the parameter has {param.dim()}: block instead"
+    if not param.numel():
+        return compressor, ""
+    shape = param.shape
+    sides = sum(shape) if kind == "rank-1" else shape[0] + shape[1:].numel()
+    cost = 4 * sides / param.numel()
+    if cost > MAX_SIDE_BYTES:
+        return block, f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
+    return compressor, ""
+
+
+def decide(param: Tensor, chosen: Compressor | str) -> tuple[Compressor, str]:
+    """`settle`, and `Identity` with the reason where a reason to keep the state was chosen."""
+    return (Identity(), chosen) if isinstance(chosen, str) else settle(param, chosen)
+
+
+def eligible(param: Tensor, value: Any) -> str:
+    """Why a state must stay as it is, or "" if it may be compressed."""
+    if not isinstance(value, Tensor):
+        return "kept: not a tensor"
+    if not value.is_floating_point():
+        return f"kept: {value.dtype} is not a float type"
+    if value.shape != param.shape:
+        return f"kept: shape {tuple(value.shape)} is not the parameter's"
+    return ""
+
+
+def pack(compressor: Compressor, x: Tensor) -> Tensor | dict[str, Tensor]:
+    """A state as it is stored: a plain tensor (identity) or a dict of plain tensors."""
+    if isinstance(compressor, Identity):
+        return x
+    return dict(compressor.compress(x.detach(), key=Key()).tensors)
+
+
+def unpack(compressor: Compressor, stored: Tensor | dict[str, Tensor], like: Tensor) -> Tensor:
+    """The inverse of `pack`; `like` gives shape and dtype."""
+    if isinstance(stored, Tensor):
+        return stored
+    return compressor.decompress(Packed(stored, like.shape, like.dtype))
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a state's value is a payload."""
+    return isinstance(value, dict) and bool(value) and all(k in PARTS for k in value)
+
+
+def payload_bytes(compressor: Compressor, shape: torch.Size, dtype: torch.dtype) -> int:
+    """Bytes that a compressor takes for a shape, found by compressing a tensor without data."""
+    return compressor.compress(torch.empty(shape, dtype=dtype, device="meta"), key=Key()).nbytes

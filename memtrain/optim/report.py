@@ -1,0 +1,142 @@
+"""What optimizer states take: live bytes, and how each state is or will be kept."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.identity import Identity
+from memtrain.optim import layout
+from memtrain.optim.adamw4bit import MOMENTS, AdamW4bit, moment_dtype
+from memtrain.optim.base import CompressedStates, on_each
+from memtrain.optim.compressed import CompressedOptimizer, first_states
+from memtrain.optim.convert import Bounded, becomes_fused
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Live bytes of all state tensors, each storage counted once.
+
+    Args:
+        optimizer: Any torch optimizer.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> state_bytes(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))]))
+        0
+    """
+    storages = {}
+    for tensor in _tensors(list(optimizer.state.values())):
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def describe(optimizer: Optimizer) -> list[layout.StateRow]:
+    """How each state of each parameter is kept; before the first step, as it will be.
+
+    Args:
+        optimizer: A compressed one; of a plain one, each state is listed as kept.
+
+    Returns:
+        One row a state, `step` counters left out: parameter, its name (`group.index` if the
+        groups have no names), state, compressor, bytes, and the reason where the state is kept or
+        kept otherwise than chosen. A state that cannot be predicted is missing until the first
+        step.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> [(row.state, row.nbytes) for row in describe(AdamW4bit([weight]))]
+        [('exp_avg', 4352), ('exp_avg_sq', 4352)]
+    """
+    if isinstance(optimizer, CompressedStates):
+        least = optimizer.min_elements if isinstance(optimizer, CompressedOptimizer) else 0
+        return _rows(optimizer, optimizer.choose, least)
+    return _rows(optimizer, lambda param, state: "kept: not compressed", 0)
+
+
+def predict(
+    optimizer: Optimizer,
+    choose: layout.Choose | None = None,
+    *,
+    min_elements: int = layout.MIN_ELEMENTS,
+) -> list[layout.StateRow]:
+    """The rows that `describe(compress(...))` would give; nothing is changed.
+
+    Args:
+        optimizer: A plain torch optimizer, on any device (meta and fake tensors too).
+        choose: As for `compress`.
+        min_elements: As for `compress`.
+
+    Returns:
+        One row a state.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(100, 100, device="meta"))
+        >>> [row.state for row in predict(torch.optim.SGD([weight], lr=1.0, momentum=0.9))]
+        ['momentum_buffer']
+    """
+    bounded = Bounded(choose or layout.Choice(min_elements=0), min_elements)
+    return _rows(optimizer, bounded, min_elements, becomes_fused(optimizer, bounded))
+
+
+def _rows(
+    optimizer: Optimizer, choose: layout.Choose, min_elements: int, fused: bool = False
+) -> list[layout.StateRow]:
+    fused = fused or isinstance(optimizer, AdamW4bit)
+    rows = []
+    for param, group, name in on_each(optimizer.param_groups):
+        for state, value in _values(optimizer, param, group, fused).items():
+            if state == "step" or not isinstance(value, Tensor | dict):
+                continue
+            compressor, reason = Identity(), "" if fused else _kept(param, value, min_elements)
+            if not reason:
+                compressor, reason = layout.decide(param, choose(param, state))
+            if isinstance(compressor, Identity) or layout.is_packed(value):
+                nbytes = sum(t.numel() * t.element_size() for t in _tensors(value))
+                reason = reason or ("" if layout.is_packed(value) else _why(choose, param))
+            else:
+                nbytes = layout.payload_bytes(compressor, param.shape, value.dtype)
+            rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
+    return rows
+
+
+def _kept(param: Tensor, value: Any, min_elements: int) -> str:
+    if layout.is_packed(value):
+        return ""
+    if (why := layout.eligible(param, value)) or value.numel() > min_elements:
+        return why
+    return f"kept: {value.numel()} elements <= min_elements {min_elements}"
+
+
+def _why(choose: layout.Choose, param: Tensor) -> str:
+    least = getattr(choose, "min_elements", -1)
+    if param.numel() <= least:
+        return f"kept: {param.numel()} elements <= min_elements {least}"
+    return "kept: identity was chosen"
+
+
+def _values(
+    optimizer: Optimizer, param: Tensor, group: dict[str, Any], fused: bool
+) -> dict[str, Any]:
+    if optimizer.state.get(param):
+        return dict(optimizer.state[param])
+    if fused:
+        like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
+        return dict.fromkeys(MOMENTS, like)
+    inner = optimizer.original if isinstance(optimizer, CompressedStates) else optimizer
+    return first_states(inner, param, group) if inner is not None else {}

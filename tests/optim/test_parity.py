@@ -1,0 +1,169 @@
+"""Identity everywhere is bit-identical for every torch optimizer; round trips lose nothing."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.compressors import Identity
+from memtrain.optim import CompressedOptimizer, compress, restore
+
+CASES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+def keep(param, name):
+    return Identity()
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
+
+
+def train(net, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(8, 20, generator=generator)
+        optimizer.zero_grad()
+        (net(x) - 1).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_identity_is_bit_identical(make):
+    plain, ours = model(), model()
+    a, b = make(plain.parameters()), make(ours.parameters())
+    b = CompressedOptimizer(b, keep, min_elements=0)
+    train(plain, a, 5)
+    train(ours, b, 5)
+    for x, y in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_taken_over_and_given_back_in_mid_run(make):
+    plain, ours = model(), model()
+    a, original = make(plain.parameters()), make(ours.parameters())
+    train(plain, a, 6)
+    train(ours, original, 2)
+    b = compress(original, keep, min_elements=0)
+    train(ours, b, 2)
+    assert restore(b) is original
+    train(ours, original, 2)
+    # the data restarts with each call of train: do the same to the plain one
+    twin = model()
+    c = make(twin.parameters())
+    for _ in range(3):
+        train(twin, c, 2)
+    for x, y in zip(twin.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "rmsprop", "nadam", "adagrad"])
+def test_compressed_states_resume_bit_exactly(name):
+    first, second = model(), model()
+    a = CompressedOptimizer(CASES[name](first.parameters()), min_elements=100)
+    train(first, a, 3)
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": a.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    second.load_state_dict(loaded["model"])
+    b = CompressedOptimizer(CASES[name](second.parameters()), min_elements=100)
+    b.load_state_dict(loaded["optimizer"])
+    train(first, a, 3, seed=1)
+    train(second, b, 3, seed=1)
+    for x, y in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_lbfgs_is_refused_with_the_reason():
+    with pytest.raises(TypeError, match="one vector over all parameters"):
+        compress(torch.optim.LBFGS(model().parameters()))
+
+
+def test_compressing_twice_is_refused():
+    with pytest.raises(TypeError, match="already"):
+        compress(compress(torch.optim.AdamW(model().parameters())))
+
+
+def test_differentiable_is_refused():
+    with pytest.raises(ValueError, match="differentiable"):
+        compress(torch.optim.SGD(model().parameters(), lr=0.1, differentiable=True))
+
+
+def test_hooks_and_closure_run_once_a_step():
+    net = model()
+    original = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    calls = []
+    original.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer = compress(original, min_elements=0)
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure():
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 20)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) is not None
+    assert calls == ["pre", "closure", "post"]
+
+
+def test_scheduler_made_before_keeps_working():
+    net = model()
+    original = torch.optim.AdamW(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(original, gamma=0.5)
+    optimizer = compress(original, min_elements=100)
+    train(net, optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert restore(optimizer).param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "adamw"])
+def test_deepcopy_and_pickle(name):
+    net = model()
+    optimizer = compress(CASES[name](net.parameters()), min_elements=100)
+    train(net, optimizer, 2)
+    for make in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        twin_net, twin = make((net, optimizer))
+        own = copy.deepcopy((net, optimizer))
+        train(twin_net, twin, 2)
+        train(*own, 2)
+        for x, y in zip(own[0].parameters(), twin_net.parameters(), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_group_added_later_is_stepped():
+    net, late = model(), nn.Parameter(torch.ones(50, 50))
+    optimizer = compress(torch.optim.Adagrad(net.parameters(), lr=0.1), min_elements=100)
+    optimizer.add_param_group({"params": [late], "lr": 0.5})
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert torch.allclose(late, torch.full_like(late, 0.5))
+    assert sorted(optimizer.state[late]["sum"]) == ["codes", "scale"]
