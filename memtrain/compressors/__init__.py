@@ -1,11 +1,37 @@
 """What can be done to a tensor; one file a family, and the registry that configs name them by."""
 
 from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.derivative import DerivativeCode
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.group import Group
 from memtrain.compressors.identity import Identity
+from memtrain.compressors.lossless import Integers, Mask
+from memtrain.compressors.rank1 import Rank1
 
 # name in a config -> class; a config's other keys are the class's fields
 COMPRESSORS: dict[str, type] = {
     "identity": Identity,
+    "derivative": DerivativeCode,
+    "group": Group,
+    "mask": Mask,
+    "integers": Integers,
+    "block": Block,
+    "rank1": Rank1,
+    "factored": Factored,
 }
 
-__all__ = ["COMPRESSORS", "Compressor", "Identity", "Key", "Packed"]
+__all__ = [
+    "COMPRESSORS",
+    "Block",
+    "Compressor",
+    "DerivativeCode",
+    "Factored",
+    "Group",
+    "Identity",
+    "Integers",
+    "Key",
+    "Mask",
+    "Packed",
+    "Rank1",
+]
