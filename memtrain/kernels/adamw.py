@@ -147,9 +147,9 @@ def adamw_step(entries: Sequence[Entry]) -> None:
         cpu.call("mt_adamw", table, len(together))
         del kept
     else:
-        from memtrain.kernels import adamw_triton
+        from memtrain.kernels import adamw_launch
 
-        adamw_triton.step(together)
+        adamw_launch.step(together)
 
 
 def _check(entry: Entry) -> None:

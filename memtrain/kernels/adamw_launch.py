@@ -1,0 +1,145 @@
+"""Tables and launches of the Triton AdamW step (`adamw_triton.py` has the kernels)."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import adamw_triton as kernels
+from memtrain.kernels import codebook, rank1
+from memtrain.kernels.adamw import KINDS, Entry, payload_parts
+
+
+def step(entries: Sequence[Entry]) -> None:
+    """`adamw.adamw_step` for contiguous parameters: a few launches for each kind and dtype."""
+    groups: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        key = (entry.param.device, entry.kind, entry.param.dtype, entry.grad.dtype)
+        groups[key].append(entry)
+    for group in groups.values():
+        _step(group)
+
+
+def _step(entries: list[Entry]) -> None:
+    device, kind = entries[0].param.device, entries[0].kind
+    like = (entries[0].param, entries[0].grad)
+    hyper = torch.tensor([entry.hyper for entry in entries], dtype=torch.float32).to(device)
+    sides = _rank1_sides(entries) if kind == "rank1" else _factored_sides(entries)
+    table = _table(entries, sides).to(device)
+    number = KINDS.index(kind)
+    if kind in ("rank1", "factored"):
+        tiles = [-(-rows // 256) * -(-cols // 128) for rows, cols in map(_matrix, entries)]
+        look = programs(tuple(tiles), device)
+        kernels._look_kernel[(len(look),)](look, table, hyper, *like, KIND=number)
+    if kind == "rank1":
+        _settle_rank1(entries, sides)
+    if kind == "factored":
+        pieces = [-(-rows // 128) - (-cols // 128) for rows, cols in map(_matrix, entries)]
+        mean = programs(tuple(pieces), device)
+        kernels._mean_kernel[(len(mean),)](mean, table, hyper)
+        kernels._ratio_kernel[(len(entries),)](table)
+    blocks = [-(-entry.param.numel() // (128 * kernels.BLOCKS.value)) for entry in entries]
+    update = programs(tuple(blocks), device)
+    kernels._update_kernel[(len(update),)](update, table, hyper, *like, KIND=number)
+    if kind == "rank1":
+        scales = [entry.second["scale"] for entry in entries]
+        torch._foreach_copy_(scales, [side["scale"] for side in sides])
+
+
+@lru_cache(maxsize=32)
+def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The block table: which tensor, and which chunk of it, each program works on.
+
+    Args:
+        counts: Chunks of each tensor.
+        device: Where the kernel runs.
+
+    Returns:
+        int32, [sum(counts), 2].
+
+    Example:
+        >>> programs((1, 2), torch.device("cpu")).tolist()
+        [[0, 0], [1, 0], [1, 1]]
+    """
+    each = torch.tensor(counts)
+    tensor = torch.repeat_interleave(torch.arange(len(counts)), each)
+    chunk = torch.arange(len(tensor)) - (each.cumsum(0) - each)[tensor]
+    return torch.stack([tensor, chunk], dim=1).int().to(device)
+
+
+def _matrix(entry: Entry) -> tuple[int, int]:
+    shape = entry.param.shape
+    return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
+
+
+def _rank1_sides(entries: list[Entry]) -> list[dict[str, Tensor]]:
+    """Vectors of rows and columns for the two passes; the new maxima start at zero."""
+    device = entries[0].param.device
+    sizes = [n for entry in entries for n in _matrix(entry)]
+    new = torch.zeros(sum(sizes), device=device).split(sizes)
+    inv = torch.empty(sum(sizes), device=device).split(sizes)
+    sides = []
+    for i, entry in enumerate(entries):
+        shape, scale = entry.param.shape, entry.second["scale"]
+        cols = scale[shape[0] :] if len(shape) == 2 else rank1.columns(scale, shape)
+        vectors = {"row_old": scale[: shape[0]], "col_old": cols}
+        vectors |= {"row_inv": inv[2 * i], "col_inv": inv[2 * i + 1]}
+        sides.append(vectors | {"row_new": new[2 * i], "col_new": new[2 * i + 1]})
+    return sides
+
+
+def _settle_rank1(entries: list[Entry], sides: list[dict[str, Tensor]]) -> None:
+    """The new scales and their reciprocals from the maxima of rows and columns."""
+    inverses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for entry, side in zip(entries, sides, strict=True):
+        shape, col_new = entry.param.shape, side["col_new"]
+        if len(shape) == 2:
+            side["scale"] = torch.cat([side["row_new"], col_new])
+        else:
+            side["scale"] = torch.cat([side["row_new"], rank1.maxima(col_new.view(shape[1:]))])
+            col_new.copy_(rank1.columns(side["scale"], shape))
+        inverses[0].extend((side["row_inv"], side["col_inv"]))
+        inverses[1].extend((side["row_new"], col_new))
+    # One vector for all tensors: three launches instead of three for each.
+    flat = rank1.inverse(torch.cat(inverses[1]))
+    torch._foreach_copy_(inverses[0], list(flat.split([t.numel() for t in inverses[1]])))
+
+
+def _factored_sides(entries: list[Entry]) -> list[dict[str, Tensor]]:
+    """Partial sums, and the ratios of rows, for the factored form; nothing for the others."""
+    sides = []
+    for entry in entries:
+        if entry.kind != "factored":
+            sides.append({})
+            continue
+        rows, cols = _matrix(entry)
+        like = entry.second["row"]
+        parts = {"row_new": -(-cols // 128) * rows, "col_new": -(-rows // 256) * cols}
+        sizes = {**parts, "row_inv": rows}
+        sides.append({name: like.new_empty(size) for name, size in sizes.items()})
+    return sides
+
+
+def _table(entries: list[Entry], sides: list[dict[str, Tensor]]) -> Tensor:
+    """int64 [n, 17]: see `_FIELD_NAMES` in `adamw_triton.py`."""
+    device = entries[0].param.device
+    rows = []
+    for entry, side in zip(entries, sides, strict=True):
+        first, second = payload_parts(entry.kind)
+        values = {"p": entry.param.data_ptr(), "g": entry.grad.data_ptr()}
+        for fields, payload, names in (
+            (("m", "m_scale"), entry.first, first),
+            (("v", "v_scale"), entry.second, second),
+        ):
+            for field, name in zip(fields, names, strict=False):
+                values[field] = payload[name].data_ptr()
+        values["m_table"] = codebook.table(entry.first_map, True, device).data_ptr()
+        values["v_table"] = codebook.table(entry.second_map, False, device).data_ptr()
+        values |= {name: tensor.data_ptr() for name, tensor in side.items()}
+        values["n"] = entry.param.numel()
+        values["rows"], values["cols"] = _matrix(entry)
+        rows.append([values.get(name, 0) for name in kernels._FIELD_NAMES])
+    return torch.tensor(rows, dtype=torch.int64)

@@ -1,0 +1,186 @@
+"""The fused AdamW step: worked case, and kernels equal to the reference."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from memtrain.kernels import adamw, codebook, cpu, rank1
+from memtrain.kernels.dispatch import backend
+
+NUMBERS = {
+    "adamw": {"weight_decay": 0.1},
+    "adam-maximize": {"weight_decay": 0.1, "decoupled": False, "maximize": True},
+}
+BIG = [(1000, 77), (64, 3, 7, 7), (4099,), (5000, 3), (1, 9001), (256, 384), (1,), (0, 4)]
+SMALL = [(50, 77), (8, 3, 7, 7), (1030,), (500, 3), (1, 901), (16, 128), (1,), (0, 4)]
+
+
+def hyper(step=3, **options):
+    return adamw.hyper(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
+
+
+def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
+    param = torch.randn(shape).to(dtype)
+    grad = (torch.randn(shape) * torch.rand(shape)).to(grad_dtype or dtype)
+    m, v = torch.randn(shape) * 0.1, torch.rand(shape) ** 4
+    if kind == "exact":
+        return adamw.Entry(param, grad, {"tensor": m}, {"tensor": v}, kind, numbers)
+    first = coded(codebook.quantize_reference(m, "DE", 4, True, 128))
+    if kind == "factored":
+        matrix = v.reshape(shape[0], math.prod(shape[1:]))
+        second = {"row": matrix.mean(1), "col": matrix.mean(0)}
+    elif kind == "rank1":
+        second = coded(rank1.quantize_reference(v, "Linear", 4, False))
+    else:
+        second = coded(codebook.quantize_reference(v, "Linear", 4, False, 128))
+    return adamw.Entry(param, grad, first, second, kind, numbers)
+
+
+def coded(pair):
+    return {"codes": pair[0], "scale": pair[1]}
+
+
+def entries(shapes, numbers, **options):
+    return [
+        entry(shape, kind, numbers, **options)
+        for shape in shapes
+        for kind in adamw.KINDS
+        if len(shape) > 1 or kind in ("exact", "block")
+    ]
+
+
+def check_equal(got, want, before):
+    """Payloads equal; parameters within four roundings of the update and one of the sum."""
+    for a, b, old in zip(got, want, before, strict=True):
+        if not a.param.numel():
+            continue
+        sums = a.kind == "factored"
+        for mine, theirs in ((a.first, b.first), (a.second, b.second)):
+            for name in mine:
+                if sums and name in ("row", "col"):
+                    # summation order: at most one rounding for each of the terms added
+                    bound = max(a.param.shape[0], a.param[0].numel()) * 2.0**-24
+                    assert torch.allclose(mine[name], theirs[name], rtol=bound, atol=0)
+                else:
+                    assert torch.equal(mine[name], theirs[name]), (a.kind, a.param.shape, name)
+        # torch's vector sqrt and the kernels' may differ in the last bit, and so on from there
+        eps = torch.finfo(a.param.dtype).eps
+        update = (b.param.double() - old.param.double()).abs()
+        room = 4 * 2.0**-23 * update + eps * b.param.double().abs() + 1e-30
+        if sums:
+            room += update * max(a.param.shape[0], a.param[0].numel()) * 2.0**-24
+        assert ((a.param.double() - b.param.double()).abs() <= room).all(), (a.kind, a.param.shape)
+
+
+def run(name, before):
+    after = copy.deepcopy(before)
+    with backend(name):
+        adamw.adamw_step(after)
+    return after
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the padding is 0 / 0 with eps=0
+def test_worked_case():
+    # step 1 from zero: m = 0.1 g, v = 0.001 g^2, so the corrected update is lr * sign(g)
+    param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
+    first = coded(codebook.quantize_reference(torch.zeros(2), "DE", 4, True, 128))
+    second = coded(codebook.quantize_reference(torch.zeros(2), "Linear", 4, False, 128))
+    numbers = adamw.hyper(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
+    for name in ("reference", "cpu", "triton"):
+        before = [adamw.Entry(param, grad, first, second, "block", numbers)]
+        after = run(name, before)[0]
+        assert torch.allclose(after.param, torch.tensor([0.75, 2.25]), rtol=1e-6, atol=0)
+        assert torch.allclose(after.first["scale"], torch.tensor([0.4]))
+        # 0.05 / 0.4 = 0.125, nearest 0.0775 (code 10); -1, which has no code, is -0.8875 (code 0)
+        assert (after.first["codes"][0, :2] & 15).tolist() == [10, 0]
+        # (0.5 / 4)^2 = 1/64, below the lowest value 1/16 (code 0); 1 is code 15
+        assert (after.second["codes"][0, :2] & 15).tolist() == [0, 15]
+
+
+@pytest.mark.parametrize("options", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+def test_cpp_equals_the_reference(options, level):
+    before = entries(BIG, hyper(**options))
+    try:
+        cpu.call("mt_limit_isa", level)
+        after = run("cpu", before)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+    check_equal(after, run("reference", before), before)
+
+
+@pytest.mark.parametrize("options", NUMBERS.values(), ids=NUMBERS)
+def test_triton_equals_the_reference(options):
+    before = entries(SMALL, hyper(**options))
+    check_equal(run("triton", before), run("reference", before), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_triton_takes_half_precision(dtype):
+    before = entries([(20, 77), (300,)], hyper(), dtype=dtype)
+    check_equal(run("triton", before), run("reference", before), before)
+
+
+def test_cpp_takes_half_and_double_precision_by_the_reference():
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        before = entries([(20, 77)], hyper(), dtype=dtype)
+        for a, b in zip(run("cpu", before), run("reference", before), strict=True):
+            assert torch.equal(a.param, b.param)
+
+
+def test_results_do_not_depend_on_threads():
+    before = entries([(1000, 77), (600, 256), (40, 3, 16, 16)], hyper())
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(run("cpu", before))
+    finally:
+        torch.set_num_threads(threads)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a.param, b.param)
+        for name in a.second:
+            assert torch.equal(a.second[name], b.second[name])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["block", "rank1"])
+def test_bad_gradients_stay_in_their_block(name, bad, kind):
+    clean = [entry((6, 128), kind, hyper())]
+    spoilt = copy.deepcopy(clean)
+    spoilt[0].grad[2, 3] = bad
+    a, b = run(name, clean)[0], run(name, spoilt)[0]
+    fine = torch.ones(6, 128, dtype=torch.bool)
+    fine[2, 3] = False
+    assert torch.equal(a.param[fine], b.param[fine])
+    assert not b.param[2, 3].isfinite()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(a.first["codes"][others], b.first["codes"][others])
+    if kind == "block":
+        assert torch.equal(a.second["codes"][others], b.second["codes"][others])
+    else:
+        back = rank1.dequantize_reference(*b.second.values(), "Linear", 4, False, (6, 128))
+        assert back[fine].isfinite().all()
+        assert not back[2, 3].isfinite()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_factored_zero_gradient_stays_finite(name):
+    before = [entry((6, 130), "factored", hyper())]
+    for tensor in (before[0].grad, *before[0].second.values()):
+        tensor.zero_()
+    before[0].first["scale"].zero_()
+    after = run(name, before)[0]
+    assert torch.equal(after.param, before[0].param)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("rank2", (4, 4)), ("rank1", (4,)), ("factored", ())])
+def test_wrong_kinds_raise(kind, shape):
+    bad = entry(shape, "block", hyper())._replace(kind=kind)
+    with pytest.raises(ValueError, match="kind"):
+        adamw.adamw_step([bad])
