@@ -23,7 +23,7 @@ class ActivationRule:
     op: str = "*"
     """The op that saves it: `linear`, `gelu`, `layer_norm`, `scaled_dot_product_attention` ..."""
     tensor: str = "*"
-    """Which of the op's tensors: `input`, `input1` ..., `result`."""
+    """Which of the op's tensors: `input`, `input1` ..., `saved` (a copy, a statistic)."""
     compressor: Any = KEEP
     """A name, or `{name: ..., ...}` with the compressor's own fields; `keep` leaves it alone."""
 
@@ -133,8 +133,10 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
         return _overlay(OmegaConf.load(_existing(Path(cfg))))
     if isinstance(cfg, str):
         return from_mapping(compose([f"preset={cfg}"]))
-    if isinstance(cfg, Mapping | DictConfig):
-        return _overlay(OmegaConf.create(cfg) if isinstance(cfg, Mapping) else cfg)
+    if isinstance(cfg, DictConfig):
+        return _overlay(cfg)
+    if isinstance(cfg, Mapping):
+        return _overlay(OmegaConf.create(dict(cfg)))
     if isinstance(cfg, Sequence | ListConfig):
         return from_mapping(compose([str(item) for item in cfg]))
     raise TypeError(
@@ -245,19 +247,24 @@ def check_keys(cfg: Any, schema: type, path: str = "") -> None:
         path: Where `cfg` stands, for the message.
 
     Raises:
-        ValueError: Naming the key and the nearest valid one.
+        ValueError: For an unknown key, with the nearest valid one.
+        TypeError: For a value where a mapping or a list must stand.
     """
+    if not isinstance(cfg, Mapping | DictConfig):
+        raise TypeError(f"{path.rstrip('.') or 'a config'}={cfg!r} must be a mapping of keys")
     fields = {item.name: item for item in dataclasses.fields(schema)}
     for key in cfg:
         if key not in fields:
             raise ValueError(f"unknown key '{path}{key}'; {nearest(str(key), list(fields))}")
         inner, value = fields[key].type, cfg[key]
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner) and value is not None:
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             check_keys(value, inner, f"{path}{key}.")
-        arguments = getattr(inner, "__args__", ())
-        if arguments and dataclasses.is_dataclass(arguments[0]):
+        element = next(iter(getattr(inner, "__args__", ())), None)
+        if isinstance(element, type) and dataclasses.is_dataclass(element):
+            if not isinstance(value, list | ListConfig):
+                raise TypeError(f"{path}{key}={value!r} must be a list")
             for index, item in enumerate(value):
-                check_keys(item, arguments[0], f"{path}{key}.{index}.")  # type: ignore[arg-type]
+                check_keys(item, element, f"{path}{key}.{index}.")
 
 
 def _existing(path: Path) -> Path:

@@ -235,5 +235,5 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ..
 
 def _top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
     return None if top is None else top[0]

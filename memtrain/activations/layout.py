@@ -79,7 +79,7 @@ def memory_key(x: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:
             merged.append((stride, size))
-    return x.storage_offset(), tuple(merged)
+    return int(x.storage_offset()), tuple(merged)
 
 
 def side_tensor(x: Tensor) -> bool:

@@ -285,7 +285,7 @@ def test_no_grad_costs_nothing_and_saves_nothing():
 
 
 def test_a_submodule_called_first_is_intercepted_too():
-    model, x = gpt2("sdpa")
+    model, _ = gpt2("sdpa")
     records = []
     intercept(model, lossy, records)
     model.h[0](torch.randn(4, 32, 64, requires_grad=True))
