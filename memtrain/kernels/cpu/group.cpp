@@ -1,12 +1,9 @@
 // Min/max group quantisation (definition: kernels/group.py, layout of codes: kernels/bits.py).
 #include <cstring>
 
-#include "common.h"
+#include "philox.h"
 
 namespace memtrain {
-
-// GCC would unroll sixteen turns first and then find no vectors.
-#define MT_LOOP _Pragma("GCC unroll 1")
 
 constexpr int64_t kPiece = 32;  // running minima and maxima, which GCC keeps in vectors
 constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
@@ -55,8 +52,7 @@ MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
   if (whole) {
     float los[kPiece], his[kPiece];
     uint32_t tops[kPiece];
-    for (int c = 0; c < kPiece; ++c) los[c] = his[c] = x[c];
-    for (int c = 0; c < kPiece; ++c) tops[c] = bits_of(x[c]) & 0x7FFFFFFF;
+    for (int c = 0; c < kPiece; ++c) los[c] = his[c] = x[c], tops[c] = bits_of(x[c]) & 0x7FFFFFFF;
     for (int64_t i = kPiece; i < whole; i += kPiece)
       for (int c = 0; c < kPiece; ++c) {
         float v = x[i + c];
@@ -69,11 +65,7 @@ MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
       los[c] = los[c + 16] < los[c] ? los[c + 16] : los[c];
       his[c] = his[c + 16] > his[c] ? his[c + 16] : his[c];
     }
-    for (int c = 0; c < 8; ++c) {
-      los[c] = los[c + 8] < los[c] ? los[c + 8] : los[c];
-      his[c] = his[c + 8] > his[c] ? his[c + 8] : his[c];
-    }
-    for (int c = 0; c < 8; ++c) {
+    for (int c = 0; c < 16; ++c) {
       lo = los[c] < lo ? los[c] : lo;
       hi = his[c] > hi ? his[c] : hi;
     }
@@ -87,29 +79,6 @@ MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
   }
   if (top >= 0x7F800000) return {float_of(0x7FC00000), float_of(0x7FC00000)};
   return {outward(lo, false, wide), outward(hi, true, wide)};
-}
-
-// `kernels/philox.py` for N counters at once: the form that GCC vectorises.
-template <int N>
-MT_INLINE void philox_piece(uint32_t first, uint64_t seed, uint32_t (*__restrict words)[N]) {
-  uint32_t c0[N], c1[N], c2[N], c3[N];
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  MT_LOOP for (int i = 0; i < N; ++i) c0[i] = first + static_cast<uint32_t>(i), c1[i] = c2[i] = c3[i] = 0;
-  for (int round = 0; round < 10; ++round) {
-    MT_LOOP for (int i = 0; i < N; ++i) {
-      uint64_t p0 = uint64_t{0xD2511F53u} * c0[i], p1 = uint64_t{0xCD9E8D57u} * c2[i];
-      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
-      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
-      c1[i] = static_cast<uint32_t>(p1);
-      c3[i] = static_cast<uint32_t>(p0);
-    }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  MT_LOOP for (int i = 0; i < N; ++i) {
-    words[0][i] = c0[i], words[1][i] = c1[i];
-    words[2][i] = c2[i], words[3][i] = c3[i];
-  }
 }
 
 struct Encoder {
@@ -200,18 +169,16 @@ MT_INLINE void decode_group(const uint8_t* in, float* out, int64_t size, float b
   for (; p < width; ++p) decode<BITS, 1>(in + p, out + p, width, base, step);
 }
 
-// clang-format off
 #define MT_BITS_SWITCH(CALL)                     \
   switch (bits) {                                \
     case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
     case 4: CALL(4); break; case 5: CALL(5); break; case 6: CALL(6); break; \
     case 7: CALL(7); break; case 8: CALL(8); break; \
   }
-// clang-format on
 
 struct Job {
-  const void* x;   // float or bf16, read or written
-  void* y;
+  const void* x;  // float or bf16: what is quantised
+  void* y;        // float or bf16: where it is decoded to
   uint8_t* codes;
   void* bounds;
   bool bf16, wide, stochastic;
@@ -263,8 +230,8 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
     const Group b = size == 256 ? bounds_of(x, 256, job.wide) : bounds_of(x, size, job.wide);
     store_bounds(job, g, b);
     const float step = b.half_step(levels);
-    const Encoder e{0.5f * b.lo, step > 0.0f ? 1.0f / step : 0.0f, levels, job.seed,
-                    job.stochastic};
+    const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const Encoder e{0.5f * b.lo, inverse, levels, job.seed, job.stochastic};
     const uint32_t first = static_cast<uint32_t>(g * (size / 8));
     if (b.lo != b.lo)
       std::memset(codes, 0, size);
@@ -284,7 +251,8 @@ MT_INLINE void narrow(const float* __restrict x, uint16_t* __restrict to, int64_
   for (int64_t i = 0; i < n; ++i) to[i] = to_bf16(x[i]);
 }
 
-MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t end, float* buffer) {
+MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t end, float* buffer,
+                                       uint8_t*) {
   const int64_t size = job.size, bits = job.bits;
   const float levels = static_cast<float>((1 << bits) - 1);
   for (int64_t g = begin; g < end; ++g) {
@@ -321,9 +289,7 @@ MT_EXPORT void mt_group_quantize(const void* x, int64_t bf16, uint8_t* codes, vo
                                  int64_t seed, int64_t stochastic, int64_t threads) {
   memtrain::Job job{x, nullptr, codes, bounds, bf16 != 0, wide != 0, stochastic != 0,
                     n, bits, group_size, static_cast<uint64_t>(seed)};
-  memtrain::over_groups(job, threads,
-                        [](const memtrain::Job& j, int64_t begin, int64_t end, float* buffer,
-                           uint8_t* c) { memtrain::quantize_range(j, begin, end, buffer, c); });
+  memtrain::over_groups(job, threads, memtrain::quantize_range);
 }
 
 MT_EXPORT void mt_group_dequantize(const uint8_t* codes, const void* bounds, int64_t wide,
@@ -331,7 +297,5 @@ MT_EXPORT void mt_group_dequantize(const uint8_t* codes, const void* bounds, int
                                    int64_t group_size, int64_t threads) {
   memtrain::Job job{nullptr, out, const_cast<uint8_t*>(codes), const_cast<void*>(bounds),
                     bf16 != 0, wide != 0, false, n, bits, group_size, 0};
-  memtrain::over_groups(job, threads,
-                        [](const memtrain::Job& j, int64_t begin, int64_t end, float* buffer,
-                           uint8_t*) { memtrain::dequantize_range(j, begin, end, buffer); });
+  memtrain::over_groups(job, threads, memtrain::dequantize_range);
 }
