@@ -4,13 +4,15 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels import adamw_triton as kernels
-from memtrain.kernels import codebook, rank1
+from memtrain.kernels import adamw_triton, codebook, rank1
 from memtrain.kernels.adamw import KINDS, Entry, payload_parts
+
+kernels: Any = adamw_triton  # launches take options that no signature shows
 
 
 def step(entries: Sequence[Entry]) -> None:
@@ -33,7 +35,9 @@ def _step(entries: list[Entry]) -> None:
     if kind in ("rank1", "factored"):
         tiles = [-(-rows // 256) * -(-cols // 128) for rows, cols in map(_matrix, entries)]
         look = programs(tuple(tiles), device)
-        kernels._look_kernel[(len(look),)](look, table, hyper, *like, KIND=number)
+        kernels._look_kernel[(len(look),)](
+            look, table, hyper, *like, KIND=number, num_warps=kernels.LOOK_WARPS
+        )
     if kind == "rank1":
         _settle_rank1(entries, sides)
     if kind == "factored":

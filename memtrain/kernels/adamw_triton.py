@@ -8,7 +8,8 @@ from memtrain.kernels.rank1_triton import least, place
 
 BLOCKS = tl.constexpr(8)  # of 128 elements, per program of the update
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
-TILE = tl.constexpr(32)
+TILE = tl.constexpr(16)
+LOOK_WARPS = 8
 PIECE = tl.constexpr(1024)
 EXACT, BLOCK, RANK1, FACTORED = (tl.constexpr(k) for k in range(4))
 
@@ -269,7 +270,11 @@ AOT_CASES = (
         for kind in range(4)
     ]
     + [
-        (_look_kernel, {**_LISTS, "p_like": p, "g_like": g}, {"KIND": kind})
+        (
+            _look_kernel,
+            {**_LISTS, "p_like": p, "g_like": g},
+            {"KIND": kind, "num_warps": LOOK_WARPS},
+        )
         for p, g in _DTYPES
         for kind in (2, 3)
     ]

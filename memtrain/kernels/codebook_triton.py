@@ -12,7 +12,7 @@ def encode(x, bounds_ptr, scale):
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(15):
         bound = tl.load(bounds_ptr + k) * scale
-        code += (x > bound).to(tl.int32)
+        code = tl.where(x > bound, k + 1, code)  # the bounds ascend
     return code
 
 

@@ -83,7 +83,7 @@ def dequantize(codes, row, col, table, out):
     if blocks:
         grid = (triton.cdiv(blocks, BLOCKS),)
         _dequantize_kernel[grid](
-            codes, row, col, table, out, out.numel(), col.numel(), blocks, BLOCKS
+            codes, row, col, table, out, out.numel(), col.numel(), blocks, BLOCKS, num_warps=8
         )
 
 
@@ -99,4 +99,4 @@ _COMMON = {
 AOT_CASES = [
     (_quantize_kernel, {"x_ptr": x, **_COMMON}, {"BLOCKS": BLOCKS})
     for x in ("*fp32", "*bf16", "*fp16")
-] + [(_dequantize_kernel, {"out_ptr": "*fp32", **_COMMON}, {"BLOCKS": BLOCKS})]
+] + [(_dequantize_kernel, {"out_ptr": "*fp32", **_COMMON}, {"BLOCKS": BLOCKS, "num_warps": 8})]

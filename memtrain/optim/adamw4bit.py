@@ -146,9 +146,23 @@ class AdamW4bit(CompressedStates):
         if kind is None:
             self._step_apart(param, first, second, numbers)
             return
-        packed = [_as_payload(state[name]) for name in MOMENTS]
-        maps = [getattr(c, "map", "DE") for c in (first, second)]
-        entries.append(adamw.Entry(param, param.grad, *packed, kind, numbers, *maps))
+        entries.append(
+            adamw.Entry(
+                param=param,
+                grad=_grad(param),
+                first=_as_payload(state["exp_avg"]),
+                second=_as_payload(state["exp_avg_sq"]),
+                kind=kind,
+                hyper=numbers,
+                first_map=getattr(first, "map", "DE"),
+                second_map=getattr(second, "map", "Linear"),
+            )
+        )
+
+    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        # The kernels read exact moments as contiguous float32, whatever the checkpoint holds.
+        whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
+        return super()._load_plain(param, name, whole)
 
     def _step_apart(
         self, param: Tensor, first: Compressor, second: Compressor, numbers: adamw.Hyper
@@ -156,13 +170,15 @@ class AdamW4bit(CompressedStates):
         """A combination without a fused kernel: the moments exist in float32 for a moment."""
         state = self.state[param]
         like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
-        whole = {
-            name: {"tensor": layout.unpack(c, state[name], like)}
-            for name, c in zip(MOMENTS, (first, second), strict=True)
-        }
-        adamw.adamw_step([adamw.Entry(param, param.grad, *whole.values(), "exact", numbers)])
-        for name, c in zip(MOMENTS, (first, second), strict=True):
-            state[name] = layout.pack(c, whole[name]["tensor"])
+        m = layout.unpack(first, state["exp_avg"], like)
+        v = layout.unpack(second, state["exp_avg_sq"], like)
+        whole = {"tensor": m}, {"tensor": v}
+        adamw.adamw_step([adamw.Entry(param, _grad(param), *whole, kind="exact", hyper=numbers)])
+        state["exp_avg"], state["exp_avg_sq"] = layout.pack(first, m), layout.pack(second, v)
+
+
+def _grad(param: Tensor) -> Tensor:
+    return param.grad if param.grad is not None else torch.zeros_like(param)
 
 
 def moment_dtype(param: Tensor) -> torch.dtype:

@@ -103,14 +103,15 @@ def _rows(
         for state, value in _values(optimizer, param, group, fused).items():
             if state == "step" or not isinstance(value, Tensor | dict):
                 continue
+            packed = layout.is_packed(value)
             compressor, reason = Identity(), "" if fused else _kept(param, value, min_elements)
             if not reason:
                 compressor, reason = layout.decide(param, choose(param, state))
-            if isinstance(compressor, Identity) or layout.is_packed(value):
-                nbytes = sum(t.numel() * t.element_size() for t in _tensors(value))
-                reason = reason or ("" if layout.is_packed(value) else _why(choose, param))
-            else:
+            if isinstance(value, Tensor) and not isinstance(compressor, Identity):
                 nbytes = layout.payload_bytes(compressor, param.shape, value.dtype)
+            else:
+                nbytes = sum(t.numel() * t.element_size() for t in _tensors(value))
+                reason = reason or ("" if packed else _why(choose, param))
             rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
     return rows
 

@@ -159,7 +159,7 @@ def test_transposed_gradients_give_the_same(second):
 def test_transposed_and_half_precision_parameters_are_stepped():
     base = torch.randn(96, 128)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        plain = nn.Parameter(base.to(dtype))
+        plain = nn.Parameter(base.to(dtype, copy=True))
         strided = nn.Parameter(base.to(dtype).t().contiguous().t())
         for param in (plain, strided):
             param.grad = torch.ones_like(param)
@@ -223,6 +223,21 @@ def test_plain_checkpoint_loads_and_restore_gives_one():
     error = (back.state[param]["exp_avg"] - plain.state[param]["exp_avg"]).abs().max()
     assert error <= 0.12 * scale
     back.step()
+
+
+def test_plain_checkpoint_of_other_dtype_and_strides_loads_as_float32():
+    param = nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    plain = torch.optim.AdamW([param])
+    plain.step()
+    saved = plain.state_dict()
+    moments = saved["state"][0]
+    moments["exp_avg"] = torch.randn(30, 20).bfloat16().t()
+    ours = AdamW4bit([param])
+    ours.load_state_dict(saved)
+    assert ours.state[param]["exp_avg"].is_contiguous()
+    assert ours.state[param]["exp_avg"].dtype == torch.float32
+    assert torch.equal(ours.state[param]["exp_avg"], moments["exp_avg"].float())
 
 
 def test_compress_carries_state_and_predicts_what_it_makes():

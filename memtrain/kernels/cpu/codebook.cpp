@@ -7,7 +7,7 @@ namespace {
 int isa_limit = 2;
 }
 
-extern "C" int mt_isa() {
+MT_EXPORT int mt_isa() {
 #ifdef MT_X86
   static const int best = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                                   __builtin_cpu_supports("avx512vl")

@@ -37,7 +37,7 @@ namespace memtrain::portable {
 }
 
 // Defined in codebook.cpp: 0 portable, 1 AVX2, 2 AVX-512; the best of the machine unless limited.
-extern "C" int mt_isa();
+MT_EXPORT int mt_isa();
 
 #ifdef MT_X86
 #define MT_DISPATCH(call)                      \
