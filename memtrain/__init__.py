@@ -1,12 +1,14 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
 from memtrain.api import load_state_dict, plan_of, state_dict, unwrap, wrap
+from memtrain.audit import audit
 from memtrain.config import Config
 from memtrain.plan import Plan, make_plan
 
 __all__ = [
     "Config",
     "Plan",
+    "audit",
     "load_state_dict",
     "make_plan",
     "plan_of",

@@ -19,8 +19,15 @@ NO_RULES = "no rule matches"
 class StatePlan(Protocol):
     """What is read of a plan."""
 
-    config: Any
-    state_rules: Any
+    @property
+    def config(self) -> Any:
+        """Its `Config`."""
+        ...
+
+    @property
+    def state_rules(self) -> Any:
+        """Its rules for states; empty where none are asked for."""
+        ...
 
     def choose_state(self, parameter: str, state: str) -> Compressor | str:
         """The compressor for a parameter's state, or the reason to keep it."""

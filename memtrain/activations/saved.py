@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.layout import Layout, flatten, memory_key, restore
-from memtrain.activations.sites import Op, Record, Site, storage_id
+from memtrain.activations.layout import Layout, flatten, memory_key, overlaps, restore
+from memtrain.activations.origin import foreign, is_parameter, storage_id
+from memtrain.activations.sites import Op, Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
@@ -91,7 +91,8 @@ class SavedTensors:
         self._cache: dict[tuple[object, ...], _Cached] = {}
         self._calls: Counter[Site] = Counter()
         self._held: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
-        self._counted: dict[int, StorageWeakRef] = {}  # storages whose bytes are in a record
+        # number and hold of storages whose bytes are in a record
+        self._counted: dict[int, tuple[int, StorageWeakRef]] = {}
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
 
@@ -120,22 +121,26 @@ class SavedTensors:
 
     def pack(self, x: Tensor, op: Op) -> Kept | Compressed:
         """What autograd shall hold in place of `x`, which `op` saves."""
-        x = x.detach()
+        why = foreign(x)
+        if why:
+            site = Site(op.module, op.name, "saved")
+            self._note(site, x, f"{why}; its bytes are not counted")
+            return Kept(x.detach(), x._version)
+        storage = storage_id(x)
+        if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
+            return Kept(x.detach(), x._version)
+        x = x.detach().resolve_neg()
+        site = Site(op.module, op.name, "input" if op.replaced else op.role(x))
         if op.replaced:
-            self._record(Site(op.module, op.name, "input"), x, x.nbytes, "payload", "")
+            self._record(site, x, x.nbytes, "payload", "")
             return Kept(x, x._version)
-        if storage_id(x) in self._parameters:
-            return Kept(x, x._version)
-        site = Site(op.module, op.name, op.role(x))
-        chosen = self._why_keep(x, op) or self._fit(self.choose(site), x)
+        chosen = self._why_keep(x, op, site) or self._fit(self.choose(site), x)
         if isinstance(chosen, str | Identity):
             return self._keep(x, site, chosen)
         return self._compress(x, site, chosen)
 
-    def _why_keep(self, x: Tensor, op: Op) -> str:
+    def _why_keep(self, x: Tensor, op: Op, site: Site) -> str:
         """Why `x` is kept whatever the rules say, or an empty string."""
-        if type(x) not in (Tensor, FakeTensor) or x.layout != torch.strided:
-            return f"{type(x).__name__} of layout {x.layout}"
         if storage_id(x) in self._inputs:
             return "the model's own input: stays alive anyway"
         if x.numel() < self.min_elements:
@@ -144,19 +149,14 @@ class SavedTensors:
             return "its storage is kept alive by another save"
         if not op.inputs:
             return "saved by a custom autograd Function"
-        if x.dim() > 1 and x.shape[-1] == 1:
+        if overlaps(x):
+            return "its elements overlap in memory"
+        if site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:
             return "a statistic: its last dimension is 1"
-        if x.numel() * SIDE_RATIO <= max(t.numel() for t in op.inputs):
+        reads = [t.numel() for t in op.inputs if storage_id(t) not in self._parameters]
+        if x.numel() * SIDE_RATIO <= max(reads, default=0):
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
-        if self._cast_parameter(x, op):
-            return "autocast's copy of a parameter"
         return ""
-
-    def _cast_parameter(self, x: Tensor, op: Op) -> bool:
-        sources = [t for t in op.inputs if t.dtype != x.dtype and storage_id(t) in self._parameters]
-        if any(storage_id(t) == storage_id(x) for t in op.inputs):
-            return False
-        return any(sorted(t.shape) == sorted(x.shape) for t in sources)
 
     def _fit(self, chosen: Compressor | str, x: Tensor) -> Compressor | str:
         """The compressor for this dtype: masks and indices are packed without loss."""
@@ -182,7 +182,7 @@ class SavedTensors:
         self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
         return Kept(x, x._version)
 
-    def _compress(self, x: Tensor, site: Site, compressor: Compressor) -> Compressed:
+    def _compress(self, x: Tensor, site: Site, compressor: Compressor) -> Kept | Compressed:
         flat, layout = flatten(x)
         where = (storage_id(x), memory_key(x), x.dtype, compressor)
         cached = self._cache.get(where)
@@ -193,6 +193,8 @@ class SavedTensors:
             key = Key(self.seed, zlib.crc32(site.name.encode()), self.step, call=call)
             with torch.no_grad():
                 shared = Shared(compressor.compress(flat, key=key), compressor)
+            if shared.packed.nbytes >= x.untyped_storage().nbytes():
+                return self._keep(x, site, "its payload would be no smaller")
             weak = StorageWeakRef(x.untyped_storage())
             self._cache[where] = _Cached(weak, weakref.ref(shared), x._version)
             self._record(site, x, shared.packed.nbytes, repr(compressor), "")
@@ -200,12 +202,19 @@ class SavedTensors:
             self._record(site, x, 0, repr(compressor), "shared with an earlier save")
         return Compressed(shared, layout)
 
+    def _note(self, site: Site, x: Tensor, reason: str) -> None:
+        if self.records is not None:
+            dtype = str(x.dtype).removeprefix("torch.")
+            self.records.append(Record(site, (), dtype, 0, 0, "", reason))
+
     def _record(self, site: Site, x: Tensor, planned: int, name: str, reason: str) -> None:
         if self.records is None:
             return
         storage = storage_id(x)
         first = storage not in self._counted and storage not in self._inputs
         nbytes = x.untyped_storage().nbytes() if first else 0
-        self._counted.setdefault(storage, StorageWeakRef(x.untyped_storage()))
+        new = (len(self._counted), StorageWeakRef(x.untyped_storage()))
+        number, _ = self._counted.setdefault(storage, new)
         dtype = str(x.dtype).removeprefix("torch.")
-        self.records.append(Record(site, tuple(x.shape), dtype, nbytes, planned, name, reason))
+        shape = tuple(x.shape)
+        self.records.append(Record(site, shape, dtype, nbytes, planned, name, reason, number))

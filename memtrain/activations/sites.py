@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from memtrain.activations.origin import storage_id
+
 
 class Site(NamedTuple):
     """One tensor that one op of one module saves for its backward."""
@@ -33,6 +35,7 @@ class Record(NamedTuple):
     planned: int  # of what is kept instead
     compressor: str  # "" where the tensor is kept as it is
     reason: str  # why it is kept, or a note
+    storage: int = 0  # number of the storage within its forward: equal where saves share it
 
 
 class Op(NamedTuple):
@@ -53,8 +56,3 @@ class Op(NamedTuple):
             if candidate.shape == x.shape and candidate.dtype != x.dtype:
                 return f"input{index or ''}"
         return "saved"
-
-
-def storage_id(x: Tensor) -> int:
-    """Identity of the storage of `x`, valid while the storage or a weak reference to it lives."""
-    return x.untyped_storage()._cdata

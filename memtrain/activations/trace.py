@@ -1,5 +1,6 @@
 """What a model's forward would save, told without its data and without its memory."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.intercept import Interception
 from memtrain.activations.saved import Choose
 from memtrain.activations.sites import Record
+from memtrain.activations.unpacked import one_sequence_per_row
 
 
 def trace(
@@ -49,17 +51,14 @@ def trace(
         model, choose, min_elements=min_elements, seed=0, settle=records.extend
     )
     args, kwargs = arguments(batch)
-    with _fake(model) as fake, torch.enable_grad():
+    with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row():
         state = {
             name: _as_fake(fake, x)
             for name, x in (*model.named_parameters(), *model.named_buffers())
         }
         args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
-        interception.attach()
-        try:
+        with _untouched(model), interception.alone():
             functional_call(model, state, args, kwargs, tie_weights=True)
-        finally:
-            interception.detach()
     return records
 
 
@@ -73,6 +72,32 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward leaves on modules: a cache that it fills would hold fake tensors."""
+    internal = vars(nn.Module())
+    before = {
+        module: {
+            name: (value, copy.copy(value) if type(value) in (dict, list, set) else None)
+            for name, value in vars(module).items()
+            if name not in internal
+        }
+        for module in model.modules()
+    }
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name in [name for name in vars(module) if name not in internal]:
+                if name not in attributes:
+                    del vars(module)[name]
+            for name, (value, content) in attributes.items():
+                vars(module)[name] = value
+                if content is not None:
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 @contextmanager

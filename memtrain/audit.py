@@ -1,0 +1,300 @@
+"""Where every byte of a training step goes, without and with a plan, before anything runs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.join import join
+from memtrain.activations.sites import Record, Site
+from memtrain.activations.trace import trace
+from memtrain.compressors import Compressor, Identity
+from memtrain.config import Config
+from memtrain.entry import UNKNOWN, Entry
+from memtrain.plan import NO_RULE, Plan, make_plan
+
+CATEGORIES = {
+    "weight": "weights",
+    "gradient": "gradients",
+    "state": "optimizer states",
+    "activation": "saved activations",
+}
+"""Kind of a row -> the name of its category."""
+
+BUFFER = "a buffer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Sites that stand for the same memory, mostly one, and their bytes."""
+
+    name: str
+    """Of the site with most planned bytes; `(+n)` where n more belong to it."""
+    kind: str
+    """`weight`, `gradient`, `state` or `activation`."""
+    plain: int
+    """Bytes in plain PyTorch."""
+    planned: int
+    """Bytes with the plan."""
+    compressor: str = ""
+    """Empty where all is kept; `payload` where the op is replaced by one that saves codes."""
+    reason: str = ""
+    """Why it is kept, or a note."""
+    sites: tuple[str, ...] = ()
+    """The names of all its sites."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned through plain; None where there is nothing in plain PyTorch."""
+        return self.planned / self.plain if self.plain else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """Bytes of a category."""
+
+    plain: int
+    """Bytes in plain PyTorch."""
+    planned: int
+    """Bytes with the plan."""
+    unknown: str = ""
+    """Why bytes are missing, if some could not be told."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned through plain; None where there is nothing in plain PyTorch."""
+        return self.planned / self.plain if self.plain else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What was not compressed for one reason."""
+
+    kind: str
+    """`weight`, `gradient`, `state` or `activation`."""
+    reason: str
+    """Why."""
+    nbytes: int
+    """Bytes kept."""
+    count: int
+    """Tensors."""
+    example: str
+    """The site that keeps most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The audit of a model, its optimizer and a batch under a plan.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> report = audit(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
+        >>> {name: (total.plain, total.planned) for name, total in report.totals().items()}
+        {'weights': (132352, 132352), 'gradients': (132352, 132352),
+         'optimizer states': (264720, 38928), 'saved activations': (65536, 7296),
+         'total': (594960, 310928)}
+    """
+
+    rows: tuple[Row, ...]
+    """Every row, in the order of the model and its forward."""
+    kept: tuple[Kept, ...]
+    """What the plan did not compress, most bytes first."""
+    unmatched: tuple[str, ...]
+    """Rules that matched nothing."""
+    loss: bool
+    """Whether the batch brings labels, so that the loss's saved tensors are counted."""
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """Kind -> why its bytes could not be told."""
+
+    def totals(self) -> dict[str, Total]:
+        """Bytes by category, and `total`.
+
+        Returns:
+            Category's name -> its bytes; what is unknown is left out of the sum and marked.
+        """
+        sums = {}
+        for kind, name in CATEGORIES.items():
+            rows = [row for row in self.rows if row.kind == kind]
+            sums[name] = _total(rows, self.unknown.get(kind, ""))
+        sums["total"] = _total(self.rows, "; ".join(self.unknown.values()))
+        return sums
+
+    def largest(self, count: int, kind: str = "") -> list[Row]:
+        """The rows with most plain bytes; equal ones in the order of the model and its forward.
+
+        Args:
+            count: How many.
+            kind: Of one kind only; of all by default.
+
+        Returns:
+            At most `count` rows.
+        """
+        rows = [row for row in self.rows if kind in ("", row.kind)]
+        return sorted(rows, key=lambda row: -max(row.plain, row.planned))[:count]
+
+
+def _total(rows: Iterable[Row], unknown: str) -> Total:
+    sides = [(row.plain, row.planned) for row in rows]
+    return Total(plain=sum(s[0] for s in sides), planned=sum(s[1] for s in sides), unknown=unknown)
+
+
+def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -> Report:
+    """Predict a training step's bytes, plain and under a plan; nothing is run or allocated.
+
+    Two forwards on fake tensors are compared, one with nothing replaced and one under the plan,
+    in the mode (train or eval) that the model is in. Optimizer states come from the optimizer's
+    own first step on tensors of no bytes. Temporaries and what a backward allocates are not
+    counted; nor is the loss if the model does not compute it from the batch.
+
+    Args:
+        model: A real model, or one built under a `FakeTensorMode`; it is not changed.
+        optimizer: Its optimizer; not changed.
+        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
+            arguments, real or fake.
+        cfg: Anything that `memtrain.config.load` takes; `balanced` by default.
+
+    Returns:
+        The report. Its rows sum to the bytes of each category, exactly.
+
+    Raises:
+        ValueError: If the model has no parameters, or for a config that is not valid.
+        TypeError: For a config of the wrong type.
+
+    Memory:
+        That of the rows: seven billion parameters take no more than seven thousand.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
+        >>> report = audit(model, torch.optim.SGD(model.parameters()), torch.ones(32, 64))
+        >>> [(row.name, row.plain, row.planned) for row in report.largest(1, "activation")]
+        [('1 / gelu / input', 32768, 3072)]
+    """
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
+    plan = make_plan(model, optimizer, cfg)
+    plain = trace(model, batch, lambda site: Identity(), min_elements=0)
+    asked: set[Site] = set()
+    planned = _planned_trace(model, batch, plan, plain, asked)
+    entries = [*plan.entries("weight"), *_buffers(model)]
+    entries += [*plan.entries("gradient"), *plan.entries("state")]
+    known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
+    return Report(
+        rows=(*map(_entry_row, known), *_activation_rows(plain, planned)),
+        kept=tuple(_kept(known, planned)),
+        unmatched=tuple(_unmatched(plan.config, asked, known)),
+        loss=isinstance(batch, Mapping) and "labels" in batch,
+        unknown={
+            entry.kind: entry.reason.removeprefix(UNKNOWN)
+            for entry in entries
+            if entry.reason.startswith(UNKNOWN)
+        },
+    )
+
+
+def _planned_trace(
+    model: nn.Module, batch: Any, plan: Plan, plain: list[Record], asked: set[Site]
+) -> list[Record]:
+    if not plan.activation_rules:  # `wrap` then leaves the model alone
+        return [
+            record._replace(planned=record.nbytes, compressor="", reason=NO_RULE)
+            for record in plain
+        ]
+
+    def choose(site: Site) -> Compressor | str:
+        asked.add(site)
+        return plan.choose_activation(site)
+
+    return trace(model, batch, choose, min_elements=plan.config.activations.min_elements)
+
+
+def _buffers(model: nn.Module) -> list[Entry]:
+    return [
+        Entry(name, "weight", buffer.nbytes, buffer.nbytes, reason=BUFFER)
+        for name, buffer in model.named_buffers()
+    ]
+
+
+def _entry_row(entry: Entry) -> Row:
+    return Row(
+        name=entry.site,
+        kind=entry.kind,
+        plain=entry.nbytes,
+        planned=entry.planned,
+        compressor=entry.compressor,
+        reason=entry.reason,
+        sites=(entry.site,),
+    )
+
+
+def _activation_rows(plain: Sequence[Record], planned: Sequence[Record]) -> Iterable[Row]:
+    for row in join(plain, planned):
+        yield Row(
+            name=row.name,
+            kind="activation",
+            plain=row.plain,
+            planned=row.planned,
+            compressor=row.compressor,
+            reason=row.reason,
+            sites=tuple(site.name for site in row.sites),
+        )
+
+
+def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[Kept]:
+    """What is kept as it is, by kind and reason."""
+    groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    rows = [(e.kind, e.reason, e.planned, e.site) for e in entries if not e.compressor]
+    rows += [("activation", r.reason, r.planned, r.site.name) for r in planned if not r.compressor]
+    for kind, reason, nbytes, site in rows:
+        groups.setdefault((kind, reason), []).append((nbytes, site))
+    kept = [
+        Kept(
+            kind=kind,
+            reason=reason,
+            nbytes=sum(nbytes for nbytes, _ in found),
+            count=len(found),
+            example=max(found, key=lambda pair: pair[0])[1],
+        )
+        for (kind, reason), found in groups.items()
+    ]
+    return sorted(kept, key=lambda group: -group.nbytes)
+
+
+def _unmatched(config: Config, asked: Iterable[Site], entries: Iterable[Entry]) -> list[str]:
+    """Rules that won at no site, as they would be written."""
+    states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]
+    pairs = [(site[0], site[-1]) for site in states]
+    return [
+        *_losers("activations", ("module", "op", "tensor"), config.activations, asked),
+        *(_losers("optim", ("parameter", "state"), config.optim, pairs) if pairs else ()),
+    ]
+
+
+def _losers(
+    part: str, fields: Sequence[str], rules: Any, names: Iterable[Sequence[str]]
+) -> Iterable[str]:
+    listed = [
+        (f"{part}.{group}.{index}", [str(getattr(rule, name)) for name in fields])
+        for group in ("exceptions", "rules")
+        for index, rule in enumerate(getattr(rules, group))
+    ]
+    won = {
+        next((key for key, patterns in listed if all(map(_matches, name, patterns))), "")
+        for name in set(map(tuple, names))
+    }
+    for key, patterns in listed:
+        if key not in won:
+            shown = " ".join(
+                f"{name}={pattern}"
+                for name, pattern in zip(fields, patterns, strict=True)
+                if pattern != "*"
+            )
+            yield f"{key}: {shown or 'everything'}"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(name, part) for part in pattern.split("|"))

@@ -1,0 +1,319 @@
+"""memtrain-report: its tables, its JSON, and one clear line for every mistake."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from memtrain.audit import CATEGORIES, Kept, Report, Row
+from memtrain.cli.models import FAMILIES, Request, build
+from memtrain.cli.report import as_json, main, show, size, write_json
+
+BUILDER = """
+import torch
+from torch import nn
+
+def build(batch):
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    return model, torch.zeros(batch, 64)
+
+def with_optimizer():
+    model = nn.Linear(128, 128)
+    return model, (torch.zeros(16, 128),), torch.optim.SGD(model.parameters(), momentum=0.9)
+
+def wrong():
+    return nn.Linear(2, 2)
+
+def throws():
+    raise RuntimeError("out of cheese")
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else x
+
+def branch():
+    return Branch(), torch.zeros(4, 64)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a user's module in it."""
+    (tmp_path / "theirs.py").write_text(BUILDER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    yield tmp_path
+    sys.modules.pop("theirs", None)
+
+
+@pytest.fixture(autouse=True)
+def _width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_gpt2_prints_within_80_columns_and_writes_its_json(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "report.json"
+    arguments = ["model=gpt2", "preset=balanced", "batch=8", "seq=1024", "dropout=0"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for part in (*CATEGORIES.values(), "ratio", "the 10 largest sites", "not compressed, and why"):
+        assert part in text
+    assert "counted (the batch has labels)" in text
+    content = json.loads(path.read_text())
+    weights = content["categories"]["weights"]
+    assert weights["plain"] == weights["planned"] == 124_439_808 * 4
+    # two fp32 moments, and a step counter for each of 148 parameters
+    assert content["categories"]["optimizer states"]["plain"] == 2 * 124_439_808 * 4 + 148 * 4
+    saved = content["categories"]["saved activations"]
+    assert saved["ratio"] == saved["planned"] / saved["plain"] < 0.15
+    for side in ("plain", "planned"):
+        assert sum(row[side] for row in content["rows"]) == content["categories"]["total"][side]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_has_the_documented_schema():
+    report = sample()
+    content = json.loads(json.dumps(as_json(report, {"model": "gpt2"})))
+    assert content == {
+        "schema": "memtrain-report",
+        "version": 1,
+        "settings": {"model": "gpt2"},
+        "loss_counted": True,
+        "categories": {
+            "weights": {"plain": 64, "planned": 64, "unknown": "", "ratio": 1.0},
+            "gradients": {"plain": 0, "planned": 0, "unknown": "", "ratio": None},
+            "optimizer states": {"plain": 0, "planned": 0, "unknown": "no", "ratio": None},
+            "saved activations": {"plain": 100, "planned": 25, "unknown": "", "ratio": 0.25},
+            "total": {"plain": 164, "planned": 89, "unknown": "no", "ratio": 89 / 164},
+        },
+        "rows": [
+            {"name": "w", "kind": "weight", "plain": 64, "planned": 64, "compressor": "",
+             "reason": "not requested", "sites": ["w"], "ratio": 1.0},
+            {"name": LONG, "kind": "activation", "plain": 100, "planned": 25,
+             "compressor": "Group()", "reason": "", "sites": [LONG], "ratio": 0.25},
+        ],
+        "kept": [
+            {"kind": "weight", "reason": "not requested", "nbytes": 64, "count": 1,
+             "example": "w"},
+        ],
+        "unmatched_rules": ["activations.rules.0: op=[silu]"],
+    }  # fmt: skip
+
+
+LONG = "a." * 60 + "[bold] / scaled_dot_product_attention / input"
+
+
+def sample():
+    rows = (
+        Row(name="w", kind="weight", plain=64, planned=64, reason="not requested", sites=("w",)),
+        Row(
+            name=LONG, kind="activation", plain=100, planned=25, compressor="Group()", sites=(LONG,)
+        ),
+    )
+    kept = (Kept(kind="weight", reason="not requested", nbytes=64, count=1, example="w"),)
+    rules = ("activations.rules.0: op=[silu]",)
+    return Report(rows=rows, kept=kept, unmatched=rules, loss=True, unknown={"state": "no"})
+
+
+def test_long_names_fold_and_markup_is_shown_as_it_is(capsys):
+    from rich.console import Console
+
+    show(Console(width=80), sample(), {"model": "x", "overrides": ["seed=3"]}, 10)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "".join(LONG.split()) in re.sub(r"\s|100B|0\.\d+|KiB", "", text)
+    assert "optimizer states: unknown, left out: no" in text
+    assert "matched nothing: activations.rules.0: op=[silu]" in text
+    assert "w (weight)" in text
+    assert "seed=3" in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0.00 KiB"), (2**20 - 1, "1024.00 KiB"), (2**20, "1.00 MiB"), (2**40, "1,024.00 GiB")],
+)
+def test_sizes(nbytes, text):
+    assert size(nbytes) == text
+
+
+def test_help_teaches_by_examples(capsys):
+    for arguments in (["--help"], ["model=gpt2", "-h"], []):
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        for part in ("memtrain-report model=gpt2", "py:my_package", "llama-7b", "balanced"):
+            assert part in text
+        assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model=gpt3"], "did you mean 'gpt2'"),
+        (["preset=balanced"], "model= is missing"),
+        (["model=gpt2", "preset=balance"], "did you mean 'balanced'"),
+        (["model=gpt2", "bacth=8"], "did you mean 'batch'"),
+        (["model=gpt2", "optim.min_element=1"], "optim.min_elements"),
+        (["model=gpt2", "batch"], "no key=value: 'batch'"),
+        (["model=gpt2", "batch=0"], "batch=0 is out of range"),
+        (["model=gpt2", "batch=many"], "batch"),
+        (["model=gpt2", "dtype=float8"], "unknown dtype 'float8'"),
+        (["model=gpt2", "attention=flash"], "unknown attention 'flash'"),
+        (["model=gpt2", "optimizer=adamm"], "did you mean 'adam"),
+        (["model=gpt2", "dropout=1"], "dropout=1"),
+        (["model=gpt2", "labels=perhaps"], "labels"),
+        (["model=gpt2", "activations.min_elements=-1"], "min_elements=-1 is out of range"),
+        (["model=gpt2", "--top", "0"], "--top 0 is out of range"),
+        (["model=gpt2", "--top", "few"], "--top"),
+        (["model=gpt2", "--jsn", "x"], "unrecognized arguments: --jsn"),
+        (["model=gpt2", "--json", "no/such/folder/x.json"], "cannot write --json"),
+        (["model=gpt2", "seq=1025"], "takes at most 1024 tokens"),
+        (["model=gpt2", "image=224"], "takes text; use seq="),
+        (["model=resnet50", "seq=3"], "takes images; use image="),
+        (["model=hf:nowhere"], "does not exist"),
+        (["model=py:theirs"], "names no builder"),
+        (["model=py:theirs:biuld"], "has no function 'biuld'"),
+        (["model=py:theirs:number"], "has no function 'number'"),
+        (["model=py:absent:build"], "No module named 'absent'"),
+        (["model=py:theirs:wrong"], "returned Linear; allowed: (model, batch)"),
+        (["model=py:theirs:throws"], "RuntimeError: out of cheese"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments, message, capsys, folder):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("memtrain-report: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_model_that_reads_its_data_is_exit_status_1(capsys, folder):
+    assert main(["model=py:theirs:branch"]) == 1
+    error = capsys.readouterr().err
+    assert "DataDependent" in error
+    assert error.count("\n") == 1
+
+
+def test_a_users_builder_gives_model_batch_and_optimizer(capsys, folder):
+    assert main(["model=py:theirs:build", "batch=32", "optimizer=sgd", "--json", "a.json"]) == 0
+    content = json.loads((folder / "a.json").read_text())
+    assert content["categories"]["saved activations"]["plain"] == 2 * 32 * 256 * 4
+    assert content["loss_counted"] is False
+    assert "no labels given" in capsys.readouterr().out
+    built = build(Request(model="py:theirs:with_optimizer"))
+    assert isinstance(built.optimizer, torch.optim.SGD)
+    assert built.batch[0].shape == (16, 128)
+
+
+def test_a_config_on_disk(folder, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=99, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    for place in (folder, folder / "config.json"):
+        built = build(Request(model=f"hf:{place}", seq=16, batch=2, labels=False))
+        assert type(built.model).__name__ == "LlamaForCausalLM"
+        assert built.model.config.vocab_size == 99
+        assert {name: tuple(x.shape) for name, x in built.batch.items()} == {"input_ids": (2, 16)}
+    (folder / "config.json").write_text("{")
+    assert main([f"model=hf:{folder}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_settings_reach_the_model():
+    pytest.importorskip("transformers")
+    request = Request(
+        model="gpt2", dtype="bfloat16", attention="eager", dropout=0.0, seq=8, batch=3
+    )
+    built = build(request)
+    config = built.model.config
+    assert {p.dtype for p in built.model.parameters()} == {torch.bfloat16}
+    assert config._attn_implementation == "eager"
+    assert config.attn_pdrop == config.resid_pdrop == config.embd_pdrop == 0
+    assert built.batch["labels"].shape == (3, 8)
+    assert built.model.training
+    assert torch.get_default_dtype() == torch.float32
+    assert sum(p.numel() for p in built.model.parameters()) == 124_439_808
+
+
+def test_without_transformers_the_message_names_what_to_install(monkeypatch, capsys):
+    # None in sys.modules is how Python marks a module that cannot be imported
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["model=gpt2"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_a_failing_write_keeps_the_older_file(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    path.write_text("old")
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(path), "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, sample(), {})
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Parameters as published; the number with a head of classes where the model has one.
+SIZES = {
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "opt-125m": 125_239_296,
+    "t5-small": 60_506_624,
+    "bert-base": 109_514_298,
+    "roberta-base": 124_697_433,
+    "roberta-large": 355_412_057,
+    "vit": 86_567_656,
+    "swin": 28_288_354,
+    "resnet50": 25_557_032,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_named_model_is_traced(name, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main([f"model={name}", "--json", str(path)]) == 0
+    categories = json.loads(path.read_text())["categories"]
+    assert categories["saved activations"]["ratio"] < 0.25
+    built = build(Request(model=name))
+    numel = sum(p.numel() for p in built.model.parameters())
+    assert numel == SIZES.get(name, 124_439_808)
+
+
+def test_llama_7b_takes_under_two_gib_of_memory():
+    pytest.importorskip("transformers")
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from memtrain.cli.report import main; sys.exit(main())",
+        "model=llama-7b",
+        "seq=2048",
+    ]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, check=False, timeout=240, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_maxrss < 2 * 2**20  # KiB; the largest child so far
+    # processor time, which other work on the machine does not stretch
+    assert after.ru_utime - before.ru_utime < 60
+    assert "25.10 GiB" in done.stdout  # 6,738,415,616 weights of 4 bytes
