@@ -30,7 +30,8 @@ class _ChooseState:
     names: dict[nn.Parameter, str]
 
     def __call__(self, param: Tensor, state: str) -> Compressor | str:
-        return self.plan.choose_state(self.names[cast(nn.Parameter, param)], state)
+        name = self.names.get(cast(nn.Parameter, param), "(added later)")
+        return self.plan.choose_state(name, state)
 
 
 def wrap(
@@ -106,7 +107,7 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
         The same model, and the optimizer that was given to `wrap`.
 
     Raises:
-        ValueError: If the model is not wrapped.
+        ValueError: If the model is not wrapped, or the optimizer is the one given to `wrap`.
 
     Example:
         >>> import torch
@@ -117,6 +118,9 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     """
     wrapped = _wrapped(model)
     if wrapped.plan.state_rules:
+        if not isinstance(optimizer, optim.CompressedStates):
+            given = type(optimizer).__name__
+            raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {given}")
         optimizer = optim.restore(optimizer)
     if wrapped.interception is not None:
         wrapped.interception.detach()

@@ -81,7 +81,8 @@ class Config:
     """
 
     preset: Any = None
-    """The preset group; its values are already merged when a Config exists."""
+    """Whose rules fill those that are empty here. A Config without one does what its rules say,
+    and nothing else; what `load` returns has its preset's rules in it already."""
     activations: Activations = field(default_factory=Activations)
     """Saved tensors."""
     optim: Optim = field(default_factory=Optim)
@@ -126,7 +127,7 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
         3
     """
     if isinstance(cfg, Config):
-        return cfg
+        return cfg if cfg.preset is None else _fill(cfg)
     if cfg is None:
         return from_mapping(compose([]))
     if isinstance(cfg, Path) or (isinstance(cfg, str) and cfg.endswith((".yaml", ".yml"))):
@@ -143,6 +144,15 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
         f"cfg is a {type(cfg).__name__}; allowed: a preset's name, a YAML path, a list of "
         "overrides, a dict, a DictConfig, a Config"
     )
+
+
+def _fill(cfg: Config) -> Config:
+    base, filled = load(str(cfg.preset)), dataclasses.replace(cfg, preset=None)
+    for part in ("activations", "optim"):
+        own = getattr(cfg, part)
+        if not own.rules:
+            setattr(filled, part, dataclasses.replace(own, rules=getattr(base, part).rules))
+    return filled
 
 
 def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:

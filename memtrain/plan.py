@@ -89,20 +89,37 @@ class Rules:
             )
             for rule in (*exceptions, *rules)
         ]
-        self._chosen: dict[tuple[str, ...], Compressor | str] = {}
+        self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
 
     def choose(self, *names: str, signed: bool = True) -> Compressor | str:
         """The compressor for a site, or the reason to keep it."""
-        if names not in self._chosen:
-            self._chosen[names] = next(
-                (
-                    compressors[signed]
-                    for patterns, compressors in self._rules
-                    if all(map(_matches, names, patterns))
-                ),
-                NO_RULE,
+        return self.choose_any([names], signed=signed)
+
+    def choose_any(
+        self, alternatives: Iterable[tuple[str, ...]], *, signed: bool = True
+    ) -> Compressor | str:
+        """The same for a site of several names (a tied weight): the earliest rule of any wins."""
+        first = min(map(self._winner, alternatives))
+        return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
+
+    def unused(self) -> list[str]:
+        """The patterns of the rules that have won no site so far."""
+        won = set(self._first.values())
+        return [
+            ", ".join("|".join(pattern) for pattern in patterns)
+            for index, (patterns, _) in enumerate(self._rules)
+            if index not in won
+        ]
+
+    def _winner(self, names: tuple[str, ...]) -> int:
+        if names not in self._first:
+            matching = (
+                index
+                for index, (patterns, _) in enumerate(self._rules)
+                if all(map(_matches, names, patterns))
             )
-        return self._chosen[names]
+            self._first[names] = next(matching, len(self._rules))
+        return self._first[names]
 
     def __bool__(self) -> bool:
         return bool(self._rules)
@@ -116,7 +133,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 class Plan:
     """Site -> compressor, or keep with the reason.
 
-    Without a batch, activation sites are settled by the first training forward and then frozen.
+    Without a batch, activation sites are settled by the first training forward; what a site was
+    settled to stays.
 
     Example:
         >>> import torch
@@ -130,6 +148,7 @@ class Plan:
     activation_rules: Rules
     state_rules: Rules
     _entries: dict[str, list[Entry]] = field(default_factory=dict)
+    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
 
     def choose_activation(self, site: Site) -> Compressor | str:
         """The compressor for a saved tensor's site, or the reason to keep it."""
@@ -137,12 +156,22 @@ class Plan:
 
     def choose_state(self, parameter: str, state: str) -> Compressor | str:
         """The compressor for a parameter's state, or the reason to keep it."""
-        return self.state_rules.choose(parameter, state, signed=not is_unsigned(state))
+        names = self._aliases.get(parameter, (parameter,))
+        alternatives = [(name, state) for name in names]
+        return self.state_rules.choose_any(alternatives, signed=not is_unsigned(state))
 
     def settle(self, records: Iterable[Record]) -> None:
-        """Fill in the activation sites from the first training forward; later calls do nothing."""
-        if "activation" not in self._entries:
-            self._entries["activation"] = list(merge(records))
+        """Add the activation sites of a forward; those that are settled already stay."""
+        known = {entry.site for entry in self._entries.setdefault("activation", [])}
+        new = [entry for entry in merge(records) if entry.site not in known]
+        self._entries["activation"] += new
+
+    def unused(self) -> dict[str, list[str]]:
+        """Rules that have matched nothing so far, by what they are for."""
+        return {
+            "activations": self.activation_rules.unused(),
+            "optim": self.state_rules.unused(),
+        }
 
     def entries(self, kind: str = "") -> list[Entry]:
         """The plan's rows, of one kind or all; no activations before they are settled."""
@@ -155,6 +184,9 @@ class Plan:
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
             tree.setdefault(entry.kind, {})[entry.site] = what
+        for part, rules in self.unused().items():
+            if rules:
+                tree.setdefault("matched nothing", {})[part] = "; ".join(rules)
         return OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def __str__(self) -> str:
@@ -190,6 +222,7 @@ def make_plan(
         config,
         Rules(config.activations.exceptions, config.activations.rules, ("module", "op", "tensor")),
         Rules(config.optim.exceptions, config.optim.rules, ("parameter", "state")),
+        _aliases=_aliases(parameters),
     )
     for kind, only in (("weight", False), ("gradient", True)):
         plan._entries[kind] = [
@@ -202,6 +235,13 @@ def make_plan(
         least = config.activations.min_elements
         plan.settle(trace(model, batch, plan.choose_activation, min_elements=least))
     return plan
+
+
+def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in parameters.items():
+        names[parameter] = (*names.get(parameter, ()), name)
+    return {name: tied for tied in names.values() for name in tied if len(tied) > 1}
 
 
 def merge(records: Iterable[Record]) -> Iterable[Entry]:

@@ -108,7 +108,6 @@ def test_a_scheduler_made_before_wrap_keeps_working():
     scheduler = torch.optim.lr_scheduler.StepLR(original, 1, gamma=0.5)
     model, optimizer = memtrain.wrap(model, original, "balanced")
     train(model, optimizer, 1)
-    original.step = lambda: None
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -237,3 +236,81 @@ class TestBadInput:
         # its group of 256 features is lost, the other group is exact
         assert bad[256:].all()
         assert not bad[:256].any()
+
+
+class Rotary(nn.Module):
+    """Fills a cache in its first forward, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.cos, self.calls, self.seen = nn.Linear(64, 64), None, 0, []
+
+    def forward(self, x):
+        if self.cos is None:
+            self.cos = torch.arange(64).float().cos()
+        self.calls += 1
+        self.seen.append(self.cos)
+        return self.layer(x) * self.cos
+
+
+def test_a_batch_leaves_no_trace_on_the_model():
+    model = Rotary()
+    model, _ = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), batch=torch.ones(64, 64))
+    assert (model.cos, model.calls, model.seen) == (None, 0, [])
+    assert type(model(torch.ones(64, 64))) is torch.Tensor
+
+
+def test_planning_a_wrapped_model_leaves_it_alone():
+    model = make()
+    model, _ = memtrain.wrap(model, torch.optim.AdamW(model.parameters()))
+    plain = torch.optim.AdamW(model.parameters())
+    plan = memtrain.make_plan(model, plain, "smallest", batch=data()[0])
+    assert plan.entries("activation")
+    assert memtrain.plan_of(model).entries("activation") == []
+    assert memtrain.state_dict(model) == {"step": 0}
+
+
+def test_unwrap_refuses_the_old_optimizer_before_it_changes_anything():
+    model = make()
+    original = torch.optim.AdamW(model.parameters())
+    model, optimizer = memtrain.wrap(model, original)
+    with pytest.raises(ValueError, match="the optimizer that wrap returned"):
+        memtrain.unwrap(model, original)
+    memtrain.unwrap(model, optimizer)
+
+
+def test_a_config_that_names_a_preset_has_its_rules():
+    model = make()
+    cfg = memtrain.Config(preset="smallest", seed=3)
+    memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+    config = memtrain.plan_of(model).config
+    assert config.activations.rules[0].compressor == {"name": "derivative", "bits": 2}
+    assert config.seed == 3
+
+
+def test_a_tied_parameter_answers_to_each_of_its_names():
+    model = nn.ModuleDict({"a": nn.Linear(96, 96), "b": nn.Linear(96, 96)})
+    model["b"].weight = model["a"].weight
+    cfg = {"optim": {"exceptions": [{"parameter": "b.weight", "compressor": "keep"}]}}
+    plan = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), cfg)
+    entries = {entry.site: entry for entry in plan.entries("state")}
+    assert entries["a.weight / adamw / exp_avg"].reason == "its rule says keep"
+
+
+def test_rules_that_match_nothing_are_listed():
+    model = make()
+    cfg = {"activations": {"exceptions": [{"op": "gelo"}]}}
+    plan = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), cfg, batch=data()[0])
+    assert "*, gelo, *" in plan.unused()["activations"]
+    assert "gelo" in plan.to_yaml()
+
+
+def test_model_and_optimizer_pickle_and_copy_together():
+    import pickle
+
+    model = make()
+    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
+    train(*pair, 2)
+    copies = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
+    expected = train(*pair, 3)
+    assert all(train(*twin, 3) == expected for twin in copies)

@@ -1,18 +1,22 @@
 """Sees every op of a model's forward, and acts on what it saves: replaces it, or hooks it."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from memtrain.activations import replace
+from memtrain.activations.origin import foreign, in_transform, storage_id
 from memtrain.activations.replace import COMPOSITES, Nonlinearity
 from memtrain.activations.saved import Choose, Compressed, Kept, SavedTensors, unpack
-from memtrain.activations.sites import Op, Record, Site, storage_id
+from memtrain.activations.sites import Op, Record, Site
 from memtrain.compressors import DerivativeCode, Identity
 
 
@@ -32,6 +36,17 @@ class _Mode(TorchFunctionMode):
         return self.interception.run(func, name, args, kwargs or {})
 
 
+class _Entry(NamedTuple):
+    """A module whose forward runs, and the call that stands for all of it, if it is composite."""
+
+    name: str
+    call: Nonlinearity | None = None
+    code: DerivativeCode | None = None
+
+
+_only: "Interception | None" = None  # while a trace runs, live interceptions sleep
+
+
 class Interception:
     """Compresses what a model's forward saves for backward; the model's code is not touched.
 
@@ -45,7 +60,7 @@ class Interception:
         choose: Site -> compressor, or the reason to keep the tensor.
         min_elements: Smaller tensors are kept.
         seed: Feeds the keys of stochastic rounding.
-        settle: Told what the first whole forward saved.
+        settle: Told what a forward saved, once for each module that one has started from.
     """
 
     def __init__(
@@ -59,18 +74,18 @@ class Interception:
     ) -> None:
         self.model, self.settle = model, settle
         self.saved = SavedTensors(choose, min_elements, seed)
-        self.saved.records = []
+        self._settled: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
         self._clear()
 
     def _clear(self) -> None:
-        self._path: list[tuple[str, Nonlinearity | None]] = []
+        self._path: list[_Entry] = []
         self._op: Op | None = None
-        self._outer: tuple[saved_tensors_hooks, _Mode] | None = None
+        self._outer: tuple[str, saved_tensors_hooks, _Mode] | None = None
         self._depth = 0  # of the path when the interception was turned on
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_path", "_op", "_outer", "_depth")
+        runtime = ("_path", "_op", "_outer", "_depth")  # of a forward that runs now
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -89,9 +104,23 @@ class Interception:
 
     def detach(self) -> None:
         """Take the hooks off again; payloads in living graphs stay valid."""
+        self._stop(whole=False)
+        self._path.clear()
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Attached inside the block, with every other interception asleep."""
+        global _only
+        outer, _only = _only, self
+        self.attach()
+        try:
+            yield
+        finally:
+            self.detach()
+            _only = outer
 
     # -- around modules ---------------------------------------------------------------------
 
@@ -106,56 +135,79 @@ class Interception:
         if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
             self._stop(whole=False)
             self._path.clear()
-        call = None
-        if self._outer is None and self._may_start():
-            self._start(_tensors(args, kwargs))
-        elif self._outer is not None and composite and len(args) == 1:
+        entry = _Entry(name)
+        if self._outer is None:
+            if self._may_start(name):
+                self._start(name, module, (args, kwargs))
+        elif composite and len(args) == 1 and not kwargs and _only_our_hooks(module):
             call = Nonlinearity(composite, args[0], inplace=False)
-            call = call if self._code(name, call) else None
-        self._path.append((name, call))
-        # The composite then runs on no elements; `_after` returns the real result.
-        return None if call is None else ((call.x.detach().new_empty(0),), kwargs)
+            code = self._code(name, call)
+            entry = entry if code is None else _Entry(name, call, code)
+        self._path.append(entry)
+        if entry.call is None:
+            return None
+        # The composite now runs on no elements; `_after` returns the real result.
+        return (entry.call.x.detach().new_empty(0),), kwargs
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._path:  # the hooks were put on during this very forward
             return None
-        name, call = self._path.pop()
+        name, call, code = self._path.pop()
+        failed = output is None and sys.exc_info()[0] is not None
         result = None
-        if call is not None and output is not None:
-            code = self._code(name, call)
-            result = code and self._replaced(Op(name, call.function, (call.x,)), call, code)
+        if call is not None and code is not None and not failed:
+            result = self._replaced(Op(name, call.function, (call.x,)), call, code)
         if self._outer is not None and len(self._path) == self._depth:
-            self._stop(whole=output is not None)
+            self._stop(whole=not failed)
         return result
 
-    def _may_start(self) -> bool:
-        return (
-            torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and _top_hooks() is None  # someone else's: activation checkpointing, save_on_cpu
-        )
+    def _may_start(self, name: str) -> bool:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if _only is not None and _only is not self:
+            return False
+        why = ""
+        if _top_hooks() is not None:
+            why = "saved-tensor hooks of someone else are on"
+        elif in_transform():
+            why = "inside a transform of torch.func or forward-mode differentiation"
+        # In a backward it is activation checkpointing that recomputes: nothing is lost.
+        if why and not self._path and torch._C._current_graph_task_id() == -1:
+            self._settle(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
+        return not why
 
-    def _start(self, inputs: Sequence[Tensor]) -> None:
+    def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
         own = [*self.model.parameters(), *self.model.buffers()]
-        self.saved.begin({storage_id(x) for x in own}, {storage_id(x) for x in inputs})
+        # A submodule called on its own may be given what another one made: not the user's to keep.
+        given = [
+            x
+            for x in tree_leaves(inputs)
+            if isinstance(x, Tensor) and (x.grad_fn is None or module is self.model)
+        ]
+        self.saved.begin({storage_id(x) for x in own}, {storage_id(x) for x in given})
+        self.saved.records = [] if name not in self._settled else None
         self._depth = len(self._path)
         hooks, mode = saved_tensors_hooks(self._pack, unpack), _Mode(self)
         hooks.__enter__()
         mode.__enter__()
-        self._outer = (hooks, mode)
+        self._outer = (name, hooks, mode)
 
     def _stop(self, *, whole: bool) -> None:
         if self._outer is None:
             return
-        hooks, mode = self._outer
+        name, hooks, mode = self._outer
         self._outer = self._op = None
         mode.__exit__(None, None, None)
         hooks.__exit__(None, None, None)
         self.saved.end()
-        if self.saved.records is not None:
-            records, self.saved.records = self.saved.records, None if whole else []
-            if whole:
-                self.settle(records)
+        records, self.saved.records = self.saved.records, None
+        if whole and records is not None:
+            self._settle(name, records)
+
+    def _settle(self, name: str, records: list[Record]) -> None:
+        if name not in self._settled:
+            self._settled.add(name)
+            self.settle(records)
 
     # -- around ops -------------------------------------------------------------------------
 
@@ -163,7 +215,7 @@ class Interception:
         """Run one torch function: replaced, or as it is with its saved tensors packed."""
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        module = self._path[-1][0] if self._path else ""
+        module = self._module()
         call = replace.nonlinearity(name, args, kwargs)
         if call is not None:
             code = self._code(module, call)
@@ -171,18 +223,20 @@ class Interception:
                 return self._replaced(Op(module, call.function, (call.x,)), call, code)
             name = call.function
         elif name == "dropout":
-            result = self._dropout(module, *args, **kwargs)
-            if result is not None:
-                return result
-        outer, self._op = self._op, Op(module, name.strip("_"), _tensors(args, kwargs))
+            masked = replace.dropout_call(args, kwargs)
+            if masked is not None and self._takes_mask(module, masked.x):
+                return self._dropout(Op(module, name, (masked.x,), replaced=True), masked)
+        outer, self._op = self._op, Op(module, _op_name(name, args), _tensors(args, kwargs))
         try:
             return func(*args, **kwargs)
         finally:
             self._op = outer
 
     def _pack(self, x: Tensor) -> Kept | Compressed:
-        module = self._path[-1][0] if self._path else ""
-        return self.saved.pack(x, self._op or Op(module, "autograd.Function"))
+        return self.saved.pack(x, self._op or Op(self._module(), "autograd.Function"))
+
+    def _module(self) -> str:
+        return self._path[-1].name if self._path else ""
 
     def _code(self, module: str, call: Nonlinearity) -> DerivativeCode | None:
         """The derivative code for a call of a nonlinearity, or None to run it as it is."""
@@ -194,6 +248,7 @@ class Interception:
     def _replaceable(self, x: Any) -> bool:
         return (
             isinstance(x, Tensor)
+            and not foreign(x)
             and x.requires_grad
             and torch.is_grad_enabled()
             and x.is_floating_point()
@@ -208,18 +263,33 @@ class Interception:
         finally:
             self._op = outer
 
-    def _dropout(
-        self, module: str, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor | None:
-        if not training or inplace or not 0 < p < 1 or not self._replaceable(x):
-            return None
-        if isinstance(self.saved.choose(Site(module, "dropout", "saved")), str | Identity):
-            return None
-        outer, self._op = self._op, Op(module, "dropout", (x,), replaced=True)
+    def _takes_mask(self, module: str, x: Tensor) -> bool:
+        chosen = self.saved.choose(Site(module, "dropout", "saved"))
+        return self._replaceable(x) and not isinstance(chosen, str | Identity)
+
+    def _dropout(self, op: Op, call: replace.DropoutCall) -> Tensor:
+        outer, self._op = self._op, op
         try:
-            return replace.dropout(x, p)
+            return replace.dropout(*call)
         finally:
             self._op = outer
+
+
+def _op_name(name: str, args: Sequence[Any]) -> str:
+    """The op's name in sites: dunders and in-place marks stripped; `pow` with 2 is `square`."""
+    name = name.strip("_")
+    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2:
+        return "square"
+    return name
+
+
+def _only_our_hooks(module: nn.Module) -> bool:
+    """Whether no one else watches the module, who would see the empty tensor."""
+    return (
+        len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+    )
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:

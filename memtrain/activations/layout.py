@@ -66,7 +66,7 @@ def memory_key(x: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Two tensors on one storage with equal keys hold the same elements in the same memory order.
 
     Args:
-        x: Any strided tensor.
+        x: Any strided tensor whose elements do not overlap.
 
     Returns:
         Offset, and the (stride, size) pairs that are left once neighbouring dimensions are
@@ -82,6 +82,18 @@ def memory_key(x: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
     return int(x.storage_offset()), tuple(merged)
 
 
-def side_tensor(x: Tensor) -> bool:
-    """Whether `x` looks like a statistic kept per row, such as a mean: its last dimension is 1."""
-    return x.dim() > 1 and x.shape[-1] == 1
+def overlaps(x: Tensor) -> bool:
+    """Whether elements of `x` may share memory other than by a stride of 0, as windows do.
+
+    Example:
+        >>> import torch
+        >>> overlaps(torch.arange(6.0).unfold(0, 3, 1)), overlaps(torch.ones(2, 3).t())
+        (True, False)
+    """
+    reach = 1
+    pairs = zip(x.stride(), x.shape, strict=True)
+    for stride, size in sorted(pair for pair in pairs if pair[0] > 0 and pair[1] > 1):
+        if stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False

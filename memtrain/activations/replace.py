@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from memtrain.activations.fewbit import fewbit
 from memtrain.compressors import DerivativeCode
@@ -60,6 +59,23 @@ def apply_nonlinearity(call: Nonlinearity, code: DerivativeCode) -> Tensor:
     return fewbit(call.x, replace(code, function=call.function, bits=bits), inplace=call.inplace)
 
 
+class DropoutCall(NamedTuple):
+    """A call of dropout that draws a mask."""
+
+    x: Tensor
+    p: float
+
+
+def dropout_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DropoutCall | None:
+    """Recognise `F.dropout` and `torch.dropout` in training, out of place; None otherwise."""
+    values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
+    training = values.pop("train", values.get("training", True))
+    x, p = values.get("input"), values.get("p", 0.5)
+    if not isinstance(x, Tensor) or not training or values.get("inplace") or not 0 < p < 1:
+        return None
+    return DropoutCall(x, float(p))
+
+
 class _Dropout(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -75,7 +91,6 @@ class _Dropout(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (packed,) = ctx.saved_tensors
         (grad,) = grads

@@ -332,14 +332,15 @@ def test_several_forwards_before_a_backward():
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_autocast_copies_of_weights_are_kept():
+@pytest.mark.parametrize("batch", [64, 128])
+def test_autocast_copies_of_weights_are_not_touched(batch):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     records = []
     intercept(model, lossy, records)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.randn(128, 64)).sum().backward()
-    reasons = {r.site.name: r.reason for r in records}
-    assert "autocast's copy of a parameter" in reasons.values()
+        model(torch.randn(batch, 64)).sum().backward()
+    # only activations are on record, whatever their shapes: batch and width may be equal
+    assert {r.site.tensor for r in records} == {"input"}
     assert {r.dtype for r in records if r.compressor.startswith("Group")} == {"bfloat16"}
 
 
@@ -378,3 +379,175 @@ def test_equal_seeds_repeat_and_steps_differ():
 
     assert torch.equal(gradient(1), gradient(1))
     assert not torch.equal(gradient(1), gradient(2))
+
+
+class Fn(nn.Module):
+    """A model of one parameter and any function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)) / 8)
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def gradient(function, *args, choose=None):
+    model = Fn(function)
+    records = []
+    if choose is not None:
+        intercept(model, choose, records)
+    model(*args).sum().backward()
+    return model.p.grad, records
+
+
+def test_weights_outside_the_model_casts_and_weight_norm_are_not_touched():
+    hidden = nn.Linear(64, 64)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+    model = Fn(lambda self, x: normed(hidden(F.linear(x.bfloat16(), self.p.bfloat16()).float())))
+    records = []
+    intercept(model, lossy, records)
+    model(torch.randn(96, 64)).sum().backward()
+    assert {r.shape for r in records if r.compressor} == {(96, 64)}
+
+
+def test_overlapping_windows_are_kept_and_give_the_plain_gradient():
+    def windows(self, x):
+        u = (x @ self.p).unfold(1, 8, 1)
+        return u.transpose(1, 2) @ u
+
+    x = torch.randn(64, 64)
+    plain, _ = gradient(windows, x)
+    packed, _ = gradient(windows, x, choose=lambda site: Group(bits=8))
+    assert (packed - plain).norm() < 0.02 * plain.norm()
+
+
+def test_a_negated_view_does_not_share_the_payload_of_its_base():
+    def both_signs(self, z):
+        return F.linear(z.imag.detach(), self.p) * 2 + F.linear(z.conj().imag.detach(), self.p)
+
+    z = torch.randn(64, 64, dtype=torch.complex64) * 1
+    plain, _ = gradient(both_signs, z)
+    packed, _ = gradient(both_signs, z, choose=lambda site: Group(bits=8))
+    assert (packed - plain).norm() < 0.02 * plain.norm()
+
+
+@pytest.mark.parametrize("choose", [identity, lossy])
+def test_sparse_and_nested_tensors_pass_through_and_are_listed(choose):
+    x = torch.randn(64, 64)
+    adjacency = torch.eye(64).to_sparse()
+    plain, _ = gradient(lambda self, x: torch.sparse.mm(adjacency, x @ self.p), x)
+    packed, records = gradient(
+        lambda self, x: torch.sparse.mm(adjacency, x @ self.p), x, choose=choose
+    )
+    assert torch.equal(packed, plain)
+    assert any("layout torch.sparse_coo" in record.reason for record in records)
+
+
+def test_transforms_of_torch_func_are_left_alone_and_listed():
+    model = Fn(lambda self, x: torch.tanh(x @ self.p))
+    records = []
+    intercept(model, lossy, records)
+    x = torch.randn(64, 64)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    grads = torch.func.grad(loss)(dict(model.named_parameters()))
+    expected, _ = gradient(lambda self, x: torch.tanh(x @ self.p), x)
+    torch.testing.assert_close(grads["p"], expected)
+    assert [record.reason[:28] for record in records] == ["inside a transform of torch."]
+
+
+def test_hooks_of_someone_else_are_left_alone_and_listed():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    records = []
+    intercept(model, lossy, records)
+    with torch.autograd.graph.save_on_cpu():
+        model(torch.randn(64, 64)).sum().backward()
+    assert [r.reason for r in records] == ["saved-tensor hooks of someone else are on"]
+
+
+def test_ctrl_c_then_detach_leaves_other_models_alone():
+    def interrupted(self, x):
+        raise KeyboardInterrupt
+
+    model = Fn(interrupted)
+    interception = intercept(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(64, 64))
+    interception.detach()
+    assert stack_is_clean()
+
+
+def test_submodules_called_in_turn_are_all_settled():
+    model = nn.ModuleDict({"enc": nn.Linear(64, 64), "dec": nn.Linear(64, 64)})
+    records = []
+    intercept(model, lossy, records)
+    model["dec"](model["enc"](torch.randn(64, 64))).sum().backward()
+    by_module = {record.site.module: record for record in records}
+    assert set(by_module) == {"enc", "dec"}
+    # what the encoder made is nobody else's to keep alive
+    assert by_module["dec"].compressor.startswith("Group")
+
+
+def test_inputs_inside_containers_are_known_as_inputs():
+    _, records = gradient(
+        lambda self, batch: batch["x"] @ self.p, {"x": torch.randn(64, 64)}, choose=lossy
+    )
+    assert [r.reason for r in records] == ["the model's own input: stays alive anyway"]
+
+
+def test_a_composite_that_someone_watches_runs_as_it_is():
+    from transformers.activations import NewGELUActivation
+
+    model = nn.Sequential(nn.Linear(64, 64), NewGELUActivation())
+    seen = []
+    intercept(model)
+    model(torch.randn(32, 64)).sum().backward()
+    model[1].register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    model(torch.randn(32, 64)).sum().backward()
+    assert seen == [(32, 64)]
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: torch.dropout(x, p=0.5, train=True), lambda x: F.dropout(x, 0.5, True),
+    lambda x: F.dropout(x, p=0.5, training=False), lambda x: F.dropout(x, 0.5, True, True),
+    lambda x: F.dropout(x, p=0.0), lambda x: F.dropout(x, p=1.0),
+])  # fmt: skip
+def test_every_form_of_dropout(call):
+    x = torch.randn(64, 64)
+    torch.manual_seed(5)
+    plain, _ = gradient(lambda self, x: call(x @ self.p), x)
+    torch.manual_seed(5)
+    packed, _ = gradient(lambda self, x: call(x @ self.p), x, choose=lossy)
+    assert torch.equal(packed, plain)
+
+
+SINGULAR = {
+    "log": lambda h: torch.log(h.abs() + 1e-6),
+    "power": lambda h: (h.abs() + 1e-3) ** -0.5,
+    "quotient": lambda h: 1.5 / (h.abs() + 1e-2),
+    "sqrt": lambda h: torch.sqrt(h.abs() + 1e-8),
+    "normalize": lambda h: F.normalize(h, dim=1),
+    "logsumexp": lambda h: torch.logsumexp(4 * h, 1),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("preset", ["balanced", "smallest"])
+@pytest.mark.parametrize("name", SINGULAR)
+def test_presets_keep_what_a_jumping_or_singular_derivative_reads(name, preset):
+    from memtrain.config import load
+    from memtrain.plan import Rules
+
+    rules = load(preset).activations.rules
+    choose = Rules([], rules, ("module", "op", "tensor"))
+    x = torch.randn(256, 64)
+    plain, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x)
+    packed, _ = gradient(
+        lambda self, x: SINGULAR[name](x @ self.p), x, choose=lambda site: choose.choose(*site)
+    )
+    # the noise of the tame control, tanh, bounds what the presets accept: 2 bits give about 0.5
+    assert (packed - plain).norm() < {"balanced": 0.2, "smallest": 1.0}[preset] * plain.norm()

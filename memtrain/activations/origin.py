@@ -1,0 +1,86 @@
+"""What a saved tensor is: an ordinary one, a parameter's memory, or something to stay away from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+
+# What may lie between a parameter and its stand-in: a cast, a view, weight norm. Nothing that
+# mixes in activations: a linear layer's output also leads to parameters only.
+_STAND_INS = (
+    "ToCopyBackward",
+    "TBackward",
+    "TransposeBackward",
+    "PermuteBackward",
+    "ViewBackward",
+    "UnsafeViewBackward",
+    "ReshapeAliasBackward",
+    "SelectBackward",
+    "WeightNormInterfaceBackward",
+)
+
+
+def foreign(x: Tensor) -> str:
+    """Why a tensor's storage cannot be spoken of (sparse, nested, a subclass), or "".
+
+    Example:
+        >>> foreign(torch.ones(2)), foreign(torch.ones(2).to_sparse())
+        ('', 'a tensor of layout torch.sparse_coo')
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        return f"a tensor of layout {x.layout}"
+    if _wrapped(x):
+        return "a tensor of torch.func"
+    if type(x) not in (Tensor, nn.Parameter, FakeTensor):
+        return f"a tensor subclass: {type(x).__name__}"
+    return ""
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Whether `x` is a trainable leaf, a view of one, or made of such by casts and views alone.
+
+    So weights are known that the model does not list: FSDP's unsharded ones, autocast's copies,
+    explicit casts, weight norm's products.
+
+    Args:
+        x: A saved tensor as autograd hands it over, not detached.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(4, 4))
+        >>> is_parameter(weight.bfloat16().t()), is_parameter(weight @ weight)
+        (True, False)
+    """
+    base = x if x._base is None else x._base
+    if base.is_leaf:
+        return base.requires_grad
+    return _leads_to_leaves(x.grad_fn, depth=6)
+
+
+def _leads_to_leaves(node: Any, depth: int) -> bool:
+    if type(node).__name__ == "AccumulateGrad":
+        return True
+    if node is None or depth == 0 or not type(node).__name__.startswith(_STAND_INS):
+        return False
+    return all(_leads_to_leaves(above, depth - 1) for above, _ in node.next_functions)
+
+
+def storage_id(x: Tensor) -> int:
+    """Identity of the storage of `x`, valid while the storage or a weak reference to it lives.
+
+    Tensors without one of their own (sparse, nested) get a number that no storage has.
+    """
+    if x.layout is not torch.strided or x.is_nested or _wrapped(x):
+        return -id(x)
+    return x.untyped_storage()._cdata
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is at work."""
+    level = torch._C._functorch.maybe_current_level()  # pyright: ignore[reportAttributeAccessIssue]
+    return level is not None or forward_ad._current_level >= 0
+
+
+def _wrapped(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
