@@ -34,7 +34,7 @@ examples:
   memtrain-report model=resnet50 batch=32 image=224 optimizer=sgd
   memtrain-report model=gpt2 preset=smallest activations.min_elements=2048
   memtrain-report model=hf:path/to/config.json    a transformers config
-  memtrain-report model=py:my_package.module:build    your function: (model, batch)
+  memtrain-report model=py:my_package.module:build    your model and batch
   memtrain-report model=gpt2 --json report.json --top 30
 
 models: {models}
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = str(error).splitlines()[0] if str(error) else ""
         errors.print(f"memtrain-report: {type(error).__name__}: {why}", markup=False)
         return 1
-    settings = _settings(request, arguments.overrides)
+    settings = _settings(request, arguments.overrides, built.batch)
     show(console, report, settings, arguments.top)
     if arguments.json is not None:
         try:
@@ -155,10 +155,14 @@ def _requested(overrides: list[str]) -> "tuple[Request, Config]":
     return request, load(rest)
 
 
-def _settings(request: "Request", overrides: list[str]) -> dict[str, Any]:
+def _settings(request: "Request", overrides: list[str], batch: Any) -> dict[str, Any]:
     """What the report was made for, as shown and as written."""
-    names = [item.name for item in dataclasses.fields(request)]
-    own = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
+    own = dataclasses.asdict(request)
+    names = tuple(own)
+    if isinstance(batch, dict):  # a size that was left open is the model's own
+        for name, tensor in (("seq", "input_ids"), ("image", "pixel_values")):
+            own[name] = batch[tensor].shape[-1] if tensor in batch else own[name]
+    own = {name: value for name, value in own.items() if value is not None}
     rest = [item for item in overrides if item.partition("=")[0] not in names]
     preset = [item.partition("=")[2] for item in rest if item.startswith("preset=")]
     others = [item for item in rest if not item.startswith("preset=")]
@@ -293,7 +297,3 @@ def _help() -> str:
         optimizers=", ".join(OPTIMIZERS),
         presets=", ".join(options("preset")),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

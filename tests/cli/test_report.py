@@ -63,7 +63,7 @@ def _width(monkeypatch):
 def test_gpt2_prints_within_80_columns_and_writes_its_json(capsys, tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "report.json"
-    arguments = ["model=gpt2", "preset=balanced", "batch=8", "seq=1024", "dropout=0"]
+    arguments = ["model=gpt2", "preset=balanced", "batch=8", "dropout=0"]  # seq: the model's own
     assert main([*arguments, "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
@@ -71,6 +71,7 @@ def test_gpt2_prints_within_80_columns_and_writes_its_json(capsys, tmp_path):
         assert part in text
     assert "counted (the batch has labels)" in text
     content = json.loads(path.read_text())
+    assert content["settings"]["seq"] == 1024
     weights = content["categories"]["weights"]
     assert weights["plain"] == weights["planned"] == 124_439_808 * 4
     # two fp32 moments, and a step counter for each of 148 parameters
