@@ -1,0 +1,34 @@
+"""What a wheel holds works from any working directory: configs and C++ sources included."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import memtrain, memtrain.config
+assert memtrain.__file__.startswith({folder!r}), memtrain.__file__
+for preset in memtrain.config.options("preset"):
+    memtrain.config.load(preset)
+from memtrain.experiments.config import compose
+for experiment in memtrain.config.options("experiment"):
+    compose(["experiment=" + experiment])
+print(len(memtrain.config.options("preset")), len(memtrain.config.options("experiment")))
+"""
+
+
+def test_the_built_package_composes_every_config_from_elsewhere(tmp_path):
+    package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    build = [sys.executable, "setup.py", "-q", "build_py", "-d", str(package)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM.format(folder=str(package))],
+        cwd=elsewhere, env={"PYTHONPATH": str(package)}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "5 3\n"
+    sources = {path.name for path in (package / "memtrain" / "kernels" / "cpu").iterdir()}
+    assert {path.name for path in (ROOT / "memtrain/kernels/cpu").glob("*.[ch]*")} <= sources
