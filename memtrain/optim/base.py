@@ -23,7 +23,10 @@ class CompressedStates(Optimizer):
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
         """What keeps state `name` of `param`, and the reason if it is not what was chosen."""
-        return layout.decide(param, self.choose(param, name))
+        decided = self.__dict__.setdefault("_decided", {})
+        if (param, name) not in decided:
+            decided[param, name] = layout.decide(param, self.choose(param, name))
+        return decided[param, name]
 
     def adopt(self, original: Optimizer) -> None:
         """Share the original's groups and hooks, and drop its states (the caller has them)."""

@@ -7,12 +7,16 @@
 #endif
 
 #define MT_LANES
+#define MT_TEXT(x) #x
 #pragma GCC diagnostic ignored "-Wpsabi"
 #pragma GCC diagnostic ignored "-Wunused-function"
 // GCC 12 warns about its own intrinsics' undefined sources.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
+// The vectors are written out: -O3 would only unroll them further, at minutes of compile time.
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 #ifdef MT_X86
 #define MT_AVX512
 #pragma GCC push_options
@@ -21,6 +25,8 @@ namespace memtrain::avx512 {
 #include "lanes.h"
 #include MT_SELF
 }
+#undef MT_UNROLL
+#undef MT_HELPER
 #pragma GCC pop_options
 #undef MT_AVX512
 #pragma GCC push_options
@@ -29,12 +35,17 @@ namespace memtrain::avx2 {
 #include "lanes.h"
 #include MT_SELF
 }
+#undef MT_UNROLL
+#undef MT_HELPER
 #pragma GCC pop_options
 #endif
 namespace memtrain::portable {
 #include "lanes.h"
 #include MT_SELF
 }
+#undef MT_UNROLL
+#undef MT_HELPER
+#pragma GCC pop_options
 
 // Defined in codebook.cpp: 0 portable, 1 AVX2, 2 AVX-512; the best of the machine unless limited.
 MT_EXPORT int mt_isa();

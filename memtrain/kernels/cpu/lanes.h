@@ -5,6 +5,16 @@ typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
+#ifdef MT_AVX512
+#define MT_UNROLL(n) _Pragma(MT_TEXT(GCC unroll n))
+#define MT_HELPER MT_INLINE
+#else
+// Without 16-lane registers each operation is several: unrolled and inlined code would take
+// gigabytes to compile.
+#define MT_UNROLL(n) _Pragma("GCC unroll 1")
+#define MT_HELPER static __attribute__((noinline, unused))
+#endif
+
 MT_INLINE F load(const float* p) {
   F v;
   __builtin_memcpy(&v, p, sizeof v);
@@ -16,12 +26,15 @@ MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
 MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
 // Magnitudes compared as integers: NaN is above Inf is above every number.
 MT_INLINE I magnitude(F x) { return (I)x & 0x7fffffff; }
-MT_INLINE int32_t top_of(I v) {
+MT_HELPER int32_t top_of(I v) {
 #ifdef MT_AVX512
   return _mm512_reduce_max_epi32((__m512i)v);
 #else
-  int32_t m = v[0];
-  for (int i = 1; i < 16; ++i) m = v[i] > m ? v[i] : m;
+  int32_t x[16], m;
+  __builtin_memcpy(x, &v, sizeof x);
+  m = x[0];
+  MT_UNROLL(1)
+  for (int i = 1; i < 16; ++i) m = x[i] > m ? x[i] : m;
   return m;
 #endif
 }
@@ -31,7 +44,7 @@ MT_INLINE float as_float(int32_t bits) {
   return x;
 }
 
-MT_INLINE I widen(const uint8_t* p) {
+MT_HELPER I widen(const uint8_t* p) {
 #ifdef MT_AVX512
   return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #else
@@ -41,7 +54,7 @@ MT_INLINE I widen(const uint8_t* p) {
 #endif
 }
 
-MT_INLINE void narrow(uint8_t* p, I v) {
+MT_HELPER void narrow(uint8_t* p, I v) {
 #ifdef MT_AVX512
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
 #else
@@ -50,13 +63,14 @@ MT_INLINE void narrow(uint8_t* p, I v) {
 #endif
 }
 
-MT_INLINE F root(F x) {
+MT_HELPER F root(F x) {
 #ifdef MT_AVX512
   return (F)_mm512_sqrt_ps((__m512)x);
 #else
-  F y;
-  for (int i = 0; i < 16; ++i) y[i] = __builtin_sqrtf(x[i]);
-  return y;
+  float y[16];
+  store(y, x);
+  for (int i = 0; i < 16; ++i) y[i] = __builtin_sqrtf(y[i]);
+  return load(y);
 #endif
 }
 
@@ -86,20 +100,22 @@ MT_INLINE Book scaled(const float* table, float scale) {
 }
 
 // Only the low 4 bits of an index count.
-MT_INLINE F decode(F values, I index) {
+MT_HELPER F decode(F values, I index) {
 #ifdef MT_AVX512
   return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
 #else
-  float book[16];
+  float book[16], y[16];
+  int32_t at[16];
   store(book, values);
-  F y;
-  for (int i = 0; i < 16; ++i) y[i] = book[index[i] & 15];
-  return y;
+  __builtin_memcpy(at, &index, sizeof at);
+  MT_UNROLL(1)
+  for (int i = 0; i < 16; ++i) y[i] = book[at[i] & 15];
+  return load(y);
 #endif
 }
 
 // The number of bounds below x; NaN gives 0. The bounds ascend, so halving finds it in 4 steps.
-MT_INLINE I encode(const Book& book, F x) {
+MT_HELPER I encode(const Book& book, F x) {
 #ifdef MT_AVX512
   const __m512 v = (__m512)x;
   const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2);
@@ -113,8 +129,11 @@ MT_INLINE I encode(const Book& book, F x) {
   k = _mm512_cmp_ps_mask(v, _mm512_permutexvar_ps(c, (__m512)book.t), _CMP_GT_OQ);
   return (I)_mm512_mask_or_epi32(c, k, c, one);
 #else
+  float t[16];
+  store(t, book.t);
   I c = {};
-  for (int k = 0; k < 15; ++k) c -= x > splat(book.t[k]);
+  MT_UNROLL(1)
+  for (int k = 0; k < 15; ++k) c -= x > splat(t[k]);
   return c;
 #endif
 }
