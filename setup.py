@@ -1,5 +1,7 @@
 """Builds the optional C++ kernels; everything else is in pyproject.toml."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -16,6 +18,17 @@ class BuildPlainLibrary(build_ext):
 
     def get_export_symbols(self, ext):
         return ext.export_symbols
+
+    def build_extension(self, ext):
+        compile_one = self.compiler.compile
+
+        def compile_side_by_side(sources, **options):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_one([source], **options), sources)
+                return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_side_by_side
+        super().build_extension(ext)
 
 
 setup(
