@@ -19,6 +19,7 @@ class CompressedStates(Optimizer):
     """
 
     original: Optimizer | None = None
+    _original_step: Any = None  # what a scheduler made before had put in place of its method
     choose: layout.Choose
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
@@ -36,6 +37,17 @@ class CompressedStates(Optimizer):
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, hooks, getattr(original, hooks))
         original.state.clear()
+        self._original_step = vars(original).get("step")
+        original.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def give_back(self) -> Optimizer | None:
+        """Let go of the original, which may step again."""
+        original, self.original = self.original, None
+        if original is not None:
+            vars(original).pop("step", None)
+            if self._original_step is not None:
+                original.step = self._original_step
+        return original
 
     def tell_schedulers(self) -> None:
         """Schedulers made for the original warn unless its `step` was seen to run."""
@@ -127,6 +139,16 @@ class CompressedStates(Optimizer):
         if layout.eligible(param, value):
             return value
         return layout.pack(self.compressor(param, name)[0], value)
+
+
+def _refuse_step(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "this optimizer's states were taken over: step the optimizer that memtrain.wrap (or "
+        "memtrain.optim.compress) returned, or take them back with unwrap (restore)"
+    )
+
+
+_refuse_step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any], str]]:

@@ -112,7 +112,7 @@ def restore(optimizer: Optimizer) -> Optimizer:
     """
     if not isinstance(optimizer, CompressedStates):
         return optimizer
-    original = optimizer.original or _plain(optimizer)
+    original = optimizer.give_back() or _plain(optimizer)
     for param, group, _ in on_each(optimizer.param_groups):
         if not optimizer.state.get(param):
             continue
@@ -121,7 +121,6 @@ def restore(optimizer: Optimizer) -> Optimizer:
         else:
             original.state[param] = _whole_moments(optimizer, param, group)
         del optimizer.state[param]
-    optimizer.original = None
     return original
 
 
