@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim import layout
-from memtrain.optim.base import CompressedStates, closure_loss, on_each, refuse_sparse
+from memtrain.optim.base import CompressedStates, closure_loss, refuse_sparse
 
 
 class CompressedOptimizer(CompressedStates):
@@ -93,13 +93,17 @@ class CompressedOptimizer(CompressedStates):
         loss = closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
         inner = _inner(self)
-        for param, group, _ in on_each(self.param_groups):
-            if param.grad is None:
-                continue
-            state = self.unpacked(param)
-            with _only(inner, param, group, state):
-                _raw_step(inner)
-                self.state[param] = self._packed(param, inner.state[param])
+        for group in self.param_groups:
+            # Each parameter starts from the options as they are now: an option that a step
+            # advances (a counter, a running sum) moves once, not once per parameter.
+            options = dict(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                with _only(inner, param, options, self.unpacked(param)) as alone:
+                    _raw_step(inner)
+                    self.state[param] = self._packed(param, inner.state[param])
+                group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self.tell_schedulers()
         return loss
 
@@ -182,15 +186,14 @@ def _raw_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _only(
-    inner: Optimizer, param: Tensor, group: dict[str, Any], state: dict[str, Any]
-) -> Iterator[None]:
-    """The inner optimizer with one parameter and its states; changed options go to the group."""
-    groups, alone = inner.param_groups, {**group, "params": [param]}
+    inner: Optimizer, param: Tensor, options: dict[str, Any], state: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The inner optimizer with one parameter and its states; gives the group that it steps."""
+    groups, alone = inner.param_groups, {**options, "params": [param]}
     inner.param_groups = [alone]
     inner.state[param] = state
     try:
-        yield
+        yield alone
     finally:
         inner.param_groups = groups
         inner.state.clear()
-        group.update({k: v for k, v in alone.items() if k not in ("params", "param_names")})

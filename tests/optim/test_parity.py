@@ -167,3 +167,35 @@ def test_group_added_later_is_stepped():
     optimizer.step()
     assert torch.allclose(late, torch.full_like(late, 0.5))
     assert sorted(optimizer.state[late]["sum"]) == ["codes", "scale"]
+
+
+class Counting(torch.optim.Optimizer):
+    """Advances an option of its group once a step, as schedule-free optimizers do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.data.sub_(self.state[p]["sum"], alpha=group["lr"] / group["k"])
+
+
+def test_an_option_that_a_step_advances_moves_once_a_step():
+    def run(wrap):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(80, 80)) for _ in range(3)]
+        optimizer = Counting(params)
+        if wrap:
+            optimizer = CompressedOptimizer(optimizer, lambda param, state: Identity())
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(80, 80)
+            optimizer.step()
+        return params, optimizer.param_groups[0]["k"]
+
+    (plain, k), (wrapped, k_wrapped) = run(wrap=False), run(wrap=True)
+    assert k == k_wrapped == 3
+    assert all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
