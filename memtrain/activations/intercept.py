@@ -156,7 +156,7 @@ class Interception:
         failed = output is None and sys.exc_info()[0] is not None
         result = None
         if call is not None and code is not None and not failed:
-            result = self._replaced(Op(name, call.function, (call.x,)), call, code)
+            result = self._replaced(name, call, code)
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
         return result
@@ -220,13 +220,19 @@ class Interception:
         if call is not None:
             code = self._code(module, call)
             if code is not None:
-                return self._replaced(Op(module, call.function, (call.x,)), call, code)
+                return self._replaced(module, call, code)
             name = call.function
         elif name == "dropout":
             masked = replace.dropout_call(args, kwargs)
             if masked is not None and self._takes_mask(module, masked.x):
-                return self._dropout(Op(module, name, (masked.x,), replaced=True), masked)
-        outer, self._op = self._op, Op(module, _op_name(name, args), _tensors(args, kwargs))
+                op = Op(module, name, (masked.x,), replaced=True)
+                return self._during(op, replace.dropout, *masked)
+        op = Op(module, _op_name(name, args), _tensors(args, kwargs))
+        return self._during(op, func, *args, **kwargs)
+
+    def _during(self, op: Op, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function while `op` is the one that saves."""
+        outer, self._op = self._op, op
         try:
             return func(*args, **kwargs)
         finally:
@@ -256,23 +262,13 @@ class Interception:
             and _top_hooks() == self._pack  # not inside someone's activation checkpointing
         )
 
-    def _replaced(self, op: Op, call: Nonlinearity, code: DerivativeCode) -> Tensor:
-        outer, self._op = self._op, op._replace(replaced=True)
-        try:
-            return replace.apply_nonlinearity(call, code)
-        finally:
-            self._op = outer
+    def _replaced(self, module: str, call: Nonlinearity, code: DerivativeCode) -> Tensor:
+        op = Op(module, call.function, (call.x,), replaced=True)
+        return self._during(op, replace.apply_nonlinearity, call, code)
 
     def _takes_mask(self, module: str, x: Tensor) -> bool:
         chosen = self.saved.choose(Site(module, "dropout", "saved"))
         return self._replaceable(x) and not isinstance(chosen, str | Identity)
-
-    def _dropout(self, op: Op, call: replace.DropoutCall) -> Tensor:
-        outer, self._op = self._op, op
-        try:
-            return replace.dropout(*call)
-        finally:
-            self._op = outer
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:
