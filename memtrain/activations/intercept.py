@@ -12,12 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations import replace
+from memtrain.activations.calls import MODULES, Call, recognise
 from memtrain.activations.origin import foreign, in_transform, storage_id
-from memtrain.activations.replace import COMPOSITES, Nonlinearity
 from memtrain.activations.saved import Choose, Compressed, Kept, SavedTensors, unpack
 from memtrain.activations.sites import Op, Record, Site
-from memtrain.compressors import DerivativeCode, Identity
+from memtrain.compressors import Compressor
 
 
 class _Mode(TorchFunctionMode):
@@ -40,8 +39,8 @@ class _Entry(NamedTuple):
     """A module whose forward runs, and the call that stands for all of it, if it is composite."""
 
     name: str
-    call: Nonlinearity | None = None
-    code: DerivativeCode | None = None
+    call: Call | None = None
+    compressor: Compressor | None = None
 
 
 _only: "Interception | None" = None  # while a trace runs, live interceptions sleep
@@ -95,8 +94,7 @@ class Interception:
     def attach(self) -> None:
         """Put the hooks on the model's modules."""
         for name, module in self.model.named_modules():
-            composite = COMPOSITES.get(type(module).__name__, "")
-            before = partial(self._before, name, composite)
+            before = partial(self._before, name, MODULES.get(type(module).__name__))
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
@@ -127,7 +125,7 @@ class Interception:
     def _before(
         self,
         name: str,
-        composite: str,
+        composite: Callable[[nn.Module, Tensor], Call | None] | None,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -140,23 +138,24 @@ class Interception:
             if self._may_start(name):
                 self._start(name, module, (args, kwargs))
         elif composite and len(args) == 1 and not kwargs and _only_our_hooks(module):
-            call = Nonlinearity(composite, args[0], inplace=False)
-            code = self._code(name, call)
-            entry = entry if code is None else _Entry(name, call, code)
+            call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
+            chosen = None if call is None else self._compressor(name, call)
+            entry = entry if chosen is None else _Entry(name, call, chosen)
         self._path.append(entry)
         if entry.call is None:
             return None
         # The composite now runs on no elements; `_after` returns the real result.
-        return (entry.call.x.detach().new_empty(0),), kwargs
+        x = entry.call.x.detach()
+        return (x.new_empty((0, *x.shape[1:])),), kwargs
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._path:  # the hooks were put on during this very forward
             return None
-        name, call, code = self._path.pop()
+        name, call, compressor = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
         result = None
-        if call is not None and code is not None and not failed:
-            result = self._replaced(name, call, code)
+        if call is not None and compressor is not None and not failed:
+            result = self._replaced(name, call, compressor)
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
         return result
@@ -216,17 +215,12 @@ class Interception:
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         module = self._module()
-        call = replace.nonlinearity(name, args, kwargs)
+        call = recognise(name, args, kwargs)
         if call is not None:
-            code = self._code(module, call)
-            if code is not None:
-                return self._replaced(module, call, code)
-            name = call.function
-        elif name == "dropout":
-            masked = replace.dropout_call(args, kwargs)
-            if masked is not None and self._takes_mask(module, masked.x):
-                op = Op(module, name, (masked.x,), replaced=True)
-                return self._during(op, replace.dropout, *masked)
+            chosen = self._compressor(module, call)
+            if chosen is not None:
+                return self._replaced(module, call, chosen)
+            name = call.op
         op = Op(module, _op_name(name, args), _tensors(args, kwargs))
         return self._during(op, func, *args, **kwargs)
 
@@ -244,12 +238,12 @@ class Interception:
     def _module(self) -> str:
         return self._path[-1].name if self._path else ""
 
-    def _code(self, module: str, call: Nonlinearity) -> DerivativeCode | None:
-        """The derivative code for a call of a nonlinearity, or None to run it as it is."""
+    def _compressor(self, module: str, call: Call) -> Compressor | None:
+        """What the call saves its payload with, or None to run it as it is."""
         if not self._replaceable(call.x):
             return None
-        chosen = self.saved.choose(Site(module, call.function, "input"))
-        return chosen if isinstance(chosen, DerivativeCode) else None
+        chosen = self.saved.choose(Site(module, call.op, call.tensor))
+        return None if isinstance(chosen, str) or not call.accepts(chosen) else chosen
 
     def _replaceable(self, x: Any) -> bool:
         return (
@@ -262,13 +256,10 @@ class Interception:
             and _top_hooks() == self._pack  # not inside someone's activation checkpointing
         )
 
-    def _replaced(self, module: str, call: Nonlinearity, code: DerivativeCode) -> Tensor:
-        op = Op(module, call.function, (call.x,), replaced=True)
-        return self._during(op, replace.apply_nonlinearity, call, code)
-
-    def _takes_mask(self, module: str, x: Tensor) -> bool:
-        chosen = self.saved.choose(Site(module, "dropout", "saved"))
-        return self._replaceable(x) and not isinstance(chosen, str | Identity)
+    def _replaced(self, module: str, call: Call, compressor: Compressor) -> Any:
+        op = Op(module, call.op, (call.x,), replaced=call.tensor)
+        key = self.saved.key(Site(module, call.op, call.tensor))
+        return self._during(op, call.run, compressor, key)
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:

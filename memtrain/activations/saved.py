@@ -43,7 +43,7 @@ class Compressed(NamedTuple):
     """A payload, and how to see it again as the tensor that was saved."""
 
     shared: Shared
-    layout: Layout
+    layout: Layout | None  # None: the compressor kept the tensor's own shape and order
 
 
 class _Cached(NamedTuple):
@@ -68,8 +68,8 @@ def unpack(saved: Kept | Compressed) -> Tensor:
             )
         return saved.tensor
     with torch.no_grad():
-        flat = saved.shared.compressor.decompress(saved.shared.packed)
-    return restore(flat, saved.layout)
+        x = saved.shared.compressor.decompress(saved.shared.packed)
+    return x if saved.layout is None else restore(x, saved.layout)
 
 
 class SavedTensors:
@@ -119,6 +119,12 @@ class SavedTensors:
         self.step += 1
         self._reset()
 
+    def key(self, site: Site) -> Key:
+        """What feeds the random bits of the site's next payload."""
+        call = self._calls[site]
+        self._calls[site] += 1
+        return Key(self.seed, zlib.crc32(site.name.encode()), self.step, call=call)
+
     def pack(self, x: Tensor, op: Op) -> Kept | Compressed:
         """What autograd shall hold in place of `x`, which `op` saves."""
         why = foreign(x)
@@ -130,7 +136,7 @@ class SavedTensors:
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return Kept(x.detach(), x._version)
         x = x.detach().resolve_neg()
-        site = Site(op.module, op.name, "input" if op.replaced else op.role(x))
+        site = Site(op.module, op.name, op.replaced or op.role(x))
         if op.replaced:
             self._record(site, x, x.nbytes, "payload", "")
             return Kept(x, x._version)
@@ -183,16 +189,15 @@ class SavedTensors:
         return Kept(x, x._version)
 
     def _compress(self, x: Tensor, site: Site, compressor: Compressor) -> Kept | Compressed:
-        flat, layout = flatten(x)
-        where = (storage_id(x), memory_key(x), x.dtype, compressor)
+        shaped = getattr(compressor, "shaped", False)
+        flat, layout = (x, None) if shaped else flatten(x)
+        form = (x.shape, x.stride()) if shaped else memory_key(x)
+        where = (storage_id(x), form, x.storage_offset(), x.dtype, compressor)
         cached = self._cache.get(where)
         shared = cached.shared() if cached and cached.version == x._version else None
         if shared is None:
-            call = self._calls[site]
-            self._calls[site] += 1
-            key = Key(self.seed, zlib.crc32(site.name.encode()), self.step, call=call)
             with torch.no_grad():
-                shared = Shared(compressor.compress(flat, key=key), compressor)
+                shared = Shared(compressor.compress(flat, key=self.key(site)), compressor)
             if shared.packed.nbytes >= x.untyped_storage().nbytes():
                 return self._keep(x, site, "its payload would be no smaller")
             weak = StorageWeakRef(x.untyped_storage())

@@ -44,7 +44,7 @@ class Op(NamedTuple):
     module: str
     name: str
     inputs: tuple[Tensor, ...] = ()
-    replaced: bool = False  # its saved tensors are payloads already
+    replaced: str = ""  # role of its site, where its saved tensors are payloads already
 
     def role(self, x: Tensor) -> str:
         """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`."""

@@ -53,7 +53,12 @@ class Packed(NamedTuple):
 
 @runtime_checkable
 class Compressor(Protocol):
-    """A frozen dataclass without mutable state: what it must remember is in the last payload."""
+    """A frozen dataclass without mutable state: what it must remember is in the last payload.
+
+    One whose class says `shaped = True` works on dimensions: of activations it is handed the
+    tensor itself, any strides, and gives back the same order of dimensions in memory. The others
+    are handed the elements in memory order, one-dimensional.
+    """
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Turn `x` into a payload; `previous` is the payload last made for the same site."""

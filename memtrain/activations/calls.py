@@ -1,0 +1,68 @@
+"""Ops that are replaced whole: what a call of one is, and who recognises it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from memtrain.activations.ops import dropout, nonlinear
+from memtrain.compressors import Compressor, Key
+
+
+class Call(Protocol):
+    """One call of an op that also exists in a form which saves a compressor's payload."""
+
+    @property
+    def op(self) -> str:
+        """The op's name in sites."""
+        ...
+
+    @property
+    def tensor(self) -> str:
+        """The role of its one site: `input` or `saved`."""
+        ...
+
+    @property
+    def x(self) -> Tensor:
+        """The tensor whose size, dtype and `requires_grad` decide whether it is worth it."""
+        ...
+
+    def accepts(self, compressor: Compressor) -> bool:
+        """Whether the replaced form works with this compressor; if not, the op runs as it is."""
+        ...
+
+    def run(self, compressor: Compressor, key: Key) -> Any:
+        """The op's result, its saved tensors replaced by the compressor's payload."""
+        ...
+
+
+Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
+
+# By the torch function's name without underscores at either end. A recogniser is given the name
+# with them, the arguments and the keyword arguments, and passes (None) on calls it leaves alone.
+FUNCTIONS: dict[str, Recognise] = {
+    **dict.fromkeys(nonlinear.NAMES, nonlinear.recognise),
+    "dropout": dropout.recognise,
+}
+
+# By class name: modules that write one op out in several, each of which saves a tensor.
+MODULES: dict[str, Callable[[nn.Module, Tensor], Call | None]] = {
+    **dict.fromkeys(nonlinear.MODULES, nonlinear.recognise_module),
+}
+
+
+def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The call of an op that can be replaced, or None.
+
+    Args:
+        name: The torch function's `__name__`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Example:
+        >>> import torch
+        >>> recognise("relu_", (torch.ones(3),), {}).op
+        'relu'
+    """
+    recogniser = FUNCTIONS.get(name.strip("_"))
+    return None if recogniser is None else recogniser(name, args, kwargs)

@@ -1,0 +1,1 @@
+"""Ops in forms that save payloads; one file a family."""
