@@ -83,6 +83,7 @@ def wrap(
             model,
             plan.choose_activation,
             min_elements=plan.config.activations.min_elements,
+            derive_outputs=plan.config.activations.derive_outputs,
             seed=plan.config.seed,
             settle=plan.settle,
         )

@@ -209,7 +209,7 @@ def _planned_trace(
         asked.add(site)
         return plan.choose_activation(site)
 
-    return trace(model, batch, choose, min_elements=plan.config.activations.min_elements)
+    return plan.trace(model, batch, choose)
 
 
 def _buffers(model: nn.Module) -> list[Entry]:

@@ -50,6 +50,9 @@ class Activations:
     """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
+    derive_outputs: bool = True
+    """An op's output that another op saves is computed again from the payload of the op's input
+    (a nonlinearity's kept in groups, a norm's), where that spares a payload."""
 
     def __post_init__(self) -> None:
         _at_least("activations.min_elements", self.min_elements, 0)

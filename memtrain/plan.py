@@ -1,6 +1,6 @@
 """Rules x sites -> plan: what is done to every site, decided before anything runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -166,6 +166,22 @@ class Plan:
         new = [entry for entry in merge(records) if entry.site not in known]
         self._entries["activation"] += new
 
+    def trace(
+        self,
+        model: nn.Module,
+        batch: Any,
+        choose: Callable[[Site], Compressor | str] | None = None,
+    ) -> list[Record]:
+        """What a forward would save under the plan, or under `choose`; the plan is not changed."""
+        own = self.config.activations
+        return trace(
+            model,
+            batch,
+            choose or self.choose_activation,
+            min_elements=own.min_elements,
+            derive_outputs=own.derive_outputs,
+        )
+
     def unused(self) -> dict[str, list[str]]:
         """Rules that have matched nothing so far, by what they are for."""
         return {
@@ -232,8 +248,7 @@ def make_plan(
         ]
     plan._entries["state"] = predict_states(model, optimizer, plan)
     if batch is not None:
-        least = config.activations.min_elements
-        plan.settle(trace(model, batch, plan.choose_activation, min_elements=least))
+        plan.settle(plan.trace(model, batch))
     return plan
 
 

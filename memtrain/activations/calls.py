@@ -51,6 +51,11 @@ MODULES: dict[str, Callable[[nn.Module, Tensor], Call | None]] = {
 }
 
 
+# Smooth nonlinearities that save their input: from its payload the output, which the next op
+# saves, can be computed again. (A step near a kink would be taken on the wrong side.)
+SMOOTH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "logsigmoid")
+
+
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """The call of an op that can be replaced, or None.
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.calls import MODULES, Call, recognise
+from memtrain.activations.calls import MODULES, SMOOTH, Call, recognise
+from memtrain.activations.layout import layout_of
 from memtrain.activations.origin import foreign, in_transform, storage_id
-from memtrain.activations.saved import Choose, Compressed, Kept, SavedTensors, unpack
+from memtrain.activations.payload import Saved, unpack
+from memtrain.activations.saved import Choose, SavedTensors
 from memtrain.activations.sites import Op, Record, Site
 from memtrain.compressors import Compressor
 
@@ -43,6 +45,11 @@ class _Entry(NamedTuple):
     compressor: Compressor | None = None
 
 
+class _Hole:
+    """Where an op's input goes when the op is run again."""
+
+
+_HOLE = _Hole()
 _only: "Interception | None" = None  # while a trace runs, live interceptions sleep
 
 
@@ -59,6 +66,8 @@ class Interception:
         choose: Site -> compressor, or the reason to keep the tensor.
         min_elements: Smaller tensors are kept.
         seed: Feeds the keys of stochastic rounding.
+        derive_outputs: Whether an op's output that another op saves may be computed again from
+            the payload of the op's input, where that costs no bytes.
         settle: Told what a forward saved, once for each module that one has started from.
     """
 
@@ -69,9 +78,10 @@ class Interception:
         *,
         min_elements: int,
         seed: int,
+        derive_outputs: bool,
         settle: Callable[[list[Record]], None],
     ) -> None:
-        self.model, self.settle = model, settle
+        self.model, self.settle, self.derive_outputs = model, settle, derive_outputs
         self.saved = SavedTensors(choose, min_elements, seed)
         self._settled: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
@@ -222,7 +232,31 @@ class Interception:
                 return self._replaced(module, call, chosen)
             name = call.op
         op = Op(module, _op_name(name, args), _tensors(args, kwargs))
-        return self._during(op, func, *args, **kwargs)
+        result = self._during(op, func, *args, **kwargs)
+        if op.name in SMOOTH and self.derive_outputs:
+            self._derive(op, result, func, args, kwargs)
+        return result
+
+    def _derive(
+        self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Let later saves of a nonlinearity's output lean on the payload of its input."""
+        (x,) = op.inputs if len(op.inputs) == 1 else (None,)
+        if x is None or not isinstance(y, Tensor) or foreign(x) or storage_id(x) == storage_id(y):
+            return
+        payload = self.saved.payload_of(x)
+        if payload is None or layout_of(x) != layout_of(y):
+            return
+
+        # The closure must not hold `x` itself.
+        hollow = tree_map_only(Tensor, lambda _: _HOLE, (args, kwargs))
+
+        def again() -> Tensor:
+            stored = payload.tensor()
+            args, kwargs = tree_map_only(_Hole, lambda _: stored, hollow)
+            return func(*args, **kwargs)
+
+        self.saved.derive(y, again, op.name)
 
     def _during(self, op: Op, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function while `op` is the one that saves."""
@@ -232,7 +266,7 @@ class Interception:
         finally:
             self._op = outer
 
-    def _pack(self, x: Tensor) -> Kept | Compressed:
+    def _pack(self, x: Tensor) -> Saved:
         return self.saved.pack(x, self._op or Op(self._module(), "autograd.Function"))
 
     def _module(self) -> str:

@@ -34,16 +34,21 @@ def flatten(x: Tensor) -> tuple[Tensor, Layout]:
         >>> restore(flat, layout).stride()
         (1, 3)
     """
+    layout = layout_of(x)
+    for dim, once in enumerate(layout.expanded):
+        if once:
+            x = x.narrow(dim, 0, 1)
+    return x.permute(layout.order).reshape(-1), layout
+
+
+def layout_of(x: Tensor) -> Layout:
+    """How `flatten` would see `x`; nothing is copied."""
     expanded = tuple(
         stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
     )
-    shape = tuple(x.shape)
-    for dim, once in enumerate(expanded):
-        if once:
-            x = x.narrow(dim, 0, 1)
     # Stable, so that equal strides (of size-1 dimensions) keep their order.
     order = tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
-    return x.permute(order).reshape(-1), Layout(shape, order, expanded)
+    return Layout(tuple(x.shape), order, expanded)
 
 
 def restore(flat: Tensor, layout: Layout) -> Tensor:

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
-from memtrain.activations.layout import Layout, flatten, memory_key, overlaps, restore
+from memtrain.activations.layout import flatten, layout_of, memory_key, overlaps
 from memtrain.activations.origin import foreign, is_parameter, storage_id
+from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared
 from memtrain.activations.sites import Op, Record, Site
-from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
+from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
@@ -23,53 +25,17 @@ INTEGERS = (torch.int16, torch.int32, torch.int64)
 Choose = Callable[[Site], Compressor | str]
 
 
-class Kept(NamedTuple):
-    """A saved tensor kept as it is, and its version then."""
-
-    tensor: Tensor
-    version: int
-
-
-class Shared:
-    """One payload, held by every save of the same memory."""
-
-    __slots__ = ("__weakref__", "compressor", "packed")
-
-    def __init__(self, packed: Packed, compressor: Compressor) -> None:
-        self.packed, self.compressor = packed, compressor
-
-
-class Compressed(NamedTuple):
-    """A payload, and how to see it again as the tensor that was saved."""
-
-    shared: Shared
-    layout: Layout | None  # None: the compressor kept the tensor's own shape and order
-
-
 class _Cached(NamedTuple):
     storage: StorageWeakRef  # while it is held, no new storage can take the same id
     shared: "weakref.ref[Shared]"
     version: int
 
 
-def unpack(saved: Kept | Compressed) -> Tensor:
-    """The tensor for the backward.
-
-    Raises:
-        RuntimeError: If a tensor that was kept as it is has since been changed in place: the
-            check that autograd makes by itself where no hooks are.
-    """
-    if isinstance(saved, Kept):
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {list(saved.tensor.shape)} is at version "
-                f"{saved.tensor._version}; expected version {saved.version}"
-            )
-        return saved.tensor
-    with torch.no_grad():
-        x = saved.shared.compressor.decompress(saved.shared.packed)
-    return x if saved.layout is None else restore(x, saved.layout)
+class _Output(NamedTuple):
+    storage: StorageWeakRef
+    source: Callable[[], Tensor]
+    version: int
+    op: str
 
 
 class SavedTensors:
@@ -89,6 +55,8 @@ class SavedTensors:
 
     def _reset(self) -> None:
         self._cache: dict[tuple[object, ...], _Cached] = {}
+        self._latest: dict[tuple[object, ...], _Cached] = {}  # whatever the compressor
+        self._outputs: dict[tuple[object, ...], _Output] = {}
         self._calls: Counter[Site] = Counter()
         self._held: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
         # number and hold of storages whose bytes are in a record
@@ -125,7 +93,7 @@ class SavedTensors:
         self._calls[site] += 1
         return Key(self.seed, zlib.crc32(site.name.encode()), self.step, call=call)
 
-    def pack(self, x: Tensor, op: Op) -> Kept | Compressed:
+    def pack(self, x: Tensor, op: Op) -> Saved:
         """What autograd shall hold in place of `x`, which `op` saves."""
         why = foreign(x)
         if why:
@@ -135,6 +103,8 @@ class SavedTensors:
         storage = storage_id(x)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return Kept(x.detach(), x._version)
+        # What a linear layer saves is a view that dies; the op's argument is what lives.
+        origin = next((given for given in op.inputs if storage_id(given) == storage), x)
         x = x.detach().resolve_neg()
         site = Site(op.module, op.name, op.replaced or op.role(x))
         if op.replaced:
@@ -143,7 +113,7 @@ class SavedTensors:
         chosen = self._why_keep(x, op, site) or self._fit(self.choose(site), x)
         if isinstance(chosen, str | Identity):
             return self._keep(x, site, chosen)
-        return self._compress(x, site, chosen)
+        return self._derived(x, site) or self._compress(x, site, chosen, origin)
 
     def _why_keep(self, x: Tensor, op: Op, site: Site) -> str:
         """Why `x` is kept whatever the rules say, or an empty string."""
@@ -188,7 +158,7 @@ class SavedTensors:
         self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
         return Kept(x, x._version)
 
-    def _compress(self, x: Tensor, site: Site, compressor: Compressor) -> Kept | Compressed:
+    def _compress(self, x: Tensor, site: Site, compressor: Compressor, origin: Tensor) -> Saved:
         shaped = getattr(compressor, "shaped", False)
         flat, layout = (x, None) if shaped else flatten(x)
         form = (x.shape, x.stride()) if shaped else memory_key(x)
@@ -197,15 +167,42 @@ class SavedTensors:
         shared = cached.shared() if cached and cached.version == x._version else None
         if shared is None:
             with torch.no_grad():
-                shared = Shared(compressor.compress(flat, key=self.key(site)), compressor)
+                packed = compressor.compress(flat, key=self.key(site))
+            shared = Shared(packed, compressor, layout)
             if shared.packed.nbytes >= x.untyped_storage().nbytes():
                 return self._keep(x, site, "its payload would be no smaller")
             weak = StorageWeakRef(x.untyped_storage())
-            self._cache[where] = _Cached(weak, weakref.ref(shared), x._version)
+            cached = _Cached(weak, weakref.ref(shared), x._version)
+            self._cache[where] = self._latest[_memory(x)] = cached
             self._record(site, x, shared.packed.nbytes, repr(compressor), "")
         else:
             self._record(site, x, 0, repr(compressor), "shared with an earlier save")
-        return Compressed(shared, layout)
+        return Compressed(shared, layout, TensorWeakRef(origin), origin._version)
+
+    def payload_of(self, x: Tensor) -> Shared | None:
+        """The payload that holds the elements of `x` as they are now, if there is one."""
+        cached = self._latest.get(_memory(x))
+        return cached.shared() if cached and cached.version == x._version else None
+
+    def derive(self, y: Tensor, source: Callable[[], Tensor], op: str) -> None:
+        """Let saves of an op's output `y` hold `source` in place of a payload of their own.
+
+        Args:
+            y: The output, just made.
+            source: Computes it again, in the same memory order, from payloads that are kept.
+            op: The op's name, for the records.
+        """
+        if foreign(y) or overlaps(y) or storage_id(y) in self._parameters | self._inputs:
+            return
+        weak = StorageWeakRef(y.untyped_storage())
+        self._outputs[_memory(y)] = _Output(weak, source, y._version, op)
+
+    def _derived(self, x: Tensor, site: Site) -> Derived | None:
+        output = self._outputs.get(_memory(x))
+        if output is None or output.version != x._version:
+            return None
+        self._record(site, x, 0, f"computed again from the input of {output.op}", "")
+        return Derived(output.source, layout_of(x))
 
     def _note(self, site: Site, x: Tensor, reason: str) -> None:
         if self.records is not None:
@@ -223,3 +220,8 @@ class SavedTensors:
         dtype = str(x.dtype).removeprefix("torch.")
         shape = tuple(x.shape)
         self.records.append(Record(site, shape, dtype, nbytes, planned, name, reason, number))
+
+
+def _memory(x: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the same elements in the same memory order."""
+    return storage_id(x), memory_key(x), x.dtype

@@ -19,7 +19,12 @@ from memtrain.activations.unpacked import one_sequence_per_row
 
 
 def trace(
-    model: nn.Module, batch: Any, choose: Choose, *, min_elements: int = 1024
+    model: nn.Module,
+    batch: Any,
+    choose: Choose,
+    *,
+    min_elements: int = 1024,
+    derive_outputs: bool = True,
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
@@ -32,6 +37,7 @@ def trace(
             arguments; real or fake.
         choose: Site -> compressor, or the reason to keep the tensor.
         min_elements: Smaller tensors are kept.
+        derive_outputs: As for `Interception`.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -48,7 +54,12 @@ def trace(
     """
     records: list[Record] = []
     interception = Interception(
-        model, choose, min_elements=min_elements, seed=0, settle=records.extend
+        model,
+        choose,
+        min_elements=min_elements,
+        seed=0,
+        derive_outputs=derive_outputs,
+        settle=records.extend,
     )
     args, kwargs = arguments(batch)
     with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row():

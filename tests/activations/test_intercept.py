@@ -27,7 +27,9 @@ def lossy(site):
 
 def intercept(model, choose=lossy, records=None):
     settle = list.copy if records is None else records.extend
-    interception = Interception(model, choose, min_elements=64, seed=0, settle=settle)
+    interception = Interception(
+        model, choose, min_elements=64, seed=0, derive_outputs=True, settle=settle
+    )
     interception.attach()
     return interception
 

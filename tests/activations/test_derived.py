@@ -1,0 +1,159 @@
+"""Outputs that are computed again from a payload that is kept anyway: gates, MLPs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memtrain.activations.intercept import Interception
+from memtrain.activations.trace import trace
+from memtrain.compressors import Group, Identity
+from memtrain.meter import saved_nbytes
+
+GROUP = Group(bits=8, bounds="fp32")
+
+
+class SwiGLU(nn.Module):
+    """As Llama's MLP: the gate's nonlinearity, times another projection, projected back."""
+
+    def __init__(self, function=F.silu):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.function = function
+
+    def forward(self, x):
+        return self.down(self.function(self.gate(x)) * self.up(x))
+
+
+class GEGLU(SwiGLU):
+    """As in diffusers: both halves of one projection, views of one storage."""
+
+    def __init__(self):
+        super().__init__(F.gelu)
+        self.gate = nn.Linear(64, 192)
+
+    def forward(self, x):
+        hidden, gate = self.gate(x).chunk(2, dim=-1)
+        return self.down(hidden * self.function(gate))
+
+
+def attached(model, choose, *, derive=True, records=None):
+    settle = list.copy if records is None else records.extend
+    interception = Interception(
+        model, choose, min_elements=64, seed=0, derive_outputs=derive, settle=settle
+    )
+    interception.attach()
+    return interception
+
+
+def gradients(model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    (model(x) * torch.linspace(-1, 1, 64)).sum().backward()
+    grads = [x.grad, *(p.grad for p in model.parameters())]
+    return [grad.clone() for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize("make", [SwiGLU, GEGLU])
+def test_a_gate_holds_two_payloads_and_not_three(make):
+    model, x = make(), torch.randn(8, 32, 64)
+    rows = trace(model, x.requires_grad_(), lambda site: GROUP, min_elements=64)
+    payloads = {row.site.name: row.planned for row in rows if row.planned}
+    one = 8 * 32 * 96 + 8 * 32 * 96 // 256 * 8
+    function = model.function.__name__
+    # the nonlinearity's input, the other factor, and what the last projection reads
+    assert payloads[f"(root) / {function} / input"] == one
+    assert sum(nbytes for name, nbytes in payloads.items() if "mul" in name) == one
+    derived = [row for row in rows if row.compressor.startswith("computed again")]
+    assert [row.site.op for row in derived] == ["mul"]
+
+
+@pytest.mark.parametrize("make", [SwiGLU, GEGLU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_that_of_the_quantised_input(make, dtype):
+    """With 8-bit groups, as close to the exact gradient as when every tensor has a payload."""
+    torch.manual_seed(0)
+    model, x = make().to(dtype), torch.randn(16, 32, 64).to(dtype)
+    exact = gradients(model, x)
+    errors = []
+    for derive in (False, True):
+        interception = attached(model, lambda site: GROUP, derive=derive)
+        found = gradients(model, x)
+        interception.detach()
+        pairs = zip(found, exact, strict=True)
+        errors.append([float((a - b).norm() / b.norm()) for a, b in pairs])
+    # |f'| < 1.13, and the input's range is at most twice the output's
+    for derived, plain in zip(errors[1], errors[0], strict=True):
+        assert derived <= 1.13 * 2 * plain + 2 * torch.finfo(dtype).eps
+
+
+def test_an_mlp_keeps_one_payload_for_the_nonlinearity_and_the_next_layer():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.randn(64, 64)
+    held = []
+    for derive in (False, True):
+        interception = attached(model, lambda site: GROUP, derive=derive)
+        nbytes, loss = saved_nbytes(lambda: model(x).sum(), exclude=[x])
+        held.append(nbytes)
+        loss.backward()
+        interception.detach()
+    assert held[0] - held[1] == 64 * 256 + 64 * 256 // 256 * 8
+
+
+def test_views_of_the_output_are_derived_too():
+    class Model(SwiGLU):
+        def forward(self, x):
+            y = F.gelu(self.gate(x))
+            return y.transpose(1, 2) @ y.reshape(8, 32, 96)
+
+    model, x = Model(), torch.randn(8, 32, 64)
+    exact = torch.autograd.grad(model(x).square().sum(), model.gate.weight)[0]
+    records = []
+    interception = attached(model, lambda site: GROUP, records=records)
+    found = torch.autograd.grad(model(x).square().sum(), model.gate.weight)[0]
+    interception.detach()
+    assert [row.planned for row in records if row.site.op == "matmul"] == [0, 0]
+    assert F.cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.9999
+
+
+def test_what_is_changed_in_place_is_not_derived():
+    class Model(SwiGLU):
+        def forward(self, x):
+            y = F.silu(self.gate(x))
+            y.mul_(2)
+            return self.down(y)
+
+    model, x = Model(), torch.randn(8, 32, 64)
+    exact = gradients(model, x)
+    interception = attached(model, lambda site: GROUP)
+    found = gradients(model, x)
+    interception.detach()
+    for a, b in zip(found, exact, strict=True):
+        assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
+
+
+def test_exact_twins_derive_nothing():
+    model, x = SwiGLU(), torch.randn(8, 32, 64)
+    exact = gradients(model, x)
+    interception = attached(model, lambda site: Identity())
+    found = gradients(model, x)
+    interception.detach()
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def test_a_compressed_tensor_changed_after_its_save_raises_as_plain_torch_does():
+    class Model(SwiGLU):
+        def forward(self, x):
+            self.hidden = self.gate(x)
+            return self.down(self.hidden)
+
+    model, x = Model(), torch.randn(8, 32, 64)
+    for choose in (None, lambda site: GROUP):
+        interception = attached(model, choose) if choose else None
+        y = model(x)
+        with torch.no_grad():
+            model.hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        if interception:
+            interception.detach()
