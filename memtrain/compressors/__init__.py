@@ -8,12 +8,14 @@ from memtrain.compressors.group import Group
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.lossless import Integers, Mask
 from memtrain.compressors.rank1 import Rank1
+from memtrain.compressors.samples import Samples
 
 # name in a config -> class; a config's other keys are the class's fields
 COMPRESSORS: dict[str, type] = {
     "identity": Identity,
     "derivative": DerivativeCode,
     "group": Group,
+    "samples": Samples,
     "mask": Mask,
     "integers": Integers,
     "block": Block,
@@ -34,4 +36,5 @@ __all__ = [
     "Mask",
     "Packed",
     "Rank1",
+    "Samples",
 ]

@@ -78,6 +78,8 @@ ROWS = {
     "identity": Row(spoils=element),
     "derivative": Row(spoils=element),
     "group": Row(options=GROUPS, spoils=within(256), dtypes=(*FLOATS, torch.float64)),
+    # what a NaN spoils is told in test_samples.py: it may also pass widths on
+    "samples": Row(options=({"bits": (4, 2, 1)}, {"bits": (3,), "group_size": 64})),
     "mask": Row(make=coin, dtypes=(torch.bool,)),
     "integers": Row(
         make=integers,

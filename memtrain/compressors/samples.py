@@ -1,0 +1,230 @@
+"""Min/max groups whose bits differ from sample to sample: more for those that need them."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.group import Group
+from memtrain.kernels import group
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Samples:
+    """`Group` within each sample (an index of the leading dimension), each at its own width.
+
+    `bits` says which widths are handed out, to the most sensitive sample first: `(4, 2, 2)` gives
+    4 bits to the third with the highest sensitivity and 2 to the rest, whatever the number of
+    samples. A sample's sensitivity is the sum over its groups of (max - min)**2, times its weight.
+    The assignment is made where the tensor lies: a GPU is not waited for.
+
+    A row is padded to whole groups with its own last element, and the groups of a row shorter than
+    one are no longer than it needs. Rounding is unbiased, and a NaN or an Inf makes its own group
+    NaN, as in `Group`; its sample ranks first, which may pass other samples' widths on.
+
+    Args:
+        bits: Widths, 1 to 8, for equal parts of the samples; in any order.
+        weights: Factors of the samples' sensitivities, as many as there are samples; for a tensor
+            of another number of samples, or empty: 1.
+        group_size: Elements per group, as in `Group`.
+        rounding: As in `Group`.
+        bounds: As in `Group`.
+
+    Raises:
+        ValueError: If a field is out of range.
+
+    Memory:
+        mean(bits) / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in
+        whole groups of each sample, and 1 to 4 bytes per sample where widths differ.
+
+    Example:
+        >>> compressor = Samples(bits=(4, 1))
+        >>> compressor
+        Samples(bits=2.5 (1x4 1x1), group_size=256)
+        >>> packed = compressor.compress(torch.randn(6, 256), key=Key(seed=1))
+        >>> packed.tensors["codes"].numel()  # 3 samples of 128 bytes, 3 of 32
+        480
+
+    Reference:
+        Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4.2; the sensitivity is that of its
+        code, whose other factors are equal within a tensor.
+    """
+
+    shaped: ClassVar[bool] = True  # wants the tensor itself: flat, it has no samples
+
+    bits: tuple[int, ...] = (2,)
+    weights: tuple[float, ...] = ()
+    group_size: int = 256
+    rounding: str = "stochastic"
+    bounds: str = "bf16"
+
+    def __post_init__(self) -> None:
+        widths = tuple(self.bits)
+        if not widths:
+            raise ValueError("bits=(); allowed: at least one width")
+        for width in widths:
+            Group(bits=width, group_size=self.group_size, rounding=self.rounding)
+        Group(bounds=self.bounds)
+        # Sorted here, so that equal hand-outs are equal values; a config gives lists.
+        object.__setattr__(self, "bits", tuple(sorted(widths, reverse=True)))
+        object.__setattr__(self, "weights", tuple(self.weights))
+
+    def __repr__(self) -> str:
+        shares = " ".join(f"{n}x{width}" for width, n in Counter(self.bits).items())
+        mean = f"{sum(self.bits) / len(self.bits):.4g}"
+        parts = [f"bits={mean} ({shares})" if len(set(self.bits)) > 1 else f"bits={mean}"]
+        parts += ["weights=..."] if self.weights else []
+        parts.append(f"group_size={self.group_size}")
+        parts += [f"rounding={self.rounding!r}"] if self.rounding != "stochastic" else []
+        parts += [f"bounds={self.bounds!r}"] if self.bounds != "bf16" else []
+        return f"Samples({', '.join(parts)})"
+
+    def widths(self, n_samples: int) -> list[int]:
+        """The widths for so many samples, the most sensitive first.
+
+        Example:
+            >>> Samples(bits=(4, 2, 1)).widths(4)
+            [4, 4, 2, 1]
+        """
+        return [self.bits[rank * len(self.bits) // n_samples] for rank in range(n_samples)]
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Quantise `x`, sample by sample.
+
+        Args:
+            x: Any shape, float32, bfloat16, float16 or float64; 0-d is one sample of one element.
+            key: Feeds the stochastic rounding.
+            previous: Not used.
+
+        Returns:
+            Tensors `codes`, uint8, those of the widest first; `bounds`, bfloat16 or float32
+            [n_groups, 2]; `order`, int [n_samples], which sample stands where, empty where all
+            have one width.
+
+        Raises:
+            TypeError: If `x` is of another dtype.
+        """
+        rows = _rows(x.detach())
+        n_samples, size = rows.shape
+        length = _group_length(size, self.group_size)
+        padded = _pad(rows, length)
+        parts = list(self._parts(n_samples))
+        order = torch.empty(0, dtype=torch.uint8, device=x.device)
+        if len(parts) > 1:
+            order = self._order(padded, length)
+            padded = padded.index_select(0, order)
+            order = order.to(_narrowest(n_samples))
+        codes, bounds = [], []
+        for width, begin, end in parts:
+            # Each width draws its own random bits: equal keys would repeat them.
+            seed = key._replace(microbatch=key.microbatch + (width << 32)).bits()
+            options = (self.rounding == "stochastic", self.bounds == "fp32")
+            some = group.group_quantize(padded[begin:end], width, length, seed, *options)
+            codes.append(some[0].view(-1))
+            bounds.append(some[1])
+        tensors = {"codes": torch.cat(codes), "bounds": torch.cat(bounds), "order": order}
+        return Packed(tensors, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The quantised tensor, contiguous, of the payload's shape and dtype."""
+        n_samples, size = _sizes(packed.shape)
+        length = _group_length(size, self.group_size)
+        n_groups = -(-size // length)  # of a sample
+        codes, order = packed.tensors["codes"], packed.tensors["order"]
+        rows, offset = [], 0
+        for width, begin, end in self._parts(n_samples):
+            count = (end - begin) * n_groups
+            nbytes = count * length * width // 8
+            some = codes[offset : offset + nbytes].view(count, length * width // 8)
+            bounds = packed.tensors["bounds"][begin * n_groups : end * n_groups]
+            flat = group.group_dequantize(some, bounds, width, length, count * length, packed.dtype)
+            rows.append(flat.view(end - begin, n_groups * length)[:, :size])
+            offset += nbytes
+        if len(rows) == 1:
+            return rows[0].contiguous().view(packed.shape)
+        out = codes.new_empty(n_samples, size, dtype=packed.dtype)
+        begin = 0
+        for some in rows:
+            out.index_copy_(0, order[begin : begin + len(some)].long(), some)
+            begin += len(some)
+        return out.view(packed.shape)
+
+    def _parts(self, n_samples: int) -> Iterator[tuple[int, int, int]]:
+        """(width, first, end) of the ranks that have one width; one empty part for no samples."""
+        begin = 0
+        for width, n in Counter(self.widths(n_samples)).items():
+            yield width, begin, begin + n
+            begin += n
+        if n_samples == 0:
+            yield self.bits[0], 0, 0
+
+    def _order(self, padded: Tensor, length: int) -> Tensor:
+        scores = _ranges(padded, length)
+        if len(self.weights) == len(scores):
+            scores = scores * scores.new_tensor(self.weights)
+        # Stable, and NaN counts as the largest: equal tensors give equal payloads.
+        return torch.sort(scores, descending=True, stable=True).indices
+
+
+def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
+    """How much noise one bit leaves in each sample: the sum over its groups of (max - min)**2.
+
+    Args:
+        x: Any shape, a float dtype; its leading dimension counts samples.
+        group_size: Elements per group.
+
+    Returns:
+        float32 [n_samples], on the device of `x`. NaN where a sample has a NaN or an Inf of both
+        signs.
+
+    Example:
+        >>> sensitivity(torch.tensor([[0.0, 2.0], [1.0, 1.0]]))
+        tensor([4., 0.])
+
+    Reference:
+        Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4.2.
+    """
+    rows = _rows(x.detach())
+    length = _group_length(rows.shape[1], group_size)
+    return _ranges(_pad(rows, length), length)
+
+
+def _ranges(padded: Tensor, length: int) -> Tensor:
+    n_samples, size = padded.shape
+    if size == 0 or n_samples == 0:
+        return padded.new_zeros(n_samples, dtype=torch.float32)
+    lo, hi = torch.aminmax(padded.view(n_samples, size // length, length), dim=2)
+    return (hi.float() - lo.float()).square().sum(1)
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, int]:
+    """Samples, and elements of each."""
+    n_samples = shape[0] if shape else 1
+    return n_samples, torch.Size(shape[1:]).numel()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(_sizes(x.shape))
+
+
+def _group_length(size: int, group_size: int) -> int:
+    """Elements per group: no more than a short row needs."""
+    return min(group_size, max(8, -(-size // 8) * 8))
+
+
+def _pad(rows: Tensor, length: int) -> Tensor:
+    """Rows of whole groups, filled up with each row's last element: its range stays."""
+    n_samples, size = rows.shape
+    extra = -size % length
+    if not extra:
+        return rows.contiguous()
+    return torch.cat([rows, rows[:, -1:].expand(n_samples, extra)], dim=1)
+
+
+def _narrowest(n: int) -> torch.dtype:
+    fitting = (d for d in (torch.uint8, torch.int16, torch.int32) if n <= torch.iinfo(d).max)
+    return next(fitting, torch.int64)
