@@ -7,11 +7,16 @@ import torch
 from torch import nn
 
 from memtrain.experiments.config import named
+from memtrain.experiments.models.cifar import CifarConfig
 from memtrain.experiments.models.gpt import GPTConfig
 from memtrain.experiments.models.resnet import ResNetConfig
 
 # name in a config -> dataclass with a `build()`
-MODELS: dict[str, type[GPTConfig] | type[ResNetConfig]] = {"gpt": GPTConfig, "resnet": ResNetConfig}
+MODELS: dict[str, type[CifarConfig] | type[GPTConfig] | type[ResNetConfig]] = {
+    "cifar": CifarConfig,
+    "gpt": GPTConfig,
+    "resnet": ResNetConfig,
+}
 
 
 def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> nn.Module:
@@ -44,4 +49,4 @@ def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> 
     return config.build()
 
 
-__all__ = ["MODELS", "GPTConfig", "ResNetConfig", "build_model"]
+__all__ = ["MODELS", "CifarConfig", "GPTConfig", "ResNetConfig", "build_model"]
