@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.compressors.fewbit_functions import CURVES
-from memtrain.compressors.fewbit_solver import MAX_BITS, Approximation, table
+from memtrain.compressors.fewbit_functions import FAMILIES, check_name, complete
+from memtrain.compressors.fewbit_register import REGISTERED, registered
+from memtrain.compressors.fewbit_solver import check_bits, table
+from memtrain.compressors.fewbit_step import Approximation
+from memtrain.compressors.fewbit_tables import named_table
 from memtrain.kernels import derivative
 
 
-def _table(function: str, bits: int) -> Approximation:
-    return table(function, bits)
+def _table(
+    function: str, bits: int, parameters: tuple[float, ...], table_name: str
+) -> Approximation:
+    if table_name:
+        return named_table(table_name)
+    if function in FAMILIES:
+        return table(function, bits, parameters)
+    return registered(function).table(bits)
 
 
 # What torch.compiler.assume_constant_result does, without its import of all of Dynamo (seconds):
@@ -25,18 +34,26 @@ class DerivativeCode:
     """Keeps what an activation's backward pass needs of its input: a code for f'(x).
 
     `decompress` gives the table's level for f'(x), not x. The table is the solver's best step
-    function for f' on [-10, 10], made at first use. `relu` is exact at every width, so that one
-    bit serves it; its codes are the same whether taken from its input or its output.
+    function for f', made at first use. Piecewise-linear functions of two slopes (relu, hardtanh,
+    leaky_relu ...) have an exact table of one bit, which they use whatever `bits` says; relu's
+    codes are the same whether taken from its input or its output.
 
     NaN in x gets code 0, so the gradient there is finite while the forward value is NaN; +-Inf get
     the outermost levels. No element touches another.
 
     Args:
-        bits: 1 to 4 per element.
-        function: The activation, a name in `memtrain.kernels.derivative.FUNCTIONS`.
+        bits: 1 to 8 per element.
+        function: The activation: a name in `fewbit_functions.FAMILIES`, or one of your own that
+            `fewbit_register.register` made known.
+        parameters: The activation's, in the order of the torch function's arguments after the
+            input; torch's defaults where left out. hardshrink's and softshrink's lambd must be
+            rounded to the dtype of x where it has no exact value there: torch does so.
+        table_name: A table that `fewbit_tables.register_table` made known, to use in place of the
+            function's own; `bits` and `parameters` then do nothing.
 
     Raises:
-        ValueError: If `bits` or `function` is not allowed.
+        ValueError: If a field is not allowed, or this process does not know a name.
+        TypeError: If a parameter is no number.
 
     Memory:
         bits / 8 bytes per element (0.375 at 3 bits), padded to whole blocks of 256 elements.
@@ -53,33 +70,41 @@ class DerivativeCode:
 
     bits: int = 3
     function: str = "gelu"
+    parameters: tuple[float, ...] = ()
+    table_name: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise ValueError(f"bits {self.bits!r} is no integer; allowed: 1 to {MAX_BITS}")
-        if not 1 <= self.bits <= MAX_BITS:
-            raise ValueError(f"bits {self.bits} is out of range; allowed: 1 to {MAX_BITS}")
-        if self.function not in CURVES:
-            raise ValueError(f"function {self.function!r} is unknown; allowed: {', '.join(CURVES)}")
+        check_bits(self.bits)
+        # A config gives a list.
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+        check_name(self.function, [*FAMILIES, *REGISTERED])
+        if self.function in FAMILIES:
+            complete(self.function, self.parameters)
+        elif self.parameters:
+            raise ValueError(f"parameters {self.parameters} given to your own {self.function!r}")
+        if self.table_name:
+            named_table(self.table_name)
 
     def table(self) -> Approximation:
         """The step function in use.
+
+        Raises:
+            ValueError: If this process does not know `table_name`, or a function of your own.
 
         Example:
             >>> DerivativeCode(bits=1).table().boundaries
             (0.0,)
         """
-        return _table(self.function, self.bits)
+        return _table(self.function, self.bits, self.parameters, self.table_name)
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """The codes of `x`, in logical order; no randomness, so `key` and `previous` do nothing."""
         step = self.table()
-        codes = derivative.encode(x.detach(), list(step.boundaries), even=step.even)
+        codes = derivative.encode(x.detach(), step.boundaries, parity=step.parity, shift=step.shift)
         return Packed({"codes": codes}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """The levels that stand for f'(x), contiguous."""
         n = torch.Size(packed.shape).numel()
-        levels = list(self.table().levels)
-        flat = derivative.decode(packed.tensors["codes"], levels, n, packed.dtype)
+        flat = derivative.decode(packed.tensors["codes"], self.table().levels, n, packed.dtype)
         return flat.view(packed.shape)

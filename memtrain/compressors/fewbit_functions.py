@@ -1,7 +1,8 @@
-"""The activation functions that the few-bit solver knows, with their derivatives, in float64."""
+"""The activation functions that few-bit tables know, with their derivatives, in float64."""
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +10,41 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Function = Callable[[Array], Array]
+Interval = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """A function and its derivative, both elementwise on float64 arrays."""
+    """A function and its derivative, both elementwise on float64 arrays.
+
+    `value` may be any antiderivative of `slope`. `kinks` are the points where `slope` jumps or
+    bends: the solver puts grid points there.
+    """
 
     value: Function
     slope: Function
+    kinks: tuple[float, ...] = ()
+
+
+def _everywhere(*_: float) -> bool:
+    return True
+
+
+def _usual(*_: float) -> Interval:
+    return -10.0, 10.0
+
+
+class Family(NamedTuple):
+    """An activation with its parameters, in the order of the torch function's arguments.
+
+    `defaults` are torch's (None: must be given). Parameters that fail `valid` are refused with the
+    words of `allowed`. `interval` is where a table's error counts; it follows the parameters.
+    """
+
+    curve: Callable[..., Curve]
+    defaults: Mapping[str, float | None] = {}
+    valid: Callable[..., bool] = _everywhere
+    allowed: str = "finite numbers"
+    interval: Callable[..., Interval] = _usual
 
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -43,7 +72,7 @@ def _sigmoid(x: Array) -> Array:
     return 0.5 + 0.5 * np.tanh(0.5 * x)
 
 
-def _softplus(x: Array) -> Array:
+def _logaddexp(x: Array) -> Array:
     return np.logaddexp(0.0, x)
 
 
@@ -65,38 +94,194 @@ def _gelu_tanh_slope(x: Array) -> Array:
 
 
 def _mish_slope(x: Array) -> Array:
-    t = np.tanh(_softplus(x))
+    t = np.tanh(_logaddexp(x))
     return t + x * (1 - t * t) * _sigmoid(x)
 
 
-def _elu(scale: float, alpha: float) -> Curve:
+def _elu(scale: float, alpha: float, stretch: float = 1.0) -> Curve:
+    """Scale * x above 0, scale * alpha * (exp(x / stretch) - 1) below."""
+
     def negative(x: Array) -> Array:
-        return scale * alpha * np.expm1(np.minimum(x, 0.0))
+        return scale * alpha * np.expm1(np.minimum(x, 0.0) / stretch)
 
     return Curve(
         lambda x: np.where(x > 0, scale * x, negative(x)),
-        lambda x: np.where(x > 0, scale, negative(x) + scale * alpha),
+        lambda x: np.where(x > 0, scale, (negative(x) + scale * alpha) / stretch),
+        (0.0,),
     )
+
+
+def _softplus(beta: float, threshold: float) -> Curve:
+    switch = threshold / beta  # torch returns x itself above it
+
+    def value(x: Array) -> Array:
+        return _logaddexp(beta * np.minimum(x, switch)) / beta + np.maximum(x - switch, 0.0)
+
+    def slope(x: Array) -> Array:
+        return np.where(x > switch, 1.0, _sigmoid(beta * x))
+
+    return Curve(value, slope, (switch,))
 
 
 def _hardswish_slope(x: Array) -> Array:
     return np.where(x <= -3, 0.0, np.where(x >= 3, 1.0, x / 3 + 0.5))
 
 
-# Names as `torch.nn.functional` has them; `gelu_tanh` is gelu(approximate="tanh").
+def _broken(kinks: tuple[float, ...], *slopes: float) -> Curve:
+    """A continuous piecewise-linear function: `slopes[i]` holds left of and at `kinks[i]`."""
+    edges = np.array(kinks)
+
+    def slope(x: Array) -> Array:
+        return np.array(slopes)[np.searchsorted(edges, x, side="left")]
+
+    def value(x: Array) -> Array:
+        steps = zip(kinks, np.diff(slopes), strict=True)
+        return sum((jump * np.maximum(x - kink, 0.0) for kink, jump in steps), slopes[0] * x)
+
+    return Curve(value, slope, kinks)
+
+
+def _ramp(low: float, high: float) -> Curve:
+    return _broken((low, high), 0.0, 1.0, 0.0)
+
+
+def _shrink(lambd: float) -> Curve:
+    return _broken((-lambd, lambd), 1.0, 0.0, 1.0) if lambd > 0 else _broken((), 1.0)
+
+
+def _leaky(slope: float) -> Curve:
+    return _broken((0.0,), slope, 1.0)
+
+
+def _around(*points: float) -> Interval:
+    """The usual interval, moved out by what lies beyond 0."""
+    reach = 10.0 + max(map(abs, points))
+    return -reach, reach
+
+
+# Names as `torch.nn.functional` has them; `gelu_tanh` is gelu(approximate="tanh"), `quick_gelu` is
+# x * sigmoid(1.702 x).
+FAMILIES: dict[str, Family] = {
+    "gelu": Family(lambda: Curve(lambda x: x * _cdf(x), lambda x: _cdf(x) + x * normal_pdf(x))),
+    "gelu_tanh": Family(lambda: Curve(_gelu_tanh, _gelu_tanh_slope)),
+    "quick_gelu": Family(lambda: _swish(1.702)),
+    "silu": Family(lambda: _swish(1.0)),
+    "relu": Family(lambda: _leaky(0.0)),
+    "sigmoid": Family(lambda: Curve(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x))),
+    "tanh": Family(lambda: Curve(np.tanh, lambda x: 1 - np.tanh(x) ** 2)),
+    "softplus": Family(
+        _softplus,
+        {"beta": 1.0, "threshold": 20.0},
+        lambda beta, _: beta > 0,
+        "beta > 0",
+        lambda beta, _: (-10 / beta, 10 / beta),
+    ),
+    "softsign": Family(
+        lambda: Curve(lambda x: x / (1 + np.abs(x)), lambda x: (1 + np.abs(x)) ** -2.0)
+    ),
+    "mish": Family(lambda: Curve(lambda x: x * np.tanh(_logaddexp(x)), _mish_slope)),
+    "elu": Family(
+        lambda alpha: _elu(1.0, alpha),
+        {"alpha": 1.0},
+        interval=lambda alpha: _around(math.log(max(1.0, abs(alpha)))),
+    ),
+    "celu": Family(
+        lambda alpha: _elu(1.0, alpha, alpha),
+        {"alpha": 1.0},
+        lambda alpha: alpha > 0,
+        "alpha > 0",
+        lambda alpha: (-10 * alpha, 10 * alpha),
+    ),
+    "selu": Family(lambda: _elu(_SELU_SCALE, _SELU_ALPHA)),
+    "hardswish": Family(
+        lambda: Curve(lambda x: x * np.clip(x + 3, 0, 6) / 6, _hardswish_slope, (-3.0, 3.0))
+    ),
+    "logsigmoid": Family(lambda: Curve(lambda x: -_logaddexp(-x), lambda x: _sigmoid(-x))),
+    "tanhshrink": Family(lambda: Curve(lambda x: x - np.tanh(x), lambda x: np.tanh(x) ** 2)),
+    "leaky_relu": Family(_leaky, {"negative_slope": 0.01}),
+    "prelu": Family(_leaky, {"slope": None}),
+    # outside training: the mean of both slopes
+    "rrelu": Family(
+        lambda lower, upper: _leaky((lower + upper) / 2),
+        {"lower": 1 / 8, "upper": 1 / 3},
+        lambda lower, upper: lower <= upper,
+        "lower <= upper",
+    ),
+    "relu6": Family(lambda: _ramp(0.0, 6.0)),
+    "hardtanh": Family(
+        _ramp,
+        {"min_val": -1.0, "max_val": 1.0},
+        lambda low, high: low <= high,
+        "min_val <= max_val",
+        _around,
+    ),
+    "hardsigmoid": Family(lambda: _broken((-3.0, 3.0), 0.0, 1 / 6, 0.0)),
+    "hardshrink": Family(_shrink, {"lambd": 0.5}, interval=_around),
+    "softshrink": Family(
+        _shrink, {"lambd": 0.5}, lambda lambd: lambd >= 0, "lambd >= 0", interval=_around
+    ),
+    "threshold": Family(
+        lambda threshold, _: _broken((threshold,), 0.0, 1.0),
+        {"threshold": None, "value": None},
+        interval=lambda threshold, _: _around(threshold),
+    ),
+}
+
+
+def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ...]:
+    """All parameters of a function: those given, then torch's defaults.
+
+    Args:
+        function: A name in `FAMILIES`.
+        parameters: The first of its parameters, or all, or none.
+
+    Returns:
+        One number for each parameter.
+
+    Raises:
+        ValueError: If the name is unknown, or parameters are too many, too few or not allowed.
+        TypeError: If one is no number.
+
+    Example:
+        >>> complete("softplus", (2.0,)), complete("gelu")
+        ((2.0, 20.0), ())
+    """
+    check_name(function, FAMILIES)
+    family = FAMILIES[function]
+    names = list(family.defaults)
+    wanted = f"function {function!r} takes {', '.join(names) or 'no parameters'}"
+    for value in parameters:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"parameter {value!r} is a {type(value).__name__}; allowed: numbers")
+    rest = list(family.defaults.values())[len(parameters) :]
+    if len(parameters) > len(names) or None in rest:
+        raise ValueError(f"parameters {tuple(parameters)} do not fit: {wanted}")
+    # adding 0 turns -0 into 0: equal parameters give equal tables
+    full = (*(float(v) + 0.0 for v in parameters), *(v for v in rest if v is not None))
+    if not (all(map(math.isfinite, full)) and family.valid(*full)):
+        raise ValueError(f"parameters {full} are out of range: {wanted}; allowed: {family.allowed}")
+    return full
+
+
+def check_name(function: str, names: Sequence[str] | Mapping[str, object]) -> None:
+    """Raise a ValueError with the nearest name where `function` is not in `names`."""
+    if function not in names:
+        near = difflib.get_close_matches(str(function), list(names), 1, 0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"function {function!r} is unknown; {hint}allowed: {', '.join(names)}")
+
+
+def curve(function: str, parameters: Sequence[float] = ()) -> Curve:
+    """The function with its parameters set.
+
+    Example:
+        >>> curve("elu", (2.0,)).slope(np.array([0.0, 1.0])).tolist()
+        [2.0, 1.0]
+    """
+    return FAMILIES[function].curve(*complete(function, parameters))
+
+
+# Those that need no parameters, with torch's defaults.
 CURVES: dict[str, Curve] = {
-    "gelu": Curve(lambda x: x * _cdf(x), lambda x: _cdf(x) + x * normal_pdf(x)),
-    "gelu_tanh": Curve(_gelu_tanh, _gelu_tanh_slope),
-    "quick_gelu": _swish(1.702),
-    "silu": _swish(1.0),
-    # torch's derivative of relu at 0 is 0
-    "relu": Curve(lambda x: np.maximum(x, 0.0), lambda x: np.where(x > 0, 1.0, 0.0)),
-    "sigmoid": Curve(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x)),
-    "tanh": Curve(np.tanh, lambda x: 1 - np.tanh(x) ** 2),
-    "softplus": Curve(_softplus, _sigmoid),
-    "softsign": Curve(lambda x: x / (1 + np.abs(x)), lambda x: (1 + np.abs(x)) ** -2.0),
-    "mish": Curve(lambda x: x * np.tanh(_softplus(x)), _mish_slope),
-    "elu": _elu(1.0, 1.0),
-    "selu": _elu(_SELU_SCALE, _SELU_ALPHA),
-    "hardswish": Curve(lambda x: x * np.clip(x + 3, 0, 6) / 6, _hardswish_slope),
+    name: curve(name) for name, family in FAMILIES.items() if None not in family.defaults.values()
 }

@@ -1,10 +1,16 @@
+import copy
+import pickle
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from memtrain.compressors import COMPRESSORS, Compressor, DerivativeCode, Key
+from memtrain.compressors.fewbit_register import REGISTERED, register
 from memtrain.compressors.fewbit_solver import table
+from memtrain.compressors.fewbit_tables import TABLES, from_table, register_table
+from memtrain.plan import build
 
 KEY = Key(seed=1)
 
@@ -21,7 +27,8 @@ def test_decompress_gives_the_derivatives_level(function, dtype, shape):
     expected = torch.from_numpy(step(x.double().numpy().reshape(-1))).view(shape)
     assert level.shape == x.shape
     assert level.dtype == dtype
-    assert torch.equal(level, expected.float().to(dtype))
+    wide = expected if dtype == torch.float64 else expected.float()
+    assert torch.equal(level, wide.to(dtype))
     assert torch.equal(x, before)
 
 
@@ -67,6 +74,101 @@ def test_relu_codes_are_the_same_from_input_and_output():
     assert code.decompress(from_input).tolist() == [0, 0, 0, 1, 1]
 
 
+@pytest.fixture
+def names(monkeypatch):
+    """The two registries, put back afterwards."""
+    for registry in (TABLES, REGISTERED):
+        for name in registry:
+            monkeypatch.setitem(registry, name, registry[name])
+    known = set(TABLES), set(REGISTERED)
+    yield
+    for registry, names in zip((TABLES, REGISTERED), known, strict=True):
+        for name in set(registry) - names:
+            del registry[name]
+
+
+def test_parameters_choose_the_table():
+    x = torch.linspace(-3, 3, 1000)
+    code = DerivativeCode(bits=4, function="elu", parameters=(5.0,))
+    twin = x.clone().requires_grad_()
+    torch.nn.functional.elu(twin, 5.0).sum().backward()
+    level = code.decompress(code.compress(x, key=KEY))
+    plain = DerivativeCode(bits=4, function="elu")
+    other = plain.decompress(plain.compress(x, key=KEY))
+    error = (level - twin.grad).pow(2).mean()
+    assert error < (other - twin.grad).pow(2).mean() / 50
+
+
+def test_every_parity_goes_through_the_kernel():
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0])
+    for function, expected in (
+        ("relu6", [0, 0, 0, 1, 1]),
+        ("hardshrink", [1, 1, 0, 1, 1]),
+        ("leaky_relu", [0.01, 0.01, 0.01, 1, 1]),
+    ):
+        code = DerivativeCode(bits=3, function=function)
+        packed = code.compress(x, key=KEY)
+        assert packed.nbytes == 32  # one bit, whatever `bits` says
+        assert torch.equal(code.decompress(packed), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_an_outside_table_with_a_shift_is_used(names):
+    register_table("shifted", from_table([1.0], [3.0, 5.0], "even", 2.0))
+    code = DerivativeCode(table_name="shifted")
+    x = torch.tensor([0.5, 1.0, 2.0, 3.0, 3.5])
+    assert code.decompress(code.compress(x, key=KEY)).tolist() == [5, 3, 3, 3, 5]
+
+
+def test_eight_bits_pack_to_a_byte():
+    code = DerivativeCode(bits=8)
+    x = torch.randn(512)
+    packed = code.compress(x, key=KEY)
+    assert packed.nbytes == 512
+    step = code.table()
+    expected = torch.from_numpy(step(x.double().numpy())).float()
+    near = torch.tensor(step.boundaries)
+    clear = (x[:, None] - near).abs().amin(1) > 1e-6  # float32 compares elsewhere
+    assert torch.equal(code.decompress(packed)[clear], expected[clear])
+
+
+def test_it_is_a_value_in_configs_pickles_and_reprs(names):
+    register_table("mine", from_table([0.0], [0.0, 1.0]))
+    spec = {"name": "derivative", "function": "softplus", "parameters": [2, 20], "bits": 2}
+    code = build(spec)
+    assert code == DerivativeCode(function="softplus", parameters=(2.0, 20.0), bits=2)
+    assert code.parameters == (2.0, 20.0)
+    for value in (code, DerivativeCode(table_name="mine")):
+        for again in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), eval(repr(value))):
+            assert again == value
+            assert hash(again) == hash(value)
+            assert again.table() == value.table()
+
+
+def test_a_process_that_does_not_know_a_name_says_so(names):
+    register_table("theirs", from_table([0.0], [0.0, 1.0]))
+    register(torch.sin, "sine")
+    kept = [
+        pickle.dumps(DerivativeCode(**f)) for f in ({"table_name": "theirs"}, {"function": "sine"})
+    ]
+    del TABLES["theirs"], REGISTERED["sine"]
+    for name, data in zip(("theirs", "sine"), kept, strict=True):
+        with pytest.raises(ValueError, match=f"'{name}' is not registered in this process"):
+            pickle.loads(data).table()
+    with pytest.raises(ValueError, match="'theirs' is not registered"):
+        DerivativeCode(table_name="theirs")
+    with pytest.raises(ValueError, match="'sine' is unknown"):
+        DerivativeCode(function="sine")
+
+
+def test_a_registered_function_is_one_more_function(names):
+    register(torch.sin, "sine", bits=2, interval=(-3.0, 3.0))
+    code = replace(DerivativeCode(bits=4), function="sine")
+    x = torch.linspace(-3, 3, 500)
+    assert (code.decompress(code.compress(x, key=KEY)) - x.cos()).abs().max() < 0.1
+    with pytest.raises(ValueError, match="parameters"):
+        replace(code, parameters=(1.0,))
+
+
 def test_it_is_a_registered_frozen_value():
     assert COMPRESSORS["derivative"] is DerivativeCode
     assert isinstance(DerivativeCode(), Compressor)
@@ -79,11 +181,14 @@ def test_it_is_a_registered_frozen_value():
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"bits": 0}, "bits 0 is out of range; allowed: 1 to 4"),
-        ({"bits": 5}, "bits 5"),
+        ({"bits": 0}, "bits 0 is out of range; allowed: 1 to 8"),
+        ({"bits": 9}, "bits 9"),
         ({"bits": 2.5}, "bits 2.5"),
         ({"bits": True}, "bits True"),
-        ({"function": "gelo"}, "'gelo' is unknown; allowed: gelu"),
+        ({"function": "threshold"}, "threshold, value"),
+        ({"function": "gelu", "parameters": (1.0,)}, "no parameters"),
+        ({"function": "celu", "parameters": (-1.0,)}, "alpha > 0"),
+        ({"function": "gelo"}, "'gelo' is unknown; did you mean 'gelu'.* allowed: gelu"),
     ],
 )
 def test_wrong_fields_are_named(fields, word):
