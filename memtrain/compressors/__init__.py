@@ -7,6 +7,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.group import Group
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.lossless import Integers, Mask
+from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.samples import Samples
 
@@ -16,6 +17,7 @@ COMPRESSORS: dict[str, type] = {
     "derivative": DerivativeCode,
     "group": Group,
     "samples": Samples,
+    "projection": Projection,
     "mask": Mask,
     "integers": Integers,
     "block": Block,
@@ -35,6 +37,7 @@ __all__ = [
     "Key",
     "Mask",
     "Packed",
+    "Projection",
     "Rank1",
     "Samples",
 ]

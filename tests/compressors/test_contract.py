@@ -80,6 +80,13 @@ ROWS = {
     "group": Row(options=GROUPS, spoils=within(256), dtypes=(*FLOATS, torch.float64)),
     # what a NaN spoils is told in test_samples.py: it may also pass widths on
     "samples": Row(options=({"bits": (4, 2, 1)}, {"bits": (3,), "group_size": 64})),
+    "projection": Row(
+        options=tuple(
+            {"kind": k, "min_rows": 1} for k in ("rows", "gaussian", "rademacher", "dct")
+        ),
+        spoils=cross,
+        dtypes=(*FLOATS, torch.float64),
+    ),
     "mask": Row(make=coin, dtypes=(torch.bool,)),
     "integers": Row(
         make=integers,

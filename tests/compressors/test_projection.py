@@ -1,0 +1,364 @@
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+import memtrain
+from memtrain.activations.variance import variance
+from memtrain.compressors import Key, Packed, projection
+from memtrain.compressors.projection import KINDS, Projection
+from memtrain.config import load
+from memtrain.kernels import draws
+from memtrain.plan import build
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+REPLAYED = [kind for kind in KINDS if kind != "norm_rows"]  # S does not depend on x
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def make(kind, p, n):
+    compressor = Projection(kind=kind, ratio=p / n, min_rows=1)
+    assert compressor.rows(n) == p
+    return compressor
+
+
+def twice(compressor, x, key=None):
+    key = key or Key()
+    return compressor.decompress(compressor.compress(x, key=key))
+
+
+def uneven(n, features):
+    """Rows of very different lengths, so that their probabilities differ."""
+    return torch.randn(n, features, dtype=torch.float64) * torch.rand(n, 1).double() * 3
+
+
+def outcomes(kind, n, p, monkeypatch):
+    """S^T S for every outcome of the random bits, all of them equally likely."""
+    compressor, eye = make(kind, p, n), torch.eye(n, dtype=torch.float64)
+    number = p * n if kind == "rademacher" else n
+    signs = [(1.0,)] if kind == "rows" else itertools.product((-1.0, 1.0), repeat=number)
+    subsets = [()] if kind == "rademacher" else itertools.combinations(range(n), p)
+    for some, subset in itertools.product(signs, list(subsets)):
+        monkeypatch.setattr(draws, "signs", lambda *_, some=some: torch.tensor(some))
+        monkeypatch.setattr(draws, "choose", lambda *_, subset=subset: torch.tensor(subset))
+        yield twice(compressor, eye)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "p"), [("rows", 5, 2), ("rademacher", 4, 2), ("dct", 4, 2), ("dct", 5, 3)]
+)
+def test_unbiased_over_every_outcome(kind, n, p, monkeypatch):
+    mean = torch.stack(list(outcomes(kind, n, p, monkeypatch))).mean(0)
+    torch.testing.assert_close(mean, torch.eye(n, dtype=torch.float64), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "p"), [("rows", 5, 2), ("rademacher", 4, 2), ("dct", 4, 2), ("dct", 5, 3)]
+)
+def test_variance_is_that_over_every_outcome(kind, n, p, monkeypatch):
+    x, grad = uneven(n, 3), uneven(n, 2)
+    exact = grad.t() @ x
+    squares = [
+        (grad.t() @ (gram @ x) - exact).square().sum() for gram in outcomes(kind, n, p, monkeypatch)
+    ]
+    told = variance(x, grad, make(kind, p, n)).projection
+    torch.testing.assert_close(told, torch.stack(squares).mean(), rtol=1e-12, atol=0)
+
+
+@every_kind
+def test_mean_and_variance_over_many_keys(kind):
+    n, p, keys = 7, 3, 400
+    x, grad = uneven(n, 3), uneven(n, 2)
+    compressor, exact = make(kind, p, n), grad.t() @ x
+    found = torch.stack([grad.t() @ twice(compressor, x, Key(seed=seed)) for seed in range(keys)])
+    bias, error = found.mean(0) - exact, found.std(0) / math.sqrt(keys)
+    assert (bias.abs() < 5 * error).all()
+    squares = (found - exact).square().sum((1, 2))
+    told = variance(x, grad, compressor).projection
+    assert abs(squares.mean() - told) < 5 * squares.std() / math.sqrt(keys)
+
+
+def test_published_variance_is_that_of_rows_by_squared_norm():
+    # (|X|^2 |Y|^2 - |X^T Y|^2) / p, worked out over the outcomes of one draw; not a normal's.
+    x, grad = uneven(6, 3), uneven(6, 2)
+    share = x.square().sum(1) / x.square().sum()
+    exact = grad.t() @ x
+    drawn = torch.einsum("to,tf->tof", grad, x) / share[:, None, None]
+    over_outcomes = (share * (drawn - exact).square().sum((1, 2))).sum()
+    published = x.square().sum() * grad.square().sum() - exact.square().sum()
+    torch.testing.assert_close(over_outcomes, published)
+    normal = variance(x, grad, make("gaussian", 1, 6)).projection
+    torch.testing.assert_close(normal, published + 2 * exact.square().sum())
+
+
+def test_sgd_variance_is_that_of_batches():
+    batches = [(uneven(8, 3), uneven(8, 2)) for _ in range(4000)]
+    batches = [(x + 0.5, grad + x[:, :2]) for x, grad in batches]
+    products = torch.stack([grad.t() @ x for x, grad in batches])
+    estimates = torch.stack([variance(x, grad).sgd for x, grad in batches])
+    spread = (products - products.mean(0)).square().sum((1, 2))
+    error = math.hypot(spread.std(), estimates.std()) / math.sqrt(len(batches))
+    assert abs(estimates.mean() - spread.mean()) < 5 * error
+
+
+def test_variance_names_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\)"):
+        variance(torch.ones(3, 2), torch.ones(4, 2))
+    with pytest.raises(ValueError, match="none of them 0"):
+        variance(torch.ones(0, 2), torch.ones(0, 2))
+    one = variance(torch.ones(1, 2), torch.ones(1, 2))
+    assert (one.sgd.isnan(), one.projection) == (True, 0)
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+@pytest.mark.parametrize("chunk", [1 << 22, 64])
+def test_weight_gradient_is_that_of_the_projected_tensors(kind, chunk, monkeypatch):
+    monkeypatch.setattr(projection, "_CHUNK", chunk)
+    n, p = 37, 9
+    x, grad = uneven(n, 6), uneven(n, 4)
+    compressor, key = make(kind, p, n), Key(seed=7)
+    scale = math.sqrt(n / p) if kind == "rows" else 1  # its rows are kept as they are
+    s = compressor.compress(torch.eye(n, dtype=torch.float64), key=key).tensors["rows"] * scale
+    packed = compressor.compress(x, key=key)
+    torch.testing.assert_close(packed.tensors["rows"] * scale, s @ x)
+    torch.testing.assert_close(grad.t() @ compressor.decompress(packed), (s @ grad).t() @ (s @ x))
+    if kind == "dct":
+        torch.testing.assert_close(s @ s.t(), torch.eye(p, dtype=torch.float64) * (n / p))
+
+
+def test_norm_rows_weighs_its_rows():
+    n, p = 37, 9
+    x = uneven(n, 6)
+    packed = make("norm_rows", p, n).compress(x, key=Key(seed=7))
+    rows, index, weight = (packed.tensors[name] for name in ("rows", "index", "weight"))
+    assert torch.equal(rows, x[index])
+    share = x.norm(dim=1) / x.norm(dim=1).sum()
+    times = index.bincount(minlength=n)
+    torch.testing.assert_close(weight, times[index] / (p * share[index]))
+    expected = (times / (p * share))[:, None] * x
+    torch.testing.assert_close(make("norm_rows", p, n).decompress(packed), expected)
+    assert times.max() > 1  # the key was chosen so that a token is drawn twice
+
+
+@every_kind
+def test_random_matrices_are_never_whole(kind, monkeypatch):
+    monkeypatch.setattr(projection, "_CHUNK", 1000)
+    largest = []
+    for name in ("normals", "signs"):
+        original = getattr(draws, name)
+        monkeypatch.setattr(
+            draws,
+            name,
+            lambda n, *rest, original=original: largest.append(n) or original(n, *rest),
+        )
+    twice(make(kind, 100, 500), torch.randn(500, 3))
+    assert max(largest, default=0) <= 1000
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_payload_is_the_rows_and_the_key(kind, dtype):
+    x = torch.randn(10, 50, 12).to(dtype)
+    packed = Projection(kind=kind).compress(x, key=Key(seed=3))
+    rows = packed.tensors["rows"]
+    assert (rows.shape, rows.dtype) == ((100, 12), dtype)
+    extra = 8
+    if kind == "norm_rows":
+        extra = 100 * (16 if dtype == torch.float64 else 12)
+    assert packed.nbytes == x.nbytes // 5 + extra
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_loses_no_more_than_its_rounding(kind, dtype):
+    x = torch.randn(300, 8).to(dtype)
+    compressor = make(kind, 60, 300)
+    wide = twice(compressor, x.double())
+    eps = torch.finfo(dtype).eps
+    # Each result sums 60 products of rounded numbers (S, S x), each off by eps / 2 of its size;
+    # S x is rounded as well, once for its sum and once when stored. Columns of S have length 1
+    # on average, at most 2 here.
+    size = 4 * eps * float(x.double().norm(dim=0).max()) * (2 if kind != "dct" else 1)
+    assert float((twice(compressor, x).double() - wide).abs().max()) < size * math.sqrt(300 / 60)
+
+
+@every_kind
+def test_few_tokens_are_kept_exactly(kind):
+    compressor = Projection(kind=kind)
+    for shape in [(), (5,), (0,), (16, 3), (4, 4, 5), (1, 7), (0, 4), (2, 0, 3)]:
+        x = torch.randn(shape)
+        packed = compressor.compress(x, key=Key())
+        assert torch.equal(compressor.decompress(packed), x)
+        assert packed.nbytes == x.nbytes
+        assert packed.tensors["rows"].untyped_storage()._cdata != x.untyped_storage()._cdata
+    empty = torch.randn(40, 0)
+    assert twice(compressor, empty).shape == (40, 0)
+
+
+@every_kind
+def test_strides_and_leading_sizes_do_not_matter(kind):
+    compressor = make(kind, 6, 24)
+    x = (torch.randn(2, 3, 4, 10) * 8).round() / 8
+    expected = twice(compressor, x)
+    assert torch.equal(twice(compressor, x.view(24, 10)), expected.view(24, 10))
+    strided = torch.empty_strided(x.shape, (4, 8, 24, 96)).copy_(x)
+    assert not strided.is_contiguous()
+    assert torch.equal(twice(compressor, strided), expected)
+    assert twice(compressor, x[..., :1].expand(2, 3, 4, 10)).is_contiguous()
+
+
+def test_norm_rows_keeps_to_the_contract_with_bad_numbers():
+    x = torch.randn(33, 40)
+    x[4, 7] = torch.nan
+    packed = make("norm_rows", 9, 33).compress(x, key=Key(seed=1))
+    again = make("norm_rows", 9, 33).compress(x, key=Key(seed=1))
+    assert torch.equal(packed.tensors["index"], again.tensors["index"])
+    torch.testing.assert_close(
+        packed.tensors["weight"],
+        packed.tensors["index"].bincount()[packed.tensors["index"]] * 33 / 9,
+    )
+    with FakeTensorMode() as mode:
+        fake = make("norm_rows", 9, 33).compress(mode.from_tensor(x), key=Key())
+        assert make("norm_rows", 9, 33).decompress(fake).shape == x.shape
+    assert fake.nbytes == packed.nbytes
+    meta = make("norm_rows", 9, 33).compress(x.to("meta"), key=Key())
+    assert meta.nbytes == packed.nbytes
+
+
+@every_kind
+def test_autocast_changes_nothing(kind):
+    compressor, x = make(kind, 6, 30), torch.randn(30, 5)
+    plain = twice(compressor, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(twice(compressor, x), plain)
+
+
+def test_keys_give_other_projections():
+    x = torch.randn(64, 4)
+    for kind in KINDS:
+        found = [twice(make(kind, 8, 64), x, Key(seed=1, step=step)) for step in range(3)]
+        assert not torch.equal(found[0], found[1])
+        assert not torch.equal(found[1], found[2])
+
+
+def compressed_linear(layer, x, compressor, key):
+    """A linear layer whose saved input goes through `compressor`, and its backward of ones."""
+
+    def pack(t):
+        return (
+            compressor.compress(t, key=key)
+            if t.shape[-1] == x.shape[-1] and t.numel() == x.numel()
+            else t
+        )
+
+    def unpack(t):
+        return compressor.decompress(t) if isinstance(t, Packed) else t
+
+    with saved_tensors_hooks(pack, unpack):
+        return layer(x)
+
+
+@every_kind
+def test_input_and_bias_gradients_stay_exact(kind):
+    layer, compressor = nn.Linear(12, 7).double(), make(kind, 10, 50)
+    x = torch.randn(5, 10, 12, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(5, 10, 7, dtype=torch.float64)
+    inputs = [x, layer.bias, layer.weight]
+    exact = torch.autograd.grad(layer(x), inputs, grad)
+    ours = torch.autograd.grad(compressed_linear(layer, x, compressor, Key(seed=5)), inputs, grad)
+    assert torch.equal(ours[0], exact[0])
+    assert torch.equal(ours[1], exact[1])
+    approximate = twice(compressor, x.detach(), Key(seed=5)).flatten(0, 1)
+    torch.testing.assert_close(ours[2], grad.flatten(0, 1).t() @ approximate)
+    assert not torch.allclose(ours[2], exact[2])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "fft"}, "kind='fft'; allowed: 'rows', "),
+        ({"ratio": 0.0}, "ratio=0.0"),
+        ({"ratio": 1.5}, "ratio=1.5"),
+        ({"ratio": float("nan")}, "ratio=nan"),
+        ({"min_rows": 0}, "min_rows=0"),
+        ({"max_rows": 8}, "max_rows=8; allowed: None, integers from min_rows=16"),
+    ],
+)
+def test_wrong_fields_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Projection(**wrong)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match=r"torch\.int64; allowed: torch\.float32"):
+        Projection().compress(torch.ones(40, 4, dtype=torch.int64), key=Key())
+
+
+def test_rows_are_bounded():
+    bounded = Projection(ratio=0.5, min_rows=4, max_rows=10)
+    assert [bounded.rows(n) for n in (0, 1, 4, 10, 18, 1000)] == [0, 1, 4, 5, 9, 10]
+
+
+def test_configs_build_it():
+    spec = {"name": "projection", "kind": "dct", "ratio": 0.1, "max_rows": 64}
+    assert build(spec) == Projection(kind="dct", ratio=0.1, max_rows=64)
+    assert build({"name": "projection"}) == Projection()
+    rules = load(["activations=randomised_linear"]).activations.rules
+    assert build(rules[0].compressor) == Projection(kind="gaussian", ratio=0.2)
+
+
+def test_a_rule_keeps_a_fifth_of_a_linear_layers_input():
+    # A norm does not save its output: the second linear layer's input is kept for it alone.
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())
+    rule = {"op": "linear", "compressor": {"name": "projection", "kind": "rows"}}
+    cfg = {"activations": {"rules": [rule]}, "optim": {"rules": []}}
+    weights, x = list(model.parameters()), torch.randn(4, 50, 32)
+    exact = torch.autograd.grad(model(x).sum(), weights)
+    model, _ = memtrain.wrap(model, torch.optim.SGD(weights), cfg)
+    ours = torch.autograd.grad(model(x).sum(), weights)
+    equal = [torch.equal(a, b) for a, b in zip(ours, exact, strict=True)]
+    # The first layer reads the model's own input, which stays alive anyway.
+    assert equal == [True, True, True, True, False, True]
+    (entry,) = (e for e in memtrain.plan_of(model).entries("activation") if e.compressor)
+    assert entry.planned == 40 * 64 * 4 + 8
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gaussian",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[:2] + KINDS[3:]),
+    ],
+)
+def test_an_mlp_learns_the_digits(kind):
+    datasets = pytest.importorskip("sklearn.datasets")
+    images, labels = datasets.load_digits(return_X_y=True)
+    images, labels = torch.tensor(images / 16).float(), torch.tensor(labels)
+    losses = {}
+    for name in ("exact", kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        compressor = Projection(kind=name) if name == kind else None
+        for step in range(100):
+            chosen = torch.randint(0, 1437, (256,))
+            x = images[chosen]
+            for place, layer in enumerate(model):
+                if compressor and isinstance(layer, nn.Linear):
+                    key = Key(seed=1, site=place, step=step)
+                    x = compressed_linear(layer, x, compressor, key)
+                else:
+                    x = layer(x)
+            F.cross_entropy(x, labels[chosen]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses[name] = float(F.cross_entropy(model(images[1437:]), labels[1437:]))
+    assert losses["exact"] < 0.4
+    # log(10) = 2.3 is where it starts; nothing learnt is far above.
+    assert losses[kind] < 2 * losses["exact"]
