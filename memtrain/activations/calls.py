@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from memtrain.activations.ops import dropout, nonlinear
+from memtrain.activations.ops import dropout, nonlinear, norm_calls, pool
 from memtrain.compressors import Compressor, Key
 
 
@@ -43,6 +43,8 @@ Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 FUNCTIONS: dict[str, Recognise] = {
     **dict.fromkeys(nonlinear.NAMES, nonlinear.recognise),
     "dropout": dropout.recognise,
+    **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
+    **dict.fromkeys(pool.NAMES, pool.recognise),
 }
 
 # By class name: modules that write one op out in several, each of which saves a tensor.
@@ -71,3 +73,14 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     """
     recogniser = FUNCTIONS.get(name.strip("_"))
     return None if recogniser is None else recogniser(name, args, kwargs)
+
+
+def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | None:
+    """Who looks at modules of this class name: whether one writes an op out that can be replaced.
+
+    Example:
+        >>> recognise_module("Linear"), recognise_module("LlamaRMSNorm").__name__
+        (None, 'recognise_module')
+    """
+    written = norm_calls.recognise_module if norm_calls.writes_out(name) else None
+    return MODULES.get(name, written)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memtrain.activations.layout import flatten, restore
@@ -25,14 +26,27 @@ def keep(ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor 
     ctx.compressor = compressor
 
 
-def packed_of(ctx: Any) -> tuple[Packed, list[Tensor | None]]:
+def packed_of(ctx: Any) -> tuple[Packed, list[Any]]:
     """The payload that `keep` saved, and the others."""
     saved, names = list(ctx.saved_tensors), list(ctx.payload.tensors)
     tensors = dict(zip(names, saved, strict=False))
     return ctx.payload._replace(tensors=tensors), saved[len(names) :]
 
 
-def kept(ctx: Any) -> tuple[Tensor, list[Tensor | None]]:
+def kept(ctx: Any) -> tuple[Tensor, list[Any]]:
     """What `keep` saved: `x` decompressed, of its shape and order in memory, and the others."""
     packed, others = packed_of(ctx)
     return restore(ctx.compressor.decompress(packed), ctx.layout), others
+
+
+def order_of(x: Tensor) -> torch.memory_format:
+    """The memory format that `x` has, of those that kernels know.
+
+    Example:
+        >>> order_of(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
+        torch.channels_last
+    """
+    for dims, format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and x.is_contiguous(memory_format=format) and not x.is_contiguous():
+            return format
+    return torch.contiguous_format

@@ -11,9 +11,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from memtrain.activations.layout import flatten, restore
+from memtrain.activations.ops.payload import order_of
 from memtrain.compressors import Compressor, Identity, Key
 from memtrain.kernels.pack import pack_codes, unpack_codes
 
+NAMES = tuple(
+    f"{kind}max_pool{n}d{suffix}"
+    for kind in ("", "adaptive_")
+    for n in (1, 2, 3)
+    for suffix in ("", "_with_indices")
+)
 MAX_WINDOW = 256  # elements that a code of 8 bits tells apart
 _FIXED = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _ADAPTIVE = ("input", "output_size", "return_indices")
@@ -193,7 +200,7 @@ class _MaxPool(Function):
         y, indices = window.forward(x)
         ctx.mark_non_differentiable(indices)
         n = _spatial(window)
-        ctx.window, ctx.shape, ctx.format = window, x.shape, _format(x)
+        ctx.window, ctx.shape, ctx.format = window, x.shape, order_of(x)
         ctx.axes = window.axes(x.shape[-n:], y.shape[-n:])
         ctx.bits = _bits(ctx.axes)
         codes, ctx.layout = flatten(_choices(indices, ctx.axes, x.shape[-n:]))
@@ -251,13 +258,6 @@ def _along(values: list[int], d: int, n: int, like: Tensor) -> Tensor:
     """One number per output along spatial dimension `d` of `n`, in the dtype of `like`."""
     flat = torch.tensor(values, dtype=like.dtype, device=like.device)
     return flat.view(-1, *[1] * (n - 1 - d))
-
-
-def _format(x: Tensor) -> torch.memory_format:
-    for dims, format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == dims and x.is_contiguous(memory_format=format) and not x.is_contiguous():
-            return format
-    return torch.contiguous_format
 
 
 def _fixed(values: Mapping[str, Any], n: int) -> Window:

@@ -1,0 +1,210 @@
+"""Norms that save a compressed normalised input, and never the input itself.
+
+With `x_hat = (x - mean) * rstd` every one of them has `dx = rstd * (g - mean(g) - x_hat *
+mean(g * x_hat))`, where `g = dy * weight` (an RMS norm without the term `mean(g)`). So `x_hat` and
+one `rstd` per row or channel are enough, whatever the mean was. Compressing `x` instead, by hooks,
+loses a large mean's worth of precision: the bounds of a group are rounded to bfloat16.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from memtrain.activations.ops.payload import keep, kept, order_of
+from memtrain.compressors import Compressor, Key
+
+
+def layer_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    compressor: Compressor,
+    key: Key = Key(),  # noqa: B008 (a frozen value)
+) -> Tensor:
+    """`F.layer_norm`, saving a compressed `x_hat` in place of `x`.
+
+    The value is torch's own. Under autocast the arithmetic has the dtype that torch gives it.
+
+    Args:
+        x: Float, any shape that ends in `shape`.
+        shape: The dimensions that are normalised together.
+        weight: Of `shape`, or None.
+        bias: Of `shape`, or None.
+        eps: Added to the variance.
+        compressor: For `x_hat`, which has mean 0 and variance 1 per row.
+        key: Feeds the compressor's random bits.
+
+    Returns:
+        Shape of `x`.
+
+    Memory:
+        Kept for backward: the payload of x's elements, and one number per row.
+
+    Example:
+        >>> from memtrain.compressors import Group
+        >>> x = torch.randn(4, 256, requires_grad=True)
+        >>> layer_norm(x, (256,), compressor=Group(bits=4)).shape
+        torch.Size([4, 256])
+
+    Reference:
+        Ba et al., Layer Normalization, arXiv:1607.06450.
+    """
+    size = list(shape)
+    x, weight, bias = as_autocast(lambda t: torch.layer_norm(t, size), (0, *size), x, weight, bias)
+    return _LayerNorm.apply(x, weight, bias, size, eps, compressor, key)  # type: ignore[return-value]
+
+
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    compressor: Compressor,
+    key: Key = Key(),  # noqa: B008 (a frozen value)
+) -> Tensor:
+    """`F.group_norm`, saving a compressed `x_hat` in place of `x`; the value is torch's own.
+
+    Args:
+        x: Float, [N, C, ...].
+        groups: How many groups of channels are normalised, each by itself.
+        weight: [C], or None.
+        bias: [C], or None.
+        eps: Added to the variance.
+        compressor: For `x_hat`.
+        key: Feeds the compressor's random bits.
+
+    Returns:
+        Shape of `x`.
+
+    Memory:
+        Kept for backward: the payload of x's elements, and one number per sample and group.
+
+    Reference:
+        Wu and He, Group Normalization, arXiv:1803.08494.
+    """
+    x, weight, bias = as_autocast(
+        lambda t: torch.group_norm(t, groups), (0, *x.shape[1:]), x, weight, bias
+    )
+    return _GroupNorm.apply(x, weight, bias, groups, eps, compressor, key)  # type: ignore[return-value]
+
+
+def as_autocast(
+    function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor, *others: Tensor | None
+) -> list[Any]:
+    """The tensors as autocast, where it is on, hands them to `function`.
+
+    Which functions it runs in float32 differs between devices and versions: torch is asked, on a
+    tensor without elements.
+
+    Args:
+        function: The op, of its first argument.
+        sizes: Of an empty tensor that it takes.
+        x: Its first argument.
+        *others: Its other tensors.
+    """
+    tensors = [x, *others]
+    half = (torch.float16, torch.bfloat16)
+    if not torch.is_autocast_enabled(x.device.type):
+        return tensors
+    probe = x.new_empty(tuple(sizes), dtype=torch.bfloat16)
+    if function(probe).dtype != torch.float32:
+        return tensors
+    return [t.float() if t is not None and t.dtype in half else t for t in tensors]
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 (the norm's own, and the site's)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: list[int],
+        eps: float,
+        compressor: Compressor,
+        key: Key,
+    ) -> Tensor:
+        y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        # x_hat by the same op without its weights: their rounding must not enter.
+        plain = weight is None and bias is None
+        x_hat = y if plain else torch.native_layer_norm(x, shape, None, None, eps)[0]
+        keep(ctx, x_hat, compressor, key, rstd, weight, bias)
+        ctx.normalized = shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_hat, (rstd, weight, bias) = kept(ctx)
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            grads[0], x_hat, ctx.normalized, *standard(rstd), weight, bias, wanted(ctx)
+        )
+        return times(dx, rstd), dw, db, None, None, None, None
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 (the norm's own, and the site's)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        groups: int,
+        eps: float,
+        compressor: Compressor,
+        key: Key,
+    ) -> Tensor:
+        n, c = x.shape[:2]
+        ctx.sizes = (n, c, x[0, 0].numel() if n and c else 0, groups)
+        # As torch does it: CPU kernels know channels-last, CUDA's do not.
+        on_cpu = x.device.type == "cpu"
+        x = x.contiguous(memory_format=order_of(x) if on_cpu else torch.contiguous_format)
+        y, _, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
+        plain = weight is None and bias is None
+        x_hat = y if plain else torch.native_group_norm(x, None, None, *ctx.sizes, eps)[0]
+        keep(ctx, x_hat, compressor, key, rstd, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_hat, (rstd, weight) = kept(ctx)
+        dx, dw, db = torch.ops.aten.native_group_norm_backward(
+            grads[0].contiguous(memory_format=order_of(x_hat)),
+            x_hat,
+            *standard(rstd),
+            weight,
+            *ctx.sizes,
+            wanted(ctx),
+        )
+        per_channel = rstd.repeat_interleave(ctx.sizes[1] // ctx.sizes[3], 1)
+        return times(dx, spread(per_channel, x_hat)), dw, db, None, None, None, None
+
+
+def standard(rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean 0 and reciprocal deviation 1, as many as there are statistics."""
+    return torch.zeros_like(rstd), torch.ones_like(rstd)
+
+
+def wanted(ctx: Any) -> list[bool]:
+    """Which of the gradients of the input, weight and bias are asked for."""
+    return list(ctx.needs_input_grad[:3])
+
+
+def times(dx: Tensor | None, rstd: Tensor) -> Tensor | None:
+    """`dx * rstd`, written over `dx`, where there is one."""
+    return None if dx is None else dx.mul_(rstd)
+
+
+def spread(statistic: Tensor, like: Tensor) -> Tensor:
+    """One number per channel (of a sample), with a dimension of 1 for each spatial one."""
+    return statistic.view(*statistic.shape, *[1] * (like.dim() - 2))

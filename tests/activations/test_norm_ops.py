@@ -1,0 +1,368 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memtrain.activations.ops import norm_calls
+from memtrain.activations.ops.batch_norm import batch_norm, instance_norm
+from memtrain.activations.ops.norm import group_norm, layer_norm
+from memtrain.activations.ops.rms_norm import rms_norm
+from memtrain.compressors import DerivativeCode, Group, Identity, Key
+
+
+class Run:
+    """Ours on a module's input; `plain` is the module itself."""
+
+    def __init__(self, module, shape, ours):
+        self.module, self.shape, self.ours = module, shape, ours
+
+    def copies(self, dtype):
+        return (copy.deepcopy(self.module).to(dtype) for _ in range(2))
+
+
+def _layer(m, x, **kw):
+    return layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps, **kw)
+
+
+def _group(m, x, **kw):
+    return group_norm(x, m.num_groups, m.weight, m.bias, m.eps, **kw)
+
+
+def _rms(m, x, **kw):
+    return rms_norm(x, m.normalized_shape, m.weight, m.eps, **kw)
+
+
+def _batch(m, x, **kw):
+    running = (m.running_mean, m.running_var)
+    return batch_norm(x, running, m.weight, m.bias, m.momentum, m.eps, **kw)
+
+
+def _instance(m, x, **kw):
+    running = (m.running_mean, m.running_var)
+    return instance_norm(x, running, m.weight, m.bias, m.momentum, m.eps, **kw)
+
+
+RUNS = {
+    "layer_norm": Run(nn.LayerNorm(48), (6, 5, 48), _layer),
+    "layer_norm, 2 dimensions": Run(nn.LayerNorm((5, 8)), (6, 5, 8), _layer),
+    "layer_norm, one row": Run(nn.LayerNorm(48), (48,), _layer),
+    "layer_norm, plain": Run(nn.LayerNorm(48, elementwise_affine=False), (6, 48), _layer),
+    "layer_norm, no bias": Run(nn.LayerNorm(48, bias=False), (6, 48), _layer),
+    "rms_norm": Run(nn.RMSNorm(48), (6, 5, 48), _rms),
+    "rms_norm, 2 dimensions": Run(nn.RMSNorm((5, 8), eps=1e-3), (6, 5, 8), _rms),
+    "rms_norm, plain": Run(nn.RMSNorm(48, elementwise_affine=False), (6, 48), _rms),
+    "group_norm": Run(nn.GroupNorm(3, 12), (4, 12, 5, 6), _group),
+    "group_norm, no space": Run(nn.GroupNorm(3, 12, affine=False), (4, 12), _group),
+    "batch_norm 1d": Run(nn.BatchNorm1d(7), (9, 7), _batch),
+    "batch_norm 2d": Run(nn.BatchNorm2d(7), (4, 7, 5, 6), _batch),
+    "batch_norm 3d": Run(nn.BatchNorm3d(7, momentum=0.3), (2, 7, 3, 5, 6), _batch),
+    "batch_norm, plain": Run(
+        nn.BatchNorm2d(7, affine=False, track_running_stats=False), (4, 7, 5, 6), _batch
+    ),
+    "instance_norm 1d": Run(nn.InstanceNorm1d(7), (4, 7, 30), _instance),
+    "instance_norm 2d": Run(
+        nn.InstanceNorm2d(7, affine=True, track_running_stats=True), (4, 7, 5, 6), _instance
+    ),
+    "instance_norm 3d": Run(nn.InstanceNorm3d(7, affine=True), (2, 7, 3, 5, 6), _instance),
+}
+with torch.no_grad():
+    for _run in RUNS.values():
+        for _p in _run.module.parameters():
+            _p.copy_(torch.randn(_p.shape))
+every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
+
+def gradients(y, grad, x, module):
+    y.backward(grad)
+    return [x.grad, *(p.grad for p in module.parameters())]
+
+
+def errors(found, exact):
+    """Largest difference, relative to the largest exact number."""
+    return [
+        ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+        for a, b in zip(found, exact, strict=True)
+    ]
+
+
+@every_run
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_value_is_torchs_own_and_gradient_as_exact(run, dtype):
+    """The error against float64 is at most twice that of torch's own, plus ours: dx has three
+    terms, each rounded up to four times."""
+    mine, plain = run.copies(dtype)
+    wide = copy.deepcopy(plain).double()
+    x = (torch.randn(run.shape) * 2 + 3).to(dtype).requires_grad_()
+    twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float64))
+    y, expected = run.ours(mine, x, compressor=Identity()), plain(twin)
+    grad = torch.randn(run.shape).to(dtype)
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+    for name, buffer in plain.named_buffers():
+        if name != "num_batches_tracked":
+            assert torch.equal(getattr(mine, name), buffer), name
+    ours = gradients(y, grad, x, mine)
+    torchs = gradients(expected, grad, twin, plain)
+    truth = gradients(wide(exact), grad.double(), exact, wide)
+    assert [g.dtype for g in ours] == [g.dtype for g in torchs]
+    rounding = 12 * torch.finfo(dtype).eps
+    for our_error, torch_error in zip(errors(ours, truth), errors(torchs, truth), strict=True):
+        assert our_error <= 2 * torch_error + rounding
+
+
+@every_run
+def test_the_error_of_a_quantiser_is_what_its_step_predicts(run):
+    """To first order d(dx) = -rstd (e mean(g x_hat) + x_hat mean(g e)) for an error e of x_hat:
+    bounded by rstd * (max|e| * mean|g x_hat| + |x_hat| * mean|g| max|e|)."""
+    mine, plain = run.copies(torch.float32)
+    compressor = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32")
+    x = (torch.randn(run.shape) * 2 + 30).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    grad = torch.randn(run.shape)
+    ours = gradients(run.ours(mine, x, compressor=compressor), grad, x, mine)
+    expected = gradients(plain(twin), grad, twin, plain)
+    x_hat_range = 8.0  # of standardised normal numbers, far beyond these few
+    e = x_hat_range / 255 / 2
+    g_max = (grad.abs().max() * max([1.0, *(p.abs().max() for p in plain.parameters())])).item()
+    rstd = 1.0  # deviation 2 (or 30 for an RMS norm): less
+    difference = (ours[0] - expected[0]).abs().max().item()
+    assert 0 < difference <= rstd * e * g_max * (1 + x_hat_range / 2)
+    for (name, p), mine_grad, plain_grad in zip(
+        plain.named_parameters(), ours[1:], expected[1:], strict=True
+    ):
+        if name == "bias":
+            torch.testing.assert_close(mine_grad, plain_grad)
+        else:
+            terms = grad.numel() // p.numel()
+            assert (mine_grad - plain_grad).abs().max() <= e * terms * grad.abs().max()
+
+
+@every_run
+def test_only_the_payload_statistics_and_parameters_are_kept(run):
+    module, _ = run.copies(torch.float32)
+    x = torch.randn(run.shape, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        run.ours(module, x, compressor=Group(bits=4, group_size=8))
+    own = {p.data_ptr() for p in module.parameters()}
+    n = (x.numel() + 7) // 8
+    sizes = [t.nbytes for t in kept if t.data_ptr() not in own]
+    assert sizes[:2] == [n * 4, n * 4]  # codes; two bounds of two bytes a group
+    assert sum(sizes[2:]) <= 4 * 4 * x.shape[0] * max(x.shape[1] if x.dim() > 1 else 1, 7)
+    assert not any(t.data_ptr() == x.data_ptr() for t in kept)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "batch_norm 2d", "instance_norm 2d"])
+def test_channels_last(name):
+    run = RUNS[name]
+    mine, plain = run.copies(torch.float32)
+    x, twin = (
+        t.contiguous(memory_format=torch.channels_last).requires_grad_()
+        for t in [torch.randn(run.shape)] * 2
+    )
+    twin = twin.detach().clone(memory_format=torch.channels_last).requires_grad_()
+    y, expected = run.ours(mine, x, compressor=Identity()), plain(twin)
+    grad = torch.randn(run.shape).contiguous(memory_format=torch.channels_last)
+    assert torch.equal(y, expected)
+    assert y.stride() == expected.stride()
+    for ours, theirs in zip(
+        gradients(y, grad, x, mine), gradients(expected, grad, twin, plain), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_large_mean_costs_no_precision():
+    """Bounds in bfloat16: of x (mean 3,000) they swallow the values, of x_hat they do not."""
+    module = nn.LayerNorm(256)
+    x = (torch.randn(16, 256) + 3000).requires_grad_()
+    grad = torch.randn(16, 256)
+    (exact,) = torch.autograd.grad(module(x), x, grad)
+    compressor = Group(bits=4)
+    (ours,) = torch.autograd.grad(_layer(module, x, compressor=compressor), x, grad)
+    flat = x.detach().view(-1)
+    coarse = compressor.decompress(compressor.compress(flat, key=Key())).view(x.shape)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: coarse if t.data_ptr() == x.data_ptr() else t, lambda t: t
+    ):
+        hooked = module(x)
+    (theirs,) = torch.autograd.grad(hooked, x, grad)
+    # Around 3,000 bfloat16 numbers are 16 apart; the 256 values of a group span less than 8.
+    assert 2 * (ours - exact).norm() < (theirs - exact).norm()
+
+
+def _written_out():
+    pytest.importorskip("transformers")
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    return {
+        "llama": (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm),
+        "cast_last": (GptOssRMSNorm,),
+        "gemma": (GemmaRMSNorm,),
+        "t5": (T5LayerNorm,),
+    }
+
+
+@pytest.mark.parametrize("form", ["llama", "cast_last", "gemma", "t5"])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_written_out_rms_norms_are_known_and_equal(form, dtype, weight_dtype):
+    for cls in _written_out()[form]:
+        plain = cls(48)
+        nn.init.normal_(plain.weight)
+        plain.to(weight_dtype)
+        mine, wide = copy.deepcopy(plain), copy.deepcopy(plain).float()
+        x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
+        twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
+        call = norm_calls.recognise_module(mine, x)
+        assert call.args[-1] == form
+        y, expected = call.run(Identity(), Key()), plain(twin)
+        assert y.dtype == expected.dtype
+        assert torch.equal(y, expected)
+        grad = torch.randn(6, 5, 48).to(y.dtype)
+        ours, theirs = gradients(y, grad, x, mine), gradients(expected, grad, twin, plain)
+        truth = gradients(wide(exact), grad.float(), exact, wide)
+        assert [g.dtype for g in ours] == [g.dtype for g in theirs]
+        for a, b, t in zip(ours, theirs, truth, strict=True):
+            t = t.double()
+            rounding = 4 * max(torch.finfo(d).eps for d in (dtype, weight_dtype))
+            assert errors([a], [t])[0] <= 2 * errors([b], [t])[0] + rounding
+
+
+def test_modules_of_other_code_are_left_alone():
+    class HalfRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x):
+            return 0.5 * self.weight * x
+
+    x = torch.randn(2, 8)
+    assert norm_calls.recognise_module(HalfRMSNorm(), x) is None
+    assert norm_calls.recognise_module(nn.RMSNorm(8), x) is None
+    (cls, *_) = _written_out()["llama"]
+    module = cls(8)
+    assert norm_calls.recognise_module(module, x) is not None
+    assert norm_calls.recognise_module(module, torch.randn(2, 4)) is None
+    module.forward = lambda x: x
+    assert norm_calls.recognise_module(module, x) is None
+
+
+class _Calls(torch.overrides.TorchFunctionMode):
+    """Runs what is recognised in its place, as the interception does."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        call = None
+        if name in norm_calls.NAMES:
+            call = norm_calls.recognise(name, args, kwargs or {})
+        if call is None:
+            return func(*args, **(kwargs or {}))
+        self.found.append(call.op)
+        return call.run(Identity(), Key())
+
+
+@every_run
+def test_modules_are_recognised_and_keep_their_running_statistics(run):
+    mine, plain = run.copies(torch.float32)
+    x = torch.randn(run.shape)
+    with _Calls() as calls:
+        y = mine(x)
+    assert len(calls.found) == 1
+    assert torch.equal(y, plain(x))
+    for (name, ours), theirs in zip(mine.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_calls_that_are_left_alone():
+    x = torch.randn(4, 3, 5)
+    weight = torch.ones(3)
+    evaluated = nn.BatchNorm1d(3).eval()
+    with _Calls() as calls:
+        evaluated(x)
+        torch.batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5, True)
+        torch.instance_norm(x, weight, weight, None, None, True, 0.1, 1e-5, True)
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            F.batch_norm(x[:1, :, 0], None, None, training=True)
+    assert calls.found == []
+    row = norm_calls.recognise("layer_norm", (torch.randn(4, 512), (512,)), {})
+    assert not row.accepts(Group(group_size=256))  # hooks are as good, and cheaper
+    assert row.accepts(Group(group_size=1024))
+    found = norm_calls.recognise("layer_norm", (x, (5,)), {})
+    assert found.op == "layer_norm"
+    assert found.accepts(Group())
+    assert not found.accepts(Identity())
+    assert not found.accepts(DerivativeCode())
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm", "batch_norm 2d"])
+def test_autocast_gives_torchs_dtype_and_value(name):
+    run = RUNS[name]
+    mine, plain = run.copies(torch.bfloat16)
+    x = torch.randn(run.shape).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = run.ours(mine, x, compressor=Identity()), plain(x)
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+
+
+def test_constant_rows_nan_and_neighbours():
+    """A constant row has x_hat 0; a NaN in one row leaves the others' gradients exact."""
+    module = nn.LayerNorm(256)
+    x = torch.randn(4, 256)
+    x[1] = 7.0
+    clean = x.clone().requires_grad_()
+    x[2, 5] = torch.nan
+    spoilt = x.requires_grad_()
+    grad = torch.randn(4, 256)
+    compressor = Group(bits=4)
+    for t in (clean, spoilt):
+        _layer(module, t, compressor=compressor).backward(grad)
+    assert torch.isfinite(clean.grad).all()
+    torch.testing.assert_close(
+        clean.grad[1], (grad[1] - grad[1].mean()) / (module.eps**0.5), rtol=1e-4, atol=1e-3
+    )
+    rows = [0, 1, 3]
+    assert torch.equal(spoilt.grad[rows], clean.grad[rows])
+    assert spoilt.grad[2].isnan().all()
+
+
+@every_run
+def test_under_fake_tensors(run):
+    x, module = torch.randn(run.shape), copy.deepcopy(run.module)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x).requires_grad_()
+        y = run.ours(module, fake, compressor=Group())
+    assert y.shape == x.shape
+
+
+def test_double_backward_is_a_clear_error_and_wrong_arguments_too():
+    x = torch.randn(4, 8, requires_grad=True)
+    y = layer_norm(x, (8,), compressor=Identity())
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    with pytest.raises(ValueError, match=r"form='x'; allowed: torch, llama"):
+        rms_norm(x, (8,), form="x", compressor=Identity())
+    with pytest.raises(ValueError, match=r"weight=None; allowed with form='torch'"):
+        rms_norm(x, (8,), form="t5", compressor=Identity())
