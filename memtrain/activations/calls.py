@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from memtrain.activations.ops import dropout, nonlinear, norm_calls, pool
+from memtrain.activations.ops import dropout, nonlinear, norm_calls, pool, shape_only
 from memtrain.compressors import Compressor, Key
 
 
@@ -45,6 +45,7 @@ FUNCTIONS: dict[str, Recognise] = {
     "dropout": dropout.recognise,
     **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
     **dict.fromkeys(pool.NAMES, pool.recognise),
+    **dict.fromkeys(shape_only.NAMES, shape_only.recognise),
 }
 
 # By class name: modules that write one op out in several, each of which saves a tensor.
