@@ -7,6 +7,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.group import Group
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.lossless import Integers, Mask
+from memtrain.compressors.patch import Patch
 from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.samples import Samples
@@ -21,6 +22,7 @@ COMPRESSORS: dict[str, type] = {
     "mask": Mask,
     "integers": Integers,
     "block": Block,
+    "patch": Patch,
     "rank1": Rank1,
     "factored": Factored,
 }
@@ -37,6 +39,7 @@ __all__ = [
     "Key",
     "Mask",
     "Packed",
+    "Patch",
     "Projection",
     "Rank1",
     "Samples",

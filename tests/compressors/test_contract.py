@@ -52,6 +52,16 @@ def cross(shape, at):
     return torch.stack([g == i for g, i in zip(grids, spoilt, strict=True)]).any(0)
 
 
+def patch(shape, at):
+    """... those of its 4x4 patch; a tensor with fewer than two dimensions is one row."""
+    shape2d = shape if len(shape) >= 2 else (1, *shape)
+    spoilt = element(shape2d, at).nonzero()[0]
+    grids = torch.meshgrid(*(torch.arange(n) for n in shape2d), indexing="ij")
+    near = [g // 4 == i // 4 for g, i in zip(grids[-2:], spoilt[-2:], strict=True)]
+    same_map = [g == i for g, i in zip(grids[:-2], spoilt[:-2], strict=True)]
+    return torch.stack(near + same_map).all(0).view(shape)
+
+
 def everything(shape, at):
     return torch.ones(shape, dtype=torch.bool)
 
@@ -94,6 +104,9 @@ ROWS = {
         bytes_follow_values=True,
     ),
     "block": Row(spoils=within(128)),
+    "patch": Row(
+        options=({}, {"rounding": "stochastic"}), spoils=patch, dtypes=(*FLOATS, torch.float64)
+    ),
     "rank1": Row(make=positive, spoils=cross),
     "factored": Row(make=positive, spoils=everything, least_dimensions=2),
 }

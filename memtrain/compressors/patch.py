@@ -1,0 +1,143 @@
+"""4x4 patches at 2 bits a value: for feature maps, whose neighbours are alike."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from memtrain.compressors.base import Key, Packed
+from memtrain.kernels import patch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """Each 4x4 patch of the last two dimensions as one of four levels a value.
+
+    The levels are the patch's minimum, its maximum and two at a third of the way between. A
+    tensor with fewer than two dimensions is a map of one row. Any dense order of dimensions in
+    memory comes back; NCHW and channels-last are read without a copy, as is every order that has
+    the rows of a map directly outside its columns.
+
+    The error of a value is below a third of its patch's range (stochastic, unbiased) or at most a
+    sixth (nearest), besides the rounding of the minimum and the maximum to 16 bits, which leaves
+    16-bit tensors as they are. A NaN or an Inf makes its own patch NaN and touches no other;
+    `kernels.patch.patch_quantize` tells the rest.
+
+    Args:
+        rounding: `"nearest"` (the key does nothing) or `"stochastic"` (the key gives the seed).
+
+    Raises:
+        ValueError: If `rounding` is another.
+
+    Memory:
+        8 bytes per patch: 0.5 bytes per element of whole patches, 4 bits in all. Maps with few
+        values a patch grow (`worth` tells): 1x1 in every dtype, 1x4 and 2x2 in 16 bits.
+
+    Example:
+        >>> x = torch.arange(32.0).view(1, 2, 4, 4)
+        >>> packed = Patch().compress(x, key=Key())
+        >>> packed.nbytes, Patch().decompress(packed)[0, 1, 0].tolist()
+        (16, [16.0, 16.0, 16.0, 21.0])
+
+    Reference:
+        Liu Liu, 4x4 Patch Tensor Compression, 2020, and its code in github.com/liuliu/ccv.
+    """
+
+    rounding: str = "nearest"
+
+    shaped: ClassVar[bool] = True  # takes the tensor itself, not flattened
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding={self.rounding!r}; allowed: 'nearest', 'stochastic'")
+
+    def worth(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether the payload of such a tensor is smaller than the tensor.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Of the tensor.
+
+        Returns:
+            False for maps too small, such as 1x1.
+
+        Example:
+            >>> Patch().worth((8, 3, 7, 7), torch.float16), Patch().worth((8, 3, 1, 1), torch.half)
+            (True, False)
+        """
+        rows, columns = _map(shape)
+        patches = prod(shape[:-2]) * -(-rows // patch.SIDE) * -(-columns // patch.SIDE)
+        return 8 * patches < prod(shape) * dtype.itemsize
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Quantise the patches of `x`.
+
+        Args:
+            x: Any shape and strides, float32, bfloat16, float16 or float64.
+            key: Feeds the stochastic rounding.
+            previous: Not used.
+
+        Returns:
+            Tensors `words`, int64 [outer, ceil(rows / 4), ceil(columns / 4), inner], and `order`,
+            uint8 [0, dimensions...]: no bytes; its shape tells the order in memory.
+
+        Raises:
+            TypeError: If `x` is of another dtype.
+        """
+        order = _order(x)
+        grid, read = _grid(x.shape, order)
+        maps = x.detach().permute(read).reshape(grid)
+        words = patch.patch_quantize(maps, key.bits(), self.rounding == "stochastic")
+        tensors = {"words": words, "order": x.new_empty((0, *order), dtype=torch.uint8)}
+        return Packed(tensors, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The quantised tensor, of the payload's shape and dtype, in the order it had in memory."""
+        order = tuple(packed.tensors["order"].shape[1:])
+        grid, read = _grid(packed.shape, order)
+        values = patch.patch_dequantize(packed.tensors["words"], grid[1], grid[2], packed.dtype)
+        x = values.view([packed.shape[dim] for dim in read]).permute(_inverse(read))
+        return x if read == order else x.permute(order).contiguous().permute(_inverse(order))
+
+
+def _map(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor's maps."""
+    rows, columns = (1, 1, *shape)[-2:]
+    return rows, columns
+
+
+def _order(x: Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost to the innermost in memory.
+
+    Where a dimension of one element lies is free: outside, or beside the other one of its map.
+    """
+    n = x.dim()
+    rows, columns = n - 2, n - 1
+    dims = [dim for dim in range(n) if x.shape[dim] > 1]
+    # Stable, so that equal strides (of expanded dimensions) keep their order.
+    dims.sort(key=lambda dim: -x.stride(dim))
+    if n >= 2 and x.shape[rows] == 1:
+        dims.insert(dims.index(columns) if columns in dims else len(dims), rows)
+    if n >= 1 and x.shape[columns] == 1:
+        dims.insert(dims.index(rows) + 1 if n >= 2 else 0, columns)
+    return (*(dim for dim in range(n) if dim not in dims), *dims)
+
+
+def _grid(
+    shape: torch.Size, order: tuple[int, ...]
+) -> tuple[tuple[int, int, int, int], tuple[int, ...]]:
+    """[outer, rows, columns, inner], and the order of dimensions in which to read it."""
+    n = len(order)
+    if n < 2:
+        return (1, *_map(shape), 1), order
+    at = order.index(n - 2)
+    if order[at + 1 : at + 2] != (n - 1,):
+        order, at = tuple(range(n)), n - 2  # rows and columns lie apart: copied
+    sizes = [shape[dim] for dim in order]
+    return (prod(sizes[:at]), *_map(shape), prod(sizes[at + 2 :])), order
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]

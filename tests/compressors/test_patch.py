@@ -1,0 +1,153 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memtrain.compressors import Key, Patch
+
+CHANNELS_LAST = torch.channels_last
+
+
+def roundtrip(x, **fields):
+    compressor = Patch(**fields)
+    return compressor.decompress(compressor.compress(x, key=Key(seed=1)))
+
+
+def test_another_rounding_is_refused():
+    with pytest.raises(ValueError, match="rounding='up'; allowed: 'nearest', 'stochastic'"):
+        Patch(rounding="up")
+
+
+def test_it_takes_tensors_with_their_shape():
+    assert Patch.shaped
+    assert Patch().shaped
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_only_floats_are_taken(dtype):
+    with pytest.raises(TypeError, match=r"allowed: torch\.float32"):
+        Patch().compress(torch.zeros(8, 8, dtype=dtype), key=Key())
+
+
+@pytest.mark.parametrize(
+    ("shape", "patches"),
+    [
+        ((2, 3, 8, 8), 2 * 3 * 4),
+        ((2, 3, 7, 9), 2 * 3 * 2 * 3),
+        ((3, 56, 14), 3 * 14 * 4),
+        ((2, 3, 1, 1), 6),
+        ((2, 2, 3, 5, 4), 12 * 2),
+        ((9,), 3),
+        ((), 1),
+        ((2, 0, 4, 4), 0),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_the_docstring(shape, patches):
+    packed = Patch().compress(torch.randn(shape), key=Key())
+    assert packed.nbytes == 8 * patches
+    assert Patch().worth(shape, torch.float32) == (8 * patches < 4 * torch.Size(shape).numel())
+
+
+@pytest.mark.parametrize(
+    ("size", "half", "single"),
+    [((1, 1), False, False), ((2, 2), False, True), ((1, 4), False, True), ((1, 5), False, True),
+     ((3, 3), True, True), ((2, 4), True, True), ((7, 7), True, True)],
+    ids=str,
+)  # fmt: skip
+def test_maps_that_would_grow_are_told(size, half, single):
+    for dtype, expected in ((torch.bfloat16, half), (torch.float16, half), (torch.float32, single)):
+        assert Patch().worth((8, 16, *size), dtype) == expected
+        x = torch.zeros(8, 16, *size, dtype=dtype)
+        assert (Patch().compress(x, key=Key()).nbytes < x.nbytes) == expected
+
+
+ORDERS = [(0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 0, 1), (1, 2, 3, 0), (0, 3, 2, 1), (2, 0, 3, 1)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_memory_order_comes_back_and_values_do_not_depend_on_it(order, dtype):
+    x = torch.randn(3, 5, 7, 6).to(dtype)
+    inverse = [order.index(dim) for dim in range(4)]
+    other = x.permute(order).contiguous().permute(inverse)
+    y = roundtrip(other)
+    assert y.stride() == other.stride()
+    assert torch.equal(y, roundtrip(x))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 5, 6), (1, 4, 5, 6), (2, 3, 1, 6), (2, 3, 6, 1), (2, 3, 1, 1)], ids=str
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST], ids=str)
+def test_dimensions_of_one_element(shape, memory_format):
+    x = torch.randn(shape).contiguous(memory_format=memory_format)
+    y = roundtrip(x)
+    assert y.is_contiguous(memory_format=memory_format)
+    assert torch.equal(y, roundtrip(x.contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 9), (2, 3, 4, 8, 9)], ids=str)
+def test_three_and_five_dimensions_are_maps_in_the_last_two(shape):
+    x = torch.randn(shape)
+    assert torch.equal(roundtrip(x), roundtrip(x.view(-1, 1, 8, 9)).view(shape))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST], ids=str)
+def test_both_formats_are_read_without_a_copy(memory_format, monkeypatch):
+    from memtrain.kernels import patch
+
+    seen = []
+    quantize = patch.patch_quantize
+    monkeypatch.setattr(
+        patch, "patch_quantize", lambda x, *options: seen.append(x) or quantize(x, *options)
+    )
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=memory_format)
+    Patch().compress(x, key=Key())
+    assert seen[0].data_ptr() == x.data_ptr()
+    assert seen[0].is_contiguous()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_strided_and_expanded_tensors(rounding):
+    whole = torch.randn(2, 6, 9, 10)
+    views = [whole[:, ::2], whole[..., 1:], whole[:, :1].expand(2, 6, 9, 10), whole[0, 0, 0]]
+    for x in views:
+        y = roundtrip(x, rounding=rounding)
+        assert y.shape == x.shape
+        assert (y - x).abs().max() <= (x.max() - x.min()) / 2
+    assert torch.equal(roundtrip(views[0]), roundtrip(views[0].contiguous()))
+
+
+def test_the_key_feeds_stochastic_rounding_only():
+    x = torch.randn(2, 3, 16, 16)
+    for rounding, differs in (("stochastic", True), ("nearest", False)):
+        compressor = Patch(rounding=rounding)
+        words = [compressor.compress(x, key=Key(step=step)).tensors["words"] for step in (1, 2)]
+        assert torch.equal(*words) != differs
+
+
+@pytest.mark.parametrize(("rounding", "part"), [("nearest", 6), ("stochastic", 3)])
+def test_error_is_below_its_part_of_the_range(rounding, part):
+    x = (torch.randn(40, 20, 4, 4) * 10.0 ** torch.randint(-8, 8, (40, 20, 1, 1))).bfloat16()
+    y = roundtrip(x, rounding=rounding)
+    flat = x.double().flatten(2)
+    span = (flat.amax(2) - flat.amin(2))[..., None, None]
+    # The inner levels are rounded to bfloat16, half a unit of 2**-8 of the largest value.
+    rounding_error = 2.0**-8 * flat.abs().amax(2)[..., None, None]
+    error = (y.double() - x.double()).abs()
+    assert (error <= span / part + rounding_error).all()
+    assert (error / span).max() > 0.9 / part
+
+
+def test_fake_tensors_keep_the_memory_order():
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 9, 10).contiguous(memory_format=CHANNELS_LAST)
+        y = roundtrip(x)
+    assert (y.shape, y.stride()) == (x.shape, x.stride())
+
+
+def test_gradients_do_not_follow():
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    packed = Patch().compress(x * 2, key=Key())
+    assert not any(t.requires_grad for t in packed.tensors.values())
+    assert not Patch().decompress(packed).requires_grad
