@@ -1,14 +1,17 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
-from memtrain.api import load_state_dict, plan_of, state_dict, unwrap, wrap
+from memtrain.api import adapter, load_state_dict, plan_of, state_dict, unwrap, wrap
 from memtrain.audit import audit
 from memtrain.config import Config
 from memtrain.plan import Plan, make_plan
+from memtrain.quality import gradient_quality
 
 __all__ = [
     "Config",
     "Plan",
+    "adapter",
     "audit",
+    "gradient_quality",
     "load_state_dict",
     "make_plan",
     "plan_of",

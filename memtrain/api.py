@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain import optim
+from memtrain.activations.adapt import Adapter
 from memtrain.activations.intercept import Interception
+from memtrain.activations.statistics import Statistics
 from memtrain.compressors import Compressor
 from memtrain.plan import Plan, make_plan
 
@@ -87,6 +89,7 @@ def wrap(
             seed=plan.config.seed,
             settle=plan.settle,
         )
+        interception.saved.watch = _watch(plan)
     if plan.state_rules:
         choose = _ChooseState(plan, {p: name for name, p in model.named_parameters()})
         least = plan.config.optim.min_elements
@@ -141,21 +144,29 @@ def plan_of(model: nn.Module) -> Plan:
     return _wrapped(model).plan
 
 
-def state_dict(model: nn.Module) -> dict[str, int]:
+def state_dict(model: nn.Module) -> dict[str, Any]:
     """What a checkpoint needs besides the model's and the optimizer's own `state_dict`.
 
     Args:
         model: A model that `wrap` returned.
 
     Returns:
-        The number of forward passes so far: it feeds the keys of stochastic rounding, so a run
-        that restores it goes on bit for bit.
+        `step`, the number of forward passes so far: it feeds the keys of stochastic rounding. Where
+        a rule has `bits: auto`, also the present `bits` and what is known of the data set's
+        `samples`. A run that restores them goes on bit for bit.
     """
-    interception = _wrapped(model).interception
-    return {"step": interception.saved.step if interception else 0}
+    wrapped = _wrapped(model)
+    state: dict[str, Any] = {"step": wrapped.interception.saved.step if wrapped.interception else 0}
+    if wrapped.plan.bits is not None and wrapped.interception is not None:
+        watch = _statistics(wrapped.interception)
+        if watch is not None:
+            watch.flush()
+        state["bits"] = wrapped.plan.bits.state()
+        state["samples"] = watch.state() if watch is not None else {}
+    return state
 
 
-def load_state_dict(model: nn.Module, state_dict: dict[str, int]) -> None:
+def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     """Restore what `memtrain.state_dict` returned.
 
     Args:
@@ -165,11 +176,61 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, int]) -> None:
     Raises:
         ValueError: If the model is not wrapped or the state has other keys.
     """
-    if set(state_dict) != {"step"}:
-        raise ValueError(f"memtrain's state has the key 'step', not {sorted(state_dict)}")
-    interception = _wrapped(model).interception
-    if interception is not None:
-        interception.saved.step = int(state_dict["step"])
+    wrapped = _wrapped(model)
+    bits, interception = wrapped.plan.bits, wrapped.interception
+    keys = {"step"} if bits is None else {"step", "bits", "samples"}
+    if set(state_dict) != keys:
+        named = "the key 'step'" if bits is None else f"the keys {sorted(keys)}"
+        raise ValueError(f"memtrain's state has {named}, not {sorted(state_dict)}")
+    if interception is None:
+        return
+    interception.saved.step = int(state_dict["step"])
+    if bits is not None:
+        bits.load(state_dict["bits"])
+        interception.resettle()
+    watch = _statistics(interception)
+    if watch is not None:
+        watch.load(state_dict["samples"])
+
+
+def adapter(model: nn.Module) -> Adapter:
+    """What measures again, for a config with `bits: auto` and `sensitivity=passes`.
+
+    Args:
+        model: A model that `wrap` returned.
+
+    Returns:
+        An object whose `step(closure)` is called once per training step.
+
+    Raises:
+        ValueError: If the model is not wrapped or no rule has automatic bits.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        >>> model, _ = wrap(model, torch.optim.SGD(model.parameters()), "gact4")
+        >>> x = torch.randn(32, 64)
+        >>> adapter(model).step(lambda: model(x).square().mean().backward())
+        True
+    """
+    wrapped = _wrapped(model)
+    bits, interception = wrapped.plan.bits, wrapped.interception
+    if bits is None or interception is None:
+        raise ValueError("no rule has bits='auto': there is nothing to adapt")
+    return Adapter(interception, bits, interval=wrapped.plan.config.activations.adapt_interval)
+
+
+def _statistics(interception: Interception) -> Statistics | None:
+    watch = interception.saved.watch
+    return watch if isinstance(watch, Statistics) else None
+
+
+def _watch(plan: Plan) -> Statistics | None:
+    """ActNN's measurement, where it is asked for."""
+    own = plan.config.activations
+    if plan.bits is None or own.sensitivity != "statistics":
+        return None
+    return Statistics(plan.bits, own.adapt_interval, per_sample=own.sample_statistics)
 
 
 def _wrapped(model: nn.Module) -> _Wrapped:

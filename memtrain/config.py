@@ -53,9 +53,24 @@ class Activations:
     derive_outputs: bool = True
     """An op's output that another op saves is computed again from the payload of the op's input
     (a nonlinearity's kept in groups, a norm's), where that spares a payload."""
+    average_bits: float | None = None
+    """Bits per element over all sites whose rule says `bits: auto`, 1 to 8."""
+    adapt_interval: int = 1000
+    """Steps from one measurement of their sensitivities to the next."""
+    sensitivity: str = "statistics"
+    """How they are measured: `statistics` (ActNN: from a step's own forward and backward) or
+    `passes` (GACT: three backward passes a site, by `memtrain.adapter(model).step(closure)`)."""
+    sample_statistics: bool = False
+    """Remember the gradient's norm of every sample of the data set (ActNN's `use_gradient`)."""
 
     def __post_init__(self) -> None:
         _at_least("activations.min_elements", self.min_elements, 0)
+        _at_least("activations.adapt_interval", self.adapt_interval, 1)
+        if self.average_bits is not None and not 1 <= self.average_bits <= 8:
+            raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")
+        if self.sensitivity not in (allowed := ("statistics", "passes")):
+            value = self.sensitivity
+            raise ValueError(f"activations.sensitivity={value!r}; {nearest(value, allowed)}")
 
 
 @dataclass(kw_only=True)
@@ -84,8 +99,8 @@ class Config:
     """
 
     preset: Any = None
-    """Whose rules fill those that are empty here. A Config without one does what its rules say,
-    and nothing else; what `load` returns has its preset's rules in it already."""
+    """Whose values fill a part whose rules are empty here. A Config without one does what its rules
+    say, and nothing else; what `load` returns has its preset's rules in it already."""
     activations: Activations = field(default_factory=Activations)
     """Saved tensors."""
     optim: Optim = field(default_factory=Optim)
@@ -154,7 +169,9 @@ def _fill(cfg: Config) -> Config:
     for part in ("activations", "optim"):
         own = getattr(cfg, part)
         if not own.rules:
-            setattr(filled, part, dataclasses.replace(own, rules=getattr(base, part).rules))
+            plain = type(own)()
+            changed = {key: x for key, x in vars(own).items() if x != getattr(plain, key)}
+            setattr(filled, part, dataclasses.replace(getattr(base, part), **changed))
     return filled
 
 

@@ -1,70 +1,46 @@
 """Rules x sites -> plan: what is done to every site, decided before anything runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 
+from memtrain.activations.bits import Bits
+from memtrain.activations.families import FAMILIES
 from memtrain.activations.sites import Record, Site
 from memtrain.activations.trace import trace
-from memtrain.compressors import COMPRESSORS, Compressor
-from memtrain.compressors.named import named
-from memtrain.config import KEEP, ActivationRule, Config, StateRule, load, nearest
+from memtrain.build import build
+from memtrain.compressors import Compressor
+from memtrain.compressors.auto import Auto
+from memtrain.config import ActivationRule, Config, StateRule, load, nearest
 from memtrain.entry import Entry
 from memtrain.optim.layout import is_unsigned
 from memtrain.states import predict_states
 
 NO_RULE = "no rule matches"
-RULE_KEEPS = "its rule says keep"
 NOT_REQUESTED = "not requested"
 
 
-def build(spec: object, *, signed: bool = True) -> Compressor | str:
-    """Make a compressor of a config's value.
-
-    Args:
-        spec: A name such as `"B128/DE"`, a mapping with `name` and the compressor's own fields, a
-            compressor, or `"keep"`.
-        signed: Whether the tensor has signs, for names that do not say it.
-
-    Returns:
-        The compressor, or the reason to keep the site.
+def expand(text: str) -> tuple[str, ...]:
+    """A rule's pattern as globs: `|` separates them, `@name` stands for a family of ops.
 
     Raises:
-        ValueError: For an unknown name or field, or a value out of range.
-        TypeError: For a value of the wrong type.
+        ValueError: For an unknown family.
 
     Example:
-        >>> build({"name": "group", "bits": 2}).bits
-        2
+        >>> expand("linear|@exponential")
+        ('linear', 'cross_entropy', 'log_softmax', 'logsumexp')
     """
-    if spec == KEEP:
-        return RULE_KEEPS
-    if isinstance(spec, str):
-        return named(spec, signed=signed)
-    if isinstance(spec, Compressor):
-        return spec
-    if not isinstance(spec, Mapping) or "name" not in spec:
-        raise TypeError(f"compressor {spec!r} is neither a name nor a mapping with a 'name'")
-    values = dict(spec)
-    name = str(values.pop("name"))
-    if name not in COMPRESSORS:
-        raise ValueError(f"unknown compressor {name!r}; {nearest(name, list(COMPRESSORS))}")
-    cls = COMPRESSORS[name]
-    allowed = [item.name for item in fields(cls)]
-    for key in values:
-        if key not in allowed:
-            raise ValueError(f"compressor {name!r} has no field {key!r}; {nearest(key, allowed)}")
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(cls), values)
-    except OmegaConfBaseException as error:
-        raise TypeError(f"compressor {name!r}: {str(error).splitlines()[0]}") from error
-    return cls(**{key: typed[key] for key in values})
+    patterns: list[str] = []
+    for pattern in text.split("|"):
+        if pattern.startswith("@") and pattern not in FAMILIES:
+            raise ValueError(f"unknown family of ops {pattern!r}; {nearest(pattern, [*FAMILIES])}")
+        patterns += FAMILIES.get(pattern, (pattern,))
+    return tuple(patterns)
 
 
 class Rules:
@@ -82,12 +58,14 @@ class Rules:
         rules: Sequence[ActivationRule | StateRule],
         names: Sequence[str],
     ) -> None:
+        given = (*exceptions, *rules)
+        self._texts = [", ".join(str(getattr(rule, name)) for name in names) for rule in given]
         self._rules = [
             (
-                tuple(str(getattr(rule, name)).split("|") for name in names),
+                tuple(expand(str(getattr(rule, name))) for name in names),
                 {signed: build(rule.compressor, signed=signed) for signed in (True, False)},
             )
-            for rule in (*exceptions, *rules)
+            for rule in given
         ]
         self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
 
@@ -102,14 +80,14 @@ class Rules:
         first = min(map(self._winner, alternatives))
         return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
 
+    def compressors(self) -> list[Compressor | str]:
+        """What the rules choose among."""
+        return [chosen for _, signs in self._rules for chosen in signs.values()]
+
     def unused(self) -> list[str]:
         """The patterns of the rules that have won no site so far."""
         won = set(self._first.values())
-        return [
-            ", ".join("|".join(pattern) for pattern in patterns)
-            for index, (patterns, _) in enumerate(self._rules)
-            if index not in won
-        ]
+        return [text for index, text in enumerate(self._texts) if index not in won]
 
     def _winner(self, names: tuple[str, ...]) -> int:
         if names not in self._first:
@@ -149,10 +127,15 @@ class Plan:
     state_rules: Rules
     _entries: dict[str, list[Entry]] = field(default_factory=dict)
     _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
+    bits: Bits | None = None
+    """The widths of the sites with `bits: auto`, if a rule has it."""
 
     def choose_activation(self, site: Site) -> Compressor | str:
         """The compressor for a saved tensor's site, or the reason to keep it."""
-        return self.activation_rules.choose(*site)
+        chosen = self.activation_rules.choose(*site)
+        if isinstance(chosen, Auto) and self.bits is not None:
+            return self.bits.resolve(site, chosen)
+        return chosen
 
     def choose_state(self, parameter: str, state: str) -> Compressor | str:
         """The compressor for a parameter's state, or the reason to keep it."""
@@ -161,10 +144,17 @@ class Plan:
         return self.state_rules.choose_any(alternatives, signed=not is_unsigned(state))
 
     def settle(self, records: Iterable[Record]) -> None:
-        """Add the activation sites of a forward; those that are settled already stay."""
-        known = {entry.site for entry in self._entries.setdefault("activation", [])}
-        new = [entry for entry in merge(records) if entry.site not in known]
-        self._entries["activation"] += new
+        """Add the activation sites of a forward; those that are settled already stay.
+
+        A site whose automatic bits have changed since is settled again.
+        """
+        new = {entry.site: entry for entry in merge(records)}
+        stale = self.bits.stale if self.bits is not None else set()
+        rows = self._entries.setdefault("activation", [])
+        rows[:] = [new.get(row.site, row) if row.site in stale else row for row in rows]
+        stale -= new.keys()
+        known = {row.site for row in rows}
+        rows += [entry for site, entry in new.items() if site not in known]
 
     def trace(
         self,
@@ -240,6 +230,7 @@ def make_plan(
         Rules(config.optim.exceptions, config.optim.rules, ("parameter", "state")),
         _aliases=_aliases(parameters),
     )
+    plan = replace(plan, bits=automatic_bits(plan))
     for kind, only in (("weight", False), ("gradient", True)):
         plan._entries[kind] = [
             Entry(name, kind, p.nbytes, p.nbytes, reason=NOT_REQUESTED)
@@ -250,6 +241,44 @@ def make_plan(
     if batch is not None:
         plan.settle(plan.trace(model, batch))
     return plan
+
+
+def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
+    """The part of a plan that is for saved tensors; it needs no optimizer.
+
+    Args:
+        model: The model.
+        cfg: Anything that `memtrain.config.load` takes.
+
+    Returns:
+        A plan whose activation sites are not settled yet.
+
+    Raises:
+        ValueError: As `make_plan`.
+        TypeError: As `make_plan`.
+    """
+    config = load(cfg)
+    own = config.activations
+    _check_exceptions(own.exceptions, "module", [name for name, _ in model.named_modules()])
+    rules = Rules(own.exceptions, own.rules, ("module", "op", "tensor"))
+    plan = Plan(config, rules, Rules([], [], ("parameter", "state")))
+    return replace(plan, bits=automatic_bits(plan))
+
+
+def automatic_bits(plan: Plan) -> Bits | None:
+    """The widths that a plan's rules with `bits: auto` start with; None if no rule has it.
+
+    Raises:
+        ValueError: If such a rule has no `average_bits`, or is for optimizer states.
+    """
+    if any(isinstance(chosen, Auto) for chosen in plan.state_rules.compressors()):
+        raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
+    if not any(isinstance(chosen, Auto) for chosen in plan.activation_rules.compressors()):
+        return None
+    average = plan.config.activations.average_bits
+    if average is None:
+        raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
+    return Bits(average)
 
 
 def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:

@@ -18,11 +18,23 @@ ALLOWED = {
     "config": {"configs"},
     "configs": set(),
     "states": {"entry", "compressors", "optim"},
-    "plan": {"config", "entry", "states", "compressors", "activations", "optim"},
+    "build": {"config", "compressors"},
+    "plan": {"build", "config", "entry", "states", "compressors", "activations", "optim"},
     "audit": {"plan", "config", "entry", "compressors", "activations", "optim"},
     "api": {"plan", "config", "compressors", "activations", "optim"},
     "experiments": {"", "api", "compressors", "plan", "config", "meter", "optim"},
-    "cli": {"", "api", "plan", "audit", "config", "meter", "experiments", "activations"},
+    "quality": {"api", "plan", "activations"},
+    "cli": {
+        "",
+        "api",
+        "plan",
+        "audit",
+        "config",
+        "meter",
+        "experiments",
+        "activations",
+        "compressors",
+    },
 }
 
 

@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.calls import MODULES, SMOOTH, Call, recognise
+from memtrain.activations.calls import SMOOTH, Call, recognise, recognise_module
 from memtrain.activations.layout import layout_of
 from memtrain.activations.origin import foreign, in_transform, storage_id
 from memtrain.activations.payload import Saved, unpack
-from memtrain.activations.saved import Choose, SavedTensors
+from memtrain.activations.saved import Choose, SavedTensors, Watch
 from memtrain.activations.sites import Op, Record, Site
 from memtrain.compressors import Compressor
 
@@ -104,7 +104,7 @@ class Interception:
     def attach(self) -> None:
         """Put the hooks on the model's modules."""
         for name, module in self.model.named_modules():
-            before = partial(self._before, name, MODULES.get(type(module).__name__))
+            before = partial(self._before, name, recognise_module(type(module).__name__))
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
@@ -117,6 +117,24 @@ class Interception:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def resettle(self) -> None:
+        """Let the next forward tell again what it saves."""
+        self._settled = set()
+
+    @contextmanager
+    def trial(self, choose: Choose, watch: Watch | None, draws: dict[str, int]) -> Iterator[None]:
+        """Inside the block forwards ask `choose`, tell `watch`, settle and count nothing."""
+        saved = self.saved
+        before = (saved.choose, saved.watch, saved.draws, saved.step, self._settled)
+        outer = self.settle
+        saved.choose, saved.watch, saved.draws = choose, watch, draws
+        self.settle = lambda records: None
+        try:
+            yield
+        finally:
+            saved.choose, saved.watch, saved.draws, saved.step, self._settled = before
+            self.settle = outer
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -193,6 +211,9 @@ class Interception:
             for x in tree_leaves(inputs)
             if isinstance(x, Tensor) and (x.grad_fn is None or module is self.model)
         ]
+        watch = self.saved.watch
+        if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
+            self.resettle()
         self.saved.begin({storage_id(x) for x in own}, {storage_id(x) for x in given})
         self.saved.records = [] if name not in self._settled else None
         self._depth = len(self._path)
@@ -262,9 +283,12 @@ class Interception:
         """Call a function while `op` is the one that saves."""
         outer, self._op = self._op, op
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._op = outer
+        if self.saved.watch is not None:
+            self.saved.watch.after(op, result)
+        return result
 
     def _pack(self, x: Tensor) -> Saved:
         return self.saved.pack(x, self._op or Op(self._module(), "autograd.Function"))
@@ -292,7 +316,10 @@ class Interception:
 
     def _replaced(self, module: str, call: Call, compressor: Compressor) -> Any:
         op = Op(module, call.op, (call.x,), replaced=call.tensor)
-        key = self.saved.key(Site(module, call.op, call.tensor))
+        site = Site(module, call.op, call.tensor)
+        key = self.saved.key(site)
+        if self.saved.watch is not None:
+            self.saved.watch.saved(site, call.x)
         return self._during(op, call.run, compressor, key)
 
 

@@ -3,8 +3,8 @@
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,32 @@ from memtrain.activations.layout import flatten, layout_of, memory_key, overlaps
 from memtrain.activations.origin import foreign, is_parameter, storage_id
 from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared
 from memtrain.activations.sites import Op, Record, Site
-from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask
+from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
+SHARED = "shared with an earlier save"
+
 Choose = Callable[[Site], Compressor | str]
+
+
+class Watch(Protocol):
+    """Is told what the ops of a forward save, and what they give."""
+
+    def begin(self, step: int, inputs: Iterable[Any]) -> bool:
+        """A forward starts; whether the compressors of sites have changed."""
+        ...
+
+    def saved(self, site: Site, x: Tensor, payload: Any = None) -> None:
+        """`x` is saved; `payload` is the same object where saves share it."""
+        ...
+
+    def after(self, op: Op, result: Any) -> None:
+        """The op that saved what was told last has run."""
+        ...
 
 
 class _Cached(NamedTuple):
@@ -50,6 +68,8 @@ class SavedTensors:
     def __init__(self, choose: Choose, min_elements: int, seed: int) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
         self.step = 0  # forward passes so far
+        self.draws: dict[str, int] = {}  # site -> number; another one gives it other random bits
+        self.watch: Watch | None = None
         self.records: list[Record] | None = None
         self._reset()
 
@@ -91,7 +111,8 @@ class SavedTensors:
         """What feeds the random bits of the site's next payload."""
         call = self._calls[site]
         self._calls[site] += 1
-        return Key(self.seed, zlib.crc32(site.name.encode()), self.step, call=call)
+        draw = self.draws.get(site.name, 0)
+        return Key(self.seed, zlib.crc32(site.name.encode()), self.step, draw, call)
 
     def pack(self, x: Tensor, op: Op) -> Saved:
         """What autograd shall hold in place of `x`, which `op` saves."""
@@ -169,14 +190,17 @@ class SavedTensors:
             with torch.no_grad():
                 packed = compressor.compress(flat, key=self.key(site))
             shared = Shared(packed, compressor, layout)
-            if shared.packed.nbytes >= x.untyped_storage().nbytes():
+            nbytes = _held(packed, x)
+            if nbytes >= x.untyped_storage().nbytes():
                 return self._keep(x, site, "its payload would be no smaller")
             weak = StorageWeakRef(x.untyped_storage())
             cached = _Cached(weak, weakref.ref(shared), x._version)
             self._cache[where] = self._latest[_memory(x)] = cached
-            self._record(site, x, shared.packed.nbytes, repr(compressor), "")
+            self._record(site, x, nbytes, repr(compressor), "")
         else:
-            self._record(site, x, 0, repr(compressor), "shared with an earlier save")
+            self._record(site, x, 0, repr(compressor), SHARED)
+        if self.watch is not None:
+            self.watch.saved(site, x, shared)
         return Compressed(shared, layout, TensorWeakRef(origin), origin._version)
 
     def payload_of(self, x: Tensor) -> Shared | None:
@@ -220,6 +244,11 @@ class SavedTensors:
         dtype = str(x.dtype).removeprefix("torch.")
         shape = tuple(x.shape)
         self.records.append(Record(site, shape, dtype, nbytes, planned, name, reason, number))
+
+
+def _held(packed: Packed, x: Tensor) -> int:
+    """Bytes of a payload that lie on the device of `x`: what is swapped out is not held."""
+    return sum(t.nbytes for t in packed.tensors.values() if t.device == x.device)
 
 
 def _memory(x: Tensor) -> tuple[object, ...]:

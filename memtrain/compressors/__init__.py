@@ -5,6 +5,7 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.group import Group
+from memtrain.compressors.host import Host
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.lossless import Integers, Mask
 from memtrain.compressors.patch import Patch
@@ -18,6 +19,7 @@ COMPRESSORS: dict[str, type] = {
     "derivative": DerivativeCode,
     "group": Group,
     "samples": Samples,
+    "host": Host,
     "projection": Projection,
     "mask": Mask,
     "integers": Integers,
@@ -34,6 +36,7 @@ __all__ = [
     "DerivativeCode",
     "Factored",
     "Group",
+    "Host",
     "Identity",
     "Integers",
     "Key",

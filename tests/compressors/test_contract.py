@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.compressors import COMPRESSORS, Compressor, Key
+from memtrain.compressors import COMPRESSORS, Compressor, Group, Key, Samples
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(), (0,), (1,), (7,), (257,), (3, 5, 7), (2, 300), (0, 4), (33, 40)]
@@ -97,6 +97,7 @@ ROWS = {
         spoils=cross,
         dtypes=(*FLOATS, torch.float64),
     ),
+    "host": Row(options=({"inner": Group(bits=4)}, {"inner": Samples()}), spoils=None),
     "mask": Row(make=coin, dtypes=(torch.bool,)),
     "integers": Row(
         make=integers,

@@ -1,0 +1,100 @@
+"""Gradients of a model, measured again and again without leaving a trace."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Closure = Callable[[], Any]
+Gradient = list[Tensor]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]:
+    """Give a function that measures gradients; put back all that it changes, whatever happens.
+
+    Each measurement starts from the same random states (torch's, CPU and CUDA, Python's and
+    NumPy's), the same buffers (running statistics) and no gradients, so that two of them differ
+    only by what the caller has changed between them. At the end these, and the gradients that
+    were there, are as they were, the same objects.
+
+    Args:
+        model: Whose parameters' gradients are measured.
+
+    Yields:
+        A function from a closure, which runs forward and backward, to the gradients: one tensor
+        per trainable parameter, zeros where none came.
+
+    Memory:
+        A copy of the buffers; each gradient that is returned.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> with untouched(model) as gradient:
+        ...     gradient(lambda: model(torch.ones(1, 2)).sum().backward())
+        [tensor([[1., 1.]])]
+        >>> model.weight.grad is None
+        True
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = _random_states()
+
+    def restore() -> None:
+        _set_random_states(states)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+    def gradient(closure: Closure) -> Gradient:
+        restore()
+        for p in parameters:
+            p.grad = None
+        with torch.enable_grad():
+            closure()
+        if all(p.grad is None for p in parameters):
+            raise ValueError("the closure left no gradient; it must run forward and backward")
+        return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters]
+
+    try:
+        yield gradient
+    finally:
+        restore()
+        for p, grad in zip(parameters, gradients, strict=True):
+            p.grad = grad
+
+
+def dot(a: Gradient, b: Gradient) -> float:
+    """The inner product of two gradients, in float64."""
+    return float(sum((x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)))
+
+
+def distance(a: Gradient, b: Gradient) -> float:
+    """The squared norm of the difference of two gradients, in float64."""
+    pairs = zip(a, b, strict=True)
+    return float(sum((x.double() - y.double()).square().sum() for x, y in pairs))
+
+
+def mean(gradients: Sequence[Gradient]) -> Gradient:
+    """The mean of several gradients, in float64."""
+    return [torch.stack([x.double() for x in xs]).mean(0) for xs in zip(*gradients, strict=True)]
+
+
+def _random_states() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    cpu, cuda, python, numpy = states
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)

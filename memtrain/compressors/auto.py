@@ -1,0 +1,81 @@
+"""Bits that are decided while training runs: what stands in a plan until they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.group import Group
+from memtrain.compressors.host import Host
+from memtrain.compressors.samples import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """A rule's `bits: auto`: a compressor whose widths somebody else decides.
+
+    Alone it is its template, with the template's own bits.
+
+    Args:
+        template: A `Group`, a `Samples`, or a `Host` of one; everything but its bits holds.
+
+    Raises:
+        ValueError: If the template is another compressor.
+
+    Memory:
+        That of the template.
+
+    Example:
+        >>> Auto(template=Group()).with_bits((3,))
+        Group(bits=3, group_size=256, rounding='stochastic', bounds='bf16')
+    """
+
+    template: Any
+
+    def __post_init__(self) -> None:
+        inner = self.template.inner if isinstance(self.template, Host) else self.template
+        if not isinstance(inner, Group | Samples):
+            name = type(inner).__name__
+            raise ValueError(f"bits='auto' for {name}; allowed: group, samples, host of one")
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether samples may get different widths."""
+        return isinstance(_inner(self.template), Samples)
+
+    @property
+    def group_size(self) -> int:
+        """Elements per group."""
+        return _inner(self.template).group_size
+
+    def with_bits(self, widths: Sequence[int], weights: Sequence[float] = ()) -> Compressor:
+        """The template at these widths.
+
+        Args:
+            widths: For equal parts of the samples; of several, a `Group` takes the mean, rounded
+                down.
+            weights: Of the samples' sensitivities; `Group` has none.
+        """
+        return _with_bits(self.template, tuple(widths), tuple(weights))
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """The template's payload."""
+        return self.template.compress(x, key=key, previous=previous)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The template's tensor."""
+        return self.template.decompress(packed)
+
+
+def _inner(template: Any) -> Group | Samples:
+    return template.inner if isinstance(template, Host) else template
+
+
+def _with_bits(template: Any, widths: tuple[int, ...], weights: tuple[float, ...]) -> Compressor:
+    if isinstance(template, Host):
+        return Host(inner=_with_bits(template.inner, widths, weights))
+    if isinstance(template, Samples):
+        return replace(template, bits=widths, weights=weights)
+    return replace(template, bits=sum(widths) // len(widths))

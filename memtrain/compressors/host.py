@@ -1,0 +1,192 @@
+"""Payloads that wait in host memory: swapped out after the forward, back before the backward."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memtrain.compressors.base import Compressor, Key, Packed
+
+
+class Transfers(Protocol):
+    """How tensors go to host memory and come back, beside the work on their device."""
+
+    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start copies to the host."""
+        ...
+
+    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Start copies to the device; the second value is for `wait`."""
+        ...
+
+    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
+        """Let work on the device that follows see what `back` has brought."""
+        ...
+
+
+class _Streams:
+    """CUDA: pinned host memory, and a side stream each way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        copies = {}
+        with torch.cuda.stream(self._out):
+            for name, x in tensors.items():
+                copies[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                copies[name].copy_(x, non_blocking=True)
+                x.record_stream(self._out)  # its memory is not given away before it is read
+        return copies
+
+    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        self._in.wait_stream(self._out)
+        with torch.cuda.stream(self._in):
+            copies = {n: x.to(self.device, non_blocking=True) for n, x in tensors.items()}
+        return copies, self._in.record_event()
+
+    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(started)
+        for x in tensors.values():
+            x.record_stream(stream)
+
+
+class _Copies:
+    """Any other device, and fake tensors: plain copies that are waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.to("cpu") for name, x in tensors.items()}
+
+    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        return {name: x.to(self.device) for name, x in tensors.items()}, None
+
+    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
+        """They are there."""
+
+
+@cache
+def _streams(device: torch.device) -> Transfers:
+    return _Streams(device)
+
+
+def transfers(x: Tensor) -> Transfers | None:
+    """How the payload of a tensor is swapped; None where it lies in host memory anyway.
+
+    Args:
+        x: The tensor.
+
+    Example:
+        >>> transfers(torch.ones(1)) is None
+        True
+    """
+    if x.device.type in ("cpu", "meta"):
+        return None
+    real = x.is_cuda and not isinstance(x, FakeTensor)
+    return _streams(x.device) if real else _Copies(x.device)
+
+
+_newest: "dict[torch.device, weakref.ref[_Swapped]]" = {}
+
+
+class _Swapped(dict[str, Tensor]):
+    """A payload's tensors on the host, and which payload went there just before."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], lane: Transfers) -> None:
+        super().__init__(lane.out(tensors))
+        self._lane = lane
+        self._coming: tuple[dict[str, Tensor], Any] | None = None
+        device = next(iter(tensors.values())).device
+        self._before = _newest.get(device)
+        _newest[device] = weakref.ref(self)
+
+    def prefetch(self) -> None:
+        """Start the way back, if it has not been started."""
+        if self._coming is None:
+            self._coming = self._lane.back(self)
+
+    def fetch(self) -> dict[str, Tensor]:
+        """The tensors on their device; the payload that a backward needs next starts to come."""
+        tensors, started = self._coming or self._lane.back(self)
+        self._coming = None
+        before = self._before() if self._before else None
+        if before is not None:
+            before.prefetch()
+        self._lane.wait(tensors, started)
+        return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Another compressor's payload, kept in host memory until the backward asks for it.
+
+    On CUDA the payload is copied to pinned memory on a side stream, while the forward goes on, and
+    comes back on another one; asking for a payload starts the copy of the one that was made before
+    it, which a backward needs next. A tensor in host memory stays where it is, at no cost: there
+    `Host` is its inner compressor. What is computed does not change.
+
+    Args:
+        inner: Makes the payload; `identity` swaps the tensor as it is.
+
+    Raises:
+        TypeError: If `inner` is no compressor.
+
+    Memory:
+        On the device none but two payloads at a time in backward; on the host that of `inner`.
+
+    Example:
+        >>> from memtrain.compressors.group import Group
+        >>> compressor = Host(inner=Group(bits=2))
+        >>> packed = compressor.compress(torch.ones(512), key=Key())
+        >>> bool((compressor.decompress(packed) == 1).all())
+        True
+
+    Reference:
+        ActNN's level L4 and GACT's L3 swap their codes; Liu et al., GACT, ICML 2022,
+        arXiv:2206.11357, section 6.
+    """
+
+    inner: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Compressor):
+            raise TypeError(f"inner={self.inner!r} is a {type(self.inner).__name__}, no compressor")
+
+    @property
+    def shaped(self) -> bool:
+        """Whether `inner` wants the tensor itself, not a flat one."""
+        return getattr(self.inner, "shaped", False)
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Compress `x` with `inner` and start the payload's way to the host.
+
+        Args:
+            x: What `inner` takes.
+            key: Feeds `inner`.
+            previous: The payload last made for the same site: `inner`'s.
+
+        Returns:
+            The payload of `inner`, its tensors on the CPU.
+        """
+        packed = self.inner.compress(x, key=key, previous=previous)
+        lane = transfers(x)
+        if lane is None or not packed.tensors:
+            return packed
+        return packed._replace(tensors=_Swapped(packed.tensors, lane))
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """The tensor, on the device it came from."""
+        tensors = packed.tensors
+        if isinstance(tensors, _Swapped):
+            packed = packed._replace(tensors=tensors.fetch())
+        return self.inner.decompress(packed)
