@@ -70,10 +70,10 @@ class _FewBit(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, compressor: DerivativeCode) -> Tensor:
         step = compressor.table()
-        boundaries = list(step.boundaries)
-        y, codes = derivative.forward(x, compressor.function, boundaries, even=step.even)
+        side = {"parity": step.parity, "shift": step.shift}
+        y, codes = derivative.forward(x, compressor.function, step.boundaries, **side)
         ctx.save_for_backward(codes)
-        ctx.levels, ctx.shape, ctx.stride = list(step.levels), y.shape, y.stride()
+        ctx.levels, ctx.shape, ctx.stride = step.levels, y.shape, y.stride()
         return y
 
     @staticmethod
@@ -89,8 +89,9 @@ class _FewBitInPlace(Function):
         # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
         dense = x if is_dense(x) else x.clone()
         flat = memory_order(dense)
-        ctx.save_for_backward(derivative.encode(flat, list(step.boundaries), even=step.even))
-        ctx.levels, ctx.shape, ctx.stride = list(step.levels), dense.shape, dense.stride()
+        side = {"parity": step.parity, "shift": step.shift}
+        ctx.save_for_backward(derivative.encode(flat, step.boundaries, **side))
+        ctx.levels, ctx.shape, ctx.stride = step.levels, dense.shape, dense.stride()
         ctx.mark_dirty(x)
         return _overwrite(x, compressor.function)
 

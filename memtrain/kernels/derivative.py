@@ -1,61 +1,57 @@
 """Few-bit derivative codes: an activation's forward keeps codes, its backward multiplies by levels.
 
-The code of x is the number of boundaries below x (below |x| for an even derivative), compared in
-float32, so that a value equal to a boundary goes left; NaN gets code 0. Codes are packed in blocks
-of 256 (layout: `memtrain.kernels.bits`); the last block is filled up with the code of 0.
+The side of x is x - shift (parity `"plain"`) or |x - shift| (`"even"`), in float32. Its code is the
+number of boundaries below it, so that a value equal to a boundary goes left; with parity `"band"`
+there are two boundaries and one bit, 1 where low < x - shift <= high. NaN gets code 0. Codes are
+packed in blocks of 256 (layout: `memtrain.kernels.bits`); the last is filled up with the code of 0.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from memtrain.kernels import bits as bit_layout
 from memtrain.kernels import cpu
+from memtrain.kernels.derivative_reference import (
+    BLOCK_SIZE,
+    backward_reference,
+    bits_of,
+    code_bits,
+    decode_reference,
+    encode_reference,
+    numbers,
+    wide,
+)
 from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.pointwise import FUNCTIONS, one_pass, value
 from memtrain.kernels.strides import is_dense, memory_order
 
-BLOCK_SIZE = 256
-
-# What each name computes, exactly as torch does.
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "softplus": F.softplus,
-    "softsign": F.softsign,
-    "mish": F.mish,
-    "elu": F.elu,
-    "selu": F.selu,
-    "hardswish": F.hardswish,
-}
-_FUSED = ("gelu", "gelu_tanh", "silu", "relu")  # value and codes in one Triton pass
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f64"}  # of C++ symbols
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PARITIES = ("plain", "even", "band")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
+# Value and codes in one pass: in C++ what is cheap enough to equal torch's to the bit.
+_CPU_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
 
 
-def encode(x: Tensor, boundaries: list[float], *, even: bool = False) -> Tensor:
+def encode(
+    x: Tensor, boundaries: Sequence[float], *, parity: str = "plain", shift: float = 0.0
+) -> Tensor:
     """Pack the code of every element of `x`.
 
     Args:
         x: float32, bfloat16, float16 or float64 (rounded to float32 first), any shape; taken in
             logical order, contiguous without a copy.
-        boundaries: 1, 3, 7 or 15 ascending numbers, rounded to float32.
-        even: Compare |x| instead of x.
+        boundaries: 2**bits - 1 ascending numbers, 1 to 8 bits; exactly 2 for a band. Rounded to
+            float32.
+        parity: `"plain"`, `"even"` or `"band"`.
+        shift: Subtracted from `x` first; rounded to float32.
 
     Returns:
         uint8, [ceil(numel / 256), 32 * bits]. NaN has code 0, -Inf the first code and +Inf the
-        last (|Inf| the last where `even`).
+        last (`"even"`: either the last; `"band"`: either 0, where the bounds are finite).
 
     Raises:
         TypeError: If `x` is no float tensor.
-        ValueError: If the number of boundaries is not allowed.
+        ValueError: If the parity or the number of boundaries is not allowed.
 
     Memory:
         bits / 8 bytes per element, padded to whole blocks of 256 elements.
@@ -68,29 +64,38 @@ def encode(x: Tensor, boundaries: list[float], *, even: bool = False) -> Tensor:
     Reference:
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
     """
-    _check_input(x, boundaries)
-    return _encode_op(x.reshape(-1).contiguous(), boundaries, even)
+    _check_input(x, boundaries, parity)
+    run = _encode if _is_plain(x) else _encode_op
+    return run(x.reshape(-1).contiguous(), boundaries, parity, shift)
 
 
 def forward(
-    x: Tensor, function: str, boundaries: list[float], *, even: bool = False
+    x: Tensor,
+    function: str,
+    boundaries: Sequence[float],
+    *,
+    parameters: Sequence[float] = (),
+    parity: str = "plain",
+    shift: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The activation's value and the codes of its input, in one pass where a fused kernel exists.
 
     Args:
         x: float32, bfloat16, float16 or float64, any shape and strides.
-        function: A name in `FUNCTIONS`.
+        function: A name in `memtrain.kernels.pointwise.FUNCTIONS`.
         boundaries: As for `encode`.
-        even: As for `encode`.
+        parameters: The function's, in the order of torch's arguments; none for torch's defaults.
+        parity: As for `encode`.
+        shift: As for `encode`.
 
     Returns:
-        y: What torch's own function gives: the same bits on the CPU; on CUDA the fused kernels
-            compute in float32 and round once. Strides of `x` where it is dense.
+        y: What torch's own function gives: equal on the CPU; on CUDA the fused kernels compute in
+            float32 and round once. Strides of `x` where it is dense.
         codes: As from `encode`, elements in the memory order of `y`.
 
     Raises:
         TypeError: If `x` is no float tensor.
-        ValueError: If the function is unknown or the number of boundaries not allowed.
+        ValueError: If the function or parity is unknown or the number of boundaries not allowed.
 
     Memory:
         One tensor like `x`, and bits / 8 bytes per element.
@@ -100,22 +105,23 @@ def forward(
         >>> y, backward(torch.ones(2), codes, [0.0, 1.0])
         (tensor([0., 2.]), tensor([0., 1.]))
     """
-    _check_input(x, boundaries)
+    _check_input(x, boundaries, parity)
     if function not in FUNCTIONS:
         raise ValueError(f"function {function!r} is unknown; allowed: {', '.join(FUNCTIONS)}")
-    return _forward_op(x, function, boundaries, even)
+    run = _forward if _is_plain(x) else _forward_op
+    return run(x, function, parameters, boundaries, parity, shift)
 
 
 def decode(
-    codes: Tensor, levels: list[float], n: int, dtype: torch.dtype = torch.float32
+    codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The derivative's levels that the codes stand for.
 
     Args:
         codes: uint8 from `encode`, contiguous.
-        levels: 2, 4, 8 or 16 numbers, rounded to float32.
+        levels: 2**bits numbers.
         n: How many elements were encoded.
-        dtype: Of the result; levels are rounded to it.
+        dtype: Of the result; levels are rounded to float32 (not for float64), then to it.
 
     Returns:
         [n], of `dtype`.
@@ -127,17 +133,18 @@ def decode(
         >>> decode(encode(torch.tensor([-1.0, 3.0]), [0.0]), [0.25, 0.5], 2)
         tensor([0.2500, 0.5000])
     """
-    _bits_of(levels, extra=0)
-    return _decode_op(codes, levels, n, dtype)
+    bits_of(len(levels), 0)
+    run = _decode if _is_plain(codes) else _decode_op
+    return run(codes, levels, n, dtype)
 
 
-def backward(grad: Tensor, codes: Tensor, levels: list[float]) -> Tensor:
+def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """`grad` times the level of each code, in one pass that reads nothing else.
 
     Args:
         grad: float32, bfloat16, float16 or float64, contiguous, elements in the order of the codes.
         codes: uint8 from `encode`, contiguous.
-        levels: 2, 4, 8 or 16 numbers, rounded to float32.
+        levels: 2**bits numbers, rounded to float32 (not for float64).
 
     Returns:
         Like `grad`. The product is taken in float32 (float64 for float64) and rounded once. NaN
@@ -158,134 +165,132 @@ def backward(grad: Tensor, codes: Tensor, levels: list[float]) -> Tensor:
         tensor([0.5000, 1.0000])
     """
     _check_dtype(grad)
-    _bits_of(levels, extra=0)
-    return _backward_op(grad, codes, levels)
+    bits_of(len(levels), 0)
+    run = _backward if _is_plain(grad) else _backward_op
+    return run(grad, codes, levels)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing watches: the dispatcher then costs more than a small call's work."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def _check_dtype(x: Tensor) -> None:
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, _FLOATS))}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, _DTYPES))}")
 
 
-def _check_input(x: Tensor, boundaries: list[float]) -> None:
+def _check_input(x: Tensor, boundaries: Sequence[float], parity: str) -> None:
     _check_dtype(x)
-    _bits_of(boundaries, extra=1)
+    if parity not in PARITIES:
+        raise ValueError(f"parity {parity!r} is unknown; allowed: {', '.join(PARITIES)}")
+    code_bits(boundaries, parity)
 
 
-def _bits_of(numbers: list[float], extra: int) -> int:
-    """Bits of the codes behind 2**bits - `extra` numbers."""
-    count = len(numbers) + extra
-    if count not in (2, 4, 8, 16):
-        allowed = ", ".join(str(size - extra) for size in (2, 4, 8, 16))
-        raise ValueError(f"{len(numbers)} boundaries or levels given; allowed: {allowed}")
-    return count.bit_length() - 1
-
-
-@cache
-def _numbers(values: tuple[float, ...]) -> Tensor:
-    """A table in float32 on the CPU; subnormals become 0, so that no unit can flush them."""
-    table = torch.tensor(values, dtype=torch.float32, device="cpu")
-    return torch.where(table.abs() < torch.finfo(torch.float32).tiny, 0.0, table)
-
-
-def _encode_reference(x: Tensor, boundaries: list[float], even: bool) -> Tensor:
-    value = bit_layout.blocks(x.float(), BLOCK_SIZE)
-    side = value.abs() if even else value
-    codes = torch.zeros_like(side, dtype=torch.int64)
-    for boundary in _numbers(tuple(boundaries)).tolist():
-        codes += side > boundary
-    return bit_layout.pack(codes, _bits_of(boundaries, extra=1))
-
-
-def _encode(x: Tensor, boundaries: list[float], even: bool) -> Tensor:
+def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
     choice = choose(x)
-    if choice == "triton":
-        from memtrain.kernels import derivative_triton
-
-        return derivative_triton.encode(x, tuple(_numbers(tuple(boundaries)).tolist()), even)
     if choice == "reference":
-        return _encode_reference(x, boundaries, even)
-    codes = _empty_codes(x, boundaries)
-    table = _numbers(tuple(boundaries))
-    source, suffix = (x, "bf16") if x.dtype == torch.bfloat16 else (x.float(), "f32")
-    cpu.call(f"mt_derivative_encode_{suffix}", source, table, codes, x.numel(), len(table), even)
+        return encode_reference(x, boundaries, parity, shift)
+    if choice == "triton":
+        from memtrain.kernels import derivative_forward_triton as kernels
+
+        table = tuple(numbers(tuple(boundaries)).tolist())
+        return kernels.encode(x, table, parity, shift)
+    return _run_cpu(x, None, (0, 0.0, 0.0), boundaries, (parity, shift))
+
+
+def _run_cpu(
+    x: Tensor,
+    y: Tensor | None,
+    function: tuple[int, float, float],
+    boundaries: Sequence[float],
+    side: tuple[str, float],
+) -> Tensor:
+    codes, table = _empty_codes(x, boundaries, side[0]), numbers(tuple(boundaries))
+    kind = (_DTYPES.index(x.dtype), code_bits(boundaries, side[0]), PARITIES.index(side[0]))
+    sizes = (x.numel(), *kind, float(side[1]))
+    cpu.call("mt_derivative_forward", x, y, table, codes, *sizes, *function)
     return codes
 
 
 def _forward(
-    x: Tensor, function: str, boundaries: list[float], even: bool
+    x: Tensor,
+    function: str,
+    parameters: Sequence[float],
+    boundaries: Sequence[float],
+    parity: str,
+    shift: float,
 ) -> tuple[Tensor, Tensor]:
     dense = x if is_dense(x) else x.clone()
-    flat = memory_order(dense)
-    if choose(x) == "triton" and function in _FUSED and x.dtype != torch.float64:
-        from memtrain.kernels import derivative_triton
+    choice = choose(x) if x.dtype != torch.float64 else ""
+    if choice == "triton":
+        from memtrain.kernels import derivative_forward_triton as kernels
 
-        numbers = tuple(_numbers(tuple(boundaries)).tolist())
-        y, codes = derivative_triton.forward(flat, function, numbers, even)
-        return y.as_strided(dense.shape, dense.stride()), codes
-    y = FUNCTIONS[function](x)
+        if function in kernels.FUSED:
+            scalars = one_pass(function, parameters, x.dtype)
+            table = tuple(numbers(tuple(boundaries)).tolist())
+            y = torch.empty_like(dense)
+            codes = kernels.forward(dense, y, (function, *scalars), table, (parity, shift))
+            return y, codes
+    if choice == "cpu" and function in _CPU_FUSED:
+        scalars = one_pass(function, parameters, x.dtype)
+        y = torch.empty_like(dense)
+        kernel = (_CPU_FUSED[function], *scalars)
+        return y, _run_cpu(dense, y, kernel, boundaries, (parity, shift))
+    y = value(function, x, parameters)
     if y.stride() != dense.stride():
         y = torch.empty_like(dense).copy_(y)
-    return y, _encode(flat, boundaries, even)
+    return y, _encode(memory_order(dense), boundaries, parity, shift)
 
 
-def _backward_reference(grad: Tensor, codes: Tensor, levels: list[float]) -> Tensor:
-    level = _decode_reference(codes, levels, grad.numel()).view_as(grad)
-    if grad.dtype == torch.float64:
-        return grad * level.double()
-    return (grad.float() * level).to(grad.dtype)
+def _decode(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
+    if choose(codes) == "reference":
+        return decode_reference(codes, levels, n, dtype)
+    return _to_levels(None, codes, levels, codes.new_empty(n, dtype=dtype))
 
 
-def _decode_reference(codes: Tensor, levels: list[float], n: int) -> Tensor:
-    index = bit_layout.unpack(codes, _bits_of(levels, extra=0)).view(-1)[:n]
-    return _numbers(tuple(levels)).to(codes.device)[index]
+def _backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    if choose(codes) == "reference":
+        return backward_reference(grad, codes, levels)
+    return _to_levels(grad, codes, levels, torch.empty_like(grad))
 
 
-def _decode(codes: Tensor, levels: list[float], n: int, dtype: torch.dtype) -> Tensor:
-    choice = choose(codes)
-    if choice == "triton":
-        from memtrain.kernels import derivative_triton
+def _to_levels(grad: Tensor | None, codes: Tensor, levels: Sequence[float], out: Tensor) -> Tensor:
+    """The levels, times `grad` where there is one, written to `out`."""
+    table = numbers(tuple(levels), wide(out.dtype))
+    if choose(codes) == "triton":
+        from memtrain.kernels import derivative_backward_triton as kernels
 
-        return derivative_triton.decode(codes, tuple(_numbers(tuple(levels)).tolist()), n, dtype)
-    if choice == "reference":
-        return _decode_reference(codes, levels, n).to(dtype)
-    out = torch.empty(n, dtype=torch.float32)
-    table = _numbers(tuple(levels))
-    cpu.call("mt_derivative_decode", codes, table, out, n, len(table))
-    return out.to(dtype)
+        return kernels.backward(grad, codes, tuple(table.tolist()), out)
+    sizes = (out.numel(), _DTYPES.index(out.dtype), bits_of(len(levels), 0))
+    cpu.call("mt_derivative_backward", grad, codes, table, out, *sizes)
+    return out
 
 
-def _backward(grad: Tensor, codes: Tensor, levels: list[float]) -> Tensor:
-    choice = choose(grad)
-    if choice == "triton":
-        from memtrain.kernels import derivative_triton
-
-        return derivative_triton.backward(grad, codes, tuple(_numbers(tuple(levels)).tolist()))
-    if choice == "reference":
-        return _backward_reference(grad, codes, levels)
-    source = grad.float() if grad.dtype == torch.float16 else grad
-    out = torch.empty_like(source)
-    table = _numbers(tuple(levels))
-    name = f"mt_derivative_backward_{_SUFFIX[source.dtype]}"
-    cpu.call(name, source, codes, table, out, grad.numel(), len(table))
-    return out.to(grad.dtype)
-
-
-def _empty_codes(x: Tensor, boundaries: list[float]) -> Tensor:
-    width = BLOCK_SIZE // 8 * _bits_of(boundaries, extra=1)
+def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
+    width = BLOCK_SIZE // 8 * code_bits(boundaries, parity)
     n_blocks = (x.numel() + BLOCK_SIZE - 1) // BLOCK_SIZE
     return torch.empty((n_blocks, width), dtype=torch.uint8, device=x.device)
 
 
 _encode_op = register(
-    "derivative_encode(Tensor x, float[] boundaries, bool even) -> Tensor",
+    "derivative_encode(Tensor x, float[] boundaries, str parity, float shift) -> Tensor",
     _encode,
-    lambda x, boundaries, even: _empty_codes(x, boundaries),
+    lambda x, boundaries, parity, shift: _empty_codes(x, boundaries, parity),
 )
 _forward_op = register(
-    "derivative_forward(Tensor x, str function, float[] boundaries, bool even) -> (Tensor, Tensor)",
+    "derivative_forward(Tensor x, str function, float[] parameters, float[] boundaries, "
+    "str parity, float shift) -> (Tensor, Tensor)",
     _forward,
-    lambda x, function, boundaries, even: (torch.empty_like(x), _empty_codes(x, boundaries)),
+    lambda x, f, p, boundaries, parity, s: (
+        torch.empty_like(x),
+        _empty_codes(x, boundaries, parity),
+    ),
 )
 _decode_op = register(
     "derivative_decode(Tensor codes, float[] levels, SymInt n, ScalarType dtype) -> Tensor",

@@ -4,7 +4,6 @@ import torch.nn.functional as F
 
 from memtrain.activations.fewbit import fewbit
 from memtrain.compressors import DerivativeCode
-from memtrain.compressors.fewbit_solver import table
 from memtrain.kernels.dispatch import backend, has_triton
 
 PLAIN = {
@@ -18,9 +17,10 @@ PLAIN = {
 
 
 def level(x: torch.Tensor, code: DerivativeCode) -> torch.Tensor:
-    """f'(x) from the table, in float64 arithmetic rounded to float32."""
+    """f'(x) from the table, in float64 arithmetic rounded to float32 (not for float64)."""
     flat = x.detach().double().cpu().contiguous().view(-1).numpy()
-    return torch.from_numpy(table(code.function, code.bits)(flat)).view(x.shape).float()
+    exact = torch.from_numpy(code.table()(flat)).view(x.shape)
+    return exact if x.dtype == torch.float64 else exact.float()
 
 
 def saved(y: torch.Tensor) -> list[torch.Tensor]:

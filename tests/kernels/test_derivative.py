@@ -46,7 +46,7 @@ def test_backward_multiplies_by_the_level_of_each_element(name):
         codes = derivative.encode(x, [-1.0, 0.0, 1.0])
         level = derivative.decode(codes, levels, 7)
         dx = derivative.backward(grad, codes, levels)
-        even = derivative.decode(derivative.encode(x, [0.5, 1.0, 2.0], even=True), levels, 7)
+        even = derivative.decode(derivative.encode(x, [0.5, 1.0, 2.0], parity="even"), levels, 7)
     assert level.tolist() == [0.25, 0.25, -0.5, -0.5, 2.0, 2.0, 1.5]
     assert dx.tolist() == [0.25, 0.5, -2.0, -4.0, 32.0, -2.0, 4.5]
     assert even.tolist() == [1.5, -0.5, 0.25, 0.25, 0.25, -0.5, 2.0]
@@ -68,7 +68,7 @@ def test_kernels_equal_the_reference(name, dtype, bits):
         results = []
         for choice in ("reference", name):
             with backend(choice):
-                codes = derivative.encode(x, boundaries, even=step.even)
+                codes = derivative.encode(x, boundaries, parity=step.parity)
                 dx = derivative.backward(grad, codes, levels)
                 results.append((codes, dx, derivative.decode(codes, levels, x.numel(), dtype)))
         for reference, kernel in zip(*results, strict=True):
@@ -155,8 +155,8 @@ def test_ops_pass_opcheck():
     ops = torch.ops.memtrain
     tests = ("test_schema", "test_faketensor")
     cases = [
-        (ops.derivative_encode, (x, [0.0], False)),
-        (ops.derivative_forward, (x.view(30, 10).t(), "gelu", [0.0], False)),
+        (ops.derivative_encode, (x, [0.0, 1.0], "band", 0.5)),
+        (ops.derivative_forward, (x.view(30, 10).t(), "elu", [2.0], [0.0], "even", 0.0)),
         (ops.derivative_decode, (codes, [0.0, 1.0], 300, torch.bfloat16)),
         (ops.derivative_backward, (grad, codes, [0.0, 1.0])),
     ]
@@ -179,7 +179,9 @@ def test_wrong_input_is_named():
         derivative.backward(x > 0, derivative.encode(x, [0.0]), [0.0, 1.0])
     with pytest.raises(ValueError, match="2 boundaries"):
         derivative.encode(x, [0.0, 1.0])
-    with pytest.raises(ValueError, match="3 boundaries or levels given; allowed: 2, 4, 8, 16"):
+    with pytest.raises(
+        ValueError, match="3 boundaries or levels given; allowed: 2, 4, 8, 16, 32, 64, 128, 256"
+    ):
         derivative.decode(torch.zeros(1, 32, dtype=torch.uint8), [0.0, 1.0, 2.0], 4)
     with pytest.raises(ValueError, match="gelo"):
         derivative.forward(x, "gelo", [0.0])

@@ -183,7 +183,7 @@ MT_EXPORT void mt_adamw(const int64_t* table, int64_t n, int64_t threads) {
   auto groups = make_groups(tasks);
   const int64_t crew = std::max<int64_t>(1, std::min(threads, elements / 32768));
   Barrier barrier(crew);
-  parallel_for(crew, 1, crew, [&](int64_t, int64_t) { work(tasks, groups, barrier); });
+  run_together(crew, [&](int64_t) { work(tasks, groups, barrier); });
   for (Task& t : tasks)
     if (t.kind == kRank1) std::copy(t.next, t.next + t.rows + side(t), t.v_scale);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -17,23 +18,47 @@
 #define MT_CLONES
 #endif
 
+// The OpenMP runtime that torch runs on, where it is GNU's: its threads spin for a while after
+// torch's ops, so threads of our own would compete with them for the cores. Null elsewhere.
+#if defined(__linux__)
+extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags)
+    __attribute__((weak));
+#endif
+
 namespace memtrain {
 
-// Runs body(begin, end) over [0, n) on up to `threads` threads. Threads are started per call:
-// some 30 us each, and nothing to break across fork(). Pieces are at least `grain` long.
+// Runs body(part) for every part in [0, parts), each on a thread of its own, all at the same time.
+template <typename Body>
+void run_together(int64_t parts, const Body& body) {
+  std::vector<std::thread> pool;
+  for (int64_t p = 1; p < parts; ++p) pool.emplace_back([&, p] { body(p); });
+  body(int64_t{0});
+  for (auto& thread : pool) thread.join();
+}
+
+// Runs body(begin, end) over [0, n) on up to `threads` threads. Pieces are at least `grain` long.
 template <typename Body>
 void parallel_for(int64_t n, int64_t grain, int64_t threads, const Body& body) {
-  int64_t parts = std::min(threads, (n + grain - 1) / std::max<int64_t>(grain, 1));
-  if (parts <= 1) {
+  const int64_t pieces = (n + grain - 1) / std::max<int64_t>(grain, 1);
+  if (threads <= 1 || pieces <= 1) {
     if (n > 0) body(int64_t{0}, n);
     return;
   }
-  std::vector<std::thread> pool;
-  pool.reserve(parts - 1);
-  for (int64_t p = 1; p < parts; ++p)
-    pool.emplace_back([&, p] { body(n * p / parts, n * (p + 1) / parts); });
-  body(int64_t{0}, n / parts);
-  for (auto& thread : pool) thread.join();
+  // More parts than threads: one that has lost its core holds the others up for a part only.
+  const int64_t parts = std::min(pieces, 8 * threads), crew = std::min(parts, threads);
+  auto piece = [&](int64_t p) { body(n * p / parts, n * (p + 1) / parts); };
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    for (int64_t p = next++; p < parts; p = next++) piece(p);
+  };
+#if defined(__linux__)
+  if (GOMP_parallel != nullptr) {
+    auto run = [](void* data) { (*static_cast<decltype(work)*>(data))(); };
+    GOMP_parallel(run, &work, static_cast<unsigned>(crew), 0);
+    return;
+  }
+#endif
+  run_together(crew, [&](int64_t) { work(); });
 }
 
 // Philox4x32-10 on one counter (its other three words 0); see kernels/philox.py.

@@ -1,6 +1,11 @@
 // Few-bit derivative codes (contract: kernels/derivative.py; layout: kernels/bits.py).
+//
+// Blocks are worked on a few at a time: to float, to the side of the boundaries, to codes; each
+// step is a plain loop over numbers that stay in the first cache, so that dtypes, functions and
+// widths do not multiply.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "common.h"
@@ -8,41 +13,135 @@
 namespace memtrain {
 namespace {
 
-constexpr int64_t kBlock = 256, kGrain = 128;  // a thread's piece: 128 blocks, some 10 us
+constexpr int64_t kBlock = 256;
+constexpr int64_t kChunk = 8;    // blocks at a time: 8 KiB of floats
+constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
+
+enum Dtype : int64_t { kF32, kBf16, kF16, kF64 };
+enum Parity : int64_t { kPlain, kEven, kBand };
+enum Function : int64_t { kNone, kRelu, kLeakyRelu, kHardtanh };
+
+MT_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+MT_INLINE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+MT_INLINE float value_of(uint32_t bits) { return float_of(bits); }
+MT_INLINE double value_of(uint64_t bits) {
+  double x;
+  std::memcpy(&x, &bits, 8);
+  return x;
+}
+
+struct Bf16 { uint16_t bits; };
+struct Half { uint16_t bits; };
+
+MT_INLINE float load(float x) { return x; }
+MT_INLINE float load(double x) { return static_cast<float>(x); }
+MT_INLINE float load(Bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+MT_INLINE float load(Half x) {
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7FFFu) << 13;
+  // Subnormals by a difference of normal numbers: right where the unit flushes them.
+  const float small = float_of(0x38800000u + magnitude) - 0x1p-14f;
+  const uint32_t special = magnitude >= 0x0F800000u ? 0x38000000u : 0u;
+  const uint32_t normal = magnitude + 0x38000000u + special;
+  const uint32_t value = magnitude < 0x00800000u ? bits_of(small) : normal;
+  return float_of(value | static_cast<uint32_t>(x.bits & 0x8000u) << 16);
+}
+
+template <typename T>
+MT_INLINE float wide(T x) { return load(x); }
+MT_INLINE double wide(double x) { return x; }
+
+MT_INLINE void store(float x, float& out) { out = x; }
+MT_INLINE void store(double x, double& out) { out = x; }
+MT_INLINE void store(float x, Bf16& out) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t even = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even
+  out.bits = static_cast<uint16_t>(x != x ? 0x7FC0u : even);
+}
+MT_INLINE void store(float x, Half& out) {
+  const uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFFu;
+  // Below 2**-14 the sum with 0.5 has its last bit where the half's is: the addition rounds.
+  const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  uint32_t half = magnitude < 0x38800000u ? small : normal;
+  half = magnitude >= 0x477FF000u ? 0x7C00u : half;  // 65520 and more
+  half = magnitude > 0x7F800000u ? 0x7E00u : half;
+  out.bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
+}
+
+// -- to float and back ---------------------------------------------------------------------------
+
+#define MT_WIDEN(T)                                                  \
+  MT_CLONES void widen(const T* x, float* out, int64_t n) {          \
+    for (int64_t i = 0; i < n; ++i) out[i] = load(x[i]);             \
+  }
+#define MT_NARROW(T)                                                 \
+  MT_CLONES void narrow(const float* x, T* out, int64_t n) {         \
+    for (int64_t i = 0; i < n; ++i) store(x[i], out[i]);             \
+  }
+// `level` holds the bit patterns of floats (of doubles for doubles). `out` may be `grad`: each
+// element is read before it is written.
+#define MT_MULTIPLY(T, Bits)                                                       \
+  MT_CLONES void multiply(const T* grad, const Bits* level, T* out, int64_t n) {   \
+    if (grad == nullptr)                                                           \
+      for (int64_t i = 0; i < n; ++i) store(value_of(level[i]), out[i]);           \
+    else                                                                           \
+      _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i)                         \
+        store(wide(grad[i]) * value_of(level[i]), out[i]);                         \
+  }
+
+MT_WIDEN(float)
+MT_WIDEN(double)
+MT_WIDEN(Bf16)
+MT_WIDEN(Half)
+MT_NARROW(float)
+MT_NARROW(Bf16)
+MT_NARROW(Half)
+MT_MULTIPLY(float, uint32_t)
+MT_MULTIPLY(double, uint64_t)
+MT_MULTIPLY(Bf16, uint32_t)
+MT_MULTIPLY(Half, uint32_t)
+
+// -- values --------------------------------------------------------------------------------------
+
+// NaN passes, as in torch; which zero a zero becomes does not matter.
+MT_CLONES void apply(const float* x, float* y, int64_t n, int64_t function, float a, float b) {
+  if (function == kRelu)
+    for (int64_t i = 0; i < n; ++i) y[i] = x[i] <= 0.0f ? 0.0f : x[i];
+  if (function == kLeakyRelu)
+    for (int64_t i = 0; i < n; ++i) y[i] = x[i] > 0.0f ? x[i] : x[i] * a;
+  if (function == kHardtanh)
+    for (int64_t i = 0; i < n; ++i) {
+      const float low = x[i] < a ? a : x[i];
+      y[i] = low > b ? b : low;
+    }
+}
+
+// -- codes ---------------------------------------------------------------------------------------
 
 // Lanes of a block, positions of a lane, bytes of a position's word.
 template <int kBits>
 struct Layout {
-  static constexpr int lanes = kBits == 4 ? 2 : kBits == 2 ? 4 : 8;
+  static constexpr int lanes = kBits == 8 ? 1 : kBits == 4 ? 2 : kBits == 2 || kBits == 6 ? 4 : 8;
   static constexpr int width = kBlock / lanes;
   static constexpr int bytes = lanes * kBits / 8;
   static constexpr int levels = 1 << kBits;
+  using Word = std::conditional_t<(bytes > 4), uint64_t, uint32_t>;
 };
 
 template <int kBits>
 using Lanes = std::make_index_sequence<Layout<kBits>::lanes>;
 template <int kBits>
 using Bytes = std::make_index_sequence<Layout<kBits>::bytes>;
-
-struct Bf16 { uint16_t bits; };
-
-MT_INLINE float load(float x) { return x; }
-MT_INLINE float load(Bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-MT_INLINE double load(double x) { return x; }
-
-MT_INLINE void store(float x, float& out) { out = x; }
-MT_INLINE void store(double x, double& out) { out = x; }
-MT_INLINE void store(float x, Bf16& out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  uint32_t even = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even
-  out.bits = static_cast<uint16_t>(x != x ? 0x7FC0u : even);
-}
 
 // Loops over boundaries and lanes are folds, so that one plain loop over positions is left, which
 // the compiler vectorises.
@@ -51,203 +150,255 @@ MT_INLINE uint32_t count_below(float v, const float* boundary, std::index_sequen
   return (0u + ... + (v > boundary[kIndex] ? 1u : 0u));
 }
 
-template <int kBits, bool kEven, typename T>
-MT_INLINE uint32_t code_of(T x, const float* boundary) {
-  float v = load(x);
-  return count_below(kEven ? std::fabs(v) : v, boundary,
-                     std::make_index_sequence<Layout<kBits>::levels - 1>());
+template <int kBits, bool kInBand>
+MT_INLINE uint32_t code_of(float v, const float* boundary) {
+  if constexpr (kInBand)
+    return (v > boundary[0] ? 1u : 0u) & (v <= boundary[1] ? 1u : 0u);
+  else
+    return count_below(v, boundary, std::make_index_sequence<Layout<kBits>::levels - 1>());
 }
 
-template <int kBits, bool kEven, typename T, size_t... kLane, size_t... kByte>
-MT_INLINE void encode_block(const T* x, const float* boundary, uint8_t* out,
+template <int kBits, bool kInBand, size_t... kLane, size_t... kByte>
+MT_INLINE void encode_block(const float* x, const float* boundary, uint8_t* out,
                             std::index_sequence<kLane...>, std::index_sequence<kByte...>) {
   constexpr int width = Layout<kBits>::width;
   // Two loops: with the bytes stored in the first, the compiler would take 64 lanes and spill.
   uint32_t word[width];
   for (int c = 0; c < width; ++c)
     word[c] =
-        (0u | ... | (code_of<kBits, kEven>(x[kLane * width + c], boundary) << (kBits * kLane)));
+        (0u | ... | (code_of<kBits, kInBand>(x[kLane * width + c], boundary) << (kBits * kLane)));
   for (int c = 0; c < width; ++c)
     ((out[kByte * width + c] = static_cast<uint8_t>(word[c] >> (8 * kByte))), ...);
 }
 
-template <int kBits, bool kEven, typename T>
-MT_INLINE void encode_range(const T* x, const float* boundaries, uint8_t* out, int64_t n,
-                            int64_t begin, int64_t end) {
-  constexpr int64_t kBytes = kBlock * kBits / 8;
-  float boundary[Layout<kBits>::levels];  // a local copy: `out` could alias the argument
-  std::memcpy(boundary, boundaries, sizeof(float) * (Layout<kBits>::levels - 1));
-  for (int64_t b = begin; b < end; ++b) {
-    const T* in = x + b * kBlock;
-    T last[kBlock];
-    if ((b + 1) * kBlock > n) {
-      std::memset(last, 0, sizeof(last));
-      std::memcpy(last, in, sizeof(T) * (n - b * kBlock));
-      in = last;
-    }
-    encode_block<kBits, kEven>(in, boundary, out + b * kBytes, Lanes<kBits>(), Bytes<kBits>());
+template <int kStep>
+MT_INLINE int32_t halve(float v, const float* boundary, int32_t at) {
+  if constexpr (kStep == 0) {
+    return at;
+  } else {
+    at += v > boundary[at + kStep - 1] ? kStep : 0;
+    return halve<kStep / 2>(v, boundary, at);
   }
 }
 
-template <bool kEven, typename T>
-MT_INLINE void encode_bits(const T* x, const float* boundaries, uint8_t* out, int64_t n,
-                           int64_t count, int64_t begin, int64_t end) {
-  if (count == 1) encode_range<1, kEven>(x, boundaries, out, n, begin, end);
-  if (count == 3) encode_range<2, kEven>(x, boundaries, out, n, begin, end);
-  if (count == 7) encode_range<3, kEven>(x, boundaries, out, n, begin, end);
-  if (count == 15) encode_range<4, kEven>(x, boundaries, out, n, begin, end);
+// Four bits by compares against every 2**(bits - 4)-th boundary, the rest by halving what is left.
+template <int kBits, size_t... kTop>
+MT_INLINE void search(const float* x, const float* boundary, int32_t* code,
+                      std::index_sequence<kTop...>) {
+  constexpr int kRest = kBits - 4;
+  float top[15];
+  for (int k = 0; k < 15; ++k) top[k] = boundary[((k + 1) << kRest) - 1];
+  for (int i = 0; i < kBlock; ++i) {
+    const int32_t at = (0 + ... + (x[i] > top[kTop] ? 1 : 0)) << kRest;
+    code[i] = halve<1 << (kRest - 1)>(x[i], boundary, at);
+  }
 }
 
-template <typename T>
-MT_INLINE void encode_any(const T* x, const float* boundaries, uint8_t* out, int64_t n,
-                          int64_t count, int64_t even, int64_t begin, int64_t end) {
-  if (even)
-    encode_bits<true>(x, boundaries, out, n, count, begin, end);
-  else
-    encode_bits<false>(x, boundaries, out, n, count, begin, end);
+template <int kBits, size_t... kLane, size_t... kByte>
+MT_INLINE void encode_wide_block(const float* x, const float* boundary, uint8_t* out,
+                                 std::index_sequence<kLane...>, std::index_sequence<kByte...>) {
+  constexpr int width = Layout<kBits>::width;
+  using Word = typename Layout<kBits>::Word;
+  int32_t code[kBlock];
+  search<kBits>(x, boundary, code, std::make_index_sequence<15>());
+  for (int c = 0; c < width; ++c) {
+    const Word word =
+        (Word{0} | ... | (static_cast<Word>(code[kLane * width + c]) << (kBits * kLane)));
+    ((out[kByte * width + c] = static_cast<uint8_t>(word >> (8 * kByte))), ...);
+  }
 }
+
+template <int kBits, bool kInBand = false>
+MT_INLINE void encode_blocks(const float* x, const float* boundaries, uint8_t* out, int64_t blocks) {
+  float boundary[Layout<kBits>::levels];  // a local copy: `out` could alias the argument
+  std::memcpy(boundary, boundaries, sizeof(float) * (kInBand ? 2 : Layout<kBits>::levels - 1));
+  for (int64_t b = 0; b < blocks; ++b) {
+    const float* in = x + b * kBlock;
+    uint8_t* to = out + b * (kBlock * kBits / 8);
+    if constexpr (kBits <= 4)
+      encode_block<kBits, kInBand>(in, boundary, to, Lanes<kBits>(), Bytes<kBits>());
+    else
+      encode_wide_block<kBits>(in, boundary, to, Lanes<kBits>(), Bytes<kBits>());
+  }
+}
+
+MT_CLONES void encode(const float* x, const float* boundaries, uint8_t* out, int64_t blocks,
+                      int64_t bits, int64_t parity) {
+  if (parity == kBand) return encode_blocks<1, true>(x, boundaries, out, blocks);
+  if (bits == 1) encode_blocks<1>(x, boundaries, out, blocks);
+  if (bits == 2) encode_blocks<2>(x, boundaries, out, blocks);
+  if (bits == 3) encode_blocks<3>(x, boundaries, out, blocks);
+  if (bits == 4) encode_blocks<4>(x, boundaries, out, blocks);
+  if (bits == 5) encode_blocks<5>(x, boundaries, out, blocks);
+  if (bits == 6) encode_blocks<6>(x, boundaries, out, blocks);
+  if (bits == 7) encode_blocks<7>(x, boundaries, out, blocks);
+  if (bits == 8) encode_blocks<8>(x, boundaries, out, blocks);
+}
+
+// What the boundaries are compared with.
+MT_CLONES void to_side(const float* x, float* out, int64_t n, int64_t parity, float shift) {
+  if (parity == kEven)
+    for (int64_t i = 0; i < n; ++i) out[i] = std::fabs(x[i] - shift);
+  else
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i] - shift;
+}
+
+// -- levels --------------------------------------------------------------------------------------
 
 // A tree of selects over the code's bits: no gather, and every level exact. Selecting by and/xor
 // on the levels' bit patterns leaves nothing to branch on.
-template <int kBits>
-MT_INLINE uint32_t select(uint32_t code, const uint32_t* level) {
+template <int kBits, typename Bits>
+MT_INLINE Bits select(Bits code, const Bits* level) {
   if constexpr (kBits == 0) {
     return level[0];
   } else {
-    uint32_t low = select<kBits - 1>(code, level);
-    uint32_t high = select<kBits - 1>(code, level + (1 << (kBits - 1)));
-    uint32_t chosen = 0u - ((code >> (kBits - 1)) & 1u);
+    const Bits low = select<kBits - 1>(code, level);
+    const Bits high = select<kBits - 1>(code, level + (1 << (kBits - 1)));
+    const Bits chosen = Bits{0} - ((code >> (kBits - 1)) & 1u);
     return low ^ ((low ^ high) & chosen);
   }
 }
 
-// out = grad * level; with kLevels, out = level and grad is not read.
-template <int kBits, bool kLevels, typename T>
-MT_INLINE void backward_one(const T* grad, uint32_t code, const uint32_t* level, T* out) {
-  uint32_t bits = select<kBits>(code, level);
-  float value;
-  std::memcpy(&value, &bits, 4);
-  if constexpr (kLevels)
-    store(value, *out);
+template <int kBits, typename Bits, typename Word>
+MT_INLINE Bits level_of(Word shifted, const Bits* level) {
+  if constexpr (kBits <= 4)
+    return select<kBits, Bits>(static_cast<Bits>(shifted), level);
   else
-    store(load(*grad) * value, *out);
+    return level[static_cast<int32_t>(shifted & (Layout<kBits>::levels - 1))];
 }
 
-template <int kBits, bool kLevels, typename T, size_t... kLane, size_t... kByte>
-MT_INLINE void backward_block(const T* grad, const uint8_t* codes, const uint32_t* level, T* out,
-                              std::index_sequence<kLane...>, std::index_sequence<kByte...>) {
+template <int kBits, typename Bits, size_t... kLane, size_t... kByte>
+MT_INLINE void decode_block(const uint8_t* codes, const Bits* level, Bits* out,
+                            std::index_sequence<kLane...>, std::index_sequence<kByte...>) {
   constexpr int width = Layout<kBits>::width;
+  using Word = typename Layout<kBits>::Word;
 #pragma GCC ivdep
   for (int c = 0; c < width; ++c) {
-    uint32_t word =
-        (0u | ... | (static_cast<uint32_t>(codes[kByte * width + c]) << (8 * kByte)));
-    (backward_one<kBits, kLevels>(grad + kLane * width + c, word >> (kBits * kLane), level,
-                                  out + kLane * width + c), ...);
+    const Word word = (Word{0} | ... | (static_cast<Word>(codes[kByte * width + c]) << (8 * kByte)));
+    ((out[kLane * width + c] = level_of<kBits, Bits>(word >> (kBits * kLane), level)), ...);
   }
 }
 
-template <int kBits, bool kLevels, typename T>
-MT_INLINE void backward_range(const T* grad, const uint8_t* codes, const float* levels, T* out,
-                              int64_t n, int64_t begin, int64_t end) {
-  constexpr int64_t kBytes = kBlock * kBits / 8;
-  uint32_t level[Layout<kBits>::levels];  // a local copy: `out` could alias the argument
+template <int kBits, typename Bits>
+MT_INLINE void decode_blocks(const uint8_t* codes, const Bits* levels, Bits* out, int64_t blocks) {
+  Bits level[Layout<kBits>::levels];  // a local copy: `out` could alias the argument
   std::memcpy(level, levels, sizeof(level));
-  for (int64_t b = begin; b < end; ++b) {
-    const T* in = grad + (kLevels ? 0 : b * kBlock);
-    T* to = out + b * kBlock;
-    int64_t left = std::min(kBlock, n - b * kBlock);
-    if (left == kBlock) {
-      backward_block<kBits, kLevels>(in, codes + b * kBytes, level, to, Lanes<kBits>(), Bytes<kBits>());
-    } else {
-      T first[kBlock], result[kBlock];
-      std::memset(first, 0, sizeof(first));
-      if (!kLevels) std::memcpy(first, in, sizeof(T) * left);
-      backward_block<kBits, kLevels>(first, codes + b * kBytes, level, result, Lanes<kBits>(),
-                                     Bytes<kBits>());
-      std::memcpy(to, result, sizeof(T) * left);
+  for (int64_t b = 0; b < blocks; ++b)
+    decode_block<kBits, Bits>(codes + b * (kBlock * kBits / 8), level, out + b * kBlock,
+                              Lanes<kBits>(), Bytes<kBits>());
+}
+
+template <typename Bits>
+MT_INLINE void decode_any(const uint8_t* codes, const Bits* levels, Bits* out, int64_t blocks,
+                          int64_t bits) {
+  if (bits == 1) decode_blocks<1>(codes, levels, out, blocks);
+  if (bits == 2) decode_blocks<2>(codes, levels, out, blocks);
+  if (bits == 3) decode_blocks<3>(codes, levels, out, blocks);
+  if (bits == 4) decode_blocks<4>(codes, levels, out, blocks);
+  if (bits == 5) decode_blocks<5>(codes, levels, out, blocks);
+  if (bits == 6) decode_blocks<6>(codes, levels, out, blocks);
+  if (bits == 7) decode_blocks<7>(codes, levels, out, blocks);
+  if (bits == 8) decode_blocks<8>(codes, levels, out, blocks);
+}
+
+MT_CLONES void decode(const uint8_t* codes, const uint32_t* levels, uint32_t* out, int64_t blocks,
+                      int64_t bits) {
+  decode_any(codes, levels, out, blocks, bits);
+}
+MT_CLONES void decode(const uint8_t* codes, const uint64_t* levels, uint64_t* out, int64_t blocks,
+                      int64_t bits) {
+  decode_any(codes, levels, out, blocks, bits);
+}
+
+// -- passes --------------------------------------------------------------------------------------
+
+struct Forward {
+  const void* x;
+  void* y;  // written where a function is asked for
+  const float* boundaries;
+  uint8_t* codes;
+  int64_t n, bits, parity, function;
+  float shift, a, b;
+};
+
+template <typename T>
+void forward_range(const Forward& job, int64_t begin, int64_t end) {
+  float value[kChunk * kBlock], side[kChunk * kBlock];
+  const int64_t bytes = kBlock / 8 * job.bits;
+  for (int64_t block = begin; block < end; block += kChunk) {
+    const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
+    const int64_t count = std::min(blocks * kBlock, job.n - first);
+    const T* x = static_cast<const T*>(job.x) + first;
+    widen(x, value, count);
+    if (count < blocks * kBlock) std::memset(value + count, 0, 4 * (blocks * kBlock - count));
+    if (job.function != kNone) {
+      apply(value, side, count, job.function, job.a, job.b);
+      if constexpr (!std::is_same_v<T, double>) narrow(side, static_cast<T*>(job.y) + first, count);
     }
+    const float* compared = value;
+    if (job.parity == kEven || job.shift != 0.0f) {
+      to_side(value, side, blocks * kBlock, job.parity, job.shift);
+      compared = side;
+    }
+    encode(compared, job.boundaries, job.codes + block * bytes, blocks, job.bits, job.parity);
   }
 }
 
-template <bool kLevels, typename T>
-MT_INLINE void backward_any(const T* grad, const uint8_t* codes, const float* levels, T* out,
-                            int64_t n, int64_t count, int64_t begin, int64_t end) {
-  if (count == 2) backward_range<1, kLevels>(grad, codes, levels, out, n, begin, end);
-  if (count == 4) backward_range<2, kLevels>(grad, codes, levels, out, n, begin, end);
-  if (count == 8) backward_range<3, kLevels>(grad, codes, levels, out, n, begin, end);
-  if (count == 16) backward_range<4, kLevels>(grad, codes, levels, out, n, begin, end);
+struct Backward {
+  const void* grad;  // null: the levels themselves are wanted
+  const uint8_t* codes;
+  const void* levels;  // float, or double for doubles
+  void* out;
+  int64_t n, bits;
+};
+
+template <typename T>
+void backward_range(const Backward& job, int64_t begin, int64_t end) {
+  using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
+  Bits level[kChunk * kBlock];
+  const int64_t bytes = kBlock / 8 * job.bits;
+  for (int64_t block = begin; block < end; block += kChunk) {
+    const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
+    const int64_t count = std::min(blocks * kBlock, job.n - first);
+    decode(job.codes + block * bytes, static_cast<const Bits*>(job.levels), level, blocks, job.bits);
+    const T* grad = job.grad == nullptr ? nullptr : static_cast<const T*>(job.grad) + first;
+    multiply(grad, level, static_cast<T*>(job.out) + first, count);
+  }
 }
 
-#define MT_ENCODE(name, T)                                                                     \
-  MT_CLONES void name(const T* x, const float* boundaries, uint8_t* out, int64_t n,            \
-                      int64_t count, int64_t even, int64_t begin, int64_t end) {               \
-    encode_any(x, boundaries, out, n, count, even, begin, end);                                \
-  }
-#define MT_BACKWARD(name, T, levels_only)                                                      \
-  MT_CLONES void name(const T* grad, const uint8_t* codes, const float* levels, T* out,        \
-                      int64_t n, int64_t count, int64_t begin, int64_t end) {                  \
-    backward_any<levels_only>(grad, codes, levels, out, n, count, begin, end);                 \
-  }
-
-MT_ENCODE(encode_f32, float)
-MT_ENCODE(encode_bf16, Bf16)
-MT_BACKWARD(backward_f32, float, false)
-MT_BACKWARD(backward_bf16, Bf16, false)
-MT_BACKWARD(backward_f64, double, false)
-MT_BACKWARD(decode_f32, float, true)
-
-template <typename Body>
-void over_blocks(int64_t n, int64_t threads, const Body& body) {
-  parallel_for((n + kBlock - 1) / kBlock, kGrain, threads, body);
+template <typename Work>
+void over_blocks(int64_t n, int64_t threads, const Work& work) {
+  parallel_for((n + kBlock - 1) / kBlock, kGrain, threads, work);
 }
 
 }  // namespace
 }  // namespace memtrain
 
-MT_EXPORT void mt_derivative_encode_f32(const float* x, const float* boundaries, uint8_t* codes,
-                                        int64_t n, int64_t count, int64_t even, int64_t threads) {
-  memtrain::over_blocks(n, threads, [=](int64_t begin, int64_t end) {
-    memtrain::encode_f32(x, boundaries, codes, n, count, even, begin, end);
+// Codes of `x` and, where `function` is not kNone (no doubles), its value in `y`.
+MT_EXPORT void mt_derivative_forward(const void* x, void* y, const float* boundaries,
+                                     uint8_t* codes, int64_t n, int64_t dtype, int64_t bits,
+                                     int64_t parity, float shift, int64_t function, float a,
+                                     float b, int64_t threads) {
+  using namespace memtrain;
+  const Forward job{x, y, boundaries, codes, n, bits, parity, function, shift, a, b};
+  over_blocks(n, threads, [&job, dtype](int64_t begin, int64_t end) {
+    if (dtype == kF32) forward_range<float>(job, begin, end);
+    if (dtype == kBf16) forward_range<Bf16>(job, begin, end);
+    if (dtype == kF16) forward_range<Half>(job, begin, end);
+    if (dtype == kF64) forward_range<double>(job, begin, end);
   });
 }
 
-MT_EXPORT void mt_derivative_encode_bf16(const void* x, const float* boundaries, uint8_t* codes,
-                                         int64_t n, int64_t count, int64_t even,
-                                         int64_t threads) {
-  memtrain::over_blocks(n, threads, [=](int64_t begin, int64_t end) {
-    memtrain::encode_bf16(static_cast<const memtrain::Bf16*>(x), boundaries, codes, n, count, even,
-                          begin, end);
-  });
-}
-
-MT_EXPORT void mt_derivative_backward_f32(const float* grad, const uint8_t* codes,
-                                          const float* levels, float* out, int64_t n,
-                                          int64_t count, int64_t threads) {
-  memtrain::over_blocks(n, threads, [=](int64_t begin, int64_t end) {
-    memtrain::backward_f32(grad, codes, levels, out, n, count, begin, end);
-  });
-}
-
-MT_EXPORT void mt_derivative_backward_bf16(const void* grad, const uint8_t* codes,
-                                           const float* levels, void* out, int64_t n,
-                                           int64_t count, int64_t threads) {
-  memtrain::over_blocks(n, threads, [=](int64_t begin, int64_t end) {
-    memtrain::backward_bf16(static_cast<const memtrain::Bf16*>(grad), codes, levels,
-                            static_cast<memtrain::Bf16*>(out), n, count, begin, end);
-  });
-}
-
-MT_EXPORT void mt_derivative_backward_f64(const double* grad, const uint8_t* codes,
-                                          const float* levels, double* out, int64_t n,
-                                          int64_t count, int64_t threads) {
-  memtrain::over_blocks(n, threads, [=](int64_t begin, int64_t end) {
-    memtrain::backward_f64(grad, codes, levels, out, n, count, begin, end);
-  });
-}
-
-MT_EXPORT void mt_derivative_decode(const uint8_t* codes, const float* levels, float* out,
-                                    int64_t n, int64_t count, int64_t threads) {
-  memtrain::over_blocks(n, threads, [=](int64_t begin, int64_t end) {
-    memtrain::decode_f32(nullptr, codes, levels, out, n, count, begin, end);
+// out = grad * level of each code; without `grad`, the levels.
+MT_EXPORT void mt_derivative_backward(const void* grad, const uint8_t* codes, const void* levels,
+                                      void* out, int64_t n, int64_t dtype, int64_t bits,
+                                      int64_t threads) {
+  using namespace memtrain;
+  const Backward job{grad, codes, levels, out, n, bits};
+  over_blocks(n, threads, [&job, dtype](int64_t begin, int64_t end) {
+    if (dtype == kF32) backward_range<float>(job, begin, end);
+    if (dtype == kBf16) backward_range<Bf16>(job, begin, end);
+    if (dtype == kF16) backward_range<Half>(job, begin, end);
+    if (dtype == kF64) backward_range<double>(job, begin, end);
   });
 }
