@@ -1,27 +1,16 @@
-"""Times AdamW4bit.step() over GPT-2-small's shapes against torch's own AdamW, in one run.
-
-    python benchmarks/adamw_step.py [--rounds 9] [--out benchmarks/results/adamw_step.json]
-
-Each round steps every optimizer once, in turn, so that what else the machine does hits all of
-them; ratios are of medians and of minima over the rounds. Before timing, one step of each
-compressed form is checked against the pure-torch reference.
-"""
-
-import argparse
-import json
-import platform
-import statistics
-import time
-from pathlib import Path
+"""AdamW4bit.step() over GPT-2-small's shapes against torch's own AdamW, in one run."""
 
 import torch
 from torch import nn
 
-import memtrain.kernels.cpu as cpu
+from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit, state_bytes
 
 SECONDS = {"rank1": "Rank-1/Linear", "block": "B128/Linear", "factored": "factored"}
+# Bytes that a step must read and write per parameter (docs/design.md)
+FLOORS = {"rank1": 18.6, "block": 14.1, "factored": 17.1}
+TORCH_FLOOR = 28.0
 
 
 def gpt2_small():
@@ -30,92 +19,61 @@ def gpt2_small():
     return [(50257, 768), (1024, 768), *layer * 12, (768,), (768,)]
 
 
-def make_params(shapes):
+def make_params(shapes, device):
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(s, generator=generator) * 0.02) for s in shapes]
+    params = [nn.Parameter((torch.randn(s, generator=generator) * 0.02).to(device)) for s in shapes]
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator) * 1e-3
+        param.grad = (torch.randn(param.shape, generator=generator) * 1e-3).to(device)
     return params
 
 
-def check(second):
-    """One step by the C++ kernel and by the reference: the same to 1e-6 of the step."""
-    results = []
-    for name in ("cpu", "reference"):
-        params = make_params([(300, 128), (200, 77), (5000,)])
-        with backend(name):
-            AdamW4bit(params, second=second).step()
-        results.append(params)
-    for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-8), second
+def check(second, device):
+    """One step by the fast kernel and by the reference: the same to 1e-5 of the weights."""
+    shapes = [(300, 128), (200, 77), (5000,)]
+    ours, expected = make_params(shapes, device), make_params(shapes, device)
+    AdamW4bit(ours, second=second).step()
+    with backend("reference"):
+        AdamW4bit(expected, second=second).step()
+    for a, b in zip(ours, expected, strict=True):
+        require(torch.allclose(a, b, rtol=1e-5, atol=1e-8), f"{second} is not the reference")
 
 
-def processor():
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+def jobs(options: Options) -> list[Job]:
+    shapes = [(256, 128), (500,)] if options.quick else gpt2_small()
+    made = []  # made with the first job, shared by all: only one set of weights is held
+
+    def job(name):
+        def build():
+            made[:] = made or make_params(shapes, options.device)
+            fused = torch.optim.AdamW(made, fused=True)
+            if name == "torch foreach":
+                optimizer, floor = torch.optim.AdamW(made, foreach=True), TORCH_FLOOR
+            else:
+                optimizer, floor = AdamW4bit(made, second=SECONDS[name]), FLOORS[name]
+            for each in (fused, optimizer):
+                each.step()  # states are made in the first step
+            numel = sum(p.numel() for p in made)
+            return Trial(
+                ours=optimizer.step,
+                theirs=fused.step,
+                gate=lambda: check(SECONDS[name], options.device) if name in FLOORS else None,
+                elements=numel,
+                nbytes=round(floor * numel),
+                copied=4 * numel,
+                labels={"state_bytes_per_parameter": state_bytes(optimizer) / numel},
+            )
+
+        shape = "tiny" if options.quick else "gpt2-small"
+        labels = {"optimizer": name, "baseline": "torch fused", "shapes": shape}
+        return timed(name, labels, build, options)
+
+    return [job(name) for name in (*FLOORS, "torch foreach")]
 
 
-def measure(rounds):
-    params = make_params(gpt2_small())
-    optimizers = {
-        "torch fused": torch.optim.AdamW(params, fused=True),
-        "torch foreach": torch.optim.AdamW(params, foreach=True),
-        **{name: AdamW4bit(params, second=second) for name, second in SECONDS.items()},
-    }
-    times = {name: [] for name in optimizers}
-    for optimizer in optimizers.values():
-        optimizer.step()  # states are made in the first step
-    for _ in range(rounds):
-        for name, optimizer in optimizers.items():
-            start = time.perf_counter()
-            optimizer.step()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    numel = sum(p.numel() for p in params)
-    return [row(name, times, state_bytes(o) / numel, numel) for name, o in optimizers.items()]
-
-
-def row(name, times, bytes_per_parameter, numel):
-    own, base = sorted(times[name]), times["torch fused"]
-    each = [a / b for a, b in zip(times[name], base, strict=True)]
-    quartiles = statistics.quantiles(own, n=4)
-    return {
-        "optimizer": name,
-        "shapes": "gpt2-small",
-        "parameters": numel,
-        "state_bytes_per_parameter": round(bytes_per_parameter, 4),
-        "median_ms": round(statistics.median(own), 1),
-        "min_ms": round(own[0], 1),
-        "quartiles_ms": [round(q, 1) for q in quartiles],
-        "ratio_of_medians": round(statistics.median(own) / statistics.median(base), 3),
-        "ratio_of_minima": round(own[0] / min(base), 3),
-        "median_ratio_per_round": round(statistics.median(each), 3),
-        "rounds": len(own),
-        "threads": torch.get_num_threads(),
-        "cpu": processor(),
-        "isa": cpu.library().mt_isa() if cpu.library() else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="a JSON file to write the rows to")
-    options = parser.parse_args()
-    for second in SECONDS.values():
-        check(second)
-    rows = measure(options.rounds)
-    for r in rows:
-        keys = ("optimizer", "state_bytes_per_parameter", "median_ms", "min_ms")
-        ratios = ("ratio_of_medians", "ratio_of_minima", "median_ratio_per_round")
-        print(*(f"{r[key]!s:>14}" for key in keys + ratios))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "adamw_step",
+    "the 4-bit AdamW's step against torch's fused one",
+    jobs,
+    ("optimizer", "state_bytes_per_parameter", "ours_ms_p50", "theirs_ms_p50", "ratio_p50",
+     "percent_of_copy", "ours_peak_bytes"),
+)  # fmt: skip

@@ -1,38 +1,38 @@
-"""Saved activations of GPT-2-small's blocks: bytes of live storages, and the process's own memory.
-
-    python benchmarks/gpt2_activations.py [--batch 8] [--sequence 512] [--labels]
+"""Saved activations of GPT-2-small: bytes of live storages, and what the process itself holds.
 
 Each case runs in a process of its own: one real forward in fp32 without dropout, then the bytes
 that it left alive, counted by `LiveStorages` (which knows nothing of memtrain) and confirmed by
-what the process's resident memory has grown by. One row per case goes to
-`benchmarks/results/gpt2_activations.csv`.
+what the process's resident memory (on CUDA: the allocator's memory) has grown by. Settings:
+`--set batch=8 sequence=512 labels=1 layers=12`.
 """
 
-import argparse
-import csv
 import ctypes
 import gc
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "gpt2_activations.csv"
+from benchmarks.harness import Benchmark, Job, Options, Row, synchronize
+
 PRESETS = ("plain", "activations_only", "smallest")
 
 
-def resident():
-    """Bytes of this process in memory, after giving free pages back."""
+def resident(device):
+    """Bytes in memory, after giving free pages back."""
     gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.memory_allocated()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(args):
+def measure(case):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -40,87 +40,85 @@ def measure(args):
     from memtrain.meter import LiveStorages
 
     torch.manual_seed(0)
+    device = case["device"]
     config = GPT2Config(
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
-        attn_implementation=args.attention,
+        attn_implementation=case["attention"], n_layer=case["layers"],
     )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
-    if args.preset != "plain":
+    model = GPT2LMHeadModel(config).train().to(device)
+    if case["preset"] != "plain":
         optimizer = torch.optim.AdamW(model.parameters())
-        memtrain.wrap(model, optimizer, ["preset=" + args.preset, "optim=none"])
-    x = torch.randint(0, config.vocab_size, (args.batch, args.sequence))
+        memtrain.wrap(model, optimizer, ["preset=" + case["preset"], "optim=none"])
+    x = torch.randint(0, config.vocab_size, (case["batch"], case["sequence"]), device=device)
 
     def forward(x):
-        if args.labels:
+        if case["labels"]:
             return model(x, labels=x).loss
         return model.transformer(x).last_hidden_state
 
     forward(x[:1, :32])  # what the first call allocates for good is not an activation
-    before = resident()
+    before = resident(device)
     start = time.perf_counter()
     with LiveStorages() as live:
         out = forward(x)
-        seconds = time.perf_counter() - start
+        synchronize(device)
+        forward_s = time.perf_counter() - start
         held = live.nbytes(exclude=[out])
-    grown = resident() - before - out.untyped_storage().nbytes()
+    grown = resident(device) - before - out.untyped_storage().nbytes()
     start = time.perf_counter()
     out.sum().backward()
+    synchronize(device)
     return {
         "live_bytes": held,
         "resident_bytes": grown,
-        "forward_s": round(seconds, 3),
+        "forward_s": round(forward_s, 3),
         "backward_s": round(time.perf_counter() - start, 3),
-        "torch": torch.__version__,
-        "memtrain": memtrain.__version__,
-        "threads": torch.get_num_threads(),
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--labels", action="store_true", help="with the LM head and the loss")
-    parser.add_argument("--attention", choices=("eager", "sdpa"), help=argparse.SUPPRESS)
-    parser.add_argument("--preset", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.preset:
-        print(json.dumps(measure(args)))
-        return
-    rows = []
-    for attention in ("eager", "sdpa"):
-        plain = {}
-        for preset in PRESETS:
-            command = [sys.executable, __file__, "--attention", attention, "--preset", preset,
-                       "--batch", str(args.batch), "--sequence", str(args.sequence),
-                       *(["--labels"] if args.labels else [])]  # fmt: skip
-            result = subprocess.run(command, check=True, capture_output=True, text=True)
-            row = json.loads(result.stdout.splitlines()[-1])
-            plain = plain or row
-            shown = "balanced" if preset == "activations_only" else preset
-            rows.append(
-                {
-                    "model": "gpt2", "part": "whole, with labels" if args.labels else "blocks",
-                    "attention": attention, "activations_of": shown,
-                    "batch": args.batch, "sequence": args.sequence, "dtype": "float32",
-                    "live_ratio": round(row["live_bytes"] / plain["live_bytes"], 4),
-                    "resident_ratio": round(row["resident_bytes"] / plain["resident_bytes"], 4),
-                    **row, "cpu": platform.processor() or platform.machine(),
-                    "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
-                }
-            )  # fmt: skip
-            print(
-                f"{attention:5} {shown:9} live {row['live_bytes'] / 2**20:8.1f} MiB "
-                f"({rows[-1]['live_ratio']:.4f})  resident {row['resident_bytes'] / 2**20:8.1f} "
-                f"MiB ({rows[-1]['resident_ratio']:.4f})"
-            )
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+def jobs(options: Options) -> list[Job]:
+    case = {"batch": 8, "sequence": 512, "labels": 0, "layers": 12, "device": options.device}
+    if options.quick:
+        case |= {"batch": 1, "sequence": 64, "layers": 2}
+    case |= {key: int(value) for key, value in (pair.split("=") for pair in options.overrides)}
 
+    def compare(attention) -> list[Row]:
+        results = [_in_a_process({**case, "attention": attention, "preset": p}) for p in PRESETS]
+        return [_row(case, attention, preset, results[0], result)
+                for preset, result in zip(PRESETS, results, strict=True)]  # fmt: skip
+
+    return [Job(name, lambda name=name: compare(name)) for name in ("eager", "sdpa")]
+
+
+def _in_a_process(case):
+    command = [sys.executable, "-m", "benchmarks.gpt2_activations", json.dumps(case)]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _row(case, attention, preset, plain, result) -> Row:
+    return {
+        "model": "gpt2",
+        "part": "whole, with labels" if case["labels"] else "blocks",
+        "attention": attention,
+        "activations_of": "balanced" if preset == "activations_only" else preset,
+        "layers": case["layers"],
+        "batch": case["batch"],
+        "sequence": case["sequence"],
+        "dtype": "float32",
+        "live_ratio": round(result["live_bytes"] / plain["live_bytes"], 4),
+        "resident_ratio": round(result["resident_bytes"] / max(plain["resident_bytes"], 1), 4),
+        **result,
+    }
+
+
+BENCHMARK = Benchmark(
+    "gpt2_activations",
+    "saved activations of GPT-2-small, in live storages and in the process's own memory",
+    jobs,
+    ("attention", "activations_of", "live_bytes", "live_ratio", "resident_bytes", "resident_ratio"),
+)
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

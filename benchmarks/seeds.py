@@ -1,26 +1,18 @@
 """Validation loss of the demo, wrapped against plain, over several seeds.
 
-    python benchmarks/seeds.py [--seeds 3] [override ...]
-
-Runs `memtrain-train` once per seed and prints each pair of final validation losses, the spread of
-the plain runs and the mean difference. One row per seed goes to `benchmarks/results/seeds.csv`.
+Runs `memtrain-train` once per seed. Settings: `--set seeds=3` and any override of memtrain-train.
 """
 
-import argparse
-import csv
 import json
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "seeds.csv"
+from benchmarks.harness import Benchmark, Job, Options, Row
 
 
-def run(seed, overrides):
+def train(seed, overrides):
     with tempfile.TemporaryDirectory() as folder:
         program = "import sys; from memtrain.cli.train import main; sys.exit(main(sys.argv[1:]))"
         arguments = [f"seed={seed}", f"output.folder={folder}", *overrides]
@@ -30,49 +22,37 @@ def run(seed, overrides):
         return json.loads(summary.read_text())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    args, overrides = parser.parse_known_args()
-    rows = []
-    for seed in range(args.seeds):
-        summary = run(seed, overrides)
+def jobs(options: Options) -> list[Job]:
+    overrides = [item for item in options.overrides if not item.startswith("seeds=")]
+    counts = [int(item[6:]) for item in options.overrides if item.startswith("seeds=")]
+    if options.quick:
+        counts, overrides = counts or [1], ["experiment=smoke", *overrides]
+
+    def rows(seed) -> list[Row]:
+        summary = train(seed, [f"training.device={options.device}", *overrides])
         plain, wrapped = summary["runs"]["plain"], summary["runs"]["wrapped"]
-        rows.append(
+        return [
             {
-                "experiment": summary["experiment"], "overrides": " ".join(overrides),
-                "seed": seed, "steps": plain["steps"],
+                "experiment": summary["experiment"],
+                "overrides": " ".join(overrides),
+                "seed": seed,
+                "steps": plain["steps"],
                 "plain_validation_loss": plain["validation_loss"],
                 "wrapped_validation_loss": wrapped["validation_loss"],
+                "wrapped_minus_plain": wrapped["validation_loss"] - plain["validation_loss"],
                 "saved_ratio": summary["ratio"]["saved"],
                 "states_ratio": summary["ratio"]["states"],
                 "step_ratio": summary["ratio"]["step_seconds"],
-                "torch": summary["torch"], "cpu": platform.machine(),
-                "date": time.strftime("%Y-%m-%d"),
             }
-        )  # fmt: skip
-        print(
-            f"seed {seed}: plain {plain['validation_loss']:.4f}  "
-            f"wrapped {wrapped['validation_loss']:.4f}  "
-            f"step time {summary['ratio']['step_seconds']:.2f}x",
-            flush=True,
-        )
-    plain = [row["plain_validation_loss"] for row in rows]
-    difference = [
-        row["wrapped_validation_loss"] - loss for row, loss in zip(rows, plain, strict=True)
-    ]
-    print(
-        f"spread of plain {max(plain) - min(plain):.4f}; "
-        f"wrapped - plain: mean {statistics.mean(difference):+.4f}, "
-        f"worst {max(difference, key=abs):+.4f}"
-    )
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+        ]
+
+    return [Job(f"seed {seed}", lambda seed=seed: rows(seed)) for seed in range((counts or [3])[0])]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "seeds",
+    "validation loss of the demo, wrapped against plain, over seeds",
+    jobs,
+    ("seed", "plain_validation_loss", "wrapped_validation_loss", "wrapped_minus_plain",
+     "step_ratio"),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""What memtrain costs and saves, measured: `python -m benchmarks list`, `... run [name]`."""

@@ -1,0 +1,244 @@
+"""Saved activations in few bits: each op against torch's own, over sizes; a whole training step."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memtrain
+from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
+from memtrain.activations.fewbit import fewbit
+from memtrain.activations.ops.dropout import dropout
+from memtrain.compressors import COMPRESSORS, Compressor, DerivativeCode, Key
+from memtrain.kernels.dispatch import backend
+from memtrain.meter import saved_nbytes
+
+DTYPES = (torch.float32, torch.bfloat16)
+TORCH = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
+GATED = 1 << 16  # elements that a gate compares with the reference, which is slow
+REFERENCE = 1 << 18  # the largest size at which the reference itself is timed
+MAP = 1024  # elements of a feature map of the patches: 32 x 32
+
+
+def sizes(options: Options) -> list[int]:
+    """Numbers of elements: 2^10 to 2^24 by fours, to 2^28 in full."""
+    largest = 13 if options.quick else 29 if options.full else 25
+    return [1 << power for power in range(10, largest, 2)]
+
+
+def jobs(options: Options) -> list[Job]:
+    return [*_ops(options), step(options)]
+
+
+def _ops(options: Options) -> Iterator[Job]:
+    for dtype in DTYPES:
+        for n in sizes(options):
+            for function in ("gelu", "silu"):
+                for bits in (1, 2, 3, 4):
+                    yield nonlinearity(function, bits, n, dtype, options)
+            yield nonlinearity("relu", 1, n, dtype, options)
+            yield masked_dropout(n, dtype, options)
+            for bits in (2, 4):
+                yield from pair("group", {"bits": bits}, (n,), dtype, options)
+            if "patch" in COMPRESSORS:
+                yield from pair("patch", {}, (n // MAP, 1, 32, 32), dtype, options)
+
+
+def _labels(op: str, baseline: str, bits: int | str, shape: tuple[int, ...], dtype: Any) -> Any:
+    name = str(dtype).removeprefix("torch.")
+    return {"op": op, "baseline": baseline, "bits": bits, "shape": str(shape), "dtype": name}
+
+
+def _title(labels: dict[str, Any]) -> str:
+    return f"{labels['op']} {labels['bits']} {labels['dtype']} {labels['shape']}"
+
+
+def _both(f: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward."""
+    y = f(x)
+    return y, torch.autograd.grad(y, x, grad)[0]
+
+
+def _close(ours: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for a few roundings: each device has its own erf, exp and fused multiply-adds."""
+    ours, expected, eps = ours.detach(), expected.detach(), torch.finfo(expected.dtype).eps
+    near = torch.allclose(ours, expected, rtol=8 * eps, atol=8 * eps)
+    require(near, f"{what} differs by {float((ours - expected).abs().max()):.3g}")
+
+
+def nonlinearity(function: str, bits: int, n: int, dtype: torch.dtype, options: Options) -> Job:
+    """Forward and backward of a few-bit function beside torch's."""
+    labels = _labels(f"{function} fwd+bwd", f"torch {function}", bits, (n,), dtype)
+
+    def build() -> Trial:
+        x, grad = torch.randn(2, n, device=options.device).to(dtype)
+        x.requires_grad_()
+        code = DerivativeCode(bits=bits, function=function)
+
+        def ours(t: Tensor) -> Tensor:
+            return fewbit(t, code)
+
+        def gate() -> None:
+            some, its = x.detach()[:GATED].requires_grad_(), grad[:GATED]
+            y, dx = _both(ours, some, its)
+            exact, slope = _both(TORCH[function], some, its)
+            _close(y, exact, "the value")
+            if function == "relu":
+                require(torch.equal(dx, slope), "the gradient is not torch's")
+            with backend("reference"):
+                _close(dx, _both(ours, some, its)[1], "the gradient, from the reference's,")
+
+        return Trial(
+            ours=lambda: _both(ours, x, grad),
+            theirs=lambda: _both(TORCH[function], x, grad),
+            gate=gate,
+            elements=n,
+            nbytes=4 * x.nbytes + 2 * n * bits // 8,
+            copied=x.nbytes,
+            labels={"saved_bytes": saved_nbytes(lambda: ours(x))[0]},
+        )
+
+    return timed(_title(labels), labels, build, options)
+
+
+def masked_dropout(n: int, dtype: torch.dtype, options: Options) -> Job:
+    """Dropout with a mask of one bit beside torch's."""
+    labels = _labels("dropout fwd+bwd", "torch dropout", 1, (n,), dtype)
+
+    def build() -> Trial:
+        x, grad = torch.randn(2, n, device=options.device).to(dtype)
+        x.requires_grad_()
+
+        def gate() -> None:
+            results = []
+            for f in (dropout, F.dropout):
+                torch.manual_seed(1)
+                results.append(_both(lambda t, f=f: f(t, 0.1), x, grad))
+            for ours, theirs in zip(*results, strict=True):
+                require(torch.equal(ours, theirs), "it is not torch's dropout of the same seed")
+
+        return Trial(
+            ours=lambda: _both(lambda t: dropout(t, 0.1), x, grad),
+            theirs=lambda: _both(lambda t: F.dropout(t, 0.1), x, grad),
+            gate=gate,
+            elements=n,
+            nbytes=4 * x.nbytes + 2 * n // 8,
+            copied=x.nbytes,
+            labels={"saved_bytes": saved_nbytes(lambda: dropout(x, 0.1))[0]},
+        )
+
+    return timed(_title(labels), labels, build, options)
+
+
+def pair(
+    name: str, fields: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, options: Options
+) -> Iterator[Job]:
+    """Compress and decompress, each by itself; small sizes beside the pure-torch reference."""
+    n, compressor = torch.Size(shape).numel(), COMPRESSORS[name](**fields)
+    for direction in ("compress", "decompress"):
+        theirs = "reference" if n <= REFERENCE else ""
+        bits = fields.get("bits", "")
+        labels = _labels(f"{name} {direction}", theirs, bits, shape, dtype)
+
+        def build(direction: str = direction) -> Trial:
+            return _one_way(compressor, direction, torch.randn(shape).to(options.device, dtype))
+
+        yield timed(_title(labels), labels, build, options)
+
+
+def _one_way(compressor: Compressor, direction: str, x: Tensor) -> Trial:
+    key = Key(seed=1)
+    packed = compressor.compress(x, key=key)
+
+    def ours() -> object:
+        if direction == "compress":
+            return compressor.compress(x, key=key)
+        return compressor.decompress(packed)
+
+    def reference() -> object:
+        with backend("reference"):
+            return ours()
+
+    def gate() -> None:
+        some = x if x.dim() > 1 and len(x) <= GATED // MAP else x[: GATED if x.dim() == 1 else 64]
+        fast = compressor.compress(some, key=key)
+        y = compressor.decompress(fast)
+        with backend("reference"):
+            slow = compressor.compress(some, key=key)
+            for part, tensor in slow.tensors.items():
+                require(torch.equal(fast.tensors[part], tensor), f"{part} is not the reference's")
+            _close(y, compressor.decompress(slow), "the tensor that comes back")
+
+    return Trial(
+        ours=ours,
+        theirs=reference if x.numel() <= REFERENCE else None,
+        gate=gate,
+        elements=x.numel(),
+        nbytes=x.nbytes + packed.nbytes,
+        copied=x.nbytes,
+        labels={"saved_bytes": packed.nbytes},
+    )
+
+
+def step(options: Options) -> Job:
+    """A training step of GPT-2-small (tiny if quick), wrapped with `balanced` beside plain."""
+    cuda = options.device.startswith("cuda")
+    batch, sequence = (2, 32) if options.quick else (8, 512) if cuda else (2, 256)
+    dtype = torch.bfloat16 if cuda else torch.float32  # autocast on a GPU
+    labels = _labels("gpt2 step", "plain", "balanced", (batch, sequence), dtype)
+
+    def build() -> Trial:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        tiny = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if options.quick else {}
+        still = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "use_cache": False}
+        config = GPT2Config(**still, **tiny)
+        x = torch.randint(0, config.vocab_size, (batch, sequence), device=options.device)
+
+        def make(preset: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+            torch.manual_seed(0)
+            model: nn.Module = GPT2LMHeadModel(config).to(options.device)
+            optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+            if preset:
+                model, optimizer = memtrain.wrap(model, optimizer, preset)
+
+            def loss() -> Tensor:
+                with torch.autocast(x.device.type, dtype, enabled=cuda):
+                    return model(x, labels=x).loss
+
+            def train() -> Tensor:
+                value = loss()
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return value
+
+            return loss, train
+
+        loss, ours = make("balanced")
+        plain_loss, theirs = make("")
+
+        def gate() -> None:
+            # Dropout is off and the forward is exact: only sums may be taken in another order.
+            value, plain = loss().detach(), plain_loss().detach()
+            near = torch.allclose(value, plain, rtol=1e-2 if cuda else 1e-5)
+            require(near, f"the loss is {float(value):.6g}, plain {float(plain):.6g}")
+
+        saved = {
+            "saved_bytes": saved_nbytes(loss)[0],
+            "plain_saved_bytes": saved_nbytes(plain_loss)[0],
+        }
+        return Trial(ours, theirs, gate, x.numel(), labels=saved)
+
+    return timed(_title(labels), labels, build, options)
+
+
+BENCHMARK = Benchmark(
+    "activations",
+    "saved activations in few bits: each op against torch's own, by size",
+    jobs,
+    ("op", "bits", "dtype", "elements", "ours_ms_p50", "theirs_ms_p50", "ratio_p50",
+     "ns_per_element", "percent_of_copy", "saved_bytes", "ours_peak_bytes"),
+)  # fmt: skip
