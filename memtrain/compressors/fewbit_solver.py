@@ -23,7 +23,7 @@ from memtrain.compressors.fewbit_step import MAX_BITS, Approximation
 __all__ = ["MAX_BITS", "Approximation", "solve", "table"]
 
 VERSION = 2  # of what a table holds; part of the names of cached files
-_SLOW_BITS = 6  # from here on solving takes longer than reading a file: see docs/fewbit.md
+_SLOW_BITS = 6  # from here on solving may take seconds (docs/fewbit.md)
 
 
 def solve(

@@ -1,0 +1,297 @@
+"""`memtrain-fewbit`: print, draw and save the step function that stands for a derivative."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from memtrain.compressors.fewbit_step import Approximation
+
+HELP = """\
+usage: memtrain-fewbit FUNCTION [--bits N] [options]
+       memtrain-fewbit --errors
+
+Print the step function that stands for an activation's derivative in the
+backward pass: its boundaries, its levels, the integral of its squared error.
+
+examples:
+  memtrain-fewbit gelu --bits 3
+  memtrain-fewbit gelu --bits 2 --interval -6 6 --weight normal
+  memtrain-fewbit elu --alpha 5 --png elu.png
+  memtrain-fewbit silu --bits 4 --json > silu.json
+  memtrain-fewbit --errors                 errors of every function, 1 to 4 bits
+
+functions (and their parameters):
+{functions}
+options:
+  --bits N           1 to 8 (3); functions of two slopes take 1, exactly
+  --interval LO HI   where the error counts; by default what training uses
+  --weight NAME      uniform (default), or normal: inputs near 0 count more
+  --cells N          cells of the search grid (2000)
+  --png FILE         draw the derivative and its steps (needs matplotlib)
+  --npz FILE         save the table; DerivativeCode can use it: docs/fewbit.md
+  --json             print JSON instead of tables
+  --errors           print the table of errors
+
+exit status: 0 done, 2 wrong arguments, or a file that cannot be written
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(f"{message}; see memtrain-fewbit --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point.
+
+    Args:
+        argv: Without the program's name; `sys.argv`'s by default.
+
+    Returns:
+        The exit status.
+
+    Example:
+        >>> main(["gelo"])
+        2
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        if {"-h", "--help"} & set(argv) or not argv:
+            console.out(_help(), end="", highlight=False)
+            return 0
+        arguments = _parse(argv)
+        if arguments.errors:
+            console.print(errors_table())
+            return 0
+        run(arguments, console)
+    except BrokenPipeError:
+        # The reader has gone: what Python would flush at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        errors.print(f"memtrain-fewbit: {error}", markup=False)
+        return 2
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from memtrain.compressors.fewbit_functions import FAMILIES
+
+    parser = _Parser(prog="memtrain-fewbit", add_help=False, allow_abbrev=False)
+    parser.add_argument("function", nargs="?")
+    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--interval", type=float, nargs=2)
+    parser.add_argument("--weight", default="uniform", choices=("uniform", "normal"))
+    parser.add_argument("--cells", type=int)
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("--npz", type=Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--errors", action="store_true")
+    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.defaults):
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=f"parameter {name}", type=float)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.function is None and not arguments.errors:
+        raise ValueError("no function given; see memtrain-fewbit --help")
+    return arguments
+
+
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """Make the table, write the files, print.
+
+    Args:
+        arguments: As parsed.
+        console: Where to; 80 columns are enough.
+
+    Raises:
+        ValueError: For an argument that is not allowed.
+        ImportError: For `--png` without matplotlib.
+        OSError: If a file cannot be written.
+    """
+    from memtrain.compressors.fewbit_functions import FAMILIES, check_name, curve
+    from memtrain.compressors.fewbit_solver import solve, table
+    from memtrain.compressors.fewbit_tables import save_npz
+
+    function, bits = arguments.function, arguments.bits
+    check_name(function, FAMILIES)
+    parameters = _parameters(arguments, FAMILIES[function].defaults)
+    interval = FAMILIES[function].interval(*parameters)
+    if arguments.interval:
+        interval = arguments.interval[0], arguments.interval[1]
+    for path in (arguments.png, arguments.npz):
+        _writable(path)
+    own = arguments.interval or arguments.cells or arguments.weight != "uniform"
+    if own:
+        cells = 2000 if arguments.cells is None else arguments.cells
+        shape = curve(function, parameters)
+        step = solve(shape, bits, interval, arguments.weight, n=cells)
+    else:
+        step = table(function, bits, parameters)
+    if arguments.npz is not None:
+        save_npz(arguments.npz, {f"{function}{step.bits:02d}": step})
+    if arguments.png is not None:
+        from memtrain.cli.fewbit_plot import draw
+
+        draw(arguments.png, function, parameters, step, interval)
+    names = dict(zip(FAMILIES[function].defaults, parameters, strict=True))
+    if arguments.json:
+        content = as_json(function, names, interval, arguments.weight, step)
+        console.out(json.dumps(content, indent=1), highlight=False)
+    else:
+        _show(console, function, names, interval, arguments.weight, step)
+
+
+def _parameters(arguments: argparse.Namespace, defaults: "Any") -> tuple[float, ...]:
+    from memtrain.compressors.fewbit_functions import complete
+
+    given = {
+        name.removeprefix("parameter "): value
+        for name, value in vars(arguments).items()
+        if name.startswith("parameter ") and value is not None
+    }
+    for name in given:
+        if name not in defaults:
+            allowed = ", ".join(defaults) or "none"
+            raise ValueError(f"{arguments.function} has no parameter {name!r}; it has: {allowed}")
+    values = [given.get(name, default) for name, default in defaults.items()]
+    if None in values:
+        missing = [
+            f"--{name.replace('_', '-')}"
+            for name, v in zip(defaults, values, strict=True)
+            if v is None
+        ]
+        raise ValueError(f"{arguments.function} needs {' and '.join(missing)}")
+    return complete(arguments.function, values)
+
+
+def _writable(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise OSError(f"cannot write {str(path)!r}: no such folder, or not writable")
+
+
+def as_json(
+    function: str,
+    parameters: dict[str, float],
+    interval: tuple[float, float],
+    weight: str,
+    step: "Approximation",
+) -> dict[str, Any]:
+    """The table as JSON values.
+
+    Args:
+        function: Its name.
+        parameters: By name.
+        interval: Where the error counts.
+        weight: The density's name.
+        step: The table.
+
+    Returns:
+        What `--json` prints.
+
+    Example:
+        >>> from memtrain.compressors.fewbit_solver import table
+        >>> as_json("relu", {}, (-10.0, 10.0), "uniform", table("relu", 1))["levels"]
+        [0.0, 1.0]
+    """
+    return {
+        "function": function,
+        "parameters": parameters,
+        "bits": step.bits,
+        "interval": list(interval),
+        "weight": weight,
+        "parity": step.parity,
+        "shift": step.shift,
+        "boundaries": list(step.boundaries),
+        "levels": list(step.levels),
+        "error": step.error,
+    }
+
+
+def _show(
+    console: Console,
+    function: str,
+    parameters: dict[str, float],
+    interval: tuple[float, float],
+    weight: str,
+    step: "Approximation",
+) -> None:
+    words = [function, *(f"{name}={value:g}" for name, value in parameters.items())]
+    console.print(
+        f"{' '.join(words)}: {step.bits} bit{'s' * (step.bits > 1)}, {step.parity}", highlight=False
+    )
+    count = f"on [{interval[0]:g}, {interval[1]:g}], weight {weight}"
+    exact = "0: the steps are the derivative" if step.error == 0 else f"{step.error:.6g}"
+    console.print(f"squared error {count}: {exact}\n", highlight=False)
+    side = "|x|" if step.even else "x"
+    rows = Table(box=None, pad_edge=False)
+    for name in ("code", f"{side} above", f"{side} up to", "level"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    for code, low, high in pieces(step):
+        rows.add_row(str(code), f"{low:.7g}", f"{high:.7g}", f"{step.levels[code]:.7f}")
+    console.print(rows)
+
+
+def pieces(step: "Approximation") -> list[tuple[int, float, float]]:
+    """The intervals of the step function, in order: code, left end, right end.
+
+    Example:
+        >>> from memtrain.compressors.fewbit_tables import from_table
+        >>> pieces(from_table([-1.0, 1.0], [0.0, 1.0], "band"))
+        [(0, -inf, -1.0), (1, -1.0, 1.0), (0, 1.0, inf)]
+    """
+    # -0 and what rounding leaves of 0 read as 0.
+    inner = [0.0 if abs(x) < 1e-12 else x for x in step.boundaries]
+    edges = [0.0 if step.even else -math.inf, *inner, math.inf]
+    codes = [0, 1, 0] if step.parity == "band" else range(len(step.levels))
+    return list(zip(codes, edges[:-1], edges[1:], strict=True))
+
+
+def errors_table() -> Table:
+    """Squared errors of every function that needs no parameters, for 1 to 4 bits.
+
+    Returns:
+        A table of 80 columns or fewer. The exact functions are named below it.
+
+    Example:
+        >>> errors_table().row_count > 10
+        True
+    """
+    from memtrain.compressors.fewbit_exact import EXACT
+    from memtrain.compressors.fewbit_functions import CURVES
+    from memtrain.compressors.fewbit_solver import table
+
+    rows = Table(box=None, pad_edge=False)
+    rows.add_column("function")
+    for bits in range(1, 5):
+        rows.add_column(f"{bits} bit{'s' * (bits > 1)}", justify="right", no_wrap=True)
+    for function in CURVES:
+        if function not in EXACT:
+            rows.add_row(function, *(f"{table(function, bits).error:.4f}" for bits in range(1, 5)))
+    rows.caption = f"exact with 1 bit: {', '.join(EXACT)}"
+    rows.caption_justify = "left"
+    return rows
+
+
+def _help() -> str:
+    from memtrain.compressors.fewbit_functions import FAMILIES
+
+    lines = []
+    for name, family in FAMILIES.items():
+        options = " ".join(f"--{option.replace('_', '-')}" for option in family.defaults)
+        lines.append(f"  {name} {options}".rstrip())
+    plain = [line.strip() for line in lines if "--" not in line]
+    rest = "".join(f"{line}\n" for line in lines if "--" in line)
+    half = len(plain) // 2
+    return HELP.format(
+        functions=f"  {', '.join(plain[:half])},\n  {', '.join(plain[half:])}\n{rest}"
+    )

@@ -1,0 +1,174 @@
+"""memtrain-fewbit: its tables, its files, and one clear line for every mistake."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from memtrain.cli.fewbit import main
+from memtrain.compressors.fewbit_functions import FAMILIES
+from memtrain.compressors.fewbit_solver import solve, table
+from memtrain.compressors.fewbit_tables import load_npz
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def test_gelu_prints_its_table_within_80_columns(capsys):
+    assert main(["gelu", "--bits", "3"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "gelu: 3 bits, plain" in text
+    assert "squared error on [-10, 10], weight uniform: 0.0118983" in text
+    rows = [line.split() for line in text.splitlines()[4:]]
+    assert rows[0] == ["0", "-inf", "-2.398078", "-0.0025996"]
+    assert rows[4] == ["4", "0", "0.326316", "0.6279073"]
+    assert len(rows) == 8
+
+
+def test_bands_and_even_tables_print_as_they_are(capsys):
+    assert main(["relu6"]) == 0
+    text = capsys.readouterr().out
+    assert "relu6: 1 bit, band" in text
+    assert "0: the steps are the derivative" in text
+    assert len(text.splitlines()) == 7
+    assert main(["tanh", "--bits", "1"]) == 0
+    assert "|x| above" in capsys.readouterr().out
+
+
+def test_json_is_the_solvers_table(capsys):
+    arguments = ["silu", "--bits", "2", "--interval", "-6", "6.5", "--weight", "normal"]
+    assert main([*arguments, "--cells", "400", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    step = solve("silu", 2, (-6, 6.5), "normal", n=400)
+    assert content == {
+        "function": "silu",
+        "parameters": {},
+        "bits": 2,
+        "interval": [-6.0, 6.5],
+        "weight": "normal",
+        "parity": "plain",
+        "shift": 0.0,
+        "boundaries": list(step.boundaries),
+        "levels": list(step.levels),
+        "error": step.error,
+    }
+
+
+def test_parameters_go_to_the_function(capsys):
+    assert main(["elu", "--alpha", "5", "--bits", "2", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["parameters"] == {"alpha": 5.0}
+    assert content["levels"] == list(table("elu", 2, (5.0,)).levels)
+    assert main(["softplus", "--threshold", "3"]) == 0
+    assert "softplus beta=1 threshold=3: 3 bits" in capsys.readouterr().out
+    assert main(["hardtanh", "--min-val", "-2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == {"min_val": -2.0, "max_val": 1.0}
+
+
+def test_files_are_written_whole(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    png, npz = tmp_path / "out" / "silu.png", tmp_path / "out" / "silu.npz"
+    png.parent.mkdir()
+    assert main(["silu", "--bits", "4", "--png", str(png), "--npz", str(npz)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert load_npz(npz) == {"silu04": table("silu", 4)}
+    assert sorted(os.listdir(png.parent)) == ["silu.npz", "silu.png"]
+
+
+def test_the_picture_shows_the_steps(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    kept = []
+    save = figure.Figure.savefig
+
+    def spy(self, *args, **kwargs):
+        kept.append([line.get_ydata() for line in self.axes[0].lines])
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure.Figure, "savefig", spy)
+    assert main(["gelu", "--bits", "2", "--png", str(tmp_path / "gelu.png")]) == 0
+    ((slope, steps),) = kept
+    assert np.allclose(np.unique(steps), sorted(table("gelu", 2).levels))
+    assert abs(slope - steps).max() < 0.3
+
+
+def test_errors_are_the_papers(capsys):
+    assert main(["--errors"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["gelu"] == ["0.1410", "0.0406", "0.0119", "0.0031"]
+    assert "exact with 1 bit: relu, leaky_relu" in text
+    assert rows["softplus"] == ["0.2902", "0.0541", "0.0121", "0.0029"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_help_names_every_function_within_80_columns(arguments, capsys):
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(name in text for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["gelo"], "did you mean 'gelu'"),
+        (["gelu", "--bits", "9"], "bits 9 is out of range; allowed: 1 to 8"),
+        (["gelu", "--bits", "two"], "--bits"),
+        (["gelu", "--interval", "3", "1"], "(3.0, 1.0)"),
+        (["gelu", "--interval", "3"], "--interval"),
+        (["gelu", "--weight", "gauss"], "gauss"),
+        (["gelu", "--cells", "4"], "n 4"),
+        (["gelu", "--alpha", "1"], "gelu has no parameter 'alpha'; it has: none"),
+        (["elu", "--beta", "1"], "it has: alpha"),
+        (["celu", "--alpha", "-1"], "alpha > 0"),
+        (["threshold"], "threshold needs --threshold and --value"),
+        (["gelu", "--bitz", "3"], "--bitz"),
+        (["--bits", "3"], "no function given"),
+        (["gelu", "--npz", "missing/folder/x.npz"], "cannot write 'missing/folder/x.npz'"),
+        (["gelu", "--png", "missing/folder/x.png"], "cannot write 'missing/folder/x.png'"),
+    ],
+)
+def test_mistakes_take_one_line(arguments, word, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("memtrain-fewbit: ")
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_without_permission_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert main(["gelu", "--npz", str(tmp_path / "x.npz")]) == 2
+    assert "not writable" in capsys.readouterr().err
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_missing_matplotlib_is_named(tmp_path, capsys, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["gelu", "--png", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'memtrain[plot]'" in capsys.readouterr().err
+
+
+def test_a_pipe_gets_plain_text_and_may_close_early():
+    code = "import sys; from memtrain.cli.fewbit import main; sys.exit(main())"
+    command = f'"{sys.executable}" -c "{code}" gelu --bits 8 --cells 600 | head -n 1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout == "gelu: 8 bits, plain\n"
+    assert done.stderr == ""
