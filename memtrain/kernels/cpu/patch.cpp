@@ -77,7 +77,9 @@ struct Float16 {
   MT_INLINE float end(float x, bool) { return x; }
   MT_INLINE uint32_t end_bits(float x) { return narrow_fp16(x); }
   // A NaN end must stay one.
-  MT_INLINE float end_value(uint32_t b) { return (b & 0x7FFF) > 0x7C00 ? float_of(0x7FC00000) : widen_fp16(b); }
+  MT_INLINE float end_value(uint32_t b) {
+    return (b & 0x7FFF) > 0x7C00 ? float_of(0x7FC00000) : widen_fp16(b);
+  }
 };
 
 struct Job {
@@ -109,8 +111,8 @@ struct Cursor {
   }
 };
 
-// Calls line(lane, run, width, at) for the runs of up to kLanes patches that lie side by side, of
-// `width` columns each; at[r] is where row r of the first one starts in memory.
+// Calls line(lane, run, width, height, at) for the runs of up to kLanes patches that lie side by
+// side, of `width` columns and `height` rows each; at[r] is where row r of the first one starts.
 template <typename Line>
 MT_INLINE void over_lines(const Job& job, Cursor& cursor, int64_t count, const Line& line) {
   for (int64_t lane = 0, run; lane < count; lane += run) {
@@ -130,13 +132,15 @@ MT_INLINE void over_lines(const Job& job, Cursor& cursor, int64_t count, const L
 }
 
 template <typename F>
-MT_INLINE void load_row(const uint32_t* __restrict from, float (*__restrict to)[kLanes], int64_t at, int64_t n) {
+MT_INLINE void load_row(const uint32_t* __restrict from, float (*__restrict to)[kLanes], int64_t at,
+                        int64_t n) {
   for (int64_t i = 0; i < n; ++i)
     for (int c = 0; c < kSide; ++c) to[c][at + i] = float_of(from[i * kSide + c]);
 }
 
 template <typename F>
-MT_INLINE void load_row(const uint16_t* __restrict from, float (*__restrict to)[kLanes], int64_t at, int64_t n) {
+MT_INLINE void load_row(const uint16_t* __restrict from, float (*__restrict to)[kLanes], int64_t at,
+                        int64_t n) {
   const FourHalves* words = reinterpret_cast<const FourHalves*>(from);
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t word = words[i];
@@ -149,9 +153,11 @@ MT_INLINE void load_row(const uint16_t* __restrict from, float (*__restrict to)[
 }
 
 template <typename F>
-MT_INLINE void load(const Job& job, Cursor& cursor, int64_t count, float (*__restrict cells)[kLanes]) {
+MT_INLINE void load(const Job& job, Cursor& cursor, int64_t count,
+                    float (*__restrict cells)[kLanes]) {
   const auto* from = static_cast<const typename F::Raw*>(job.from);
-  over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t, const int64_t* at) __attribute__((always_inline)) {
+  over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t,
+                                     const int64_t* at) __attribute__((always_inline)) {
     for (int r = 0; r < kSide; ++r) {
       const auto* row = from + at[r];
       if (job.inner == 1 && width == kSide) {
@@ -194,7 +200,8 @@ MT_INLINE void inner_levels(Levels& l) {
 
 // The ends of each lane's patch, as the words keep them and as floats.
 template <typename F>
-MT_INLINE void find_ends(const float (*__restrict cells)[kLanes], Levels& l, uint64_t* __restrict words) {
+MT_INLINE void find_ends(const float (*__restrict cells)[kLanes], Levels& l,
+                         uint64_t* __restrict words) {
   float lo[kLanes], hi[kLanes];
   uint32_t top[kLanes];
   for (int i = 0; i < kLanes; ++i) lo[i] = hi[i] = cells[0][i], top[i] = 0;
@@ -270,7 +277,8 @@ MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
 }
 
 template <typename Raw>
-MT_INLINE void store_row(const uint32_t (*__restrict from)[kLanes], Raw* __restrict to, int64_t at, int64_t n) {
+MT_INLINE void store_row(const uint32_t (*__restrict from)[kLanes], Raw* __restrict to, int64_t at,
+                         int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if constexpr (sizeof(Raw) == 2) {
       const uint32_t low = from[0][at + i] | from[1][at + i] << 16;
@@ -283,10 +291,12 @@ MT_INLINE void store_row(const uint32_t (*__restrict from)[kLanes], Raw* __restr
 }
 
 template <typename F>
-MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count, const uint32_t (*__restrict cells)[kLanes]) {
+MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count,
+                     const uint32_t (*__restrict cells)[kLanes]) {
   using Raw = typename F::Raw;
   auto* to = static_cast<Raw*>(job.to);
-  over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t height, const int64_t* at) __attribute__((always_inline)) {
+  over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t height,
+                                     const int64_t* at) __attribute__((always_inline)) {
     for (int r = 0; r < height; ++r) {
       auto* row = to + at[r];
       if (job.inner == 1 && width == kSide) {
@@ -329,7 +339,8 @@ MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
     for (int k = 0; k < kCells; ++k)
       MT_LOOP for (int i = 0; i < kLanes; ++i) {
         const uint32_t code = codes[i] >> (2 * k);
-        const uint32_t low = code & 1 ? raw[1][i] : raw[0][i], high = code & 1 ? raw[3][i] : raw[2][i];
+        const uint32_t low = code & 1 ? raw[1][i] : raw[0][i];
+        const uint32_t high = code & 1 ? raw[3][i] : raw[2][i];
         cells[k][i] = code & 2 ? high : low;
       }
     store<F>(job, cursor, count, cells);
@@ -364,7 +375,8 @@ MT_EXPORT void mt_patch_quantize(const void* x, int64_t kind, uint64_t* words, i
                                  int64_t stochastic, int64_t threads) {
   using namespace memtrain;
   const Range ranges[] = {quantize_Float32, quantize_BFloat16, quantize_Float16};
-  const Job job{x, words, outer, rows, columns, inner, static_cast<uint64_t>(seed), stochastic != 0};
+  const Job job{x, words, outer, rows, columns, inner, static_cast<uint64_t>(seed),
+                stochastic != 0};
   over_patches(job, ranges[kind], threads);
 }
 
