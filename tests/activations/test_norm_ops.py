@@ -1,4 +1,5 @@
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -6,11 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memtrain.activations.intercept import Interception
 from memtrain.activations.ops import norm_calls
 from memtrain.activations.ops.batch_norm import batch_norm, instance_norm
 from memtrain.activations.ops.norm import group_norm, layer_norm
 from memtrain.activations.ops.rms_norm import rms_norm
-from memtrain.compressors import DerivativeCode, Group, Identity, Key
+from memtrain.compressors import DerivativeCode, Group, Identity, Key, Packed
 
 
 class Run:
@@ -366,3 +368,48 @@ def test_double_backward_is_a_clear_error_and_wrong_arguments_too():
         rms_norm(x, (8,), form="x", compressor=Identity())
     with pytest.raises(ValueError, match=r"weight=None; allowed with form='torch'"):
         rms_norm(x, (8,), form="t5", compressor=Identity())
+
+
+def test_a_model_that_writes_its_norm_out_is_intercepted():
+    (cls, *_) = _written_out()["llama"]
+    records = []
+    model = nn.Sequential(nn.Linear(64, 96), cls(96), nn.Linear(96, 8))
+    interception = Interception(
+        model,
+        lambda site: Group(bits=4),
+        min_elements=64,
+        seed=0,
+        derive_outputs=False,
+        settle=records.extend,
+    )
+    x = torch.randn(32, 64)
+    plain = model(x)
+    interception.attach()
+    ours = model(x)
+    interception.detach()
+    assert torch.equal(ours, plain)
+    norms = [r for r in records if r.site.module == "1" and r.planned]
+    assert {r.site.op for r in norms} == {"rms_norm"}
+    # 3,072 elements at 4 bits, two bounds per group of 256, and 32 numbers of 4 bytes
+    assert sum(r.planned for r in norms) == 3072 // 2 + 12 * 4 + 32 * 4
+
+
+@pytest.mark.parametrize("name", ["layer_norm, one row", "group_norm", "batch_norm 2d"])
+def test_compressors_that_want_the_shape_get_it(name):
+    @dataclass(frozen=True)
+    class Shaped:
+        shaped = True
+
+        def compress(self, x, *, key, previous=None):
+            seen.append(x.shape)
+            return Packed({"x": x}, x.shape, x.dtype)
+
+        def decompress(self, packed):
+            return packed.tensors["x"]
+
+    seen = []
+    run = RUNS[name]
+    module, _ = run.copies(torch.float32)
+    x = torch.randn(run.shape, requires_grad=True)
+    run.ours(module, x, compressor=Shaped()).sum().backward()
+    assert seen == [x.shape]

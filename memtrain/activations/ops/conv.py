@@ -169,7 +169,8 @@ class _Convolution(Function):
         ctx.step, ctx.parts = micro.samples(x), []
         saved: list[Tensor] = []
         for index, part in enumerate(x.split(ctx.step)):
-            flat, layout = flatten(part)
+            shaped = getattr(compressor, "shaped", False)
+            flat, layout = (part, None) if shaped else flatten(part)
             # A site's number has 32 bits: the index above them makes another seed.
             packed = compressor.compress(flat, key=key._replace(site=key.site + (index << 32)))
             ctx.parts.append((packed._replace(tensors=dict.fromkeys(packed.tensors)), layout))
@@ -187,7 +188,8 @@ class _Convolution(Function):
         for index, (packed, layout) in enumerate(ctx.parts):
             tensors, saved = saved[: len(packed.tensors)], saved[len(packed.tensors) :]
             named = dict(zip(packed.tensors, tensors, strict=True))
-            part = restore(ctx.compressor.decompress(packed._replace(tensors=named)), layout)
+            part = ctx.compressor.decompress(packed._replace(tensors=named))
+            part = part if layout is None else restore(part, layout)
             first = index * ctx.step
             dx_part, dw_part, db_part = torch.ops.aten.convolution_backward(
                 grad[first : first + ctx.step], part, weight, ctx.bias_sizes, *ctx.geometry, wanted

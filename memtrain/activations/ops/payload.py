@@ -14,12 +14,12 @@ def keep(ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor 
 
     Args:
         ctx: The Function's context.
-        x: What is compressed, flattened in memory order.
+        x: What is compressed, flattened in memory order unless the compressor is `shaped`.
         compressor: Of the site's rule.
         key: Feeds its random bits.
         *others: Parameters and statistics.
     """
-    flat, ctx.layout = flatten(x)
+    flat, ctx.layout = (x, None) if getattr(compressor, "shaped", False) else flatten(x)
     packed = compressor.compress(flat, key=key)
     ctx.save_for_backward(*packed.tensors.values(), *others)
     ctx.payload = packed._replace(tensors=dict.fromkeys(packed.tensors))
@@ -36,7 +36,8 @@ def packed_of(ctx: Any) -> tuple[Packed, list[Any]]:
 def kept(ctx: Any) -> tuple[Tensor, list[Any]]:
     """What `keep` saved: `x` decompressed, of its shape and order in memory, and the others."""
     packed, others = packed_of(ctx)
-    return restore(ctx.compressor.decompress(packed), ctx.layout), others
+    x = ctx.compressor.decompress(packed)
+    return x if ctx.layout is None else restore(x, ctx.layout), others
 
 
 def order_of(x: Tensor) -> torch.memory_format:
