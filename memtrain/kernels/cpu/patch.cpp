@@ -134,7 +134,7 @@ MT_INLINE void over_lines(const Job& job, Cursor& cursor, int64_t count, const L
 template <typename F>
 MT_INLINE void load_row(const uint32_t* __restrict from, float (*__restrict to)[kLanes], int64_t at,
                         int64_t n) {
-  for (int64_t i = 0; i < n; ++i)
+  MT_LOOP for (int64_t i = 0; i < n; ++i)
     for (int c = 0; c < kSide; ++c) to[c][at + i] = float_of(from[i * kSide + c]);
 }
 
@@ -142,7 +142,7 @@ template <typename F>
 MT_INLINE void load_row(const uint16_t* __restrict from, float (*__restrict to)[kLanes], int64_t at,
                         int64_t n) {
   const FourHalves* words = reinterpret_cast<const FourHalves*>(from);
-  for (int64_t i = 0; i < n; ++i) {
+  MT_LOOP for (int64_t i = 0; i < n; ++i) {
     const uint64_t word = words[i];
     const uint32_t low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
     to[0][at + i] = F::widen(static_cast<uint16_t>(low));
@@ -171,7 +171,7 @@ MT_INLINE void load(const Job& job, Cursor& cursor, int64_t count,
         const auto* cell = row + (c < width ? c : 0) * job.inner;
         float* to = cells[r * kSide + c] + lane;
         if (run == kLanes)
-          for (int i = 0; i < kLanes; ++i) to[i] = F::widen(cell[i]);
+          MT_LOOP for (int i = 0; i < kLanes; ++i) to[i] = F::widen(cell[i]);
         else
           for (int64_t i = 0; i < run; ++i) to[i] = F::widen(cell[i]);
       }
@@ -191,7 +191,7 @@ MT_INLINE float rounded(float x) {
 
 template <typename F>
 MT_INLINE void inner_levels(Levels& l) {
-  for (int i = 0; i < kLanes; ++i) {
+  MT_LOOP for (int i = 0; i < kLanes; ++i) {
     const float third = (0.5f * l.level[3][i] - 0.5f * l.level[0][i]) * kTwoThirds;
     l.level[1][i] = rounded<F>(l.level[0][i] + third);
     l.level[2][i] = rounded<F>(l.level[3][i] - third);
@@ -204,7 +204,7 @@ MT_INLINE void find_ends(const float (*__restrict cells)[kLanes], Levels& l,
                          uint64_t* __restrict words) {
   float lo[kLanes], hi[kLanes];
   uint32_t top[kLanes];
-  for (int i = 0; i < kLanes; ++i) lo[i] = hi[i] = cells[0][i], top[i] = 0;
+  MT_LOOP for (int i = 0; i < kLanes; ++i) lo[i] = hi[i] = cells[0][i], top[i] = 0;
   for (int k = 0; k < kCells; ++k)
     MT_LOOP for (int i = 0; i < kLanes; ++i) {
       const float x = cells[k][i];
@@ -221,7 +221,7 @@ MT_INLINE void find_ends(const float (*__restrict cells)[kLanes], Levels& l,
     l.level[0][i] = finite ? a : float_of(0x7FC00000);
     l.level[3][i] = finite ? b : float_of(0x7FC00000);
   }
-  for (int i = 0; i < kLanes; ++i)
+  MT_LOOP for (int i = 0; i < kLanes; ++i)
     words[i] = F::end_bits(l.level[0][i]) | F::end_bits(l.level[3][i]) << 16;
 }
 
@@ -270,7 +270,7 @@ MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
     const uint32_t counter = static_cast<uint32_t>(at);
     encode(cells, levels, job.stochastic, counter, job.seed, upper);
     encode(cells + kCells / 2, levels, job.stochastic, counter + patches, job.seed, lower);
-    for (int i = 0; i < kLanes; ++i)
+    MT_LOOP for (int i = 0; i < kLanes; ++i)
       words[i] |= static_cast<uint64_t>(upper[i] | lower[i] << 16) << 32;
     std::memcpy(static_cast<uint64_t*>(job.to) + at, words, count * sizeof(uint64_t));
   }
@@ -279,7 +279,7 @@ MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
 template <typename Raw>
 MT_INLINE void store_row(const uint32_t (*__restrict from)[kLanes], Raw* __restrict to, int64_t at,
                          int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
+  MT_LOOP for (int64_t i = 0; i < n; ++i) {
     if constexpr (sizeof(Raw) == 2) {
       const uint32_t low = from[0][at + i] | from[1][at + i] << 16;
       const uint32_t high = from[2][at + i] | from[3][at + i] << 16;
@@ -310,7 +310,7 @@ MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count,
         const uint32_t* from = cells[r * kSide + c] + lane;
         auto* cell = row + c * job.inner;
         if (run == kLanes)
-          for (int i = 0; i < kLanes; ++i) cell[i] = static_cast<Raw>(from[i]);
+          MT_LOOP for (int i = 0; i < kLanes; ++i) cell[i] = static_cast<Raw>(from[i]);
         else
           for (int64_t i = 0; i < run; ++i) cell[i] = static_cast<Raw>(from[i]);
       }
@@ -327,7 +327,7 @@ MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; at += kLanes) {
     const int64_t count = std::min<int64_t>(end - at, kLanes);
     std::memcpy(words, static_cast<const uint64_t*>(job.from) + at, count * sizeof(uint64_t));
-    for (int i = 0; i < kLanes; ++i) {
+    MT_LOOP for (int i = 0; i < kLanes; ++i) {
       const uint32_t ends = static_cast<uint32_t>(words[i]);
       codes[i] = static_cast<uint32_t>(words[i] >> 32);
       l.level[0][i] = F::end_value(ends & 0xFFFF);
