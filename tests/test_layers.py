@@ -22,7 +22,7 @@ ALLOWED = {
     "plan": {"build", "config", "entry", "states", "compressors", "activations", "optim"},
     "audit": {"plan", "config", "entry", "compressors", "activations", "optim"},
     "api": {"plan", "config", "compressors", "activations", "optim"},
-    "experiments": {"", "api", "compressors", "plan", "config", "meter", "optim"},
+    "experiments": {"", "api", "activations", "compressors", "plan", "config", "meter", "optim"},
     "quality": {"api", "plan", "activations"},
     "cli": {
         "",

@@ -96,6 +96,7 @@ def transfers(x: Tensor) -> Transfers | None:
     return _streams(x.device) if real else _Copies(x.device)
 
 
+_DEVICE = "device"  # an empty tensor that tells where the payload came from
 _newest: "dict[torch.device, weakref.ref[_Swapped]]" = {}
 
 
@@ -103,27 +104,31 @@ class _Swapped(dict[str, Tensor]):
     """A payload's tensors on the host, and which payload went there just before."""
 
     def __init__(self, tensors: Mapping[str, Tensor], lane: Transfers) -> None:
-        super().__init__(lane.out(tensors))
+        marker = next(iter(tensors.values())).new_empty(0)
+        super().__init__({**lane.out(tensors), _DEVICE: marker})
         self._lane = lane
         self._coming: tuple[dict[str, Tensor], Any] | None = None
-        device = next(iter(tensors.values())).device
-        self._before = _newest.get(device)
-        _newest[device] = weakref.ref(self)
+        self._before = _newest.get(marker.device)
+        _newest[marker.device] = weakref.ref(self)
 
     def prefetch(self) -> None:
         """Start the way back, if it has not been started."""
         if self._coming is None:
-            self._coming = self._lane.back(self)
+            self._coming = self._lane.back(_without_device(self))
 
     def fetch(self) -> dict[str, Tensor]:
         """The tensors on their device; the payload that a backward needs next starts to come."""
-        tensors, started = self._coming or self._lane.back(self)
+        tensors, started = self._coming or self._lane.back(_without_device(self))
         self._coming = None
         before = self._before() if self._before else None
         if before is not None:
             before.prefetch()
         self._lane.wait(tensors, started)
         return tensors
+
+
+def _without_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if name != _DEVICE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +181,8 @@ class Host:
             previous: The payload last made for the same site: `inner`'s.
 
         Returns:
-            The payload of `inner`, its tensors on the CPU.
+            The payload of `inner`, its tensors on the CPU, and an empty one, `device`, where they
+            were; of a tensor in host memory, the payload of `inner`.
         """
         packed = self.inner.compress(x, key=key, previous=previous)
         lane = transfers(x)
@@ -189,4 +195,8 @@ class Host:
         tensors = packed.tensors
         if isinstance(tensors, _Swapped):
             packed = packed._replace(tensors=tensors.fetch())
+        elif _DEVICE in tensors:  # passed on as plain tensors: right, though not prefetched
+            device = tensors[_DEVICE].device
+            back = {name: x.to(device) for name, x in _without_device(tensors).items()}
+            packed = packed._replace(tensors=back)
         return self.inner.decompress(packed)

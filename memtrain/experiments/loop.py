@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memtrain import api
 from memtrain import config as base
+from memtrain.activations.adapt import Adapter
 from memtrain.experiments import checkpoint
 from memtrain.experiments.config import TrainConfig
 from memtrain.experiments.data import Source
@@ -59,11 +60,15 @@ class Run:
     def __init__(self, name: str, config: TrainConfig, source: Source) -> None:
         self.name, self.config, self.source = name, config, source
         self.device = pick_device(config.training.device)
+        self._adapter: Adapter | None = None
         model = build_model(config.model, config.seed, source.kind).to(self.device)
         optimizer = build_optimizer(config.optimizer, model)
         if name == "wrapped":
             own = base.from_mapping(OmegaConf.create(asdict(config)))
             model, optimizer = api.wrap(model, optimizer, own)
+            bits = api.plan_of(model).bits
+            if bits is not None and own.activations.sensitivity == "passes":
+                self._adapter = api.adapter(model)
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self.step = 0
@@ -93,6 +98,8 @@ class Run:
         # The second step, and so on: the first still creates states and tables.
         metered = is_due(self.step - min(1, training.steps - 1), training.meter_every)
         start = time.perf_counter()
+        if self._adapter is not None:
+            self._adapter.step(lambda: self._loss(inputs, targets).backward())
         loss = (self._metered if metered else self._update)(inputs, targets)
         seconds = time.perf_counter() - start
         self.step += 1
