@@ -4,13 +4,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from memtrain.config import Config, compose, load, options
-from memtrain.plan import build
+from memtrain.plan import build, expand
 
-PRESETS = ["activations_only", "balanced", "exact", "optimizer_only", "smallest"]
+PRESETS = options("preset")
 
 
 def test_presets_are_the_documented_ones():
-    assert options("preset") == PRESETS
+    documented = {"activations_only", "balanced", "exact", "optimizer_only", "smallest"}
+    assert documented | {"fewbit3", "actnn_fewbit"} <= set(PRESETS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -38,10 +39,10 @@ def test_all_forms_give_the_same_config(tmp_path):
 
 def test_presets_say_what_the_documentation_says():
     balanced, smallest = load("balanced"), load("smallest")
-    assert balanced.activations.rules[0].compressor == {"name": "derivative", "bits": 3}
+    assert balanced.activations.rules[1].compressor == {"name": "derivative", "bits": 3}
     assert balanced.activations.rules[-1].compressor == {"name": "group", "bits": 4}
     assert [r.compressor for r in balanced.optim.rules] == ["Rank-1/Linear", "B128/DE"]
-    assert smallest.activations.rules[0].compressor == {"name": "derivative", "bits": 2}
+    assert smallest.activations.rules[1].compressor == {"name": "derivative", "bits": 2}
     assert smallest.activations.rules[-1].compressor == {"name": "group", "bits": 2}
     assert [r.compressor for r in smallest.optim.rules] == ["factored", "B128/DE"]
 
@@ -101,3 +102,10 @@ SPECS = {
 def test_mistakes_in_a_compressor(spec, error, message):
     with pytest.raises(error, match=message):
         build(spec)
+
+
+def test_a_family_of_ops_is_expanded_and_a_wrong_one_is_refused():
+    assert "gelu" in expand("@nonlinear")
+    assert expand("a|b*") == ("a", "b*")
+    with pytest.raises(ValueError, match="did you mean '@nonlinear'"):
+        expand("@nonlinears")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,9 +291,12 @@ def _help() -> str:
     from memtrain.cli.models import FAMILIES, OPTIMIZERS
     from memtrain.config import options
 
-    names = textwrap.fill(", ".join(FAMILIES), 72).replace("\n", "\n" + " " * 8)
+    def wrapped(names: Iterable[str], indent: int) -> str:
+        lines = textwrap.wrap(", ".join(names), 80 - indent)
+        return ("\n" + " " * indent).join(lines)
+
     return HELP.format(
-        models=names,
-        optimizers=", ".join(OPTIMIZERS),
-        presets=", ".join(options("preset")),
+        models=wrapped(FAMILIES, 8),
+        optimizers=wrapped(OPTIMIZERS, 13),
+        presets=wrapped(options("preset"), 13),
     )

@@ -1,0 +1,185 @@
+"""Unmodified models of twelve families under each preset: bytes, gradients, predictions.
+
+    python -m benchmarks run families [--set presets=balanced,smallest families=gpt2]
+
+Small members of each family (from config classes: nothing is downloaded) take one forward and
+backward, plain and under the preset. A row says what the saved activations take alive, what the
+plan predicted, and the cosine between the two gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memtrain
+from benchmarks.harness import Benchmark, Job, Options, Row
+from memtrain.experiments.models import CifarConfig
+from memtrain.meter import saved_nbytes
+
+PRESETS = ("balanced", "smallest", "fewbit3", "actnn_fewbit", "patch4x4", "gact4")
+
+
+class Case(NamedTuple):
+    """A model and what it is called with; the loss is the model's own or a cross-entropy."""
+
+    model: nn.Module
+    batch: dict[str, Tensor] | tuple[Tensor, Tensor]
+
+    def loss(self) -> Tensor:
+        """The loss of one forward."""
+        if isinstance(self.batch, dict):
+            return self.model(**self.batch).loss
+        images, labels = self.batch
+        return F.cross_entropy(self.model(images), labels)
+
+
+def _text(batch: int = 8, seq: int = 128, vocabulary: int = 512) -> dict[str, Tensor]:
+    tokens = torch.randint(0, vocabulary, (batch, seq))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _images(size: int, batch: int = 8, classes: int = 10) -> dict[str, Tensor]:
+    pixels = torch.randn(batch, 3, size, size)
+    return {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,))}
+
+
+def _hf(kind: str, config: str, batch: Callable[[], dict[str, Tensor]], **options: Any) -> Case:
+    import transformers
+
+    cls = getattr(transformers, f"AutoModelFor{kind}")
+    return Case(cls.from_config(getattr(transformers, config)(**options)).train(), batch())
+
+
+def _decoder(heads: int = 4, **options: Any) -> dict[str, Any]:
+    return {"num_attention_heads": heads, "vocab_size": 512, "hidden_size": 128, **options}
+
+
+def _cifar(family: str) -> Case:
+    model = CifarConfig(family=family, width=0.5, channels=3).build()
+    return Case(model.train(), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))))
+
+
+FAMILIES: dict[str, Callable[[], Case]] = {
+    "gpt2": lambda: _hf(
+        "CausalLM", "GPT2Config", _text, n_embd=128, n_layer=3, n_head=4, vocab_size=512,
+        bos_token_id=0, eos_token_id=0,
+    ),
+    "roberta": lambda: _hf(
+        "MaskedLM", "RobertaConfig", _text, **_decoder(num_hidden_layers=3, intermediate_size=512),
+    ),
+    "llama": lambda: _hf(
+        "CausalLM", "LlamaConfig", _text,
+        **_decoder(num_hidden_layers=3, intermediate_size=384, num_key_value_heads=2),
+    ),
+    "t5": lambda: _hf(
+        "Seq2SeqLM", "T5Config", _text, d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=2,
+        vocab_size=512, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+    ),
+    "vit": lambda: _hf(
+        "ImageClassification", "ViTConfig", lambda: _images(64), image_size=64, patch_size=8,
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512,
+        num_labels=10,
+    ),
+    "swin": lambda: _hf(
+        "ImageClassification", "SwinConfig", lambda: _images(64), image_size=64, patch_size=4,
+        embed_dim=48, depths=[2, 2], num_heads=[3, 6], window_size=4, num_labels=10,
+    ),
+    "resnet": lambda: _hf(
+        "ImageClassification", "ResNetConfig", lambda: _images(64), num_labels=10,
+        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic",
+    ),
+    "mobilenet_v2": lambda: _hf(
+        "ImageClassification", "MobileNetV2Config", lambda: _images(64), num_labels=10,
+        image_size=64, depth_multiplier=0.5,
+    ),
+    "cifar_squeezenet": lambda: _cifar("squeezenet"),
+    "cifar_shufflenet_v2": lambda: _cifar("shufflenet_v2"),
+    "cifar_mobilenet_v2": lambda: _cifar("mobilenet_v2"),
+    "cifar_resnet18": lambda: _cifar("resnet18"),
+}  # fmt: skip
+
+
+def measure(family: str, preset: str, seed: int = 0) -> Row:
+    """One row: a family under a preset against its exact twin."""
+    torch.manual_seed(seed)
+    case = FAMILIES[family]()
+    own = [*case.model.parameters(), *case.model.buffers(), *_tensors(case.batch)]
+    plain, exact = _step(case, own, seed)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.0)
+    batch = case.batch if isinstance(case.batch, dict) else case.batch[0]
+    predicted = memtrain.audit(case.model, optimizer, batch, [f"preset={preset}", "optim=none"])
+    model, optimizer = memtrain.wrap(case.model, optimizer, [f"preset={preset}", "optim=none"])
+    held, found = _step(case, own, seed)
+    memtrain.unwrap(model, optimizer)
+    total = predicted.totals()["saved activations"]
+    # Outside of the model's forward, where a loss of our own runs, nothing is intercepted.
+    loss = 0 if isinstance(case.batch, dict) else _loss_nbytes(case)
+    return {
+        "family": family,
+        "preset": preset,
+        "plain_nbytes": plain - loss,
+        "live_nbytes": held - loss,
+        "predicted_nbytes": total.planned,
+        "ratio": (held - loss) / (plain - loss),
+        "predicted_over_live": total.planned / (held - loss),
+        "gradient_cosine": _cosine(found, exact),
+    }
+
+
+def _step(case: Case, own: list[Tensor], seed: int) -> tuple[int, dict[str, Tensor]]:
+    """Bytes that a forward leaves alive, and the gradients; the model is left as it was."""
+    state = {name: value.clone() for name, value in case.model.state_dict().items()}
+    case.model.zero_grad()
+    torch.manual_seed(seed)
+    nbytes, loss = saved_nbytes(case.loss, exclude=own)
+    loss.backward()
+    case.model.load_state_dict(state)
+    named = case.model.named_parameters()
+    return nbytes, {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def _loss_nbytes(case: Case) -> int:
+    """Bytes that the loss outside of the model saves."""
+    images, labels = case.batch
+    with torch.no_grad():
+        logits = case.model(images)
+    logits.requires_grad_()
+    nbytes, _ = saved_nbytes(lambda: F.cross_entropy(logits, labels), exclude=[logits, labels])
+    return nbytes
+
+
+def _tensors(batch: dict[str, Tensor] | tuple[Tensor, Tensor]) -> list[Tensor]:
+    return list(batch.values()) if isinstance(batch, dict) else list(batch)
+
+
+def _cosine(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    a = torch.cat([found[name].flatten() for name in exact])
+    b = torch.cat([exact[name].flatten() for name in exact])
+    return float(F.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+def _jobs(options: Options) -> list[Job]:
+    chosen = {"presets": ",".join(PRESETS), "families": ",".join(FAMILIES)}
+    if options.quick:
+        chosen = {"presets": "balanced", "families": "cifar_squeezenet"}
+    for setting in options.overrides:
+        key, _, value = setting.partition("=")
+        if key not in chosen:
+            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
+        chosen[key] = value
+    return [
+        Job(f"{family}, {preset}", lambda f=family, p=preset: [measure(f, p)])
+        for family in chosen["families"].split(",")
+        for preset in chosen["presets"].split(",")
+    ]
+
+
+BENCHMARK = Benchmark(
+    "families",
+    "saved activations of twelve model families under each preset, and their gradients",
+    _jobs,
+    ("family", "preset", "plain_nbytes", "ratio", "predicted_over_live", "gradient_cosine"),
+)

@@ -1,0 +1,21 @@
+"""Families of ops that a rule may name at once, by how their backward uses what it saves."""
+
+_NONLINEAR = """
+relu relu6 leaky_relu prelu rrelu elu celu selu gelu gelu_tanh quick_gelu silu mish sigmoid
+logsigmoid tanh softplus softsign hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink
+threshold clamp clip clamp_min clamp_max
+"""
+
+# Where the derivative jumps or is singular in what is saved (|x|, 1/x, log x), noise becomes bias.
+_SINGULAR = """
+abs clamp clip clamp_min clamp_max log log2 log10 log1p div true_divide truediv rtruediv rdiv
+reciprocal sqrt rsqrt pow rpow norm vector_norm linalg_vector_norm normalize cosine_similarity
+logit acos asin atanh arccos arcsin arctanh xlogy logaddexp
+"""
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "@nonlinear": tuple(_NONLINEAR.split()),
+    "@singular": tuple(_SINGULAR.split()),
+    # Their backward takes exp() of what they save, which turns noise into bias.
+    "@exponential": ("cross_entropy", "log_softmax", "logsumexp"),
+}
