@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from memtrain.activations.ops import dropout, nonlinear, norm_calls, pool, shape_only
+from memtrain.activations.ops import dropout, nonlinear, norm_calls, pool, prelu, shape_only
 from memtrain.compressors import Compressor, Key
 
 
@@ -45,6 +45,7 @@ FUNCTIONS: dict[str, Recognise] = {
     "dropout": dropout.recognise,
     **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
     **dict.fromkeys(pool.NAMES, pool.recognise),
+    "prelu": prelu.recognise,
     **dict.fromkeys(shape_only.NAMES, shape_only.recognise),
 }
 
@@ -73,7 +74,9 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         'relu'
     """
     recogniser = FUNCTIONS.get(name.strip("_"))
-    return None if recogniser is None else recogniser(name, args, kwargs)
+    if recogniser is None:
+        return nonlinear.recognise_registered(name, args)
+    return recogniser(name, args, kwargs)
 
 
 def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | None:

@@ -3,20 +3,25 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from memtrain.compressors.derivative import DerivativeCode
+from memtrain.compressors.fewbit_register import registered
 from memtrain.compressors.fewbit_solver import Approximation, solve
-from memtrain.kernels import derivative
+from memtrain.kernels import derivative, pointwise
 from memtrain.kernels.strides import is_dense, memory_order
 
 __all__ = ["Approximation", "fewbit", "solve"]
 
 
-def fewbit(x: Tensor, compressor: DerivativeCode, *, inplace: bool = False) -> Tensor:
+Value = tuple[str, tuple[float, ...]]
+
+
+def fewbit(
+    x: Tensor, compressor: DerivativeCode, *, inplace: bool = False, value: Value | None = None
+) -> Tensor:
     """The activation `compressor.function`, keeping only packed codes of `x` for backward.
 
     The forward value is torch's own (bit-identical on the CPU); the gradient is `grad * level`
@@ -28,6 +33,10 @@ def fewbit(x: Tensor, compressor: DerivativeCode, *, inplace: bool = False) -> T
             order of dimensions is read where it lies; others are copied for the time of the call.
         compressor: Which function, and how many bits.
         inplace: Overwrite `x` with the result, as `F.relu(x, inplace=True)` does.
+
+        value: Name and parameters of the function whose value is wanted, a name in
+            `kernels.pointwise.FUNCTIONS`, where the table is another one's; the compressor's own
+            by default.
 
     Returns:
         f(x): shape, dtype and (where dense) strides of `x`; `x` itself where `inplace`.
@@ -47,67 +56,77 @@ def fewbit(x: Tensor, compressor: DerivativeCode, *, inplace: bool = False) -> T
     Reference:
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
     """
+    wanted = value or (compressor.function, compressor.parameters)
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return _overwrite(x, compressor.function) if inplace else _plain(x, compressor.function)
+        return _overwrite(x, wanted) if inplace else _plain(x, wanted)
     operation = _FewBitInPlace if inplace else _FewBit
-    return operation.apply(x, compressor)  # type: ignore[return-value]
+    return operation.apply(x, compressor, wanted)  # type: ignore[return-value]
 
 
-def _plain(x: Tensor, function: str) -> Tensor:
-    return derivative.FUNCTIONS[function](x)
+def _plain(x: Tensor, wanted: Value) -> Tensor:
+    function, parameters = wanted
+    if function not in pointwise.FUNCTIONS:
+        return registered(function).plain(x)
+    return pointwise.value(function, x, parameters)
 
 
-def _overwrite(x: Tensor, function: str) -> Tensor:
+def _overwrite(x: Tensor, wanted: Value) -> Tensor:
     """f(x) written over x, by torch's own in-place op where there is one."""
-    if function == "relu":
-        return F.relu_(x)
-    if function == "silu":
-        return F.silu(x, inplace=True)
-    return x.copy_(_plain(x, function))
+    function, parameters = wanted
+    if function not in pointwise.FUNCTIONS:
+        return x.copy_(_plain(x, wanted))
+    return pointwise.overwrite(function, x, parameters)
 
 
 class _FewBit(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode) -> Tensor:
-        step = compressor.table()
-        side = {"parity": step.parity, "shift": step.shift}
-        y, codes = derivative.forward(x, compressor.function, step.boundaries, **side)
+    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
+        step, (function, parameters) = compressor.table(), wanted
+        side: dict[str, Any] = {"parity": step.parity, "shift": step.shift}
+        if function in pointwise.FUNCTIONS:
+            y, codes = derivative.forward(
+                x, function, step.boundaries, parameters=parameters, **side
+            )
+        else:
+            dense = x if is_dense(x) else x.clone()
+            y = torch.empty_like(dense).copy_(_plain(x, wanted))
+            codes = derivative.encode(memory_order(dense), step.boundaries, **side)
         ctx.save_for_backward(codes)
         ctx.levels, ctx.shape, ctx.stride = step.levels, y.shape, y.stride()
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _backward(ctx, grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _backward(ctx, grads[0]), None, None
 
 
 class _FewBitInPlace(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode) -> Tensor:
+    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
         step = compressor.table()
         # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
         dense = x if is_dense(x) else x.clone()
         flat = memory_order(dense)
-        side = {"parity": step.parity, "shift": step.shift}
-        ctx.save_for_backward(derivative.encode(flat, step.boundaries, **side))
+        codes = derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
+        ctx.save_for_backward(codes)
         ctx.levels, ctx.shape, ctx.stride = step.levels, dense.shape, dense.stride()
         ctx.mark_dirty(x)
-        return _overwrite(x, compressor.function)
+        return _overwrite(x, wanted)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _backward(ctx, grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _backward(ctx, grads[0]), None, None
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (codes,) = ctx.saved_tensors
     if not _same_order(grad, ctx.shape, ctx.stride):
         other = torch.empty_strided(ctx.shape, ctx.stride, dtype=grad.dtype, device=grad.device)
         grad = other.copy_(grad)
     result = derivative.backward(memory_order(grad), codes, ctx.levels)
-    return result.as_strided(ctx.shape, ctx.stride), None
+    return result.as_strided(ctx.shape, ctx.stride)
 
 
 def _same_order(x: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> bool:

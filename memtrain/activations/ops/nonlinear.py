@@ -4,27 +4,79 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from memtrain.activations.fewbit import fewbit
 from memtrain.compressors import Compressor, DerivativeCode, Key
+from memtrain.compressors.fewbit_exact import EXACT
+from memtrain.compressors.fewbit_functions import FAMILIES, complete
+from memtrain.compressors.fewbit_register import REGISTERED
 
-NAMES = ("gelu", "silu", "relu")
+# The arguments after the input, by the function's name without its in-place mark: those among
+# `_FLAGS` say how to run it, the others are the parameters, in the order of the tables.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "gelu": ("approximate",),
+    "silu": ("inplace",),
+    "relu": ("inplace",),
+    "relu6": ("inplace",),
+    "leaky_relu": ("negative_slope", "inplace"),
+    "rrelu": ("lower", "upper", "training", "inplace"),
+    "elu": ("alpha", "inplace"),
+    "celu": ("alpha", "inplace"),
+    "selu": ("inplace",),
+    "mish": ("inplace",),
+    "sigmoid": (),
+    "logsigmoid": (),
+    "tanh": (),
+    "tanhshrink": (),
+    "softplus": ("beta", "threshold"),
+    "softsign": (),
+    "hardtanh": ("min_val", "max_val", "inplace"),
+    "hardsigmoid": ("inplace",),
+    "hardswish": ("inplace",),
+    "hardshrink": ("lambd",),
+    "softshrink": ("lambd",),
+    "threshold": ("threshold", "value", "inplace"),
+    "clamp": ("min", "max"),
+    "clip": ("min", "max"),
+    "clamp_min": ("min",),
+    "clamp_max": ("max",),
+}
+_FLAGS = ("approximate", "training", "inplace", "out")
+# Torch's own other names; `log_sigmoid` is the C function behind F.logsigmoid.
+_ALIASES = {"log_sigmoid": "logsigmoid", "swish": "silu", "expit": "sigmoid"}
+NAMES = (*_ARGUMENTS, *_ALIASES)
 
 # Modules that write a nonlinearity out in several ops, each of which saves a tensor.
 MODULES = {
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "MishActivation": "mish",
 }
+_LARGEST = float(np.finfo(np.float32).max)
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, eq=False)
 class Nonlinearity:
-    """A call of a nonlinearity: which, on what, in place or not."""
+    """A call of a nonlinearity: which, on what, in place or not.
+
+    `table` is the function whose derivative's table serves, with its parameters, where that is not
+    the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not).
+    """
 
     op: str
     x: Tensor
     inplace: bool = False
+    parameters: tuple[float, ...] = ()
+    table: tuple[str, tuple[float, ...]] | None = None
     tensor: str = "input"
 
     def accepts(self, compressor: Compressor) -> bool:
@@ -35,27 +87,107 @@ class Nonlinearity:
         """The value, with codes in place of saved tensors; nothing random."""
         if not isinstance(compressor, DerivativeCode):
             raise TypeError(f"{self.op} with {compressor!r}; allowed: a DerivativeCode")
+        function, parameters = self.table or (self.op, self.parameters)
         # A piecewise-linear function is exact with one bit.
-        bits = 1 if self.op == "relu" else compressor.bits
-        return fewbit(
-            self.x, replace(compressor, function=self.op, bits=bits), inplace=self.inplace
+        bits = 1 if function in EXACT else compressor.bits
+        own = "" if function in EXACT else compressor.table_name
+        code = replace(
+            compressor, function=function, parameters=parameters, bits=bits, table_name=own
         )
+        return fewbit(self.x, code, inplace=self.inplace, value=(self.op, self.parameters))
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Nonlinearity | None:
-    """A call of a nonlinearity as function, method or in-place form; None for another op."""
-    base = name.rstrip("_")
-    values = dict(zip(("input", "option"), args, strict=False)) | dict(kwargs)
-    x = values.get("input")
-    if base not in NAMES or not isinstance(x, Tensor):
+    """A call of a nonlinearity as function, method or in-place form; None for another op.
+
+    Left alone: bounds that are tensors, parameters for which there is no table, `out=`, and rrelu
+    in training, whose slopes are random.
+    """
+    base = name.strip("_")
+    op = _ALIASES.get(base, base)
+    if op not in _ARGUMENTS or (not args and "input" not in kwargs):
         return None
-    if base == "gelu":
-        approximate = values.get("approximate", values.get("option", "none"))
-        return Nonlinearity("gelu_tanh" if approximate == "tanh" else "gelu", x, name != base)
-    inplace = name != base or bool(values.get("inplace", values.get("option", False)))
-    return Nonlinearity(base, x, inplace)
+    values = dict(zip(("input", *_ARGUMENTS[op]), args, strict=False)) | dict(kwargs)
+    x = values.pop("input")
+    flags = {flag: values.pop(flag) for flag in _FLAGS if flag in values}
+    if not isinstance(x, Tensor) or flags.get("training") or flags.get("out") is not None:
+        return None
+    if not x.is_floating_point() or not values.keys() <= set(_ARGUMENTS[op]):
+        return None
+    inplace = name.endswith("_") or bool(flags.get("inplace", False))
+    if op in ("clamp", "clip", "clamp_min", "clamp_max"):
+        return _clamp(x, values.get("min"), values.get("max"), inplace)
+    if op == "gelu" and flags.get("approximate", "none") == "tanh":
+        op = "gelu_tanh"
+    parameters = _parameters(op, values)
+    if parameters is None:
+        return None
+    if op in ("hardshrink", "softshrink"):  # torch compares with lambd in the dtype of x
+        return Nonlinearity(op, x, inplace, parameters, (op, _rounded(parameters, x.dtype)))
+    return Nonlinearity(op, x, inplace, parameters)
 
 
-def recognise_module(module: nn.Module, x: Tensor) -> Nonlinearity:
-    """The call that a module of `MODULES` stands for."""
+def _parameters(op: str, values: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """All parameters of the call; None where there is no table for them."""
+    given: dict[str, Any] = {**FAMILIES[op].defaults, **values}
+    numbers = tuple(given.values())
+    if not all(_is_number(value) for value in numbers):
+        return None
+    try:
+        return complete(op, numbers)
+    except ValueError:  # torch may allow it, or says itself what is wrong
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _clamp(x: Tensor, low: Any, high: Any, inplace: bool) -> Nonlinearity | None:
+    """A clamp between numbers: its gradient passes where low <= x <= high."""
+    bounds = [value for value in (low, high) if value is not None]
+    if not bounds or not all(_is_number(value) for value in bounds):
+        return None
+    lowest = -np.inf if low is None else float(low)
+    highest = np.inf if high is None else float(high)
+    first, last = _rounded((lowest, highest), x.dtype)
+    if not first <= last:
+        return None
+    parameters = (lowest, highest)
+    if last >= _LARGEST:
+        if first <= -_LARGEST:
+            return None
+        return Nonlinearity("clamp", x, inplace, parameters, ("threshold", (_next(first, -1), 0.0)))
+    inside = (max(_next(first, -1), -_LARGEST), _next(last, 1))
+    return Nonlinearity("clamp", x, inplace, parameters, ("hardtanh", inside))
+
+
+def _rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
+    """As torch compares them with a tensor of `dtype`; the kernels compare in float32."""
+    return tuple(torch.tensor(numbers, dtype=dtype, device="cpu").float().tolist())
+
+
+def _next(x: float, direction: int) -> float:
+    """The float32 next to `x`; subnormals count as 0, for the kernels flush them."""
+    if abs(x) < _TINY:
+        return direction * _TINY
+    beside = float(np.nextafter(np.float32(x), np.float32(direction * np.inf)))
+    return 0.0 if abs(beside) < _TINY else beside
+
+
+def recognise_registered(name: str, args: Sequence[Any]) -> Nonlinearity | None:
+    """A call of a user's own function that is registered under `name`."""
+    if name in REGISTERED and len(args) == 1 and isinstance(args[0], Tensor):
+        return Nonlinearity(name, args[0])
+    return None
+
+
+def recognise_module(module: nn.Module, x: Tensor) -> Nonlinearity | None:
+    """The call that a module of `MODULES` stands for.
+
+    A module that calls torch's own function is left to the mode, which sees that call.
+    """
+    act = getattr(module, "act", None)
+    if act is not None and getattr(act, "__self__", None) is not module:
+        return None
     return Nonlinearity(MODULES[type(module).__name__], x)

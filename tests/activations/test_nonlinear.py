@@ -1,0 +1,326 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memtrain.activations.calls import recognise, recognise_module
+from memtrain.activations.intercept import Interception
+from memtrain.activations.ops.nonlinear import MODULES, NAMES, Nonlinearity
+from memtrain.activations.ops.prelu import PReLU
+from memtrain.compressors import DerivativeCode, Group, Key
+from memtrain.compressors.fewbit_exact import EXACT
+from memtrain.compressors.fewbit_register import register
+
+CODE, KEY = DerivativeCode(bits=4), Key(seed=1)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+# op, the call, parameters
+CALLS = {
+    "relu": F.relu,
+    "relu_torch": torch.relu,
+    "relu_method": lambda x: x.relu(),
+    "relu6": F.relu6,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "rrelu": lambda x: F.rrelu(x, 0.1, 0.3),
+    "elu": lambda x: F.elu(x, alpha=1.5),
+    "celu": lambda x: F.celu(x, 0.5),
+    "selu": F.selu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "sigmoid_method": lambda x: x.sigmoid(),
+    "logsigmoid": F.logsigmoid,
+    "tanh": torch.tanh,
+    "tanhshrink": F.tanhshrink,
+    "softplus": lambda x: F.softplus(x, 2.0, threshold=3),
+    "softsign": F.softsign,
+    "hardtanh": lambda x: F.hardtanh(x, -0.7, max_val=0.3),
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardshrink": lambda x: F.hardshrink(x, 0.3),
+    "softshrink": lambda x: F.softshrink(x, 0.3),
+    "threshold": lambda x: F.threshold(x, 0.1, -2.0),
+    "clamp": lambda x: torch.clamp(x, -0.7, 0.3),
+    "clamp_keyword": lambda x: x.clamp(max=0.3),
+    "clip": lambda x: torch.clip(x, min=0.1),
+    "clamp_min": lambda x: x.clamp_min(0),
+    "clamp_max": lambda x: torch.clamp_max(x, 0.3),
+}
+IN_PLACE = {
+    "relu": lambda x: F.relu(x, inplace=True),
+    "relu_method": lambda x: x.relu_(),
+    "relu6": lambda x: F.relu6(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu_(x, 0.2),
+    "elu": lambda x: F.elu(x, 1.5, inplace=True),
+    "celu": lambda x: torch.celu_(x, 0.5),
+    "selu": lambda x: F.selu(x, inplace=True),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "mish": lambda x: F.mish(x, inplace=True),
+    "sigmoid": lambda x: x.sigmoid_(),
+    "tanh": torch.tanh_,
+    "hardtanh": lambda x: F.hardtanh_(x, -0.7, 0.3),
+    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "threshold": lambda x: F.threshold_(x, 0.1, -2.0),
+    "clamp": lambda x: x.clamp_(-0.7, 0.3),
+    "clip": lambda x: torch.clip_(x, min=0.1),
+    "clamp_min": lambda x: x.clamp_min_(0),
+}
+MODULE = {
+    "relu": nn.ReLU(),
+    "relu_inplace": nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6(),
+    "leaky_relu": nn.LeakyReLU(0.2),
+    "rrelu": nn.RReLU(0.1, 0.3).eval(),
+    "elu": nn.ELU(1.5),
+    "celu": nn.CELU(0.5),
+    "selu": nn.SELU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU("tanh"),
+    "silu": nn.SiLU(),
+    "mish": nn.Mish(),
+    "sigmoid": nn.Sigmoid(),
+    "logsigmoid": nn.LogSigmoid(),
+    "tanh": nn.Tanh(),
+    "tanhshrink": nn.Tanhshrink(),
+    "softplus": nn.Softplus(2.0, 3.0),
+    "softsign": nn.Softsign(),
+    "hardtanh": nn.Hardtanh(-0.7, 0.3),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "hardswish": nn.Hardswish(),
+    "hardshrink": nn.Hardshrink(0.3),
+    "softshrink": nn.Softshrink(0.3),
+    "threshold": nn.Threshold(0.1, -2.0),
+}
+
+
+class _Seen(torch.overrides.TorchFunctionMode):
+    """Runs every call that is recognised in its replaced form."""
+
+    def __init__(self, code=CODE):
+        super().__init__()
+        self.code, self.calls = code, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        call = recognise(getattr(func, "__name__", ""), args, kwargs or {})
+        if call is None or not call.x.requires_grad:
+            return func(*args, **(kwargs or {}))
+        self.calls.append(call)
+        return call.run(self.code, KEY)
+
+
+def samples(dtype):
+    """Numbers on both sides of every kink, and the kinks themselves."""
+    kinks = torch.tensor([0.0, -0.0, 0.1, -0.3, 0.3, -0.7, 3.0, -3.0, 6.0, 1.5])
+    return torch.cat([torch.linspace(-8, 8, 501), kinks]).to(dtype)
+
+
+def replaced(call, x, grad):
+    """Value, gradient and the one call seen, of `call` on a copy of `x`."""
+    leaf = x.clone().requires_grad_()
+    with _Seen() as seen:
+        y = call(leaf * 1)
+    seen.calls = [found for found in seen.calls if isinstance(found, Nonlinearity)]
+    (dx,) = torch.autograd.grad(y, leaf, grad)
+    return y.detach(), dx, seen.calls
+
+
+def check(call, x):
+    grad = torch.randn(x.shape).to(x.dtype)
+    value, dx, calls = replaced(call, x, grad)
+    assert len(calls) == 1
+    twin = x.clone().requires_grad_()
+    expected = call(twin * 1)
+    assert torch.equal(value, expected)
+    function, parameters = calls[0].table or (calls[0].op, calls[0].parameters)
+    # Torch's own sixth has float32's precision in float64.
+    if function in EXACT and not (function == "hardsigmoid" and x.dtype == torch.float64):
+        exact = torch.autograd.grad(expected, twin, grad)[0]
+        # A kink that float32 does not hold is elsewhere in float64.
+        sure = torch.ones_like(x, dtype=torch.bool)
+        if x.dtype == torch.float64:
+            for kink in parameters:
+                sure &= (x.abs() - abs(kink)).abs() > 2**-22 * abs(kink)
+        assert torch.equal(dx[sure], exact[sure])
+    step = DerivativeCode(bits=4, function=function, parameters=parameters).table()
+    level = torch.from_numpy(np.asarray(step(x.float().double().numpy())))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    assert torch.equal(dx, (grad.to(wide) * level.to(wide)).to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_give_torchs_value_and_the_tables_gradient(name, dtype):
+    check(CALLS[name], samples(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_forms_do_too(name, dtype):
+    check(IN_PLACE[name], samples(dtype))
+
+
+@pytest.mark.parametrize("name", MODULE)
+def test_modules_do_too(name):
+    check(MODULE[name], samples(torch.float32))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_forms_write_to_their_argument_and_count_its_version(name):
+    leaf = torch.randn(50, requires_grad=True)
+    x = leaf * 1
+    version = x._version
+    with _Seen():
+        y = IN_PLACE[name](x)
+    assert y is x
+    assert x._version > version
+    with _Seen(), pytest.raises(RuntimeError, match="leaf Variable"):
+        IN_PLACE[name](leaf)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 1, 5)], ids=str)
+@pytest.mark.parametrize("name", ["tanh", "hardtanh", "clamp_min", "leaky_relu"])
+def test_small_shapes(name, shape):
+    check(CALLS[name], torch.full(shape, 0.25))
+
+
+@pytest.mark.parametrize("name", ["tanh", "hardtanh", "clamp", "relu"])
+def test_strides_do_not_matter(name):
+    base = samples(torch.float32)[:500].view(10, 50)
+    for x in (base.t(), base[:, ::2], base[:1].expand(10, 50)):
+        check(CALLS[name], x)
+
+
+def test_calls_without_a_table_are_left_alone():
+    x = torch.randn(4)
+    bound = torch.zeros(4)
+    assert recognise("rrelu", (x, 0.1, 0.3, True), {}) is None
+    assert recognise("clamp", (x, bound), {}) is None
+    assert recognise("clamp", (x, 1.0, -1.0), {}) is None
+    assert recognise("clamp", (x,), {}) is None
+    assert recognise("sigmoid", (x,), {"out": bound}) is None
+    assert recognise("threshold", (x, float("inf"), 0.0), {}) is None
+    assert recognise("softplus", (x, -1.0), {}) is None
+    assert recognise("relu", (torch.ones(3, dtype=torch.int64),), {}) is None
+    assert recognise("relu", (), {}) is None
+    assert recognise("add", (x, x), {}) is None
+
+
+def test_every_name_is_tested():
+    tested = {name.split("_torch")[0] for name in CALLS}
+    assert set(NAMES) - {"log_sigmoid", "swish", "expit"} <= tested
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_hugging_face_modules(name):
+    activations = pytest.importorskip("transformers.activations")
+    python = {"GELUActivation": {"use_gelu_python": True}}
+    flag = {"use_gelu_tanh_python": True}
+    kwargs = flag if name in ("GELUTanh", "PytorchGELUTanh") else python.get(name, {})
+    module = getattr(activations, name)(**kwargs)
+    found = recognise_module(type(module).__name__)
+    x = torch.linspace(-4, 4, 301, requires_grad=True)
+    call = found(module, x)
+    if name == "MishActivation":  # this torch has its own
+        assert call is None
+        return
+    plain = module(x.double())
+    ours = call.run(CODE, KEY)
+    assert ((ours - plain).abs() <= 4 * 2**-23 * x.abs().clamp_min(1)).all()
+    if kwargs:
+        plain_module = getattr(activations, name)()
+        assert found(plain_module, x) is None  # it calls torch's own, which the mode sees
+
+
+@pytest.mark.parametrize("channels", [1, 6])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6), (5, 6, 7, 3)])
+def test_prelu(shape, trained, channels):
+    x = torch.randn(shape, requires_grad=True)
+    weight = torch.rand(channels, requires_grad=trained)
+    twin, twin_weight = x.detach().clone().requires_grad_(), weight.detach().clone()
+    twin_weight.requires_grad_(trained)
+    grad = torch.randn(shape)
+    call = recognise("prelu", (x, weight), {})
+    assert isinstance(call, PReLU)
+    y = call.run(DerivativeCode(bits=8), KEY)
+    kept = sum(t.nbytes for t in y.grad_fn.saved_tensors if t is not weight)
+    expected = F.prelu(twin, twin_weight)
+    y.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(y, expected)
+    assert torch.equal(x.grad, twin.grad)
+    blocks = (x.numel() + 255) // 256
+    assert kept <= blocks * (32 + trained * (256 + 4)) + weight.nbytes
+    if trained:
+        # one step of a group of 8 bits, summed over the elements
+        step = -x.detach().min() / 255 * 1.02
+        bound = step * grad.abs().sum() + 1e-4
+        assert (weight.grad - twin_weight.grad).abs().max() <= bound
+
+
+def test_prelus_slope_gradient_is_unbiased():
+    x, weight = torch.randn(2, 3, 40), torch.rand(3)
+    grad = torch.randn(2, 3, 40)
+    exact = (grad * x.clamp_max(0)).sum((0, 2))
+    total = []
+    for seed in range(200):
+        leaf = weight.clone().requires_grad_()
+        y = PReLU(x.clone().requires_grad_(), leaf).run(Group(bits=2), Key(seed=seed))
+        total.append(torch.autograd.grad(y, leaf, grad)[0])
+    drawn = torch.stack(total)
+    error = drawn.std(0) / len(total) ** 0.5
+    assert ((drawn.mean(0) - exact).abs() <= 5 * error).all()
+    assert (error > 0).all()
+
+
+class _Model(nn.Module):
+    """One nonlinearity as a module, one as a function, one in place, one of PReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 64)
+        self.act, self.slope = nn.Hardtanh(), nn.PReLU(64)
+
+    def forward(self, x):
+        h = F.elu(self.act(self.first(x)), 0.5)
+        return torch.sigmoid(self.slope(self.second(h))).clamp_(0.2, 0.9)
+
+
+def test_a_models_nonlinearities_are_found_and_keep_codes():
+    records, model = [], _Model()
+    interception = Interception(
+        model,
+        lambda site: CODE if site.tensor == "input" else "not asked for",
+        min_elements=64,
+        seed=0,
+        derive_outputs=False,
+        settle=records.extend,
+    )
+    interception.attach()
+    model(torch.randn(32, 16)).sum().backward()
+    interception.detach()
+    sites = {record.site.name for record in records}
+    assert {
+        "act / hardtanh / input",
+        "(root) / elu / input",
+        "slope / prelu / input",
+        "(root) / sigmoid / input",
+        "(root) / clamp / input",
+    } <= sites
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_a_registered_function_is_seen():
+    own = register(lambda x: x * torch.sigmoid(x), "test_own_swish", bits=3)
+    x = torch.linspace(-3, 3, 100, requires_grad=True)
+    with _Seen() as seen:
+        y = own(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert [call.op for call in seen.calls] == ["test_own_swish"]
+    assert torch.equal(y, x * torch.sigmoid(x))
+    level = own.table(4)(x.detach().double().numpy())
+    assert torch.equal(dx, torch.from_numpy(level).float())
