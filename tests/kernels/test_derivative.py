@@ -3,9 +3,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from memtrain.compressors.fewbit_solver import table
-from memtrain.kernels import derivative
+from memtrain.kernels import derivative, pointwise
 from memtrain.kernels.cpu import library
 from memtrain.kernels.dispatch import backend, has_triton
+from memtrain.kernels.pointwise import FUNCTIONS
 from memtrain.kernels.strides import memory_order
 
 BACKENDS = [
@@ -89,20 +90,96 @@ def test_any_size_goes_through(name, n):
     assert torch.equal(dx, grad * levels[(x[:, None] > inner).sum(1)])
 
 
-@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("name", BACKENDS[1:])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 5, 6, 7, 8])
+def test_other_widths_sides_and_shifts_equal_the_reference(name, dtype, bits):
+    x, grad = samples(5000 if name == "cpu" else 600, dtype, device(name))
+    boundaries = torch.linspace(-2, 2, 2**bits - 1).tolist() if bits > 1 else [-0.5, 1.0]
+    x[: len(boundaries)] = torch.tensor(boundaries).to(x)  # ties
+    x[300], x[301], x[302] = NAN, INF, -INF
+    levels = torch.linspace(-1, 3, 2**bits).tolist()
+    for parity in ("band",) if bits == 1 else ("plain", "even"):
+        for shift in (0.0, 0.75):
+            results = []
+            for choice in ("reference", name):
+                with backend(choice):
+                    codes = derivative.encode(x, boundaries, parity=parity, shift=shift)
+                    dx = derivative.backward(grad, codes, levels)
+                    results.append((codes, dx, derivative.decode(codes, levels, 600, dtype)))
+            for reference, kernel in zip(*results, strict=True):
+                assert torch.equal(reference, kernel)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_band_is_open_below_and_closed_above(name):
+    x = torch.tensor([-1.0, -0.5, 0.0, 1.0, 1.5, NAN], device=device(name))
+    with backend(name):
+        codes = derivative.encode(x, [-1.0, 1.0], parity="band")
+        shifted = derivative.encode(x, [-1.0, 1.0], parity="band", shift=0.5)
+        assert derivative.decode(codes, [0.0, 1.0], 6).tolist() == [0, 1, 1, 1, 0, 0]
+        assert derivative.decode(shifted, [0.0, 1.0], 6).tolist() == [0, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_every_half_goes_through_float_and_back():
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    one = torch.zeros((256, 32), dtype=torch.uint8)
+    for level in (1.0, 0.3, 3.0, 2.0**-12):
+        results = []
+        for choice in ("reference", "cpu"):
+            with backend(choice):
+                results.append(derivative.backward(x, one, [level, 0.0]))
+        assert torch.equal(results[0].isnan(), results[1].isnan())
+        assert torch.equal(*(y.nan_to_num(7.0) for y in results))
+
+
+PARAMETERS = {
+    "leaky_relu": (0.2,),
+    "prelu": (0.3,),
+    "elu": (1.5,),
+    "celu": (0.5,),
+    "softplus": (2.0, 3.0),
+    "hardtanh": (-0.7, 0.3),
+    "hardshrink": (0.3,),
+    "softshrink": (0.3,),
+    "threshold": (0.1, -2.0),
+    "clamp": (-0.7, 0.3),
+}
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f != "rrelu"])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.skipif(not has_triton(), reason="no triton")
 def test_fused_forward_is_as_near_to_float64_as_torch(function, dtype):
     x = torch.linspace(-9, 9, 1000, device=DEVICE).to(dtype)
-    step = table(function, 3)
+    parameters = PARAMETERS.get(function, ())
+    boundaries = [-1.0, 0.0, 1.0]
     with backend("triton"):
-        y, codes = derivative.forward(x, function, list(step.boundaries))
+        y, codes = derivative.forward(x, function, boundaries, parameters=parameters)
     with backend("reference"):
-        assert torch.equal(codes, derivative.encode(x, list(step.boundaries)))
-    exact = derivative.FUNCTIONS[function](x.double())
-    plain = (derivative.FUNCTIONS[function](x) - exact).abs().max()
-    assert (y - exact).abs().max() <= 2 * plain
+        assert torch.equal(codes, derivative.encode(x, boundaries))
+    bounds = pointwise.one_pass(function, parameters, dtype)[: len(parameters)]
+    exact = FUNCTIONS[function](x.double(), *bounds)
+    plain = (FUNCTIONS[function](x, *parameters) - exact).abs().max()
+    # Torch may happen to be exact to the last bit: one rounding of the largest value is allowed.
+    assert (y - exact).abs().max() <= 2 * plain + torch.finfo(dtype).eps * exact.abs().max()
     assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("function", ["relu", "leaky_relu", "hardtanh", "relu6", "clamp"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_the_cpus_one_pass_gives_torchs_value(function, dtype):
+    x = torch.cat([torch.linspace(-9, 9, 3001), torch.tensor([NAN, INF, -INF])]).to(dtype)
+    parameters = PARAMETERS.get(function, ())
+    with backend("cpu"):
+        y, codes = derivative.forward(x, function, [0.0], parameters=parameters)
+        assert torch.equal(codes, derivative.encode(x, [0.0]))
+    expected = FUNCTIONS[function](x, *parameters)
+    assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(y.isnan(), expected.isnan())
 
 
 # The interpreter computes -Inf * 0 in numpy, which warns.
