@@ -39,6 +39,7 @@ class Choice:
     Attributes:
         first: Name of the compressor of signed states (`named`).
         second: Name of the compressor of `exp_avg_sq`-like states, which are never negative.
+        bits: Bits per code of both, 2 to 8.
         min_elements: Parameters of at most so many elements keep exact states.
 
     Raises:
@@ -52,20 +53,21 @@ class Choice:
     first: str = "B128/DE"
     second: str = "Rank-1/Linear"
     min_elements: int = MIN_ELEMENTS
+    bits: int = 4
 
     def __post_init__(self) -> None:
         if self.min_elements < 0:
             raise ValueError(f"min_elements must be at least 0, got {self.min_elements}")
-        named(self.first, signed=True)
-        named(self.second, signed=False)
+        named(self.first, signed=True, bits=self.bits)
+        named(self.second, signed=False, bits=self.bits)
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor:
         """The compressor of one state of one parameter."""
         if param.numel() <= self.min_elements:
             return Identity()
         if is_unsigned(state_name):
-            return named(self.second, signed=False)
-        return named(self.first, signed=True)
+            return named(self.second, signed=False, bits=self.bits)
+        return named(self.first, signed=True, bits=self.bits)
 
 
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
