@@ -40,7 +40,8 @@ class Row:
     planned: int
     """Bytes with the plan."""
     compressor: str = ""
-    """Empty where all is kept; `payload` where the op is replaced by one that saves codes."""
+    """Empty where all is kept; `payload` where the op is replaced by one that saves codes;
+    `derived` where the tensor is computed again from another one's payload."""
     reason: str = ""
     """Why it is kept, or a note."""
     sites: tuple[str, ...] = ()

@@ -92,8 +92,12 @@ def test_saved_activations_are_those_of_a_real_forward(name, preset):
     total = audit(model, optimizer, batch, preset).totals()["saved activations"]
     assert total.plain == measured(model, batch)
     wrap(model, optimizer, preset)
+    first, second = measured(model, batch), measured(model, batch)
     # The graph keeps its payloads after the first forward has settled the plan, too.
-    assert [total.planned] * 2 == [measured(model, batch), measured(model, batch)]
+    assert second == total.planned
+    # Automatic bits: the first forward also makes statistics, a number per site and sample.
+    adapts = preset in ("actnn_l3", "actnn_l4", "actnn_l5")
+    assert total.planned <= first <= total.planned * (1.02 if adapts else 1)
 
 
 def test_choices_of_max_pooling_are_told_to_the_byte():
@@ -303,5 +307,5 @@ def test_labels_and_a_model_without_parameters():
 def test_a_plan_names_registered_compressors_only():
     model, batch = llama()
     report = audit(model, torch.optim.AdamW(model.parameters()), batch)
-    names = {row.compressor.partition("(")[0] for row in report.rows} - {"", "payload"}
+    names = {row.compressor.partition("(")[0] for row in report.rows} - {"", "payload", "derived"}
     assert names <= {cls.__name__ for cls in COMPRESSORS.values()}

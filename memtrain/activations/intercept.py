@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memtrain.activations.calls import SMOOTH, Call, recognise, recognise_module
 from memtrain.activations.layout import layout_of
+from memtrain.activations.ops.payload import output_again
 from memtrain.activations.origin import foreign, in_transform, storage_id
 from memtrain.activations.payload import Saved, unpack
 from memtrain.activations.saved import Choose, SavedTensors, Watch
@@ -265,15 +266,15 @@ class Interception:
         (x,) = op.inputs if len(op.inputs) == 1 else (None,)
         if x is None or not isinstance(y, Tensor) or foreign(x) or storage_id(x) == storage_id(y):
             return
-        payload = self.saved.payload_of(x)
-        if payload is None or layout_of(x) != layout_of(y):
+        source = self.saved.source_of(x)
+        if source is None or layout_of(x) != layout_of(y):
             return
 
         # The closure must not hold `x` itself.
         hollow = tree_map_only(Tensor, lambda _: _HOLE, (args, kwargs))
 
         def again() -> Tensor:
-            stored = payload.tensor()
+            stored = source()
             args, kwargs = tree_map_only(_Hole, lambda _: stored, hollow)
             return func(*args, **kwargs)
 
@@ -320,7 +321,11 @@ class Interception:
         key = self.saved.key(site)
         if self.saved.watch is not None:
             self.saved.watch.saved(site, call.x)
-        return self._during(op, call.run, compressor, key)
+        y = self._during(op, call.run, compressor, key)
+        again = output_again(y) if self.derive_outputs and isinstance(y, Tensor) else None
+        if again is not None:
+            self.saved.derive(y, again, op.name)
+        return y
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:

@@ -203,10 +203,13 @@ class SavedTensors:
             self.watch.saved(site, x, shared)
         return Compressed(shared, layout, TensorWeakRef(origin), origin._version)
 
-    def payload_of(self, x: Tensor) -> Shared | None:
-        """The payload that holds the elements of `x` as they are now, if there is one."""
-        cached = self._latest.get(_memory(x))
-        return cached.shared() if cached and cached.version == x._version else None
+    def source_of(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """What gives the elements of `x` as they are now from a payload, if there is one."""
+        cached, output = self._latest.get(_memory(x)), self._outputs.get(_memory(x))
+        shared = cached.shared() if cached and cached.version == x._version else None
+        if shared is not None:
+            return shared.tensor
+        return output.source if output and output.version == x._version else None
 
     def derive(self, y: Tensor, source: Callable[[], Tensor], op: str) -> None:
         """Let saves of an op's output `y` hold `source` in place of a payload of their own.
@@ -225,7 +228,7 @@ class SavedTensors:
         output = self._outputs.get(_memory(x))
         if output is None or output.version != x._version:
             return None
-        self._record(site, x, 0, f"computed again from the input of {output.op}", "")
+        self._record(site, x, 0, "derived", f"computed again from what {output.op} keeps")
         return Derived(output.source, layout_of(x))
 
     def _note(self, site: Site, x: Tensor, reason: str) -> None:

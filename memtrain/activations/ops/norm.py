@@ -138,7 +138,7 @@ class _LayerNorm(Function):
         plain = weight is None and bias is None
         x_hat = y if plain else torch.native_layer_norm(x, shape, None, None, eps)[0]
         keep(ctx, x_hat, compressor, key, rstd, weight, bias)
-        ctx.normalized = shape
+        ctx.normalized, ctx.output = shape, _scaled
         return y
 
     @staticmethod
@@ -188,6 +188,12 @@ class _GroupNorm(Function):
         )
         per_channel = rstd.repeat_interleave(ctx.sizes[1] // ctx.sizes[3], 1)
         return times(dx, spread(per_channel, x_hat)), dw, db, None, None, None, None
+
+
+def _scaled(x_hat: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A layer norm's output from its normalised input."""
+    y = x_hat if weight is None else x_hat * weight
+    return (y if bias is None else y + bias).to(x_hat.dtype)
 
 
 def standard(rstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,13 @@
 """What a Function of ours keeps for its backward: a compressor's payload among plain tensors."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memtrain.activations.layout import flatten, restore
+from memtrain.activations.layout import flatten, layout_of, restore
 from memtrain.compressors import Compressor, Key, Packed
 
 
@@ -38,6 +40,25 @@ def kept(ctx: Any) -> tuple[Tensor, list[Any]]:
     packed, others = packed_of(ctx)
     x = ctx.compressor.decompress(packed)
     return x if ctx.layout is None else restore(x, ctx.layout), others
+
+
+def output_again(y: Tensor) -> Callable[[], Tensor] | None:
+    """What computes an op's output again from the payload that the op keeps, or None.
+
+    A Function of ours allows it by setting `ctx.output`, a function of what `kept` returns.
+
+    Args:
+        y: The Function's result.
+    """
+    node: Any = y.grad_fn
+    if not hasattr(node, "output") or node.layout != layout_of(y):
+        return None
+    return partial(_output_again, node)
+
+
+def _output_again(node: Any) -> Tensor:
+    x, others = kept(node)
+    return node.output(x, *others)
 
 
 def order_of(x: Tensor) -> torch.memory_format:

@@ -1,6 +1,7 @@
 """RMS norms, torch's own and those that models write out, that save a compressed x / rms(x)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class _RMSNorm(Function):
             y = make(x_hat, weight, x.dtype)
         keep(ctx, x_hat.to(x.dtype), compressor, key, rstd, weight)
         ctx.plus = 1.0 if form == "gemma" else 0.0
+        ctx.output = partial(_scaled, form, x.dtype, y.dtype)
         return y
 
     @staticmethod
@@ -131,6 +133,21 @@ class _RMSNorm(Function):
             projection = (g * x_hat).mean(ctx.dims, keepdim=True)
             dx = torch.addcmul(g, x_hat, projection, value=-1).mul_(rstd).to(dtype)
         return dx, dw, None, None, None, None, None
+
+
+def _scaled(
+    form: str,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+) -> Tensor:
+    """The output from the normalised input."""
+    make, x_hat = FORMS[form], _wide(x_hat)
+    if weight is None or make is None:
+        return (x_hat if weight is None else x_hat * weight).to(result)
+    return make(x_hat, weight, dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
