@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Benchmark, GateError, Job, Options, Row
 from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options as Handling
 from memtrain.activations.sites import Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Group
 
@@ -85,9 +86,8 @@ def _row(function: str, name: str, tokens: int, width: int, seeds: int) -> list[
         interception = Interception(
             model,
             choose,
-            min_elements=0,
+            options=Handling(min_elements=0, derive_outputs=derive),
             seed=seed,
-            derive_outputs=derive,
             settle=records.extend,
         )
         interception.attach()

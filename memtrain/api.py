@@ -84,8 +84,7 @@ def wrap(
         interception = Interception(
             model,
             plan.choose_activation,
-            min_elements=plan.config.activations.min_elements,
-            derive_outputs=plan.config.activations.derive_outputs,
+            options=plan.options,
             seed=plan.config.seed,
             settle=plan.settle,
         )

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memtrain.activations.join import join
+from memtrain.activations.options import Options
 from memtrain.activations.sites import Record, Site
 from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor, Identity
@@ -178,7 +179,7 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
     plan = make_plan(model, optimizer, cfg)
-    plain = trace(model, batch, lambda site: Identity(), min_elements=0)
+    plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
     asked: set[Site] = set()
     planned = _planned_trace(model, batch, plan, plain, asked)
     entries = [*plan.entries("weight"), *_buffers(model)]

@@ -53,6 +53,9 @@ class Activations:
     derive_outputs: bool = True
     """An op's output that another op saves is computed again from the payload of the op's input
     (a nonlinearity's kept in groups, a norm's), where that spares a payload."""
+    backward_bytes: int | None = None
+    """A convolution's backward decompresses at most so many bytes of its input at once and works
+    through the batch in pieces; empty: the whole batch at once."""
     average_bits: float | None = None
     """Bits per element over all sites whose rule says `bits: auto`, 1 to 8."""
     adapt_interval: int = 1000
@@ -65,6 +68,8 @@ class Activations:
 
     def __post_init__(self) -> None:
         _at_least("activations.min_elements", self.min_elements, 0)
+        if self.backward_bytes is not None:
+            _at_least("activations.backward_bytes", self.backward_bytes, 1)
         _at_least("activations.adapt_interval", self.adapt_interval, 1)
         if self.average_bits is not None and not 1 <= self.average_bits <= 8:
             raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memtrain.activations.bits import Bits
 from memtrain.activations.families import FAMILIES
+from memtrain.activations.options import Options
 from memtrain.activations.sites import Record, Site
 from memtrain.activations.trace import trace
 from memtrain.build import build
@@ -130,6 +131,16 @@ class Plan:
     bits: Bits | None = None
     """The widths of the sites with `bits: auto`, if a rule has it."""
 
+    @property
+    def options(self) -> Options:
+        """How saved tensors are handled, whatever their compressors."""
+        own = self.config.activations
+        return Options(
+            min_elements=own.min_elements,
+            derive_outputs=own.derive_outputs,
+            backward_bytes=own.backward_bytes,
+        )
+
     def choose_activation(self, site: Site) -> Compressor | str:
         """The compressor for a saved tensor's site, or the reason to keep it."""
         chosen = self.activation_rules.choose(*site)
@@ -163,14 +174,7 @@ class Plan:
         choose: Callable[[Site], Compressor | str] | None = None,
     ) -> list[Record]:
         """What a forward would save under the plan, or under `choose`; the plan is not changed."""
-        own = self.config.activations
-        return trace(
-            model,
-            batch,
-            choose or self.choose_activation,
-            min_elements=own.min_elements,
-            derive_outputs=own.derive_outputs,
-        )
+        return trace(model, batch, choose or self.choose_activation, self.options)
 
     def unused(self) -> dict[str, list[str]]:
         """Rules that have matched nothing so far, by what they are for."""

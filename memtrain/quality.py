@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.quality import GradientQuality, Options, measure
+from memtrain.activations.quality import GradientQuality, measure
 from memtrain.activations.trace import arguments
 from memtrain.api import plan_of
 from memtrain.plan import Plan, activation_plan
@@ -54,7 +54,6 @@ def gradient_quality(
         (True, ['1 / gelu / input', '2 / linear / input'])
     """
     plan = _plan(model, cfg)
-    own = plan.config.activations
     closure = closure_or_batch if callable(closure_or_batch) else _closure(model, closure_or_batch)
     return measure(
         model,
@@ -62,7 +61,7 @@ def gradient_quality(
         plan.choose_activation,
         seeds=seeds,
         per_site=per_site,
-        options=Options(own.min_elements, own.derive_outputs),
+        options=plan.options,
     )
 
 

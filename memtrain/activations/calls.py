@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from memtrain.activations.ops import dropout, nonlinear, norm_calls, pool, prelu, shape_only
+from memtrain.activations.ops import conv, dropout, nonlinear, norm_calls, pool, prelu, shape_only
+from memtrain.activations.options import Options
 from memtrain.compressors import Compressor, Key
 
 
@@ -60,20 +61,30 @@ MODULES: dict[str, Callable[[nn.Module, Tensor], Call | None]] = {
 SMOOTH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "logsigmoid")
 
 
-def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def recognise(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options = Options(),  # noqa: B008 (a frozen value)
+) -> Call | None:
     """The call of an op that can be replaced, or None.
 
     Args:
         name: The torch function's `__name__`.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        options: `backward_bytes` makes convolutions calls.
 
     Example:
         >>> import torch
         >>> recognise("relu_", (torch.ones(3),), {}).op
         'relu'
     """
-    recogniser = FUNCTIONS.get(name.strip("_"))
+    base = name.strip("_")
+    if base in conv.NAMES:
+        micro = conv.MicroBatches(threshold=options.backward_bytes)
+        return conv.recognise(name, args, kwargs, micro)
+    recogniser = FUNCTIONS.get(base)
     if recogniser is None:
         return nonlinear.recognise_registered(name, args)
     return recogniser(name, args, kwargs)

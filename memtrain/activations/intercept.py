@@ -1,7 +1,7 @@
-"""Sees every op of a model's forward, and acts on what it saves: replaces it, or hooks it."""
+"""Turns itself on around a model's forward, and hands every op of it to the performer."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,24 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.calls import SMOOTH, Call, recognise, recognise_module
-from memtrain.activations.layout import layout_of
-from memtrain.activations.ops.payload import output_again
-from memtrain.activations.origin import foreign, in_transform, storage_id
-from memtrain.activations.payload import Saved, unpack
+from memtrain.activations.calls import Call, recognise_module
+from memtrain.activations.options import Options
+from memtrain.activations.origin import in_transform, storage_id
+from memtrain.activations.payload import unpack
+from memtrain.activations.perform import Performer, top_hooks
 from memtrain.activations.saved import Choose, SavedTensors, Watch
-from memtrain.activations.sites import Op, Record, Site
-from memtrain.compressors import Compressor
+from memtrain.activations.sites import Record, Site
 
 
 class _Mode(TorchFunctionMode):
-    """Hands every torch function that runs inside the forward to the interception."""
+    """Hands every torch function that runs inside the forward to the performer."""
 
-    def __init__(self, interception: "Interception") -> None:
+    def __init__(self, performer: Performer) -> None:
         super().__init__()
-        self.interception = interception
+        self.performer = performer
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -35,22 +34,16 @@ class _Mode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # x.shape and its like: nothing to save
             return func(*args, **(kwargs or {}))
-        return self.interception.run(func, name, args, kwargs or {})
+        return self.performer.run(func, name, args, kwargs or {})
 
 
 class _Entry(NamedTuple):
-    """A module whose forward runs, and the call that stands for all of it, if it is composite."""
+    """A module whose forward runs, and what gives its result where it is run as one op."""
 
     name: str
-    call: Call | None = None
-    compressor: Compressor | None = None
+    whole: Callable[[], Any] | None = None
 
 
-class _Hole:
-    """Where an op's input goes when the op is run again."""
-
-
-_HOLE = _Hole()
 _only: "Interception | None" = None  # while a trace runs, live interceptions sleep
 
 
@@ -65,10 +58,8 @@ class Interception:
     Args:
         model: The module whose forward is intercepted.
         choose: Site -> compressor, or the reason to keep the tensor.
-        min_elements: Smaller tensors are kept.
+        options: How saved tensors are handled.
         seed: Feeds the keys of stochastic rounding.
-        derive_outputs: Whether an op's output that another op saves may be computed again from
-            the payload of the op's input, where that costs no bytes.
         settle: Told what a forward saved, once for each module that one has started from.
     """
 
@@ -77,25 +68,24 @@ class Interception:
         model: nn.Module,
         choose: Choose,
         *,
-        min_elements: int,
+        options: Options,
         seed: int,
-        derive_outputs: bool,
         settle: Callable[[list[Record]], None],
     ) -> None:
-        self.model, self.settle, self.derive_outputs = model, settle, derive_outputs
-        self.saved = SavedTensors(choose, min_elements, seed)
+        self.model, self.settle = model, settle
+        self.saved = SavedTensors(choose, options.min_elements, seed)
+        self.performer = Performer(self.saved, options)
         self._settled: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
         self._clear()
 
     def _clear(self) -> None:
         self._path: list[_Entry] = []
-        self._op: Op | None = None
         self._outer: tuple[str, saved_tensors_hooks, _Mode] | None = None
         self._depth = 0  # of the path when the interception was turned on
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_path", "_op", "_outer", "_depth")  # of a forward that runs now
+        runtime = ("_path", "_outer", "_depth")  # of a forward that runs now
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -162,29 +152,34 @@ class Interception:
         if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
             self._stop(whole=False)
             self._path.clear()
+        self.performer.module = name
         entry = _Entry(name)
         if self._outer is None:
             if self._may_start(name):
                 self._start(name, module, (args, kwargs))
         elif composite and len(args) == 1 and not kwargs and _only_our_hooks(module):
-            call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
-            chosen = None if call is None else self._compressor(name, call)
-            entry = entry if chosen is None else _Entry(name, call, chosen)
+            entry = _Entry(name, self._whole(composite, module, args[0]))
         self._path.append(entry)
-        if entry.call is None:
+        if entry.whole is None:
             return None
         # The composite now runs on no elements; `_after` returns the real result.
-        x = entry.call.x.detach()
+        x = args[0].detach()
         return (x.new_empty((0, *x.shape[1:])),), kwargs
+
+    def _whole(
+        self, recognise: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any
+    ) -> Callable[[], Any] | None:
+        call = recognise(module, x) if isinstance(x, Tensor) else None
+        chosen = None if call is None else self.performer.compressor(call)
+        return None if call is None or chosen is None else self.performer.whole(call, chosen)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._path:  # the hooks were put on during this very forward
             return None
-        name, call, compressor = self._path.pop()
+        self.performer.module, whole = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
-        result = None
-        if call is not None and compressor is not None and not failed:
-            result = self._replaced(name, call, compressor)
+        result = whole() if whole is not None and not failed else None
+        self.performer.module = self._path[-1].name if self._path else ""
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
         return result
@@ -195,7 +190,7 @@ class Interception:
         if _only is not None and _only is not self:
             return False
         why = ""
-        if _top_hooks() is not None:
+        if top_hooks() is not None:
             why = "saved-tensor hooks of someone else are on"
         elif in_transform():
             why = "inside a transform of torch.func or forward-mode differentiation"
@@ -218,7 +213,7 @@ class Interception:
         self.saved.begin({storage_id(x) for x in own}, {storage_id(x) for x in given})
         self.saved.records = [] if name not in self._settled else None
         self._depth = len(self._path)
-        hooks, mode = saved_tensors_hooks(self._pack, unpack), _Mode(self)
+        hooks, mode = saved_tensors_hooks(self.performer.pack, unpack), _Mode(self.performer)
         hooks.__enter__()
         mode.__enter__()
         self._outer = (name, hooks, mode)
@@ -227,7 +222,8 @@ class Interception:
         if self._outer is None:
             return
         name, hooks, mode = self._outer
-        self._outer = self._op = None
+        self._outer = None
+        self.performer.reset()
         mode.__exit__(None, None, None)
         hooks.__exit__(None, None, None)
         self.saved.end()
@@ -240,101 +236,6 @@ class Interception:
             self._settled.add(name)
             self.settle(records)
 
-    # -- around ops -------------------------------------------------------------------------
-
-    def run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one torch function: replaced, or as it is with its saved tensors packed."""
-        if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        module = self._module()
-        call = recognise(name, args, kwargs)
-        if call is not None:
-            chosen = self._compressor(module, call)
-            if chosen is not None:
-                return self._replaced(module, call, chosen)
-            name = call.op
-        op = Op(module, _op_name(name, args), _tensors(args, kwargs))
-        result = self._during(op, func, *args, **kwargs)
-        if op.name in SMOOTH and self.derive_outputs:
-            self._derive(op, result, func, args, kwargs)
-        return result
-
-    def _derive(
-        self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Let later saves of a nonlinearity's output lean on the payload of its input."""
-        (x,) = op.inputs if len(op.inputs) == 1 else (None,)
-        if x is None or not isinstance(y, Tensor) or foreign(x) or storage_id(x) == storage_id(y):
-            return
-        source = self.saved.source_of(x)
-        if source is None or layout_of(x) != layout_of(y):
-            return
-
-        # The closure must not hold `x` itself.
-        hollow = tree_map_only(Tensor, lambda _: _HOLE, (args, kwargs))
-
-        def again() -> Tensor:
-            stored = source()
-            args, kwargs = tree_map_only(_Hole, lambda _: stored, hollow)
-            return func(*args, **kwargs)
-
-        self.saved.derive(y, again, op.name)
-
-    def _during(self, op: Op, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function while `op` is the one that saves."""
-        outer, self._op = self._op, op
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self._op = outer
-        if self.saved.watch is not None:
-            self.saved.watch.after(op, result)
-        return result
-
-    def _pack(self, x: Tensor) -> Saved:
-        return self.saved.pack(x, self._op or Op(self._module(), "autograd.Function"))
-
-    def _module(self) -> str:
-        return self._path[-1].name if self._path else ""
-
-    def _compressor(self, module: str, call: Call) -> Compressor | None:
-        """What the call saves its payload with, or None to run it as it is."""
-        if not self._replaceable(call.x):
-            return None
-        chosen = self.saved.choose(Site(module, call.op, call.tensor))
-        return None if isinstance(chosen, str) or not call.accepts(chosen) else chosen
-
-    def _replaceable(self, x: Any) -> bool:
-        return (
-            isinstance(x, Tensor)
-            and not foreign(x)
-            and x.requires_grad
-            and torch.is_grad_enabled()
-            and x.is_floating_point()
-            and x.numel() >= self.saved.min_elements
-            and _top_hooks() == self._pack  # not inside someone's activation checkpointing
-        )
-
-    def _replaced(self, module: str, call: Call, compressor: Compressor) -> Any:
-        op = Op(module, call.op, (call.x,), replaced=call.tensor)
-        site = Site(module, call.op, call.tensor)
-        key = self.saved.key(site)
-        if self.saved.watch is not None:
-            self.saved.watch.saved(site, call.x)
-        y = self._during(op, call.run, compressor, key)
-        again = output_again(y) if self.derive_outputs and isinstance(y, Tensor) else None
-        if again is not None:
-            self.saved.derive(y, again, op.name)
-        return y
-
-
-def _op_name(name: str, args: Sequence[Any]) -> str:
-    """The op's name in sites: dunders and in-place marks stripped; `pow` with 2 is `square`."""
-    name = name.strip("_")
-    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2:
-        return "square"
-    return name
-
 
 def _only_our_hooks(module: nn.Module) -> bool:
     """Whether no one else watches the module, who would see the empty tensor."""
@@ -343,20 +244,3 @@ def _only_our_hooks(module: nn.Module) -> bool:
         and not module._backward_hooks
         and not module._backward_pre_hooks
     )
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The tensors among a function's arguments, one level of lists included."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return tuple(found)
-
-
-def _top_hooks() -> Any:
-    """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-    return None if top is None else top[0]

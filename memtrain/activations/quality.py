@@ -8,6 +8,7 @@ from rich.table import Table
 from torch import nn
 
 from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
 from memtrain.activations.passes import (
     Closure,
     Gradient,
@@ -61,13 +62,6 @@ class GradientQuality(NamedTuple):
         return capture.get()
 
 
-class Options(NamedTuple):
-    """What an `Interception` needs besides its choice."""
-
-    min_elements: int = 1024
-    derive_outputs: bool = True
-
-
 def measure(
     model: nn.Module,
     closure: Closure,
@@ -115,9 +109,8 @@ def measure(
             interception = Interception(
                 model,
                 choice,
-                min_elements=options.min_elements,
+                options=options,
                 seed=seed,
-                derive_outputs=options.derive_outputs,
                 settle=records.extend,
             )
             with interception.alone():

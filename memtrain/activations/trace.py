@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
 from memtrain.activations.saved import Choose
 from memtrain.activations.sites import Record
 from memtrain.activations.unpacked import one_sequence_per_row
@@ -22,9 +23,7 @@ def trace(
     model: nn.Module,
     batch: Any,
     choose: Choose,
-    *,
-    min_elements: int = 1024,
-    derive_outputs: bool = True,
+    options: Options = Options(),  # noqa: B008 (a frozen value)
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
@@ -36,8 +35,7 @@ def trace(
         batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
             arguments; real or fake.
         choose: Site -> compressor, or the reason to keep the tensor.
-        min_elements: Smaller tensors are kept.
-        derive_outputs: As for `Interception`.
+        options: How saved tensors are handled.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -56,9 +54,8 @@ def trace(
     interception = Interception(
         model,
         choose,
-        min_elements=min_elements,
+        options=options,
         seed=0,
-        derive_outputs=derive_outputs,
         settle=records.extend,
     )
     args, kwargs = arguments(batch)

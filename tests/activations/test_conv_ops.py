@@ -3,9 +3,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memtrain.activations.intercept import Interception
 from memtrain.activations.ops import conv
 from memtrain.activations.ops.conv import MicroBatches
-from memtrain.compressors import Group, Identity, Key
+from memtrain.activations.options import Options
+from memtrain.compressors import DerivativeCode, Group, Identity, Key
 from memtrain.meter import LiveStorages
 
 CASES = {
@@ -147,3 +149,39 @@ def test_autocast_and_fake_tensors():
     assert torch.equal(y, expected)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Calls(Group(), x[0].nbytes):
         assert module(mode.from_tensor(x)).shape == y.shape
+
+
+def test_a_config_lets_convolutions_work_in_pieces():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    x = torch.randn(8, 8, 16, 16)
+
+    def gradient():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return model[2].weight.grad.clone()
+
+    def compressed(backward_bytes):
+        options, records = Options(min_elements=64, backward_bytes=backward_bytes), []
+        interception = Interception(
+            model,
+            lambda site: DerivativeCode(bits=1) if site.op == "relu" else Group(bits=8),
+            options=options,
+            seed=0,
+            settle=records.extend,
+        )
+        interception.attach()
+        found = gradient()
+        interception.detach()
+        return records, found
+
+    exact = gradient()
+    whole, usual = compressed(None)
+    pieces, found = compressed(2 * 8 * 16 * 16 * 4)
+    # The last convolution's input: eight bits an element, in both.
+    payload = [record.planned for record in whole if record.site.name == "2 / conv2d / input"]
+    assert payload == [8 * 8 * 16 * 16 + 8 * 8 * 16 * 16 // 256 * 4]
+    assert sum(r.planned for r in pieces if r.site.name == "2 / conv2d / input") == payload[0]
+    # Other random bits of the same quantiser.
+    assert not torch.equal(found, usual)
+    assert (found - exact).norm() <= 2 * (usual - exact).norm()

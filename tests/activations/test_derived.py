@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
 from memtrain.activations.trace import trace
 from memtrain.compressors import Group, Identity
 from memtrain.meter import saved_nbytes
@@ -40,7 +41,11 @@ class GEGLU(SwiGLU):
 def attached(model, choose, *, derive=True, records=None):
     settle = list.copy if records is None else records.extend
     interception = Interception(
-        model, choose, min_elements=64, seed=0, derive_outputs=derive, settle=settle
+        model,
+        choose,
+        options=Options(min_elements=64, derive_outputs=derive),
+        seed=0,
+        settle=settle,
     )
     interception.attach()
     return interception
@@ -61,7 +66,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("make", [SwiGLU, GEGLU])
 def test_a_gate_holds_two_payloads_and_not_three(make):
     model, x = make(), torch.randn(8, 32, 64)
-    rows = trace(model, x.requires_grad_(), lambda site: GROUP, min_elements=64)
+    rows = trace(model, x.requires_grad_(), lambda site: GROUP, Options(min_elements=64))
     payloads = {row.site.name: row.planned for row in rows if row.planned}
     one = 8 * 32 * 96 + 8 * 32 * 96 // 256 * 8
     function = model.function.__name__
@@ -211,7 +216,18 @@ def test_a_chain_leans_on_one_payload():
     """The norm's output, its nonlinearity's output: all from x_hat."""
     norm = nn.Sequential(nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 64))
     x = torch.randn(8, 32, 64).requires_grad_()
-    rows = trace(norm, x, lambda site: GROUP, min_elements=64)
+    rows = trace(norm, x, lambda site: GROUP, Options(min_elements=64))
     assert [row.site.op for row in rows if row.planned > 2048] == ["layer_norm"]
-    rows = trace(norm, x, lambda site: GROUP, min_elements=64, derive_outputs=False)
+    rows = trace(norm, x, lambda site: GROUP, Options(min_elements=64, derive_outputs=False))
     assert [row.site.op for row in rows if row.planned > 2048] == ["layer_norm", "silu", "linear"]
+
+
+def test_a_nonlinearity_written_out_in_many_ops_is_run_as_one():
+    """GPT-2's gelu_new under a rule that keeps its input: one payload, its output derived."""
+    activations = pytest.importorskip("transformers.activations")
+    model = nn.Sequential(nn.Linear(64, 256), activations.NewGELUActivation(), nn.Linear(256, 64))
+    rows = trace(model, torch.randn(64, 64), lambda site: GROUP, Options(min_elements=64))
+    kept = {row.site.name: row.planned for row in rows if row.planned}
+    assert kept == {"1 / gelu_tanh / input": 64 * 256 + 64 * 256 // 256 * 8}
+    rows = trace(model, torch.randn(64, 64), lambda site: Identity(), Options(min_elements=64))
+    assert len({row.site.name for row in rows if row.planned}) > 2  # the exact twin: as it is

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity
 from memtrain.meter import LiveStorages
 
@@ -28,7 +29,7 @@ def lossy(site):
 def intercept(model, choose=lossy, records=None):
     settle = list.copy if records is None else records.extend
     interception = Interception(
-        model, choose, min_elements=64, seed=0, derive_outputs=True, settle=settle
+        model, choose, options=Options(min_elements=64), seed=0, settle=settle
     )
     interception.attach()
     return interception

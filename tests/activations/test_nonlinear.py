@@ -8,6 +8,7 @@ from memtrain.activations.calls import recognise, recognise_module
 from memtrain.activations.intercept import Interception
 from memtrain.activations.ops.nonlinear import MODULES, NAMES, Nonlinearity
 from memtrain.activations.ops.prelu import PReLU
+from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Key
 from memtrain.compressors.fewbit_exact import EXACT
 from memtrain.compressors.fewbit_register import register
@@ -295,9 +296,8 @@ def test_a_models_nonlinearities_are_found_and_keep_codes():
     interception = Interception(
         model,
         lambda site: CODE if site.tensor == "input" else "not asked for",
-        min_elements=64,
+        options=Options(min_elements=64, derive_outputs=False),
         seed=0,
-        derive_outputs=False,
         settle=records.extend,
     )
     interception.attach()

@@ -12,6 +12,7 @@ from memtrain.activations.ops import norm_calls
 from memtrain.activations.ops.batch_norm import batch_norm, instance_norm
 from memtrain.activations.ops.norm import group_norm, layer_norm
 from memtrain.activations.ops.rms_norm import rms_norm
+from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity, Key, Packed
 
 
@@ -376,9 +377,8 @@ def test_a_model_that_writes_its_norm_out_is_intercepted():
     interception = Interception(
         model,
         lambda site: Group(bits=4),
-        min_elements=64,
+        options=Options(min_elements=64, derive_outputs=False),
         seed=0,
-        derive_outputs=False,
         settle=records.extend,
     )
     x = torch.randn(32, 64)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
 from memtrain.compressors import Group, Identity
 
 EIGHT = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32")
@@ -135,7 +136,11 @@ def step(model, inputs, grad=None, choose=None):
     interception = None
     if choose is not None:
         interception = Interception(
-            model, choose, min_elements=64, seed=0, derive_outputs=False, settle=records.extend
+            model,
+            choose,
+            options=Options(min_elements=64, derive_outputs=False),
+            seed=0,
+            settle=records.extend,
         )
         interception.attach()
     torch.manual_seed(1)
@@ -217,9 +222,8 @@ def test_embedding_keeps_narrow_indices_and_its_gradient_is_exact():
     interception = Interception(
         model,
         lambda site: EIGHT,
-        min_elements=64,
+        options=Options(min_elements=64, derive_outputs=False),
         seed=0,
-        derive_outputs=False,
         settle=records.extend,
     )
     plain = torch.autograd.grad(model(index).square().sum(), model.table.weight)[0]

@@ -10,9 +10,20 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from memtrain.activations.layout import flatten, restore
-from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask
+from memtrain.compressors import (
+    Compressor,
+    DerivativeCode,
+    Host,
+    Identity,
+    Integers,
+    Key,
+    Mask,
+    Samples,
+)
 
 NAMES = (*(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)))
+# Compressors that give no floats, or that need the whole batch or the payload's own object.
+_HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
 _FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = (*_FORWARD[:5], "output_padding", "groups", "dilation")
 
@@ -71,7 +82,7 @@ class Convolution:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Any that gives back floats; hooks serve where the batch is decompressed whole."""
-        floats = not isinstance(compressor, Identity | DerivativeCode | Mask | Integers)
+        floats = not isinstance(compressor, _HOOKED)
         return floats and self.micro.samples(self.x) < self.x.shape[0]
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:

@@ -13,6 +13,7 @@ from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit_exact import EXACT
 from memtrain.compressors.fewbit_functions import FAMILIES, complete
 from memtrain.compressors.fewbit_register import REGISTERED
+from memtrain.kernels import pointwise
 
 # The arguments after the input, by the function's name without its in-place mark: those among
 # `_FLAGS` say how to run it, the others are the parameters, in the order of the tables.
@@ -82,6 +83,10 @@ class Nonlinearity:
     def accepts(self, compressor: Compressor) -> bool:
         """Derivative codes of any width."""
         return isinstance(compressor, DerivativeCode)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The value by torch's own ops, for a module that writes it out in more of them."""
+        return pointwise.value(self.op, x, self.parameters)
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value, with codes in place of saved tensors; nothing random."""
