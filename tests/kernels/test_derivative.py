@@ -3,7 +3,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from memtrain.compressors.fewbit_solver import table
-from memtrain.kernels import derivative, pointwise
+from memtrain.kernels import cpu, derivative, pointwise
 from memtrain.kernels.cpu import library
 from memtrain.kernels.dispatch import backend, has_triton
 from memtrain.kernels.pointwise import FUNCTIONS
@@ -74,6 +74,30 @@ def test_kernels_equal_the_reference(name, dtype, bits):
                 results.append((codes, dx, derivative.decode(codes, levels, x.numel(), dtype)))
         for reference, kernel in zip(*results, strict=True):
             assert torch.equal(reference, kernel)
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+@pytest.mark.parametrize("level", [0, 2], ids=["portable", "avx512"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_every_instruction_set_equals_the_reference(level, dtype, bits):
+    x, grad = samples(5000, dtype, "cpu")
+    boundaries = torch.linspace(-2, 2, 2**bits - 1).tolist() if bits > 1 else [0.5]
+    x[: len(boundaries)] = torch.tensor(boundaries).to(x)  # ties
+    x[300], x[301], x[302], grad[400], grad[401] = NAN, INF, -INF, NAN, INF
+    levels = torch.linspace(0, 3, 2**bits).tolist()
+    results = []
+    for choice in ("reference", "cpu"):
+        try:
+            cpu.call("mt_limit_isa", level)
+            with backend(choice):
+                y, codes = derivative.forward(x, "relu", boundaries, shift=0.25)
+                dx = derivative.backward(grad, codes, levels)
+                results.append((y, codes, dx, derivative.decode(codes, levels, 5000, dtype)))
+        finally:
+            cpu.call("mt_limit_isa", 2)
+    for reference, kernel in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, reference, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 255, 256, 257, 4095, 4097])

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common.h"
+#include "derivative_avx512.h"
 
 namespace memtrain {
 namespace {
@@ -99,11 +100,9 @@ MT_INLINE void store(float x, Half& out) {
         store(wide(grad[i]) * value_of(level[i]), out[i]);                         \
   }
 
-MT_WIDEN(float)
 MT_WIDEN(double)
 MT_WIDEN(Bf16)
 MT_WIDEN(Half)
-MT_NARROW(float)
 MT_NARROW(Bf16)
 MT_NARROW(Half)
 MT_MULTIPLY(float, uint32_t)
@@ -222,8 +221,17 @@ MT_INLINE void encode_blocks(const float* x, const float* boundaries, uint8_t* o
   }
 }
 
-MT_CLONES void encode(const float* x, const float* boundaries, uint8_t* out, int64_t blocks,
-                      int64_t bits, int64_t parity) {
+// Whether the machine looks codes of so many bits up in a register.
+bool in_register(int64_t bits) {
+#ifdef MT_DERIVATIVE_AVX512
+  return bits <= 4 && mt_isa() >= 2;
+#else
+  return false;
+#endif
+}
+
+MT_CLONES void encode_loops(const float* x, const float* boundaries, uint8_t* out, int64_t blocks,
+                            int64_t bits, int64_t parity) {
   if (parity == kBand) return encode_blocks<1, true>(x, boundaries, out, blocks);
   if (bits == 1) encode_blocks<1>(x, boundaries, out, blocks);
   if (bits == 2) encode_blocks<2>(x, boundaries, out, blocks);
@@ -233,6 +241,14 @@ MT_CLONES void encode(const float* x, const float* boundaries, uint8_t* out, int
   if (bits == 6) encode_blocks<6>(x, boundaries, out, blocks);
   if (bits == 7) encode_blocks<7>(x, boundaries, out, blocks);
   if (bits == 8) encode_blocks<8>(x, boundaries, out, blocks);
+}
+
+void encode(const float* x, const float* boundaries, uint8_t* out, int64_t blocks, int64_t bits,
+            int64_t parity) {
+#ifdef MT_DERIVATIVE_AVX512
+  if (parity != kBand && in_register(bits)) return avx512::encode(x, boundaries, out, blocks, bits);
+#endif
+  encode_loops(x, boundaries, out, blocks, bits, parity);
 }
 
 // What the boundaries are compared with.
@@ -301,13 +317,20 @@ MT_INLINE void decode_any(const uint8_t* codes, const Bits* levels, Bits* out, i
   if (bits == 8) decode_blocks<8>(codes, levels, out, blocks);
 }
 
-MT_CLONES void decode(const uint8_t* codes, const uint32_t* levels, uint32_t* out, int64_t blocks,
-                      int64_t bits) {
+MT_CLONES void decode_loops(const uint8_t* codes, const uint32_t* levels, uint32_t* out,
+                            int64_t blocks, int64_t bits) {
   decode_any(codes, levels, out, blocks, bits);
 }
 MT_CLONES void decode(const uint8_t* codes, const uint64_t* levels, uint64_t* out, int64_t blocks,
                       int64_t bits) {
   decode_any(codes, levels, out, blocks, bits);
+}
+void decode(const uint8_t* codes, const uint32_t* levels, uint32_t* out, int64_t blocks,
+            int64_t bits) {
+#ifdef MT_DERIVATIVE_AVX512
+  if (in_register(bits)) return avx512::decode(codes, levels, out, blocks, bits);
+#endif
+  decode_loops(codes, levels, out, blocks, bits);
 }
 
 // -- passes --------------------------------------------------------------------------------------
@@ -329,15 +352,24 @@ void forward_range(const Forward& job, int64_t begin, int64_t end) {
     const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
     const int64_t count = std::min(blocks * kBlock, job.n - first);
     const T* x = static_cast<const T*>(job.x) + first;
-    widen(x, value, count);
-    if (count < blocks * kBlock) std::memset(value + count, 0, 4 * (blocks * kBlock - count));
-    if (job.function != kNone) {
-      apply(value, side, count, job.function, job.a, job.b);
-      if constexpr (!std::is_same_v<T, double>) narrow(side, static_cast<T*>(job.y) + first, count);
+    const float* in = value;
+    T* y = job.function == kNone ? nullptr : static_cast<T*>(job.y) + first;
+    if constexpr (std::is_same_v<T, float>) {  // read and written where it lies
+      if (count == blocks * kBlock)
+        in = x;
+      else
+        std::memcpy(value, x, 4 * count);
+      if (job.function != kNone) apply(x, y, count, job.function, job.a, job.b);
+    } else {
+      widen(x, value, count);
+      if (job.function != kNone) apply(value, side, count, job.function, job.a, job.b);
+      if constexpr (!std::is_same_v<T, double>)
+        if (job.function != kNone) narrow(side, y, count);
     }
-    const float* compared = value;
+    if (count < blocks * kBlock) std::memset(value + count, 0, 4 * (blocks * kBlock - count));
+    const float* compared = in;
     if (job.parity == kEven || job.shift != 0.0f) {
-      to_side(value, side, blocks * kBlock, job.parity, job.shift);
+      to_side(in, side, blocks * kBlock, job.parity, job.shift);
       compared = side;
     }
     encode(compared, job.boundaries, job.codes + block * bytes, blocks, job.bits, job.parity);
@@ -352,11 +384,29 @@ struct Backward {
   int64_t n, bits;
 };
 
+// Whole blocks in one pass, where the machine has one; how many it did.
+template <typename T>
+int64_t multiply_blocks(const Backward& job, int64_t block, int64_t blocks) {
+#ifdef MT_DERIVATIVE_AVX512
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Bf16>) {
+    using Raw = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
+    const int64_t first = block * kBlock, whole = std::min(blocks, (job.n - first) / kBlock);
+    if (job.grad == nullptr || !in_register(job.bits)) return 0;
+    avx512::multiply(job.codes + block * (kBlock / 8 * job.bits), job.levels,
+                     static_cast<const Raw*>(job.grad) + first, static_cast<Raw*>(job.out) + first,
+                     whole, job.bits);
+    return whole;
+  }
+#endif
+  return 0;
+}
+
 template <typename T>
 void backward_range(const Backward& job, int64_t begin, int64_t end) {
   using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
   Bits level[kChunk * kBlock];
   const int64_t bytes = kBlock / 8 * job.bits;
+  begin += multiply_blocks<T>(job, begin, end - begin);
   for (int64_t block = begin; block < end; block += kChunk) {
     const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
     const int64_t count = std::min(blocks * kBlock, job.n - first);
