@@ -39,11 +39,17 @@ def test_all_forms_give_the_same_config(tmp_path):
 
 def test_presets_say_what_the_documentation_says():
     balanced, smallest = load("balanced"), load("smallest")
-    assert balanced.activations.rules[1].compressor == {"name": "derivative", "bits": 3}
-    assert balanced.activations.rules[-1].compressor == {"name": "group", "bits": 4}
+
+    def of(config):
+        return {rule.op: rule.compressor for rule in config.activations.rules}
+
+    assert of(balanced)["@nonlinear"] == {"name": "derivative", "bits": 3}
+    assert of(balanced)["silu"] == {"name": "group", "bits": 5}
+    assert of(balanced)["*"] == {"name": "group", "bits": 4}
     assert [r.compressor for r in balanced.optim.rules] == ["Rank-1/Linear", "B128/DE"]
-    assert smallest.activations.rules[1].compressor == {"name": "derivative", "bits": 2}
-    assert smallest.activations.rules[-1].compressor == {"name": "group", "bits": 2}
+    assert of(smallest)["@nonlinear"] == {"name": "derivative", "bits": 2}
+    assert of(smallest)["@smooth"] == {"name": "group", "bits": 3}
+    assert of(smallest)["*"] == {"name": "group", "bits": 2}
     assert [r.compressor for r in smallest.optim.rules] == ["factored", "B128/DE"]
 
 

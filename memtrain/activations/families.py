@@ -1,5 +1,7 @@
 """Families of ops that a rule may name at once, by how their backward uses what it saves."""
 
+from memtrain.activations.calls import SMOOTH
+
 _NONLINEAR = """
 relu relu6 leaky_relu prelu rrelu elu celu selu gelu gelu_tanh quick_gelu silu mish sigmoid
 logsigmoid tanh softplus softsign hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink
@@ -15,6 +17,7 @@ logit acos asin atanh arccos arcsin arctanh xlogy logaddexp
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "@nonlinear": tuple(_NONLINEAR.split()),
+    "@smooth": SMOOTH,
     "@singular": tuple(_SINGULAR.split()),
     # Their backward takes exp() of what they save, which turns noise into bias.
     "@exponential": ("cross_entropy", "log_softmax", "logsumexp"),

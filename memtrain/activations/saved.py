@@ -131,7 +131,7 @@ class SavedTensors:
         if op.replaced:
             self._record(site, x, x.nbytes, "payload", "")
             return Kept(x, x._version)
-        chosen = self._why_keep(x, op, site) or self._fit(self.choose(site), x)
+        chosen = self._why_keep(x, op, site) or self._fit(self.choose(site), x, op)
         if isinstance(chosen, str | Identity):
             return self._keep(x, site, chosen)
         return self._derived(x, site) or self._compress(x, site, chosen, origin)
@@ -155,14 +155,14 @@ class SavedTensors:
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _fit(self, chosen: Compressor | str, x: Tensor) -> Compressor | str:
+    def _fit(self, chosen: Compressor | str, x: Tensor, op: Op) -> Compressor | str:
         """The compressor for this dtype: masks and indices are packed without loss."""
         if isinstance(chosen, str | Identity):
             return chosen
         if x.dtype == torch.bool:
             return Mask()
         if x.dtype in INTEGERS:
-            return Integers()
+            return Integers(limit=_limit(op))
         if x.dtype not in FLOATS:
             return f"dtype {x.dtype}"
         if isinstance(chosen, DerivativeCode):
@@ -252,6 +252,13 @@ class SavedTensors:
 def _held(packed: Packed, x: Tensor) -> int:
     """Bytes of a payload that lie on the device of `x`: what is swapped out is not held."""
     return sum(t.nbytes for t in packed.tensors.values() if t.device == x.device)
+
+
+def _limit(op: Op) -> int | None:
+    """What an op's indices are known to be below: the rows of an embedding's table."""
+    if op.name != "embedding" or len(op.inputs) != 2 or op.inputs[1].dim() != 2:
+        return None
+    return max(1, op.inputs[1].shape[0])
 
 
 def _memory(x: Tensor) -> tuple[object, ...]:

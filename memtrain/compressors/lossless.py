@@ -56,7 +56,13 @@ class Integers:
 
     The width depends on the values, so `compress` reads the minimum and the maximum, for which a
     GPU has to be waited for. A fake or meta tensor has no values: its width stays, and the bytes
-    told for it are an upper bound.
+    told for it are an upper bound. With a `limit` the width follows from that alone.
+
+    Args:
+        limit: All values are known to lie from 0 to below it, as indices do; None: they are read.
+
+    Raises:
+        ValueError: If the limit is below 1.
 
     Memory:
         1, 2, 4 or 8 bytes per element, never more than before.
@@ -67,6 +73,12 @@ class Integers:
         >>> packed.nbytes, Integers().decompress(packed)
         (2, tensor([  3, 250]))
     """
+
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit}; allowed: 1 or more, or None")
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Narrow `x`; a tensor that cannot be narrower is its own payload.
@@ -84,16 +96,19 @@ class Integers:
         """
         if x.dtype not in _INTEGERS:
             raise TypeError(f"dtype {x.dtype}; allowed: {', '.join(map(str, _INTEGERS))}")
-        return Packed({"values": x.to(_narrowest(x))}, x.shape, x.dtype)
+        return Packed({"values": x.to(_narrowest(x, self.limit))}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """The same tensor."""
         return packed.tensors["values"].to(packed.dtype)
 
 
-def _narrowest(x: Tensor) -> torch.dtype:
+def _narrowest(x: Tensor, limit: int | None) -> torch.dtype:
     """The narrowest dtype that holds the values of `x`; its own where none is narrower."""
     narrower = [dtype for dtype in _NARROW if dtype.itemsize < x.dtype.itemsize]
+    if limit is not None:
+        fitting = (dtype for dtype in narrower if limit - 1 <= torch.iinfo(dtype).max)
+        return next(fitting, x.dtype)
     if not narrower or isinstance(x, FakeTensor) or x.is_meta:
         return x.dtype
     if x.numel() == 0:

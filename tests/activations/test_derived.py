@@ -229,5 +229,9 @@ def test_a_nonlinearity_written_out_in_many_ops_is_run_as_one():
     rows = trace(model, torch.randn(64, 64), lambda site: GROUP, Options(min_elements=64))
     kept = {row.site.name: row.planned for row in rows if row.planned}
     assert kept == {"1 / gelu_tanh / input": 64 * 256 + 64 * 256 // 256 * 8}
-    rows = trace(model, torch.randn(64, 64), lambda site: Identity(), Options(min_elements=64))
+    x = torch.randn(64, 64)
+    interception = attached(model, lambda site: GROUP)
+    assert saved_nbytes(lambda: model(x), exclude=[x])[0] == sum(kept.values())
+    interception.detach()
+    rows = trace(model, x, lambda site: Identity(), Options(min_elements=64))
     assert len({row.site.name for row in rows if row.planned}) > 2  # the exact twin: as it is

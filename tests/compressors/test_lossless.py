@@ -75,3 +75,22 @@ def test_integers_without_values_keep_their_width():
         Integers().compress(torch.zeros(10, dtype=torch.int64, device="meta"), key=Key()).nbytes
         == 80
     )
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype"),
+    [(1, torch.uint8), (256, torch.uint8), (257, torch.int16), (32768, torch.int16),
+     (32769, torch.int32), (2**31 + 1, torch.int64)],
+)  # fmt: skip
+def test_a_limit_decides_the_width_without_reading(limit, dtype):
+    x = torch.tensor([0, min(limit, 200) - 1])
+    packed = Integers(limit=limit).compress(x, key=Key())
+    assert packed.tensors["values"].dtype == dtype
+    assert torch.equal(Integers(limit=limit).decompress(packed), x)
+    fake = Integers(limit=limit).compress(x.to("meta"), key=Key())
+    assert fake.nbytes == packed.nbytes
+
+
+def test_a_wrong_limit_is_refused():
+    with pytest.raises(ValueError, match="limit=0; allowed: 1 or more"):
+        Integers(limit=0)

@@ -1,6 +1,6 @@
 """Nonlinearities that save derivative codes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,9 +84,11 @@ class Nonlinearity:
         """Derivative codes of any width."""
         return isinstance(compressor, DerivativeCode)
 
-    def plain(self, x: Tensor) -> Tensor:
-        """The value by torch's own ops, for a module that writes it out in more of them."""
-        return pointwise.value(self.op, x, self.parameters)
+    @property
+    def plain(self) -> Callable[[Tensor], Tensor]:
+        """Torch's own ops for the value, of any input; it does not hold the call's."""
+        op, parameters = self.op, self.parameters
+        return lambda x: pointwise.value(op, x, parameters)
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value, with codes in place of saved tensors; nothing random."""
