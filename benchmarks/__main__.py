@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import activations, adamw_step, families, gates, gpt2_activations, seeds
+from benchmarks import (
+    activations,
+    adamw_step,
+    families,
+    gates,
+    gpt2_activations,
+    presets,
+    seeds,
+)
 from benchmarks.harness import (
     RESULTS,
     Benchmark,
@@ -23,7 +31,15 @@ from benchmarks.harness import (
 
 BENCHMARKS: dict[str, Benchmark] = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (activations, adamw_step, families, gates, gpt2_activations, seeds)
+    for module in (
+        activations,
+        adamw_step,
+        families,
+        gates,
+        gpt2_activations,
+        presets,
+        seeds,
+    )
 }
 
 
