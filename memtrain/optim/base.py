@@ -24,6 +24,7 @@ class CompressedStates(Optimizer):
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
         """What keeps state `name` of `param`, and the reason if it is not what was chosen."""
+        param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
         decided = self.__dict__.setdefault("_decided", {})
         if (param, name) not in decided:
             decided[param, name] = layout.decide(param, self.choose(param, name))
@@ -159,6 +160,18 @@ def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, 
         for i, param in enumerate(group["params"]):
             found.append((param, group, names[i] if names else f"{g}.{i}"))
     return found
+
+
+def refuse_complex(params: list[Any], owner: str) -> None:
+    """Raise for complex parameters, given bare or as `(name, parameter)`."""
+    for param in params:
+        param = param[1] if isinstance(param, tuple) else param
+        if isinstance(param, Tensor) and param.is_complex():
+            raise TypeError(
+                f"{owner} takes real parameters only, got {param.dtype} of shape "
+                f"{tuple(param.shape)}: keep its real and imaginary parts as a real one "
+                "(torch.view_as_real)"
+            )
 
 
 def refuse_sparse(params: list[Tensor], owner: str) -> None:

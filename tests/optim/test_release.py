@@ -1,0 +1,321 @@
+"""Gradient release: updates inside backward equal plain ones; what cannot work says so."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.meter import LiveStorages
+from memtrain.optim import AdamW4bit, compress
+from memtrain.optim.release import ReleaseGradients
+from memtrain.optim.weights import SplitWeights
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "adamw4bit": lambda p: AdamW4bit(p, lr=1e-2, min_elements=0),
+    "compressed": lambda p: compress(torch.optim.RMSprop(p, lr=1e-3), min_elements=0),
+}
+
+
+def make(width=32):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 1)
+    )
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 8, generator=generator)
+
+
+def train(model, optimizer, steps=5, between=lambda: None):
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        between()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_released_equals_plain_bit_for_bit(name):
+    plain, released = make(), make()
+    optimizer = ReleaseGradients(OPTIMIZERS[name](released.parameters()))
+    assert train(plain, OPTIMIZERS[name](plain.parameters())) == train(released, optimizer)
+    for ours, theirs in zip(released.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_are_never_all_alive_at_once():
+    width, depth = 64, 12
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+    one = 4 * width * width
+    x = torch.randn(2, width)
+
+    def peak(optimizer):
+        for _ in range(2):
+            with LiveStorages(peak=True) as live:
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return live.peak_nbytes
+
+    kept = peak(torch.optim.SGD(model.parameters(), lr=1e-3))
+    released = peak(ReleaseGradients(torch.optim.SGD(model.parameters(), lr=1e-3)))
+    assert kept >= depth * one
+    assert released < 3 * one
+
+
+def test_step_only_ends_the_step():
+    model = make()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)  # made before
+    optimizer = ReleaseGradients(inner)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    model(batch(0)).sum().backward()
+    after = copy.deepcopy(model.state_dict())
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    scheduler.step()
+    assert all(torch.equal(after[k], v) for k, v in model.state_dict().items())
+    assert calls == [1]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(RuntimeError, match="taken over"):
+        inner.step()
+    later = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # made after
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    later.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_tied_weight_is_updated_once_after_all_its_uses():
+    plain, released = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    released.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 4)
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        ReleaseGradients(torch.optim.SGD(released.parameters(), lr=0.1)),
+    ]
+    updates = []
+    released.weight.register_post_accumulate_grad_hook(lambda p: updates.append(1))
+    for model, optimizer in zip((plain, released), optimizers, strict=True):
+        model(torch.tanh(model(torch.tanh(model(x))))).sum().backward()
+        optimizer.step()
+    assert updates == [1]
+    assert torch.equal(plain.weight, released.weight)
+
+
+def test_frozen_parameters_stay_and_thaw():
+    model = make()
+    model[0].weight.requires_grad_(False)
+    optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model[0].weight.clone()
+    train(model, optimizer, 2)
+    assert torch.equal(model[0].weight, before)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, 1)  # its gradient is applied by step(), and its hook set
+    assert not torch.equal(model[0].weight, before)
+    model(batch(0)).sum().backward()
+    assert model[0].weight.grad is None
+
+
+def test_accumulation_is_refused_before_anything_is_wrong():
+    model = make()
+    optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(batch(0)).sum().backward()
+    once = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="cannot be accumulated"):
+        model(batch(1)).sum().backward()
+    assert all(torch.equal(once[k], v) for k, v in model.state_dict().items())
+    optimizer.step()
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_skips_its_parameter_and_is_counted(bad):
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = ReleaseGradients(torch.optim.SGD([a, b], lr=0.5))
+    (a * torch.tensor([1.0, bad, 1.0]) + b).sum().backward()
+    optimizer.step()
+    assert a.tolist() == [1.0, 1.0, 1.0]
+    assert b.tolist() == [0.5, 0.5, 0.5]
+    assert optimizer.skipped == 1
+    assert optimizer.norm == pytest.approx(3**0.5)
+    (a + b).sum().backward()
+    optimizer.step()
+    assert a.tolist() == [0.5, 0.5, 0.5]
+    assert optimizer.state_dict()["memtrain"]["gradients"]["skipped"] == 1
+
+
+def test_clipping_by_value_and_by_each_parameters_norm():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    weight = torch.tensor([3.0, 4.0])
+    optimizer = ReleaseGradients(torch.optim.SGD([a, b], lr=1.0), clip="value", limit=3.5)
+    (a * weight).sum().backward()
+    optimizer.step()
+    assert a.tolist() == [-3.0, -3.5]
+    optimizer.detach()
+    optimizer = ReleaseGradients(torch.optim.SGD([a, b], lr=1.0), clip="parameter", limit=1.0)
+    (a * weight + b * 0.1).sum().backward()
+    optimizer.step()
+    assert (a + torch.tensor([3.0, 3.5])).tolist() == pytest.approx([-0.6, -0.8], abs=1e-5)
+    assert b.tolist() == pytest.approx([-0.1, -0.1])  # below the limit: left alone
+
+
+def test_clipping_by_the_previous_global_norm():
+    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = ReleaseGradients(torch.optim.SGD([a, b], lr=1.0), clip="previous", limit=2.5)
+    (3.0 * a + 4.0 * b).sum().backward()  # no norm yet: each by its own
+    optimizer.step()
+    assert [a.item(), b.item()] == pytest.approx([-2.5, -2.5], abs=1e-4)
+    assert optimizer.norm == 5.0
+    (1.0 * a + 2.0 * b).sum().backward()  # halved, as 5 is twice 2.5
+    optimizer.step()
+    assert [a.item(), b.item()] == pytest.approx([-3.0, -3.5], abs=1e-4)
+    other = ReleaseGradients(torch.optim.SGD([a, b], lr=1.0), clip="previous")
+    other.load_state_dict(optimizer.state_dict())
+    assert other.norm == optimizer.norm == pytest.approx(5**0.5)
+
+
+def test_two_passes_clip_by_the_exact_global_norm():
+    plain, released = make(), make()
+    for model in (plain, released):
+        model.insert(1, nn.Dropout(0.5))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    inner = torch.optim.SGD(released.parameters(), lr=0.1, momentum=0.9)
+    optimizer = ReleaseGradients(inner, clip="two_pass", limit=0.01)
+    for step in range(3):
+        torch.manual_seed(step)
+        plain_optimizer.zero_grad()
+        plain(batch(step)).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        plain_optimizer.step()
+        torch.manual_seed(step)
+
+        def closure(step=step):
+            loss = released(batch(step)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert optimizer.norm == pytest.approx(norm.item(), rel=1e-5)
+        for ours, theirs in zip(released.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+    with pytest.raises(RuntimeError, match="closure"):
+        released(batch(0)).sum().backward()
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step()
+
+
+def test_two_passes_skip_the_whole_step_for_inf():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = ReleaseGradients(torch.optim.SGD([a, b], lr=0.5), clip="two_pass")
+    optimizer.step(lambda: (a * torch.inf + b).sum().backward())
+    assert a.tolist() == b.tolist() == [1.0, 1.0]
+    assert optimizer.skipped == 1
+    optimizer.step(lambda: (0.1 * a + 0.1 * b).sum().backward())
+    assert a.tolist() == pytest.approx([0.95, 0.95])
+
+
+def test_grad_scaler_is_refused_and_loss_scale_serves():
+    model, plain = make(), make()
+    optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(0)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"parameter by parameter.*two_pass"):
+        scaler.step(optimizer)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    (model(batch(0)).sum() * 1024.0).backward()
+    optimizer.step()
+    train_one = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(batch(0)).sum().backward()
+    train_one.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_set_by_hand_are_applied_by_step():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = ReleaseGradients(torch.optim.SGD([weight], lr=0.5))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
+    assert weight.grad is None
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    added = optimizer.param_groups[1]["params"][0]
+    added.sum().backward()
+    assert added.tolist() == [0.5, 0.5]
+
+
+def test_state_dict_deepcopy_and_detach():
+    model = make()
+    optimizer = ReleaseGradients(SplitWeights(torch.optim.AdamW(model.parameters()), "bf16+8"))
+    x = batch(0).bfloat16()
+    model(x).float().sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    model(x).float().sum().backward()
+    optimizer.step()
+    twin(x).float().sum().backward()
+    twin_optimizer.step()
+    again = make()
+    resumed = ReleaseGradients(SplitWeights(torch.optim.AdamW(again.parameters()), "bf16+8"))
+    resumed.load_state_dict(saved["optimizer"])
+    again.load_state_dict(saved["model"])
+    again(x).float().sum().backward()
+    resumed.step()
+    for ours, copied, loaded in zip(
+        model.parameters(), twin.parameters(), again.parameters(), strict=True
+    ):
+        own = optimizer.inner.master(ours)
+        assert torch.equal(own, twin_optimizer.inner.master(copied))
+        assert torch.equal(own, resumed.inner.master(loaded))
+    inner = optimizer.detach().restore()
+    assert type(inner) is torch.optim.AdamW
+    model(batch(0)).sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
+    inner.step()
+
+
+def test_hooks_do_not_keep_the_optimizer_alive():
+    model = make()
+    optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    model(batch(0)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_wrong_options_and_sparse_gradients_are_refused():
+    params = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="clip='norm' is unknown; allowed: none, value"):
+        ReleaseGradients(torch.optim.SGD(params), clip="norm")
+    with pytest.raises(ValueError, match="limit=0 is out of range"):
+        ReleaseGradients(torch.optim.SGD(params), limit=0)
+    table = nn.Embedding(4, 2, sparse=True)
+    ReleaseGradients(torch.optim.SGD(table.parameters()))
+    before = table.weight.clone()
+    optimizer = ReleaseGradients(torch.optim.SGD(table.parameters()))
+    with pytest.raises(RuntimeError, match="dense"):
+        table(torch.tensor([1])).sum().backward()
+    assert torch.equal(before, table.weight)
+    optimizer.step()
