@@ -11,7 +11,7 @@ from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.fewbit_register import registered
 from memtrain.compressors.fewbit_solver import Approximation, solve
 from memtrain.kernels import derivative, pointwise
-from memtrain.kernels.strides import is_dense, memory_order
+from memtrain.kernels.strides import in_order, is_dense, memory_order
 
 __all__ = ["Approximation", "fewbit", "solve"]
 
@@ -96,9 +96,8 @@ class _FewBit(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(ctx, grads[0]), None, None
+        return _backward(ctx, *grads)
 
 
 class _FewBitInPlace(Function):
@@ -115,23 +114,19 @@ class _FewBitInPlace(Function):
         return _overwrite(x, wanted)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(ctx, grads[0]), None, None
+        return _backward(ctx, *grads)
 
 
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    # Without create_graph there is nothing to guard, and the guard costs as much as a small kernel.
+    return (_once if torch.is_grad_enabled() else _gradient)(ctx, grad)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (codes,) = ctx.saved_tensors
-    if not _same_order(grad, ctx.shape, ctx.stride):
-        other = torch.empty_strided(ctx.shape, ctx.stride, dtype=grad.dtype, device=grad.device)
-        grad = other.copy_(grad)
-    result = derivative.backward(memory_order(grad), codes, ctx.levels)
-    return result.as_strided(ctx.shape, ctx.stride)
+    grad = in_order(grad, ctx.shape, ctx.stride)
+    return derivative.backward(grad, codes, ctx.levels), None, None
 
 
-def _same_order(x: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether `x` has these strides; those of dimensions of size 1 do not matter."""
-    return all(
-        size <= 1 or ours == theirs
-        for size, ours, theirs in zip(shape, x.stride(), stride, strict=True)
-    )
+_once = once_differentiable(_gradient)

@@ -22,12 +22,12 @@ from memtrain.kernels.derivative_reference import (
     numbers,
     wide,
 )
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.dispatch import choose, is_plain, register
 from memtrain.kernels.pointwise import FUNCTIONS, one_pass, value
 from memtrain.kernels.strides import is_dense, memory_order
 
 PARITIES = ("plain", "even", "band")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
 # Value and codes in one pass: in C++ what is cheap enough to equal torch's to the bit.
 _CPU_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
 
@@ -65,8 +65,8 @@ def encode(
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
     """
     _check_input(x, boundaries, parity)
-    run = _encode if _is_plain(x) else _encode_op
-    return run(x.reshape(-1).contiguous(), boundaries, parity, shift)
+    run = _encode if is_plain(x) else _encode_op
+    return run(x.contiguous(), boundaries, parity, shift)
 
 
 def forward(
@@ -108,7 +108,7 @@ def forward(
     _check_input(x, boundaries, parity)
     if function not in FUNCTIONS:
         raise ValueError(f"function {function!r} is unknown; allowed: {', '.join(FUNCTIONS)}")
-    run = _forward if _is_plain(x) else _forward_op
+    run = _forward if is_plain(x) else _forward_op
     return run(x, function, parameters, boundaries, parity, shift)
 
 
@@ -134,7 +134,7 @@ def decode(
         tensor([0.2500, 0.5000])
     """
     bits_of(len(levels), 0)
-    run = _decode if _is_plain(codes) else _decode_op
+    run = _decode if is_plain(codes) else _decode_op
     return run(codes, levels, n, dtype)
 
 
@@ -142,15 +142,16 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """`grad` times the level of each code, in one pass that reads nothing else.
 
     Args:
-        grad: float32, bfloat16, float16 or float64, contiguous, elements in the order of the codes.
+        grad: float32, bfloat16, float16 or float64, dense, elements in memory in the order of the
+            codes.
         codes: uint8 from `encode`, contiguous.
         levels: 2**bits numbers, rounded to float32 (not for float64).
 
     Returns:
-        Like `grad`. The product is taken in float32 (float64 for float64) and rounded once. NaN
-        and Inf in `grad` follow IEEE rules (Inf times level 0 is NaN), element by element. Where
-        the encoded x was NaN the result is the finite `grad * levels[0]`: it is the forward value
-        that carries the NaN.
+        Like `grad`, strides too. The product is taken in float32 (float64 for float64) and rounded
+        once. NaN and Inf in `grad` follow IEEE rules (Inf times level 0 is NaN), element by
+        element. Where the encoded x was NaN the result is the finite `grad * levels[0]`: it is the
+        forward value that carries the NaN.
 
     Raises:
         TypeError: If `grad` is no float tensor.
@@ -166,23 +167,13 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """
     _check_dtype(grad)
     bits_of(len(levels), 0)
-    run = _backward if _is_plain(grad) else _backward_op
+    run = _backward if is_plain(grad) else _backward_op
     return run(grad, codes, levels)
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether nothing watches: the dispatcher then costs more than a small call's work."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
-
-
 def _check_dtype(x: Tensor) -> None:
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, _DTYPES))}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, DTYPES))}")
 
 
 def _check_input(x: Tensor, boundaries: Sequence[float], parity: str) -> None:
@@ -212,8 +203,8 @@ def _run_cpu(
     side: tuple[str, float],
 ) -> Tensor:
     codes, table = _empty_codes(x, boundaries, side[0]), numbers(tuple(boundaries))
-    kind = (_DTYPES.index(x.dtype), code_bits(boundaries, side[0]), PARITIES.index(side[0]))
-    sizes = (x.numel(), *kind, float(side[1]))
+    bits, parity = codes.shape[1] * 8 // BLOCK_SIZE, PARITIES.index(side[0])
+    sizes = (x.numel(), DTYPES.index(x.dtype), bits, parity, float(side[1]))
     cpu.call("mt_derivative_forward", x, y, table, codes, *sizes, *function)
     return codes
 
@@ -245,29 +236,35 @@ def _forward(
     y = value(function, x, parameters)
     if y.stride() != dense.stride():
         y = torch.empty_like(dense).copy_(y)
-    return y, _encode(memory_order(dense), boundaries, parity, shift)
+    flat = dense if dense.is_contiguous() else memory_order(dense)
+    return y, _encode(flat, boundaries, parity, shift)
 
 
 def _decode(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
-    if choose(codes) == "reference":
+    choice = choose(codes)
+    if choice == "reference":
         return decode_reference(codes, levels, n, dtype)
-    return _to_levels(None, codes, levels, codes.new_empty(n, dtype=dtype))
+    return _to_levels(choice, None, codes, levels, codes.new_empty(n, dtype=dtype))
 
 
 def _backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    if choose(codes) == "reference":
-        return backward_reference(grad, codes, levels)
-    return _to_levels(grad, codes, levels, torch.empty_like(grad))
+    choice, out = choose(codes), torch.empty_like(grad)
+    if choice == "reference":
+        memory_order(out).copy_(backward_reference(memory_order(grad), codes, levels))
+        return out
+    return _to_levels(choice, grad, codes, levels, out)
 
 
-def _to_levels(grad: Tensor | None, codes: Tensor, levels: Sequence[float], out: Tensor) -> Tensor:
+def _to_levels(
+    choice: str, grad: Tensor | None, codes: Tensor, levels: Sequence[float], out: Tensor
+) -> Tensor:
     """The levels, times `grad` where there is one, written to `out`."""
     table = numbers(tuple(levels), wide(out.dtype))
-    if choose(codes) == "triton":
+    if choice == "triton":
         from memtrain.kernels import derivative_backward_triton as kernels
 
         return kernels.backward(grad, codes, tuple(table.tolist()), out)
-    sizes = (out.numel(), _DTYPES.index(out.dtype), bits_of(len(levels), 0))
+    sizes = (out.numel(), DTYPES.index(out.dtype), bits_of(len(levels), 0))
     cpu.call("mt_derivative_backward", grad, codes, table, out, *sizes)
     return out
 

@@ -73,6 +73,27 @@ def choose(x: Tensor) -> str:
     return "reference"
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing watches a call on `x`: no compiler, mode, subclass or autograd.
+
+    The implementation can then be called itself: the dispatcher costs more than a small call's
+    work.
+
+    Args:
+        x: The call's main tensor.
+
+    Example:
+        >>> is_plain(torch.ones(2)), is_plain(torch.ones(2, requires_grad=True))
+        (True, False)
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 _LIBRARY = torch.library.Library("memtrain", "FRAGMENT")
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import bits, cpu
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.dispatch import choose, is_plain, register
 
 BLOCK = 256  # elements per block; the layout is that of `kernels.bits` at 1 bit
 
@@ -29,7 +29,7 @@ def pack_mask(x: Tensor) -> Tensor:
         >>> packed.shape, packed[:4].tolist()
         (torch.Size([32]), [1, 0, 1, 0])
     """
-    return _pack_op(x)
+    return (_pack if is_plain(x) else _pack_op)(x)
 
 
 def unpack_mask(packed: Tensor, numel: int) -> Tensor:
@@ -49,7 +49,7 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
         >>> unpack_mask(pack_mask(torch.tensor([True, False, True])), 3)
         tensor([ True, False,  True])
     """
-    return _unpack_op(packed, numel)
+    return (_unpack if is_plain(packed) else _unpack_op)(packed, numel)
 
 
 def pack_reference(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from memtrain.kernels import bits as bit_codes
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.dispatch import choose, is_plain, register
 
 BLOCK = 256  # elements per block; the layout is that of `kernels.bits`
 
@@ -32,7 +32,7 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
         >>> packed.shape, packed[:4].tolist()
         (torch.Size([64]), [1, 2, 3, 0])
     """
-    return _pack_op(x, bits)
+    return (_pack if is_plain(x) else _pack_op)(x, bits)
 
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
@@ -57,7 +57,7 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
         >>> unpack_codes(pack_codes(torch.tensor([1, 2, 3], dtype=torch.uint8), 2), 2, 3)
         tensor([1, 2, 3], dtype=torch.uint8)
     """
-    return _unpack_op(packed, bits, numel)
+    return (_unpack if is_plain(packed) else _unpack_op)(packed, bits, numel)
 
 
 def pack_reference(x: Tensor, bits: int) -> Tensor:

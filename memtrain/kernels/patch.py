@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu, philox
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.dispatch import choose, is_plain, register
 from memtrain.kernels.group import _outward
 
 SIDE = 4
@@ -61,7 +61,7 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
         Liu Liu, 4x4 Patch Tensor Compression, 2020; CCV_NNC_COMPRESSION_LSSC in
         github.com/liuliu/ccv, whose rounding is against levels that are not the decoded ones.
     """
-    return _quantize_op(x, seed, stochastic)
+    return (_quantize if is_plain(x) else _quantize_op)(x, seed, stochastic)
 
 
 def patch_dequantize(
@@ -91,7 +91,8 @@ def patch_dequantize(
         >>> patch_dequantize(patch_quantize(x), 2, 2).flatten()
         tensor([1., 2., 3., 4.])
     """
-    return _dequantize_op(words, rows, columns, dtype)
+    run = _dequantize if is_plain(words) else _dequantize_op
+    return run(words, rows, columns, dtype)
 
 
 def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:

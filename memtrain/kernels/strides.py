@@ -1,5 +1,8 @@
 """Dense tensors in any order of dimensions, seen as flat ones."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 
@@ -23,6 +26,8 @@ def is_dense(x: Tensor) -> bool:
         >>> is_dense(x.t()), is_dense(x[:, ::2]), is_dense(x[:1].expand(4, 6))
         (True, False, False)
     """
+    if x.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size == 0:
@@ -32,3 +37,24 @@ def is_dense(x: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def in_order(x: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """`x` in the memory order of these strides: itself where it lies so, else a copy.
+
+    Args:
+        x: Of that shape.
+        shape: Of a dense tensor.
+        stride: Its strides; those of dimensions of size 1 do not matter.
+
+    Example:
+        >>> x = torch.zeros(4, 6)
+        >>> in_order(x, (4, 6), (6, 1)) is x, in_order(x, (4, 6), (1, 4)).stride()
+        (True, (1, 4))
+    """
+    mine = x.stride()
+    if mine == stride or all(
+        size <= 1 or a == b for size, a, b in zip(shape, mine, stride, strict=True)
+    ):
+        return x
+    return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x)

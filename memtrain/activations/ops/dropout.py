@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.compressors import Compressor, Identity, Key
-from memtrain.kernels.mask import pack_mask, unpack_mask
+from memtrain.kernels import derivative
+from memtrain.kernels.mask import BLOCK, pack_mask
+from memtrain.kernels.strides import in_order, is_dense, memory_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,36 +40,64 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Drop
     x, p = values.get("input"), values.get("p", 0.5)
     if not isinstance(x, Tensor) or not training or values.get("inplace") or not 0 < p < 1:
         return None
-    return None if name.endswith("_") else Dropout(x, float(p))
+    if name.endswith("_") or x.dtype not in derivative.DTYPES:
+        return None
+    return Dropout(x, float(p))
 
 
 class _Dropout(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        x = x if is_dense(x) else x.clone()
         # Each device draws as its own F.dropout does, so the random stream is plain PyTorch's.
         if x.is_cuda:
             y, mask = torch.native_dropout(x, p, True)
         else:
-            noise = torch.empty_like(x).bernoulli_(1 - p)
-            mask = noise.bool()
-            y = x * noise.div_(1 - p)
-        ctx.save_for_backward(pack_mask(mask))
-        ctx.p, ctx.shape = p, x.shape
-        return y
+            y, mask = None, torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+        packed, factor = pack_mask(memory_order(mask)), _factor(p, x.dtype)
+        ctx.save_for_backward(packed)
+        ctx.factor, ctx.shape, ctx.stride = factor, x.shape, x.stride()
+        return _times(x, packed, factor) if y is None else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (packed,), (grad,) = ctx.saved_tensors, grads
+        if torch.is_grad_enabled():
+            return _Times.apply(grad, packed, ctx.factor, ctx.shape, ctx.stride), None  # type: ignore[return-value]
+        return _times(in_order(grad, ctx.shape, ctx.stride), packed, ctx.factor), None
+
+
+class _Times(Function):
+    """`x` times the factor where the mask is 1, times 0 elsewhere: its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, factor: float, *order: Any) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.factor, ctx.order = factor, order
+        return _times(in_order(x, *order), packed, factor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
-        (grad,) = grads
-        mask = unpack_mask(packed, grad.numel()).view(ctx.shape)
-        return grad * mask.to(grad.dtype).div_(1 - ctx.p), None
+        return _Times.apply(grads[0], packed, ctx.factor, *ctx.order), None, None, None, None  # type: ignore[return-value]
+
+
+def _times(x: Tensor, packed: Tensor, factor: float) -> Tensor:
+    # A mask is a code of one bit, and the levels are 0 and the factor.
+    return derivative.backward(x, packed.view(-1, BLOCK // 8), (0.0, factor))
+
+
+@cache
+def _factor(p: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p) as torch rounds it."""
+    return float(torch.tensor(1.0, dtype=dtype, device="cpu") / (1 - p))
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
     """`F.dropout(x, p)` in training, bit for bit, saving one bit per element for backward.
 
     Args:
-        x: Float, any shape.
+        x: float32, bfloat16, float16 or float64, any shape.
         p: Probability of a zero, in (0, 1).
 
     Returns:

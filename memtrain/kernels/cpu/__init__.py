@@ -40,12 +40,14 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
     lib = library()
     if lib is None:
         raise RuntimeError(f"the C++ library with {name!r} was not built")
-    getattr(lib, name)(*map(_convert, arguments), ctypes.c_int64(torch.get_num_threads()))
+    function = getattr(lib, name)
+    if function.argtypes is None:  # found at the first call: C's types are the same at every one
+        function.argtypes = [*map(_c_type, arguments), ctypes.c_int64]
+    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    function(*values, torch.get_num_threads())
 
 
-def _convert(value: Tensor | int | float | None) -> object:
-    if value is None:
-        return ctypes.c_void_p(None)
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+def _c_type(value: Tensor | int | float | None) -> type:
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(value, float) else ctypes.c_int64
