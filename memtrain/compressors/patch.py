@@ -115,7 +115,7 @@ def _order(x: Tensor) -> tuple[int, ...]:
     """
     n = x.dim()
     rows, columns = n - 2, n - 1
-    dims = [dim for dim in range(n) if x.shape[dim] > 1]
+    dims = [dim for dim in range(n) if x.shape[dim] != 1]
     # Stable, so that equal strides (of expanded dimensions) keep their order.
     dims.sort(key=lambda dim: -x.stride(dim))
     if n >= 2 and x.shape[rows] == 1:

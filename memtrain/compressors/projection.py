@@ -125,7 +125,7 @@ class Projection:
         if p == tokens:
             return Packed({"rows": x.clone()}, x.shape, x.dtype)
         seed = key.bits()
-        if _has_no_values(x):
+        if _has_no_values(x):  # without features, S would be made for nothing
             payload = self._empty(x, p)
         else:
             with torch.autocast(x.device.type, enabled=False):
@@ -147,8 +147,8 @@ class Projection:
     def _empty(self, x: Tensor, p: int) -> dict[str, Tensor]:
         payload = {"rows": x.new_empty(p, x.shape[-1])}
         if self.kind == "norm_rows":
-            payload["index"] = x.new_empty(p, dtype=torch.int64)
-            payload["weight"] = x.new_empty(p, dtype=_wide(x.dtype))
+            payload["index"] = x.new_zeros(p, dtype=torch.int64)
+            payload["weight"] = x.new_zeros(p, dtype=_wide(x.dtype))
         return payload
 
     def _project(self, x: Tensor, p: int, seed: int) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ def _tokens(shape: torch.Size) -> int:
 
 
 def _has_no_values(x: Tensor) -> bool:
-    return isinstance(x, FakeTensor) or x.is_meta
+    return isinstance(x, FakeTensor) or x.is_meta or x.numel() == 0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

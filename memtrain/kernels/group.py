@@ -5,10 +5,11 @@ from torch import Tensor
 
 from memtrain.kernels import bits as bit_codes
 from memtrain.kernels import cpu, philox
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.dispatch import choose, is_plain, register
 
 MAX_GROUP_SIZE = 16384  # a Triton program holds a whole group in registers
 _LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
+_HALF_LIMIT = 65504.0  # float16's
 _TINY = 2.0**-101  # half a range below this counts as none: its reciprocal would leave float32
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -64,7 +65,8 @@ def group_quantize(
         Chen et al., ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
         Training, ICML 2021, arXiv:2104.14129.
     """
-    return _quantize_op(x, bits, group_size, seed, stochastic, wide)
+    run = _quantize if is_plain(x) else _quantize_op
+    return run(x, bits, group_size, seed, stochastic, wide)
 
 
 def group_dequantize(
@@ -76,6 +78,9 @@ def group_dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The inverse of `group_quantize`: `lo + code * step` in float32, then cast to `dtype`.
+
+    A bound that was rounded outwards may lie beyond float16's largest number, 65504: what lies
+    beyond it decodes to it.
 
     Args:
         codes: uint8, [n_groups, group_size * bits / 8].
@@ -100,7 +105,8 @@ def group_dequantize(
         >>> group_dequantize(codes, bounds, bits=8, group_size=8, numel=8).round()
         tensor([0., 1., 2., 3., 4., 5., 6., 7.])
     """
-    return _dequantize_op(codes, bounds, bits, group_size, numel, dtype)
+    run = _dequantize if is_plain(codes) else _dequantize_op
+    return run(codes, bounds, bits, group_size, numel, dtype)
 
 
 def quantize_reference(
@@ -129,7 +135,14 @@ def dequantize_reference(
     bounds = bounds.float()
     step, _ = _steps(bounds, bits)
     values = 2.0 * (0.5 * bounds[:, :1] + bit_codes.unpack(codes, bits).float() * step)
-    return values.reshape(-1)[:numel].to(dtype)
+    return _narrow(values.reshape(-1)[:numel], dtype)
+
+
+def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values in another dtype; finite ones stay finite."""
+    if dtype == torch.float16:
+        values = values.clamp(-_HALF_LIMIT, _HALF_LIMIT)
+    return values.to(dtype)
 
 
 def _bounds(groups: Tensor, wide: bool) -> Tensor:
@@ -250,7 +263,7 @@ def _dequantize(
         wide, is_bf16 = int(bounds.dtype == torch.float32), int(computed == torch.bfloat16)
         sizes = (numel, bits, group_size)
         cpu.call("mt_group_dequantize", codes, bounds, wide, out, is_bf16, *sizes)
-    return out.to(dtype)
+    return out if out.dtype == dtype else _narrow(out, dtype)
 
 
 _quantize_op = register(

@@ -179,6 +179,9 @@ def _dequantize_kernel(
                 bits = tl.where(value == value, bits, 0x7FC0)
                 tl.store(out_ptr + at, bits.to(tl.int16), mask=valid)
             else:
+                if out_ptr.dtype.element_ty == tl.float16:
+                    value = tl.where(value > 65504.0, 65504.0, value)
+                    value = tl.where(value < -65504.0, -65504.0, value)
                 tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=valid)
 
 
