@@ -12,6 +12,7 @@ from memtrain.kernels.dispatch import choose
 
 KINDS = ("exact", "block", "rank1", "factored")
 BLOCK = 128
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu/halves.h has them
 _FIELDS, _MAX_DIMS = 24, 8
 
 
@@ -99,11 +100,11 @@ def adamw_step(entries: Sequence[Entry]) -> None:
     """Decompress both moments, take one AdamW step, compress them again: for all entries.
 
     The step uses the new moments before they are quantised (factored: the new second moment as
-    its factors give it). CPU: one C++ call serves all float32 contiguous parameters; other
-    dtypes and layouts take the reference's arithmetic in float32 (float64 for float64), one
-    parameter at a time. CUDA: one launch per pass, any float dtype. A gradient whose strides
-    differ from its parameter's is copied first.
-
+    its factors give it), in float32, and rounds the new parameter once, to the nearest value of its
+    dtype. One C++ call (CPU), or one launch a pass for each pair of dtypes (CUDA), serves all
+    contiguous parameters of float32, bfloat16 and float16 with gradients of any of these; other
+    layouts and float64 take the reference's arithmetic, one parameter at a time. A gradient
+    whose strides differ from its parameter's is copied first.
     NaN and Inf in a gradient reach the parameter as in torch's AdamW, and stay in the moments of
     the element's block of 128 (first moment, block second moment), of the element alone (rank-1,
     as `rank1.quantize` says), or of the whole tensor (factored).
@@ -135,7 +136,7 @@ def adamw_step(entries: Sequence[Entry]) -> None:
         if not entry.param.numel():
             continue
         backend = choose(entry.param)
-        if backend != "reference" and _fits(entry, backend):
+        if backend != "reference" and _fits(entry):
             together.append(entry._replace(grad=entry.grad.contiguous()))
         else:
             step_reference(entry)
@@ -160,12 +161,10 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"kind {entry.kind!r} needs at least 2 dimensions, got shape {shape}")
 
 
-def _fits(entry: Entry, backend: str) -> bool:
+def _fits(entry: Entry) -> bool:
     if not entry.param.is_contiguous() or entry.param.dim() > _MAX_DIMS:
         return False
-    if backend == "cpu":
-        return entry.param.dtype == entry.grad.dtype == torch.float32
-    return entry.param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return entry.param.dtype in FLOAT_TYPES and entry.grad.dtype in FLOAT_TYPES
 
 
 def step_reference(entry: Entry) -> None:
@@ -267,6 +266,7 @@ def _table(entries: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
         row = [entry.param.data_ptr(), entry.grad.data_ptr(), *pointers, *maps]
         row += [numbers.data_ptr() + 32 * i, entry.param.numel(), row_count]
         row += [entry.param.numel() // row_count, KINDS.index(entry.kind), len(shape), *shape]
-        rows.append(row + [0] * (_FIELDS - len(row)))
+        row += [0] * (_FIELDS - 2 - len(row))
+        rows.append([*row, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]])
     kept += [entry.grad for entry in entries]
     return torch.tensor(rows, dtype=torch.int64), kept

@@ -1,17 +1,30 @@
 """Compressed states for any torch optimizer, and the fused ones."""
 
-from memtrain.optim.adamw4bit import AdamW4bit
+from memtrain.optim.adamw4bit import Adam4bit, Adam8bit, AdamW4bit, AdamW4bitFactor, AdamW8bit
 from memtrain.optim.base import CompressedStates
 from memtrain.optim.compressed import CompressedOptimizer
 from memtrain.optim.convert import compress, restore
+from memtrain.optim.fused import FusedStates
 from memtrain.optim.layout import Choice, StateRow
+from memtrain.optim.lion import Lion, Lion4bit, Lion8bit
 from memtrain.optim.report import describe, predict, state_bytes
+from memtrain.optim.sgd import SGD4bit, SGD8bit
 
 __all__ = [
+    "Adam4bit",
+    "Adam8bit",
     "AdamW4bit",
+    "AdamW4bitFactor",
+    "AdamW8bit",
     "Choice",
     "CompressedOptimizer",
     "CompressedStates",
+    "FusedStates",
+    "Lion",
+    "Lion4bit",
+    "Lion8bit",
+    "SGD4bit",
+    "SGD8bit",
     "StateRow",
     "compress",
     "describe",

@@ -4,15 +4,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.optim import layout
-from memtrain.optim.adamw4bit import MOMENTS, AdamW4bit, fused_kind, moment_dtype
-from memtrain.optim.base import CompressedStates, on_each
+from memtrain.optim.adamw4bit import Adam4bit, Adam8bit, AdamStates, AdamW4bit, AdamW8bit
+from memtrain.optim.base import CompressedStates, on_each, refuse_complex
 from memtrain.optim.compressed import CompressedOptimizer, refuse
+from memtrain.optim.fused import REFUSED, FusedStates, moment_dtype
+from memtrain.optim.lion import Lion, Lion4bit, Lion8bit
+from memtrain.optim.sgd import SGD4bit, SGD8bit, SGDStates
 
-_REFUSED = ("amsgrad", "capturable", "differentiable")
+# A plain optimizer's class, and its fused twins of 4 and of 8 bits.
+FUSED: dict[type[Optimizer], tuple[type[FusedStates], type[FusedStates]]] = {
+    AdamW: (AdamW4bit, AdamW8bit),
+    Adam: (Adam4bit, Adam8bit),
+    SGD: (SGD4bit, SGD8bit),
+    Lion: (Lion4bit, Lion8bit),
+}
 
 
 def compress(
@@ -23,11 +32,11 @@ def compress(
 ) -> CompressedStates:
     """Take over an optimizer: same groups, same hyperparameters, its states compressed.
 
-    A torch AdamW or Adam becomes `AdamW4bit` where each parameter's choice has a fused kernel;
-    everything else, and options that `AdamW4bit` lacks (amsgrad, capturable), becomes a
-    `CompressedOptimizer`. The list of parameter groups is shared with the original, so LR
-    schedulers made before keep working. Keep using the returned optimizer; `restore` gives the
-    original back.
+    A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused twin (`AdamW4bit`; with choices of
+    8 bits `AdamW8bit`) where each parameter's choice has a fused kernel; everything else, and
+    options that the twins lack (amsgrad, capturable), becomes a `CompressedOptimizer`. The list of
+    parameter groups is shared with the original, so LR schedulers made before keep working. Keep
+    using the returned optimizer; `restore` gives the original back.
 
     Args:
         optimizer: A torch optimizer.
@@ -39,7 +48,8 @@ def compress(
         The optimizer to use from now on.
 
     Raises:
-        TypeError: If the optimizer cannot have compressed states (LBFGS), or has them already.
+        TypeError: If the optimizer cannot have compressed states (LBFGS), has them already, or
+            holds complex parameters.
         ValueError: If it is differentiable: compressed states have no gradient.
 
     Example:
@@ -48,13 +58,15 @@ def compress(
         'AdamW4bit'
     """
     refuse(optimizer)
+    refuse_complex([p for p, _, _ in on_each(optimizer.param_groups)], "compress")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True is refused: compressed states have no gradient")
     choose = Bounded(choose or layout.Choice(min_elements=0), min_elements)
-    if not becomes_fused(optimizer, choose):
+    kind = becomes_fused(optimizer, choose)
+    if kind is None:
         return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
-    new = AdamW4bit.taking_over(optimizer, choose)
-    states = {p: _pack_moments(new, p, state) for p, state in optimizer.state.items() if state}
+    new = kind.taking_over(optimizer, choose)
+    states = {p: _packed(new, p, state) for p, state in optimizer.state.items() if state}
     new.adopt(optimizer)
     new.state.update(states)
     return new
@@ -73,25 +85,32 @@ class Bounded:
         return self.choose(param, state_name)
 
 
-def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> bool:
-    """Whether `compress` makes an `AdamW4bit` of this optimizer."""
-    if type(optimizer) not in (Adam, AdamW):
-        return False
-    if any(group.get(name) for group in optimizer.param_groups for name in _REFUSED):
-        return False
-    kinds = set()
+def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStates] | None:
+    """The fused class that `compress` makes of this optimizer, or None."""
+    twins = FUSED.get(type(optimizer))
+    if twins is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
+        return None
+    four, eight = twins
+    probe, widths = object.__new__(four), set()
     for param, _, _ in on_each(optimizer.param_groups):
-        first, second = (layout.decide(param, choose(param, name))[0] for name in MOMENTS)
-        kinds.add("exact" if param.is_complex() else fused_kind(first, second))
+        compressors = [layout.decide(param, choose(param, name))[0] for name in four.names]
+        if param.is_complex() or not probe.serves(compressors):
+            return None
+        widths |= {getattr(compressor, "bits", None) for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.
-    return None not in kinds and kinds != {"exact"} and bool(kinds)
+    if widths <= {None}:
+        return None
+    return eight if 8 in widths else four
 
 
-def _pack_moments(new: AdamW4bit, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    packed: dict[str, Any] = {"step": torch.as_tensor(state["step"]).detach().float().cpu().clone()}
-    for name in MOMENTS:
-        value = state[name].detach().to(moment_dtype(param)).contiguous()
-        packed[name] = layout.pack(new.compressor(param, name)[0], value)
+def _packed(new: FusedStates, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    packed: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == "step":
+            packed[name] = torch.as_tensor(value).detach().float().cpu().clone()
+        elif name in new.names and value is not None:
+            whole = value.detach().to(moment_dtype(param)).contiguous()
+            packed[name] = layout.pack(new.compressor(param, name)[0], whole)
     return packed
 
 
@@ -102,8 +121,8 @@ def restore(optimizer: Optimizer) -> Optimizer:
         optimizer: What `compress` (or the user) made; a plain optimizer is returned as it is.
 
     Returns:
-        The original object; for an `AdamW4bit` that never had one, a new `torch.optim.AdamW` (or
-        `Adam`, without decoupled weight decay) over the same groups.
+        The original object; for a fused one that never had one, a new plain one over the same
+        groups: `torch.optim.AdamW`, `Adam` (without decoupled weight decay), `SGD`, or `Lion`.
 
     Example:
         >>> original = torch.optim.AdamW([torch.nn.Parameter(torch.ones(100, 100))])
@@ -119,15 +138,22 @@ def restore(optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, CompressedOptimizer):
             original.state[param] = optimizer.unpacked(param)
         else:
-            original.state[param] = _whole_moments(optimizer, param, group)
+            original.state[param] = _whole(optimizer, param, group)
         del optimizer.state[param]
     return original
 
 
+def plain_class(optimizer: CompressedStates) -> type[Optimizer]:
+    """The class of the plain optimizer that a fused one stands for."""
+    if isinstance(optimizer, AdamStates):
+        decoupled = all(g.get("decoupled_weight_decay", True) for g in optimizer.param_groups)
+        return AdamW if decoupled else Adam
+    return SGD if isinstance(optimizer, SGDStates) else Lion
+
+
 def _plain(optimizer: CompressedStates) -> Optimizer:
-    decoupled = all(g.get("decoupled_weight_decay", True) for g in optimizer.param_groups)
     params = [p for p, _, _ in on_each(optimizer.param_groups)]
-    original = (AdamW if decoupled else Adam)(params)
+    original = plain_class(optimizer)(params)  # pyright: ignore[reportCallIssue]
     for group in optimizer.param_groups:
         for name, value in original.defaults.items():
             group.setdefault(name, value)
@@ -135,15 +161,13 @@ def _plain(optimizer: CompressedStates) -> Optimizer:
     return original
 
 
-def _whole_moments(
-    optimizer: CompressedStates, param: Tensor, group: dict[str, Any]
-) -> dict[str, Any]:
-    state = optimizer.state[param]
-    step = state["step"]
-    if group.get("fused") or group.get("capturable"):
-        step = step.to(param.device)
-    whole = {"step": step}
-    for name in MOMENTS:
-        moment = layout.unpack(optimizer.compressor(param, name)[0], state[name], param)
-        whole[name] = torch.empty_like(param).copy_(moment)
+def _whole(optimizer: CompressedStates, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    whole = {}
+    for name, value in optimizer.state[param].items():
+        if name == "step":
+            on_device = group.get("fused") or group.get("capturable")
+            whole[name] = value.to(param.device) if on_device else value
+        else:
+            state = layout.unpack(optimizer.compressor(param, name)[0], value, param)
+            whole[name] = torch.empty_like(param).copy_(state)
     return whole

@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.identity import Identity
 from memtrain.optim import layout
-from memtrain.optim.adamw4bit import MOMENTS, AdamW4bit, moment_dtype
 from memtrain.optim.base import CompressedStates, on_each
 from memtrain.optim.compressed import CompressedOptimizer, first_states
 from memtrain.optim.convert import Bounded, becomes_fused
+from memtrain.optim.fused import FusedStates, moment_dtype
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -60,6 +60,7 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> from memtrain.optim import AdamW4bit
         >>> [(row.state, row.nbytes) for row in describe(AdamW4bit([weight]))]
         [('exp_avg', 4352), ('exp_avg_sq', 4352)]
     """
@@ -95,16 +96,22 @@ def predict(
 
 
 def _rows(
-    optimizer: Optimizer, choose: layout.Choose, min_elements: int, fused: bool = False
+    optimizer: Optimizer,
+    choose: layout.Choose,
+    min_elements: int,
+    kind: type[FusedStates] | None = None,
 ) -> list[layout.StateRow]:
-    fused = fused or isinstance(optimizer, AdamW4bit)
+    fused = _fused(optimizer, kind)
     rows = []
     for param, group, name in on_each(optimizer.param_groups):
         for state, value in _values(optimizer, param, group, fused).items():
             if state == "step" or not isinstance(value, Tensor | dict):
                 continue
             packed = layout.is_packed(value)
-            compressor, reason = Identity(), "" if fused else _kept(param, value, min_elements)
+            compressor, reason = (
+                Identity(),
+                "" if fused is not None else _kept(param, value, min_elements),
+            )
             if not reason:
                 compressor, reason = layout.decide(param, choose(param, state))
             if isinstance(value, Tensor) and not isinstance(compressor, Identity):
@@ -131,13 +138,20 @@ def _why(choose: layout.Choose, param: Tensor) -> str:
     return "kept: identity was chosen"
 
 
+def _fused(optimizer: Optimizer, kind: type[FusedStates] | None) -> FusedStates | None:
+    """The fused optimizer itself, or one without parameters of the class that it would become."""
+    if kind is not None:
+        return object.__new__(kind)
+    return optimizer if isinstance(optimizer, FusedStates) else None
+
+
 def _values(
-    optimizer: Optimizer, param: Tensor, group: dict[str, Any], fused: bool
+    optimizer: Optimizer, param: Tensor, group: dict[str, Any], fused: FusedStates | None
 ) -> dict[str, Any]:
     if optimizer.state.get(param):
         return dict(optimizer.state[param])
-    if fused:
+    if fused is not None:
         like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
-        return dict.fromkeys(MOMENTS, like)
+        return dict.fromkeys(fused.state_names(group), like)
     inner = optimizer.original if isinstance(optimizer, CompressedStates) else optimizer
     return first_states(inner, param, group) if inner is not None else {}

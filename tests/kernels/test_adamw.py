@@ -117,17 +117,34 @@ def test_triton_equals_the_reference(options):
     check_equal(run("triton", before), run("reference", before), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_triton_takes_half_precision(dtype):
-    before = entries([(20, 77), (300,)], hyper(), dtype=dtype)
-    check_equal(run("triton", before), run("reference", before), before)
+HALVES = [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)]
 
 
-def test_cpp_takes_half_and_double_precision_by_the_reference():
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        before = entries([(20, 77)], hyper(), dtype=dtype)
-        for a, b in zip(run("cpu", before), run("reference", before), strict=True):
-            assert torch.equal(a.param, b.param)
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [*HALVES, (torch.float32, torch.float16)])
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_half_precision(name, dtype, grad_dtype):
+    shapes = [(20, 77), (6, 128)] if name == "triton" else [(90, 77), (4099,), (30, 1100)]
+    numbers = hyper(**NUMBERS["adam-maximize"])
+    before = entries(shapes, numbers, dtype=dtype, grad_dtype=grad_dtype)
+    check_equal(run(name, before), run("reference", before), before)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the padding is 0 / 0 with eps=0
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_half_precision_rounds_once_to_the_nearest(name):
+    # 1 - 0.0035 = 0.9965: neighbours in bfloat16 are 0.99609375 and 1; twice rounded or truncated
+    # arithmetic in bfloat16 would give another
+    param, grad = torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    first, second = {"tensor": torch.zeros(1)}, {"tensor": torch.zeros(1)}
+    numbers = adamw.hyper(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
+    after = run(name, [adamw.Entry(param, grad, first, second, "exact", numbers)])[0]
+    assert after.param.item() == 0.99609375
+
+
+def test_double_precision_goes_by_the_reference():
+    before = entries([(20, 77)], hyper(), dtype=torch.float64)
+    for a, b in zip(run("cpu", before), run("reference", before), strict=True):
+        assert torch.equal(a.param, b.param)
 
 
 def test_results_do_not_depend_on_threads():

@@ -3,23 +3,24 @@
 #include <atomic>
 #include <memory>
 
-#include "common.h"
+#include "halves.h"
 
 namespace memtrain {
 
 enum Kind : int64_t { kExact, kBlock, kRank1, kFactored };
 constexpr int64_t kFields = 24, kMaxDims = 8, kItem = 256, kGroup = 4 << 20;
+constexpr int64_t kPart = 1024;  // of a row, where it goes through a buffer
 
 // One row of the table that Python sends; the order is that of `_table` in kernels/adamw.py.
 struct Row {
-  float* p;
+  float* p;  // of p_type, g of g_type: as floats only where both are
   const float* g;
   void* m;  // codes, or the moment itself
   float* m_scale;
   void* v;  // codes, the moment itself, or the row means
   float* v_scale;  // scales, or the column means
   const float *m_table, *v_table, *hyper;
-  int64_t n, rows, cols, kind, dims, shape[kMaxDims], spare[2];
+  int64_t n, rows, cols, kind, dims, shape[kMaxDims], p_type, g_type;  // FloatType
 };
 static_assert(sizeof(Row) == kFields * 8, "the table's rows have 24 fields of 8 bytes");
 
@@ -34,6 +35,7 @@ struct Task : Row {
         *col_inv = nullptr, *partial = nullptr, *ratio = nullptr;
   int64_t chunk = 0;  // of pass 1: blocks (rank-1) or rows (factored)
   int64_t blocks() const { return (n + 127) / 128; }
+  bool direct() const { return p_type == kFloat32 && g_type == kFloat32; }
   bool two_passes() const { return kind == kRank1 || kind == kFactored; }
 };
 

@@ -32,24 +32,31 @@ inline void update_exact(const Task& t, int64_t begin, int64_t end) {
   float tail[4][16] = {};
   for (int64_t i = begin * 128; i < std::min(end * 128, t.n); i += 16) {
     const int64_t n = std::min<int64_t>(16, t.n - i);
+    const bool apart = n < 16 || !t.direct();
     float *at[4] = {t.p + i, m + i, v + i, const_cast<float*>(t.g) + i};
-    if (n < 16)
-      for (int k = 0; k < 4; ++k) std::copy(at[k], at[k] + n, tail[k]), at[k] = tail[k];
+    if (apart) {
+      read_floats(t.p, t.p_type, i, n, tail[0]);
+      std::copy(m + i, m + i + n, tail[1]);
+      std::copy(v + i, v + i + n, tail[2]);
+      read_floats(t.g, t.g_type, i, n, tail[3]);
+      for (int k = 0; k < 4; ++k) at[k] = tail[k];
+    }
     const F g = gradient<kPlain>(s, load(at[3]), at[0]);
     const F first = load(at[1]), next = first + s.w1 * (g - first);
     const F square = second(s, g, load(at[2]));
     store(at[0], advance(s, load(at[0]), next, square));
     store(at[1], next);
     store(at[2], square);
-    if (n < 16) {
-      std::copy(tail[0], tail[0] + n, t.p + i);
+    if (apart) {
+      write_floats(t.p, t.p_type, i, n, tail[0]);
       std::copy(tail[1], tail[1] + n, m + i);
       std::copy(tail[2], tail[2] + n, v + i);
     }
   }
 }
 
-template <int kKind, bool kAligned, bool kPlain, bool kTail>
+// kApart: a last block that is not whole, or tensors that are not float32, go through buffers.
+template <int kKind, bool kAligned, bool kPlain, bool kApart>
 inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
   const Step s = splat_all(t.h);
   const F m_values = load(t.m_table), v_values = kKind == kFactored ? F{} : load(t.v_table);
@@ -64,9 +71,9 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
     const float* g = t.g + from;
     float* p = t.p + from;
-    if (kTail) {
-      std::copy(g, g + n, g_tail);
-      std::copy(p, p + n, p_tail);
+    if (kApart) {
+      read_floats(t.g, t.g_type, from, n, g_tail);
+      read_floats(t.p, t.p_type, from, n, p_tail);
       g = g_tail, p = p_tail;
     }
     F old_row = {}, inv_row = {};
@@ -82,7 +89,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
     const F m_scale = splat(t.m_scale[b]), v_scale = kKind == kBlock ? splat(t.v_scale[b]) : F{};
     F m[8], v[8];
     I m_top = {}, v_top = {};
-    fetch(t.g + from), fetch(t.p + from);
+    if (!kApart) fetch(t.g + from), fetch(t.p + from);
     MT_UNROLL(4)
     for (int k = 0; k < 4; ++k) {
       const I m_byte = widen(m_codes + b * 64 + k * 16);
@@ -101,7 +108,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
           square = second(s, grad, decode(v_values, h ? v_byte >> 4 : v_byte) * scale);
         }
         store(p + at, advance(s, load(p + at), first, square));
-        if (kTail) {  // what lies past the end is zero, as the reference pads
+        if (kApart) {  // what lies past the end is zero, as the reference pads
           const I inside = lane + at < static_cast<int32_t>(n);
           first = (F)((I)first & inside), square = (F)((I)square & inside);
         }
@@ -112,7 +119,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
         m[x] = first, v[x] = square;
       }
     }
-    if (kTail) std::copy(p_tail, p_tail + n, t.p + from);
+    if (kApart) write_floats(t.p, t.p_type, from, n, p_tail);
     t.m_scale[b] = as_float(top_of(m_top));
     const Book m_book = scaled(t.m_table, t.m_scale[b]);
     Book book = v_book;
@@ -131,7 +138,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
 
 template <int kKind, bool kAligned, bool kPlain>
 inline void update_all(const Task& t, int64_t begin, int64_t end) {
-  const int64_t whole = std::min(end, t.n / 128);
+  const int64_t whole = t.direct() ? std::min(end, t.n / 128) : begin;
   update_blocks<kKind, kAligned, kPlain, false>(t, begin, whole);
   if (whole < end) update_blocks<kKind, kAligned, kPlain, true>(t, whole, end);
 }

@@ -122,9 +122,9 @@ inline void look_rank1(const Task& t, int64_t begin, int64_t end, std::vector<in
   for (int64_t b = begin; b < end; ++b, at.advance(t.cols)) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
     const float *g = t.g + from, *p = t.p + from;
-    if (n < 128) {
-      std::copy(g, g + n, g_tail);
-      std::copy(p, p + n, p_tail);
+    if (n < 128 || !t.direct()) {
+      read_floats(t.g, t.g_type, from, n, g_tail);
+      read_floats(t.p, t.p_type, from, n, p_tail);
       g = g_tail, p = p_tail;
     }
     if (!kAligned) gather(t.v_scale, t.col_old, from, t.rows, t.cols, r, c);
@@ -160,32 +160,49 @@ inline void look_rank1(const Task& t, int64_t begin, int64_t end, std::vector<in
   for (int64_t j = 0; j < t.cols; ++j) raise(cols + j, column[j]);
 }
 
+// Squares of a part of a row: into the columns' sums, the lanes' and (past whole lanes) `rest`.
+template <bool kPlain>
+MT_INLINE void add_squares(const Step& s, const Hyper& h, const float* g, const float* p, int64_t n,
+                           float* columns, F& sum, double& rest) {
+  int64_t j = 0;
+  for (; j + 16 <= n; j += 16) {
+    __builtin_prefetch(g + j + 512);
+    const F x = gradient<kPlain>(s, load(g + j), p + j), square = x * x;
+    sum += square;
+    store(columns + j, load(columns + j) + square);
+  }
+  for (; j < n; ++j) {
+    float x = g[j] * h.sign;
+    if (s.has_l2) x = x + h.l2 * p[j];
+    columns[j] += x * x;
+    rest += x * x;
+  }
+}
+
 // Pass 1 of factored: row means into the state, column sums of these rows into `partial`.
 template <bool kPlain>
 inline void look_factored(const Task& t, int64_t begin, int64_t end) {
   const Step s = splat_all(t.h);
   float* partial = t.partial + begin / t.chunk * t.cols;
   float* row = static_cast<float*>(t.v);
+  float g_part[kPart], p_part[kPart];
   std::fill(partial, partial + t.cols, 0.0f);
   for (int64_t i = begin; i < end; ++i) {
-    const float *g = t.g + i * t.cols, *p = t.p + i * t.cols;
     F sum = {};
-    int64_t j = 0;
-    for (; j + 16 <= t.cols; j += 16) {
-      __builtin_prefetch(g + j + 512);
-      const F x = gradient<kPlain>(s, load(g + j), p + j), square = x * x;
-      sum += square;
-      store(partial + j, load(partial + j) + square);
+    double rest = 0;
+    for (int64_t from = 0; from < t.cols; from += kPart) {
+      const int64_t n = std::min(kPart, t.cols - from), at = i * t.cols + from;
+      const float *g = t.g + at, *p = t.p + at;
+      if (!t.direct()) {
+        read_floats(t.g, t.g_type, at, n, g_part);
+        read_floats(t.p, t.p_type, at, n, p_part);
+        g = g_part, p = p_part;
+      }
+      add_squares<kPlain>(s, t.h, g, p, n, partial + from, sum, rest);
     }
     double total = 0;
     for (int l = 0; l < 16; ++l) total += sum[l];
-    for (; j < t.cols; ++j) {
-      float x = g[j] * t.h.sign;
-      if (s.has_l2) x = x + t.h.l2 * p[j];
-      partial[j] += x * x;
-      total += x * x;
-    }
-    row[i] = t.h.b2 * row[i] + t.h.w2 * static_cast<float>(total / t.cols);
+    row[i] = t.h.b2 * row[i] + t.h.w2 * static_cast<float>((total + rest) / t.cols);
   }
 }
 

@@ -1,0 +1,344 @@
+"""One step of SGD, Lion or AdamW over many tensors at once, with block-quantised states."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import codebook, cpu
+from memtrain.kernels.adamw import FLOAT_TYPES, Hyper
+from memtrain.kernels.dispatch import choose
+
+RULES = {"adamw": 2, "sgd": 1, "lion": 1}  # and how many states each keeps
+BLOCKS = {4: 128, 8: 256}  # bits -> elements a scale
+EXACT = 32
+MAPS8 = ("DE", "DE-0")  # of 8 bits: what `buckets` serves
+_LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucket
+_BUCKETS = 26 * 128 + 2
+
+
+class SGD(NamedTuple):
+    """The eight numbers of one tensor's SGD step; `sgd` makes them. Rounded to float32 in use."""
+
+    decay: float
+    l2: float
+    sign: float
+    keep: float
+    take: float
+    nesterov: float
+    lr: float
+    unused: float
+
+
+class Lion(NamedTuple):
+    """The eight numbers of one tensor's Lion step; `lion` makes them. Rounded to float32 in use."""
+
+    decay: float
+    l2: float
+    sign: float
+    b1: float
+    w1: float
+    b2: float
+    w2: float
+    lr: float
+
+
+def sgd(
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    first: bool = False,
+) -> SGD:
+    """The numbers of `buf = momentum * buf + (1 - dampening) * g`, `p -= lr * buf`.
+
+    Args:
+        lr: Learning rate.
+        momentum: Decay of the buffer.
+        dampening: How much less of the gradient the buffer takes.
+        nesterov: Step by `g + momentum * buf` instead.
+        weight_decay: Times the parameter, added to the gradient.
+        maximize: Ascend instead of descend.
+        first: The first step, where `buf = g`, whatever the dampening (as in torch).
+
+    Returns:
+        The numbers.
+
+    Example:
+        >>> sgd(lr=0.5, momentum=0.9, dampening=0.5).take
+        0.5
+
+    Reference:
+        torch.optim.SGD.
+    """
+    return SGD(
+        decay=1.0,
+        l2=weight_decay,
+        sign=-1.0 if maximize else 1.0,
+        keep=0.0 if first else momentum,
+        take=1.0 if first else 1 - dampening,
+        nesterov=momentum if nesterov else 0.0,
+        lr=lr,
+        unused=0.0,
+    )
+
+
+def lion(
+    *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0, maximize: bool = False
+) -> Lion:
+    """The numbers of `p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, and of `m`.
+
+    Args:
+        lr: Learning rate.
+        betas: Weight of the momentum in the update, and its decay.
+        weight_decay: Decoupled from the gradient.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        The numbers.
+
+    Example:
+        >>> lion(lr=0.5, betas=(0.75, 0.5)).w1
+        0.25
+
+    Reference:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
+    """
+    b1, b2 = betas
+    return Lion(
+        decay=1 - lr * weight_decay,
+        l2=0.0,
+        sign=-1.0 if maximize else 1.0,
+        b1=b1,
+        w1=1 - b1,
+        b2=b2,
+        w2=1 - b2,
+        lr=lr,
+    )
+
+
+class Entry(NamedTuple):
+    """One parameter's part of a step; the payloads and the parameter are written in place.
+
+    `states` are the rule's (AdamW: both moments; SGD, Lion: the momentum), each in blocks of
+    `BLOCKS[bits]` (`{"codes", "scale"}`), signed but for AdamW's second moment; or, with 32
+    `bits`, `{"tensor": float32}` (SGD and Lion; `kernels.adamw` has the exact AdamW).
+    """
+
+    param: Tensor
+    grad: Tensor
+    states: tuple[Mapping[str, Tensor], ...]
+    rule: str
+    bits: int
+    numbers: Hyper | SGD | Lion
+    maps: tuple[str, ...] = ("DE", "DE")
+
+
+def block_step(entries: Sequence[Entry]) -> None:
+    """Decompress the states, take one step, compress them again: for all entries.
+
+    The step uses the new states before they are quantised, in float32, and rounds the new
+    parameter once, to the nearest value of its dtype. One C++ call (CPU), or one launch for each
+    rule, width and pair of dtypes (CUDA), serves all contiguous parameters of float32, bfloat16
+    and float16 with gradients of any of these; other layouts and float64 take the reference's
+    arithmetic, one parameter at a time. A gradient whose strides differ from its parameter's is
+    copied first.
+
+    NaN and Inf in a gradient reach the parameter as in torch, and stay in the states of the
+    element's block. Lion's sign of NaN is NaN.
+
+    Args:
+        entries: What to update. Parameters without elements are skipped.
+
+    Memory:
+        No temporaries in the C++ and Triton forms, besides a table of a few hundred bytes for
+        each tensor.
+
+    Raises:
+        ValueError: If a rule, its width or its map is unknown; nothing was changed then.
+
+    Example:
+        >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
+        >>> block_step([Entry(p, g, (buffer,), "sgd", 32, sgd(lr=0.25, momentum=0.9))])
+        >>> p
+        tensor([0.7500, 0.7500])
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861;
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
+    """
+    for entry in entries:
+        _check(entry)
+    together: list[Entry] = []
+    for entry in entries:
+        if not entry.param.numel():
+            continue
+        if choose(entry.param) != "reference" and _fits(entry):
+            together.append(entry._replace(grad=entry.grad.contiguous()))
+        else:
+            step_reference(entry)
+    if not together:
+        return
+    if choose(together[0].param) == "cpu":
+        # Every tensor of `rows`, `kept` must outlive the call: C++ sees only addresses.
+        rows, kept = table(together)
+        cpu.call("mt_block_step", rows, len(together))
+        del kept
+    else:
+        from memtrain.kernels import blockstep_triton
+
+        blockstep_triton.step(together)
+
+
+def _check(entry: Entry) -> None:
+    rule, bits = entry.rule, entry.bits
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r} is unknown; allowed: {', '.join(RULES)}")
+    allowed = (8,) if rule == "adamw" else (EXACT, *BLOCKS)
+    if bits not in allowed:
+        raise ValueError(
+            f"rule {rule!r} has no {bits} bits; allowed: {', '.join(map(str, allowed))}"
+        )
+    for k, name in enumerate(entry.maps[: RULES[rule]]):
+        if bits == 4:
+            codebook.codebook(name, bits=4, signed=_signed(k))
+        if bits == 8 and name not in MAPS8:
+            raise ValueError(f"map {name!r} has no fast encoder; allowed: {', '.join(MAPS8)}")
+
+
+def _fits(entry: Entry) -> bool:
+    dtypes = entry.param.dtype, entry.grad.dtype
+    return entry.param.is_contiguous() and all(dtype in FLOAT_TYPES for dtype in dtypes)
+
+
+def step_reference(entry: Entry) -> None:
+    """One entry of `block_step` in pure torch."""
+    p = entry.param.detach()
+    work = torch.float64 if p.dtype == torch.float64 else torch.float32
+    new, g = p.to(work), entry.grad.to(work) * entry.numbers.sign
+    if entry.numbers.l2:
+        g = g + entry.numbers.l2 * new
+    states = [_decode(entry, k).to(work) for k in range(RULES[entry.rule])]
+    new, states = _advance(new, g, states, entry.numbers)
+    p.copy_(new)
+    for k, state in enumerate(states):
+        _encode(entry, k, state)
+
+
+def _advance(
+    p: Tensor, g: Tensor, states: list[Tensor], h: Hyper | SGD | Lion
+) -> tuple[Tensor, list[Tensor]]:
+    m = states[0]
+    if isinstance(h, Hyper):
+        m = m + h.w1 * (g - m)
+        v = h.b2 * states[1] + (h.w2 * g) * g
+        return p * h.decay - (h.step_size * m) / (v.sqrt() + h.eps), [m, v]
+    if isinstance(h, SGD):
+        m = h.keep * m + h.take * g
+        return p - h.lr * (g + h.nesterov * m if h.nesterov else m), [m]
+    c = h.b1 * m + h.w1 * g
+    step = torch.where(c.isnan(), c, c.sign())
+    return p * h.decay - h.lr * step, [h.b2 * m + h.w2 * g]
+
+
+def _signed(k: int) -> bool:
+    return k == 0
+
+
+def _decode(entry: Entry, k: int) -> Tensor:
+    state = entry.states[k]
+    if entry.bits == EXACT:
+        return state["tensor"]
+    flat = codebook.dequantize_reference(
+        state["codes"], state["scale"], entry.maps[k], entry.bits, _signed(k), entry.param.numel()
+    )
+    return flat.view(entry.param.shape)
+
+
+def _encode(entry: Entry, k: int, new: Tensor) -> None:
+    state = entry.states[k]
+    if entry.bits == EXACT:
+        state["tensor"].copy_(new)
+        return
+    codes, scale = codebook.quantize_reference(
+        new, entry.maps[k], entry.bits, _signed(k), BLOCKS[entry.bits]
+    )
+    state["codes"].copy_(codes)
+    state["scale"].copy_(scale)
+
+
+@cache
+def book(map: str, bits: int, signed: bool, device: torch.device) -> Tensor:
+    """What the kernels read of a map: float32, 2**bits values, the bounds between them, +Inf."""
+    end = torch.tensor([float("inf")], device=device)
+    bounds = codebook.midpoints(map, bits, signed, device)
+    return torch.cat([codebook.qmap(map, bits, signed, device), bounds, end])
+
+
+@cache
+def buckets(map: str, signed: bool) -> Tensor:
+    """How many bounds of an 8-bit map lie below each bucket of float32 values.
+
+    A bucket holds the magnitudes that share sign, exponent and 7 bits of mantissa; from 2**-26 on
+    it holds at most one bound, so one compare with the next bound finds a value's code. Edges
+    are moved out by 2**-20: the bucket may be that of a rounded value.
+
+    Args:
+        map: `"DE"` or `"DE-0"`.
+        signed: Which form of the map.
+
+    Returns:
+        uint8, [2 * n + 4]: n buckets of positive values, n of negative ones, and 4 bytes that a
+        load of 32 bits may touch.
+
+    Example:
+        >>> buckets("DE", True).unique().numel() > 250
+        True
+    """
+    bounds = codebook.midpoints(map, 8, signed, torch.device("cpu")).double()
+    bits = torch.arange(_LOWEST, _LOWEST + _BUCKETS + 1, dtype=torch.int32) << 16
+    edges = bits.view(torch.float32).double()
+    edges[0] = 0.0
+    above = torch.searchsorted(bounds, edges[:-1] * (1 - 2.0**-20))
+    below = torch.searchsorted(bounds, -edges[1:] * (1 + 2.0**-20))
+    return torch.cat([above, below, torch.zeros(4)]).to(torch.uint8)
+
+
+def table(entries: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
+    """The kernels' table, int64 [n, 16] (struct BlockRow in cpu/blockstep.cpp), and what it needs.
+
+    Args:
+        entries: With contiguous parameters and gradients.
+
+    Returns:
+        The table, on the CPU, and the tensors that must outlive its use.
+    """
+    device = entries[0].param.device
+    numbers = torch.tensor([entry.numbers for entry in entries], dtype=torch.float32).to(device)
+    kept, rows = [numbers], []
+    for i, entry in enumerate(entries):
+        row = [entry.param.data_ptr(), entry.grad.data_ptr()]
+        for k in range(2):
+            row += _state_pointers(entry, k, device)
+        row += [numbers.data_ptr() + 32 * i, entry.param.numel(), list(RULES).index(entry.rule)]
+        row += [entry.bits, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]]
+        rows.append(row)
+        kept.append(entry.grad)
+    return torch.tensor(rows, dtype=torch.int64), kept
+
+
+def _state_pointers(entry: Entry, k: int, device: torch.device) -> list[int]:
+    """Codes (or the state), scales, the book, and the buckets of the C++ encoder."""
+    if k >= len(entry.states):
+        return [0, 0, 0, 0]
+    if entry.bits == EXACT:
+        return [entry.states[k]["tensor"].data_ptr(), 0, 0, 0]
+    state, map = entry.states[k], entry.maps[k]
+    starts = buckets(map, _signed(k)).data_ptr() if entry.bits == 8 else 0
+    values = book(map, entry.bits, _signed(k), device).data_ptr()
+    return [state["codes"].data_ptr(), state["scale"].data_ptr(), values, starts]

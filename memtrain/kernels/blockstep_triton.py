@@ -1,0 +1,198 @@
+"""Triton twin of `blockstep.py`: one launch for each rule, width and pair of dtypes."""
+
+from collections import defaultdict
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from memtrain.kernels.adamw_launch import programs
+from memtrain.kernels.adamw_triton import _rounded
+from memtrain.kernels.blockstep import BLOCKS, RULES, table
+from memtrain.kernels.codebook_triton import encode, magnitude
+
+FIELDS = tl.constexpr(16)
+P, G, M, V, NUMBERS, NUMEL = (tl.constexpr(k) for k in (0, 1, 2, 6, 10, 11))
+ADAMW, SGD = tl.constexpr(0), tl.constexpr(1)
+ELEMENTS = 1024  # of a program: 8 blocks of 128, or 4 of 256
+
+
+@triton.jit
+def _field(table_ptr, tensor, k):
+    return tl.load(table_ptr + tensor * FIELDS + k)
+
+
+@triton.jit
+def _floats(table_ptr, tensor, k):
+    return _field(table_ptr, tensor, k).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _codes(table_ptr, tensor, k):
+    return _field(table_ptr, tensor, k).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def _encode8(x, bounds_ptr, scale):
+    """The number of bounds (times the scale) below x, by halving; NaN gives 0."""
+    code = tl.zeros(x.shape, dtype=tl.int32)
+    for k in tl.static_range(8):
+        half = 128 >> k
+        bound = tl.load(bounds_ptr + code + (half - 1)) * scale
+        code = tl.where(x > bound, code + half, code)
+    return code
+
+
+@triton.jit
+def _encoded(x, bounds_ptr, scale, BITS: tl.constexpr):
+    if BITS == 8:
+        return _encode8(x, bounds_ptr, scale)
+    return encode(x, bounds_ptr, scale)
+
+
+@triton.jit
+def _decoded(table_ptr, tensor, k, block, real, code):
+    scale = tl.load(_floats(table_ptr, tensor, k + 1) + block, mask=real, other=0.0)
+    return tl.load(_floats(table_ptr, tensor, k + 2) + code) * scale[:, None]
+
+
+@triton.jit
+def _half(
+    table_ptr, tensor, p_like, g_like, block, lane, m_code, v_code,
+    RULE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The update of one half of each block; gives the new states."""
+    numel = _field(table_ptr, tensor, NUMEL)
+    numbers = _floats(table_ptr, tensor, NUMBERS)
+    p_ptr = _field(table_ptr, tensor, P).to(p_like.dtype)
+    g_ptr = _field(table_ptr, tensor, G).to(g_like.dtype)
+    at = block[:, None] * SIZE + lane[None, :]
+    inside = at < numel
+    p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 2)
+    l2 = tl.load(numbers + 1)
+    g = tl.where(tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0, g + l2 * p, g)
+    a, b, c = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
+    d, e = tl.load(numbers + 6), tl.load(numbers + 7)
+    real = block * SIZE < numel
+    if BITS == 32:
+        m = tl.load(_floats(table_ptr, tensor, M) + at, mask=inside, other=0.0)
+    else:
+        m = _decoded(table_ptr, tensor, M, block, real, m_code)
+    v = m
+    if RULE == ADAMW:
+        v = _decoded(table_ptr, tensor, V, block, real, v_code)
+        m = m + a * (g - m)
+        v = b * v + (c * g) * g
+        p = p * tl.load(numbers) - (d * m) / (tl.sqrt(v) + e)
+    elif RULE == SGD:
+        m = a * m + b * g
+        nesterov = tl.full(at.shape, 0.0, dtype=tl.float32) + c != 0
+        p = p - d * tl.where(nesterov, g + c * m, m)
+    else:
+        step = a * m + b * g
+        step = tl.where(step > 0, 1.0, tl.where(step < 0, -1.0, step))
+        m = c * m + d * g
+        p = p * tl.load(numbers) - e * step
+    tl.store(p_ptr + at, _rounded(p, p_ptr.dtype.element_ty), mask=inside)
+    if BITS == 32:
+        tl.store(_floats(table_ptr, tensor, M) + at, m, mask=inside)
+    return tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
+
+
+@triton.jit
+def _keep(table_ptr, tensor, k, block, real, at, low, high, BITS: tl.constexpr, HALF: tl.constexpr):
+    """Quantise both halves of the blocks of one state."""
+    bounds = _floats(table_ptr, tensor, k + 2) + (1 << BITS)
+    top = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=1)
+    scale = top.to(tl.float32, bitcast=True)
+    tl.store(_floats(table_ptr, tensor, k + 1) + block, scale, mask=real)
+    low_code = _encoded(low, bounds, scale[:, None], BITS)
+    high_code = _encoded(high, bounds, scale[:, None], BITS)
+    codes = _codes(table_ptr, tensor, k)
+    if BITS == 8:
+        tl.store(codes + at, low_code.to(tl.uint8), mask=real[:, None])
+        tl.store(codes + at + HALF, high_code.to(tl.uint8), mask=real[:, None])
+    else:
+        tl.store(codes + at, (low_code | (high_code << 4)).to(tl.uint8), mask=real[:, None])
+
+
+@triton.jit
+def _both(table_ptr, tensor, k, real, at, BITS: tl.constexpr, HALF: tl.constexpr):
+    """The codes of both halves of the blocks of one state."""
+    codes = _codes(table_ptr, tensor, k)
+    byte = tl.load(codes + at, mask=real[:, None], other=0).to(tl.int32)
+    if BITS == 8:
+        high = tl.load(codes + at + HALF, mask=real[:, None], other=0).to(tl.int32)
+        return byte, high
+    return byte & 15, byte >> 4
+
+
+@triton.jit
+def _step_kernel(
+    programs_ptr, table_ptr, p_like, g_like, RULE: tl.constexpr, BITS: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Decode the states, update the parameter, encode them: COUNT blocks a program."""
+    tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
+    block = chunk * COUNT + tl.arange(0, COUNT)
+    real = block * (2 * HALF) < _field(table_ptr, tensor, NUMEL)
+    lane = tl.arange(0, HALF)
+    at = block[:, None] * (2 * HALF if BITS == 8 else HALF) + lane[None, :]
+    m_low = tl.zeros([COUNT, HALF], dtype=tl.int32)
+    m_high, v_low, v_high = m_low, m_low, m_low
+    if BITS != 32:
+        m_low, m_high = _both(table_ptr, tensor, M, real, at, BITS, HALF)
+    if RULE == ADAMW:
+        v_low, v_high = _both(table_ptr, tensor, V, real, at, BITS, HALF)
+    m_low, v_low = _half(
+        table_ptr, tensor, p_like, g_like, block, lane, m_low, v_low, RULE, BITS, 2 * HALF
+    )
+    m_high, v_high = _half(
+        table_ptr, tensor, p_like, g_like, block, lane + HALF, m_high, v_high, RULE, BITS, 2 * HALF
+    )
+    if BITS != 32:
+        _keep(table_ptr, tensor, M, block, real, at, m_low, m_high, BITS, HALF)
+    if RULE == ADAMW:
+        _keep(table_ptr, tensor, V, block, real, at, v_low, v_high, BITS, HALF)
+
+
+launch: Any = _step_kernel  # launches take a grid that no signature shows
+
+
+def step(entries):
+    """`blockstep.block_step` for contiguous parameters: one launch for each kind of them."""
+    groups = defaultdict(list)
+    for entry in entries:
+        key = (entry.param.device, entry.rule, entry.bits, entry.param.dtype, entry.grad.dtype)
+        groups[key].append(entry)
+    for (device, rule, bits, *_), group in groups.items():
+        rows, kept = table(group)
+        size = BLOCKS.get(bits, 128)
+        counts = tuple(triton.cdiv(entry.param.numel(), ELEMENTS) for entry in group)
+        each = programs(counts, device)
+        number, like = list(RULES).index(rule), (group[0].param, group[0].grad)
+        launch[(len(each),)](
+            each, rows.to(device), *like, number, bits, ELEMENTS // size, size // 2
+        )
+        del kept
+
+
+_LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}
+_DTYPES = [("*fp32", "*fp32"), ("*bf16", "*bf16"), ("*fp16", "*fp16"), ("*bf16", "*fp32")]
+_FORMS = [(0, 8), (1, 4), (1, 8), (1, 32), (2, 4), (2, 8), (2, 32)]
+AOT_CASES = [
+    (
+        _step_kernel,
+        {**_LISTS, "p_like": p, "g_like": g},
+        {
+            "RULE": rule,
+            "BITS": bits,
+            "COUNT": ELEMENTS // BLOCKS.get(bits, 128),
+            "HALF": BLOCKS.get(bits, 128) // 2,
+        },
+    )
+    for p, g in _DTYPES
+    for rule, bits in _FORMS
+]

@@ -1,0 +1,229 @@
+"""Optimizers whose kernels decompress, step and compress all parameters at once."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.base import Compressor
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.identity import Identity
+from memtrain.compressors.rank1 import Rank1
+from memtrain.kernels import adamw, blockstep
+from memtrain.optim import layout
+from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
+from memtrain.optim.stall import StallWatch
+
+Entry = adamw.Entry | blockstep.Entry
+REFUSED = {
+    "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
+    "capturable": "the step's numbers are made on the host: leave it out",
+    "differentiable": "compressed states have no gradient",
+}
+
+
+class FusedStates(CompressedStates):
+    """What the fused optimizers share: the loop of `step`, first states, checks.
+
+    A subclass says which states a parameter has, the numbers of its step, and the kernel's entry
+    for a choice of compressors.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    first_default: ClassVar[str] = "B128/DE"
+    second_default: ClassVar[str] = "Rank-1/Linear"
+    bits: ClassVar[int] = 4
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        choose: layout.Choice,
+    ) -> None:
+        self.choose = choose
+        self._stall = StallWatch()
+        super().__init__(params, defaults)
+
+    @classmethod
+    def taking_over(cls, original: Optimizer, choose: layout.Choose) -> "FusedStates":
+        """An optimizer that shares the groups of a plain one and has no states yet."""
+        new = cls([{"params": group["params"]} for group in original.param_groups])  # pyright: ignore[reportCallIssue]
+        new.choose = choose
+        return new
+
+    def numbers(self, group: dict[str, Any], turn: float) -> Any:
+        """The kernel's numbers for a group's step `turn` (1 is a parameter's first)."""
+        raise NotImplementedError
+
+    def entry(
+        self,
+        param: Tensor,
+        payloads: Sequence[dict[str, Tensor]],
+        compressors: Sequence[Compressor],
+        numbers: Any,
+    ) -> Entry | None:
+        """The kernel's entry, or None where no kernel serves these compressors."""
+        raise NotImplementedError
+
+    def serves(self, compressors: Sequence[Compressor]) -> bool:
+        """Whether a kernel serves these compressors of a parameter's states."""
+        return all(block_bits(compressor, signed=True) is not None for compressor in compressors)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for a group's options that are out of range or not supported."""
+        for name, why in REFUSED.items():
+            if group.get(name):
+                raise ValueError(f"{type(self).__name__} has no {name}: {why}")
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The states that a parameter of a group has, its step counter left out."""
+        return self.names
+
+    def turn(self, param: Tensor) -> float:
+        """Count a step of a parameter; the first is 1. Optimizers without a counter say 1 or 2."""
+        return 2.0 if self.state.get(param) else 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_stall": self._stall}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; its options and its parameters are checked."""
+        self.check({**self.defaults, **param_group})
+        params = param_group["params"]
+        if isinstance(params, Tensor):
+            refuse_complex([params], type(self).__name__)
+        elif not isinstance(params, set):  # torch's own message tells that sets have no order
+            param_group = {**param_group, "params": list(params)}
+            refuse_complex(param_group["params"], type(self).__name__)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: Recomputes the loss; optional.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: For sparse or complex gradients; nothing was changed then.
+            ValueError: For a group's option that is out of range; nothing was changed then.
+        """
+        loss = closure_loss(closure)
+        refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
+        for group in self.param_groups:
+            self.check(group)
+        entries: list[Entry] = []
+        watched = self._stall.before(self.param_groups)
+        for group in self.param_groups:
+            numbers: dict[float, Any] = {}
+            names = self.state_names(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                turn = self.turn(param)
+                if turn not in numbers:
+                    numbers[turn] = self.numbers(group, turn)
+                self._first_states(param, names)
+                self._add(entries, param, names, numbers[turn])
+        adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)])
+        blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)])
+        self._stall.after(watched)
+        self.tell_schedulers()
+        return loss
+
+    def _first_states(self, param: Tensor, names: tuple[str, ...]) -> None:
+        for name in names:
+            state = self.state[param]
+            if state.get(name) is None:
+                compressor, _ = self.compressor(param, name)
+                state[name] = _zeros(compressor, param)
+
+    def _add(
+        self, entries: list[Entry], param: Tensor, names: tuple[str, ...], numbers: Any
+    ) -> None:
+        state = self.state[param] if names else {}
+        compressors = [self.compressor(param, name)[0] for name in names]
+        payloads = [_as_payload(state[name]) for name in names]
+        entry = self.entry(param, payloads, compressors, numbers)
+        if entry is not None:
+            entries.append(entry)
+            return
+        # A combination without a fused kernel: its states exist in float32 for a moment.
+        like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
+        whole = [
+            layout.unpack(compressor, state[name], like)
+            for name, compressor in zip(names, compressors, strict=True)
+        ]
+        entry = self.entry(
+            param, [{"tensor": x} for x in whole], [Identity()] * len(names), numbers
+        )
+        run = adamw.adamw_step if isinstance(entry, adamw.Entry) else blockstep.block_step
+        run([entry])  # pyright: ignore[reportArgumentType]
+        for name, compressor, x in zip(names, compressors, whole, strict=True):
+            state[name] = layout.pack(compressor, x)
+
+    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        # The kernels read exact states as contiguous float32, whatever the checkpoint holds.
+        whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
+        return super()._load_plain(param, name, whole)
+
+
+def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"tensor": value} if isinstance(value, Tensor) else value
+
+
+def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
+    """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
+    dtype = moment_dtype(param)
+    if isinstance(compressor, Identity):
+        return torch.zeros(param.shape, dtype=dtype, device=param.device)
+    if isinstance(compressor, Block | Rank1 | Factored):
+        like = torch.empty(param.shape, dtype=dtype, device="meta")
+        parts = layout.pack(compressor, like)
+        if isinstance(parts, dict):
+            return {k: torch.zeros_like(t, device=param.device) for k, t in parts.items()}
+    return layout.pack(compressor, torch.zeros(param.shape, dtype=dtype, device=param.device))
+
+
+def gradient(param: Tensor) -> Tensor:
+    """A parameter's gradient, which is known to be there."""
+    return param.grad if param.grad is not None else torch.zeros_like(param)
+
+
+def moment_dtype(param: Tensor) -> torch.dtype:
+    """The states' dtype: float32, and float64 for float64 parameters."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def block_bits(compressor: Compressor, *, signed: bool) -> int | None:
+    """The width of `kernels.blockstep` that serves a compressor (32: identity), or None."""
+    if isinstance(compressor, Identity):
+        return blockstep.EXACT
+    if not isinstance(compressor, Block) or compressor.signed != signed:
+        return None
+    bits, map = compressor.bits, compressor.map
+    size = blockstep.BLOCKS.get(bits)
+    # Equal to the plain one: any option that the kernels do not know keeps it out.
+    if size is None or compressor != Block(block_size=size, map=map, bits=bits, signed=signed):
+        return None
+    return None if bits == 8 and map not in blockstep.MAPS8 else bits
+
+
+def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
+    """Raise for options that must not be negative; NaN is refused too."""
+    for name in names:
+        if not float(group[name]) >= 0:
+            raise ValueError(f"{name} must be at least 0, got {group[name]}")
+
+
+def check_betas(betas: Sequence[float]) -> None:
+    """Raise for betas outside [0, 1)."""
+    for k, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{k}] must be in [0, 1), got {beta}")

@@ -1,0 +1,211 @@
+"""The step of SGD, Lion and 8-bit AdamW: worked cases, and kernels equal to the reference."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from memtrain.kernels import adamw, blockstep, codebook, cpu
+from memtrain.kernels.dispatch import backend
+
+FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
+BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]
+SMALL = [(50, 77), (8, 3, 7, 7), (1030,), (1,), (), (0, 4)]
+OPTIONS = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "maximize": {"weight_decay": 0.1, "maximize": True},
+}
+
+
+def numbers(rule, *, nesterov=True, **options):
+    if rule == "adamw":
+        coupled = {"decoupled": not options.get("maximize")}
+        return adamw.hyper(3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options, **coupled)
+    if rule == "sgd":
+        return blockstep.sgd(lr=1e-2, momentum=0.9, dampening=0.1, nesterov=nesterov, **options)
+    return blockstep.lion(lr=1e-2, betas=(0.9, 0.99), **options)
+
+
+def payload(x, map, bits, signed) -> dict[str, torch.Tensor]:
+    if bits == 32:
+        return {"tensor": x}
+    codes = codebook.quantize_reference(x, map, bits, signed, blockstep.BLOCKS[bits])
+    return {"codes": codes[0], "scale": codes[1]}
+
+
+def entry(shape, rule, bits, *, dtype=torch.float32, grad_dtype=None, maps=("DE", "DE"), **options):
+    param = torch.randn(shape).to(dtype)
+    grad = (torch.randn(shape) * torch.rand(shape) ** 4).to(grad_dtype or dtype)
+    states = [payload(torch.randn(shape) * torch.rand(shape) ** 8, maps[0], bits, True)]
+    if rule == "adamw":
+        states.append(payload(torch.rand(shape) ** 9, maps[1], bits, False))
+    return blockstep.Entry(param, grad, tuple(states), rule, bits, numbers(rule, **options), maps)
+
+
+def run(name, before):
+    after = copy.deepcopy(before)
+    with backend(name):
+        blockstep.block_step(after)
+    return after
+
+
+def check_equal(got, want, before):
+    """States equal; parameters equal, but for AdamW's root, whose last bit may differ."""
+    for a, b, old in zip(got, want, before, strict=True):
+        case = (a.rule, a.bits, tuple(a.param.shape), a.param.dtype)
+        for mine, theirs in zip(a.states, b.states, strict=True):
+            for name in mine:
+                assert torch.equal(mine[name], theirs[name]), (*case, name)
+        if a.rule != "adamw":
+            assert torch.equal(a.param, b.param), case
+            continue
+        eps = torch.finfo(a.param.dtype).eps
+        update = (b.param.double() - old.param.double()).abs()
+        room = 4 * 2.0**-23 * update + eps * b.param.double().abs() + 1e-30
+        near = (a.param.double() - b.param.double()).abs() <= room
+        assert (near | (a.param == b.param)).all(), (
+            case
+        )  # an infinite one: a moment of 0, in float16
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_worked_sgd(name):
+    param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
+    states = (payload(torch.tensor([0.0, 2.0]), "DE", 8, True),)
+    h = blockstep.sgd(lr=0.25, momentum=0.5, dampening=0.5, nesterov=True)
+    after = run(name, [blockstep.Entry(param, grad, states, "sgd", 8, h)])[0]
+    # buf = 0.5 * (0, 2) + 0.5 * (0.5, -4) = (0.25, -1); step by g + 0.5 * buf = (0.625, -4.5)
+    assert after.param.tolist() == [1 - 0.25 * 0.625, 2 + 0.25 * 4.5]
+    assert after.states[0]["scale"].tolist() == [1.0]
+    # signed DE has no -1: the nearest is the middle of the last cell of 0.1 to 1, code 0
+    assert after.states[0]["codes"][0, 1] == 0
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_worked_lion(name):
+    param, grad = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -4.0, 0.0])
+    states = ({"tensor": torch.zeros(3)},)
+    h = blockstep.lion(lr=0.25, betas=(0.5, 0.75), weight_decay=1.0)
+    after = run(name, [blockstep.Entry(param, grad, states, "lion", 32, h)])[0]
+    assert after.param.tolist() == [0.75 - 0.25, 1.5 + 0.25, 2.25]
+    assert after.states[0]["tensor"].tolist() == [0.125, -1.0, 0.0]
+
+
+@pytest.mark.parametrize(("rule", "bits"), FORMS)
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+def test_cpp_equals_the_reference(rule, bits, level):
+    options = list(OPTIONS.values())
+    before = [entry(shape, rule, bits, **options[i % 3]) for i, shape in enumerate(BIG)]
+    try:
+        cpu.call("mt_limit_isa", level)
+        after = run("cpu", before)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+    check_equal(after, run("reference", before), before)
+
+
+@pytest.mark.parametrize(("rule", "bits"), FORMS)
+def test_triton_equals_the_reference(rule, bits):
+    before = [entry(shape, rule, bits, **OPTIONS["maximize"]) for shape in SMALL]
+    before.append(entry((300,), rule, bits))
+    if rule == "sgd":
+        before.append(entry((300,), rule, bits, nesterov=False))
+    check_equal(run("triton", before), run("reference", before), before)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy, in the interpreter: a second moment of 0
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+@pytest.mark.parametrize(("rule", "bits"), FORMS)
+def test_half_precision(rule, bits, name):
+    pairs = [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)]
+    pairs.append((torch.float32, torch.float16))
+    before = [
+        entry(shape, rule, bits, dtype=p, grad_dtype=g)
+        for shape in [(20, 77), (5,)]
+        for p, g in pairs
+    ]
+    check_equal(run(name, before), run("reference", before), before)
+
+
+@pytest.mark.parametrize("map", blockstep.MAPS8)
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_bucket_holds_at_most_one_bound(map, signed):
+    if signed and map == "DE-0":
+        pytest.skip("DE-0 has no sign")
+    starts = blockstep.buckets(map, signed)
+    bounds = codebook.midpoints(map, 8, signed, torch.device("cpu"))
+    half = (len(starts) - 4) // 2
+    bits = torch.arange(0x3280, 0x3280 + half + 1, dtype=torch.int32) << 16
+    edges = bits.view(torch.float32) * (1 + 2.0**-21)
+    upper = torch.searchsorted(bounds, edges[1:])
+    assert (upper - starts[:half].int()).max() <= 1
+    # towards zero the bucket of a negative value ends at the edge that is nearer to zero
+    nearer = torch.cat([torch.zeros(1), edges[1:-1] * (1 - 2.0**-20)])
+    assert (torch.searchsorted(bounds, -nearer) - starts[half : 2 * half].int()).max() <= 1
+
+
+@pytest.mark.parametrize("exponent", [-140, -100, -30, 0, 30, 100, 126])
+def test_8_bit_codes_at_every_bound_and_scale(exponent):
+    # a state that is kept as it is (b1 = 1) and quantised again: every bound, and its neighbours
+    bounds = codebook.midpoints("DE", 8, True, torch.device("cpu"))
+    near = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([1.0])])
+    x = (near.double() * 2.0**exponent).float()
+    h = blockstep.sgd(lr=0.0, momentum=0.0)
+    states = (payload(torch.zeros_like(x), "DE", 8, True),)
+    before = [blockstep.Entry(torch.zeros_like(x), x, states, "sgd", 8, h)]
+    check_equal(run("cpu", before), run("reference", before), before)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("rule", "bits"), FORMS)
+def test_bad_gradients_stay_in_their_block(rule, bits, bad, name):
+    clean = [entry((4, 256), rule, bits)]
+    spoilt = copy.deepcopy(clean)
+    spoilt[0].grad[2, 3] = bad
+    a, b = run(name, clean)[0], run(name, spoilt)[0]
+    fine = torch.ones(4, 256, dtype=torch.bool)
+    fine[2, 3] = False
+    assert torch.equal(a.param[fine], b.param[fine])
+    if not (rule == "lion" and bad == math.inf):  # whose step is the sign of it
+        assert not b.param[2, 3].isfinite()
+    for mine, theirs in zip(a.states, b.states, strict=True):
+        for part in mine:
+            blocks = mine[part].view(4, -1), theirs[part].view(4, -1)
+            others = [0, 1, 3]
+            assert torch.equal(blocks[0][others], blocks[1][others])
+
+
+def test_results_do_not_depend_on_threads():
+    before = [entry((1000, 77), rule, bits) for rule, bits in FORMS]
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(run("cpu", before))
+    finally:
+        torch.set_num_threads(threads)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a.param, b.param)
+        for mine, theirs in zip(a.states, b.states, strict=True):
+            assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rule": "adam"}, "allowed: adamw, sgd, lion"),
+        ({"bits": 5}, "allowed: 32, 4, 8"),
+        ({"maps": ("Linear",)}, "allowed: DE, DE-0"),
+    ],
+)
+def test_wrong_entries_raise_before_any_change(change, match):
+    good, bad = entry((300,), "sgd", 8), entry((300,), "sgd", 8)._replace(**change)
+    start = good.param.clone()
+    with pytest.raises(ValueError, match=match):
+        blockstep.block_step([good, bad])
+    assert torch.equal(good.param, start)
