@@ -15,7 +15,7 @@ from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
-from memtrain.plan import NO_RULE, Plan, make_plan
+from memtrain.plan import NO_RULE, Plan, expand, make_plan
 
 CATEGORIES = {
     "weight": "weights",
@@ -299,4 +299,4 @@ def _losers(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(name, part) for part in pattern.split("|"))
+    return any(fnmatchcase(name, one) for one in expand(pattern))

@@ -95,9 +95,10 @@ def test_saved_activations_are_those_of_a_real_forward(name, preset):
     first, second = measured(model, batch), measured(model, batch)
     # The graph keeps its payloads after the first forward has settled the plan, too.
     assert second == total.planned
-    # Automatic bits: the first forward also makes statistics, a number per site and sample.
-    adapts = preset in ("actnn_l3", "actnn_l4", "actnn_l5")
-    assert total.planned <= first <= total.planned * (1.02 if adapts else 1)
+    # Automatic bits: the first forward also makes statistics, 4 bytes for each site and sample
+    # (for a layer that sees tokens, each token), until its backward has run.
+    adapts = preset.startswith("actnn_l") and preset >= "actnn_l3"
+    assert first >= total.planned if adapts else first == total.planned
 
 
 def test_choices_of_max_pooling_are_told_to_the_byte():
@@ -280,7 +281,8 @@ def test_rules_that_matched_nothing_are_listed():
     report = audit(model, optimizer, torch.randn(32, 64), cfg)
     assert "activations.exceptions.0: module=1 op=silu" in report.unmatched
     assert "optim.rules.0: state=exp_avg_sq" in report.unmatched
-    assert not any("op=gelu" in rule for rule in report.unmatched)
+    assert not any("@nonlinear" in rule for rule in report.unmatched)
+    assert "activations.rules.3: op=@singular" in report.unmatched
 
 
 def test_largest_rows_are_sorted_and_ties_keep_the_order_of_the_forward():

@@ -19,9 +19,12 @@ ALLOWED = {
     "configs": set(),
     "states": {"entry", "compressors", "optim"},
     "build": {"config", "compressors"},
-    "plan": {"build", "config", "entry", "states", "compressors", "activations", "optim"},
+    "parameters": {"entry", "optim"},
+    "plan": {
+        "build", "config", "entry", "states", "parameters", "compressors", "activations", "optim"
+    },  # fmt: skip
     "audit": {"plan", "config", "entry", "compressors", "activations", "optim"},
-    "api": {"plan", "config", "compressors", "activations", "optim"},
+    "api": {"plan", "config", "parameters", "compressors", "activations", "optim"},
     "experiments": {"", "api", "activations", "compressors", "plan", "config", "meter", "optim"},
     "quality": {"api", "plan", "activations"},
     "cli": {
@@ -34,6 +37,7 @@ ALLOWED = {
         "experiments",
         "activations",
         "compressors",
+        "quality",
     },
 }
 

@@ -46,12 +46,12 @@ class GradientQuality(NamedTuple):
     whole: Quality
     sites: list[Quality]
 
-    def table(self) -> Table:
-        """A rich table, the noisiest site first."""
+    def table(self, top: int | None = None) -> Table:
+        """A rich table: the whole, then the noisiest sites, `top` of them (all by default)."""
         table = Table("site", "cosine", "variance", "bias", title="gradient quality")
         for column in table.columns[1:]:
             column.justify = "right"
-        for row in [self.whole, *sorted(self.sites, key=lambda row: -row.variance)]:
+        for row in [self.whole, *sorted(self.sites, key=lambda row: -row.variance)[:top]]:
             table.add_row(row.name, f"{row.cosine:.6f}", f"{row.variance:.2e}", f"{row.bias:.2e}")
         return table
 

@@ -4,13 +4,14 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -143,11 +144,12 @@ class Built(NamedTuple):
     batch: Any
 
 
-def build(request: Request) -> Built:
+def build(request: Request, *, real: bool = False) -> Built:
     """Make what a request names, under fake tensors: no weight is allocated.
 
     Args:
         request: What to make.
+        real: Make it with its memory and with initial weights instead.
 
     Returns:
         Model in training mode, optimizer and batch.
@@ -159,10 +161,10 @@ def build(request: Request) -> Built:
         TypeError: If a builder returns something else than a model and a batch.
 
     Memory:
-        Python objects only.
+        Python objects only, unless `real`.
     """
     kind, _, rest = request.model.partition(":")
-    with _fake(DTYPES[request.dtype]):
+    with _context(DTYPES[request.dtype], real=real):
         if kind == "py" and rest:
             model, batch, *others = _user(rest, request)
         elif kind == "hf" and rest:
@@ -181,11 +183,11 @@ def build(request: Request) -> Built:
 
 
 @contextmanager
-def _fake(dtype: torch.dtype) -> Iterator[None]:
+def _context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -245,7 +247,8 @@ def _transformers(family: Family, request: Request) -> tuple[nn.Module, dict[str
     chosen = {"attn_implementation": request.attention} if request.attention else {}
     auto = getattr(transformers, f"AutoModelFor{family.task}")
     # Initial values read data, which fake tensors do not have; sizes do not depend on them.
-    with no_init_weights():
+    fake = active_fake_mode() is not None
+    with no_init_weights() if fake else nullcontext():
         model = auto.from_config(config, dtype=DTYPES[request.dtype], **chosen)
     model.tie_weights()
     return model, batch

@@ -52,6 +52,9 @@ keys:
 options:
   --json FILE  also write the report as JSON (docs/report.md describes it)
   --top N      how many of the largest sites to show (10)
+  --gradients  build the model for real, run one batch, and tell what the plan
+               does to its gradient, as a whole and site by site (takes a
+               training step's memory, and some passes a site)
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments
 """
@@ -106,6 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     settings = _settings(request, arguments.overrides, built.batch)
     show(console, report, settings, arguments.top)
+    if arguments.gradients:
+        from memtrain.cli.gradients import gradients
+
+        with errors.status("measuring the gradient"):
+            console.print(gradients(request, config).table(arguments.top))
     if arguments.json is not None:
         try:
             write_json(arguments.json, report, settings)
@@ -120,6 +128,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--top", type=int, default=10)
+    parser.add_argument("--gradients", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.top < 1:
         raise ValueError(f"--top {arguments.top} is out of range; allowed: 1 or more")

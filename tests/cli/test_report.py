@@ -318,3 +318,24 @@ def test_llama_7b_takes_under_two_gib_of_memory():
     # processor time, which other work on the machine does not stretch
     assert after.ru_utime - before.ru_utime < 60
     assert "25.10 GiB" in done.stdout  # 6,738,415,616 weights of 4 bytes
+
+
+def test_gradients_of_a_real_batch_are_told_by_site(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def build(batch=8):\n"
+        "    layers = torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)\n"
+        "    return torch.nn.Sequential(*layers), torch.randn(batch, 16, 64)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["model=py:mine:build", "batch=4", "--gradients"]) == 0
+    text = capsys.readouterr().out
+    table = text[text.index("gradient quality") :]
+    assert [name in table for name in ("all", "2 / linear / input", "1 / gelu / input")] == [
+        True
+    ] * 3
+    assert max(map(len, text.splitlines())) <= 80
+    assert main(["model=py:mine:build", "preset=exact", "--gradients"]) == 0
+    table = capsys.readouterr().out
+    assert "1.000000" in table[table.index("gradient quality") :]
