@@ -8,12 +8,22 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from memtrain.compressors.derivative import DerivativeCode
-from memtrain.compressors.fewbit_register import registered
+from memtrain.compressors.fewbit_register import register, registered
 from memtrain.compressors.fewbit_solver import Approximation, solve
+from memtrain.compressors.fewbit_tables import from_table, load_npz, register_table, save_npz
 from memtrain.kernels import derivative, pointwise
 from memtrain.kernels.strides import in_order, is_dense, memory_order
 
-__all__ = ["Approximation", "fewbit", "solve"]
+__all__ = [
+    "Approximation",
+    "fewbit",
+    "from_table",
+    "load_npz",
+    "register",
+    "register_table",
+    "save_npz",
+    "solve",
+]
 
 
 Value = tuple[str, tuple[float, ...]]
