@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.kernels import bits as bit_codes
-from memtrain.kernels import group
+from memtrain.kernels import cpu, group
 from memtrain.kernels.dispatch import backend
 
 BACKENDS = ["reference", "cpu", "triton"]
@@ -91,6 +91,28 @@ def test_twin_equals_reference(name, bits, dtype):
         assert torch.equal(twin[0], codes)
         assert equal(twin[1], bounds)
         assert equal(twin_values, values)
+
+
+@pytest.mark.parametrize("level", [0, 2], ids=["portable", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_instruction_set_equals_the_reference(level, dtype, bits):
+    for size in (128, 256, 384, 80):
+        x = (torch.randn(9 * size + 5) * 3).to(dtype)
+        x[size + 3], x[3 * size], x[5 * size : 6 * size] = torch.nan, torch.inf, -0.0
+        for stochastic in (True, False):
+            results = []
+            for choice in ("reference", "cpu"):
+                try:
+                    cpu.call("mt_limit_isa", level)
+                    with backend(choice):
+                        packed = group.group_quantize(x, bits, size, SEED, stochastic)
+                        y = group.group_dequantize(*packed, bits, size, x.numel(), dtype)
+                        results.append((*packed, y))
+                finally:
+                    cpu.call("mt_limit_isa", 2)
+            for reference, kernel in zip(*results, strict=True):
+                assert equal(reference, kernel)
 
 
 @pytest.mark.parametrize("name", TWINS)

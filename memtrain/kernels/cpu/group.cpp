@@ -1,6 +1,7 @@
 // Min/max group quantisation (definition: kernels/group.py, layout of codes: kernels/bits.py).
 #include <cstring>
 
+#include "group_avx512.h"
 #include "philox.h"
 
 namespace memtrain {
@@ -45,7 +46,18 @@ struct Group {
   }
 };
 
+MT_INLINE Group rounded_bounds(float lo, float hi, uint32_t top, bool wide) {
+  if (top >= 0x7F800000) return {float_of(0x7FC00000), float_of(0x7FC00000)};
+  return {outward(lo, false, wide), outward(hi, true, wide)};
+}
+
 MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
+#ifdef MT_GROUP_AVX512
+  if (size % 16 == 0 && mt_isa() >= 2) {
+    const avx512::Ends ends = avx512::ends_of(x, size);
+    return rounded_bounds(ends.lo, ends.hi, ends.top, wide);
+  }
+#endif
   float lo = x[0], hi = x[0];
   uint32_t top = 0;  // greatest magnitude as bits: above 0x7F7FFFFF there is an Inf or a NaN
   int64_t whole = size / kPiece * kPiece;
@@ -77,8 +89,7 @@ MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
     hi = x[i] > hi ? x[i] : hi;
     top = m > top ? m : top;
   }
-  if (top >= 0x7F800000) return {float_of(0x7FC00000), float_of(0x7FC00000)};
-  return {outward(lo, false, wide), outward(hi, true, wide)};
+  return rounded_bounds(lo, hi, top, wide);
 }
 
 struct Encoder {
@@ -225,6 +236,9 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
                                      uint8_t* codes) {
   const int64_t size = job.size, bits = job.bits;
   const float levels = static_cast<float>((1 << bits) - 1);
+#ifdef MT_GROUP_AVX512
+  avx512::Rounding rounding = avx512::rounding_of(job.seed, job.stochastic);
+#endif
   for (int64_t g = begin; g < end; ++g) {
     const float* x = load_group(job, g, buffer);
     const Group b = size == 256 ? bounds_of(x, 256, job.wide) : bounds_of(x, size, job.wide);
@@ -233,6 +247,14 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
     const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const Encoder e{0.5f * b.lo, inverse, levels, job.seed, job.stochastic};
     const uint32_t first = static_cast<uint32_t>(g * (size / 8));
+    uint8_t* out = job.codes + g * (size / 8 * bits);
+#ifdef MT_GROUP_AVX512
+    if (b.lo == b.lo && job.n - g * size >= size && avx512::can_encode(size, bits)) {
+      rounding.base = e.base, rounding.inverse = e.inverse, rounding.levels = levels;
+      avx512::encode_group(x, out, size, bits, first, rounding);
+      continue;
+    }
+#endif
     if (b.lo != b.lo)
       std::memset(codes, 0, size);
     else if (size % 256 == 0)
@@ -241,7 +263,6 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
       encode<16>(x, codes, size, first, e);
     const int64_t left = job.n - g * size;
     if (left < size) std::memset(codes + left, 0, size - left);
-    uint8_t* out = job.codes + g * (size / 8 * bits);
 #define MT_PACK(B) pack_group<B>(codes, out, size)
     MT_BITS_SWITCH(MT_PACK)
   }
@@ -261,6 +282,15 @@ MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t en
     const uint8_t* in = job.codes + g * (size / 8 * bits);
     const int64_t at = g * size, n = std::min(job.n - at, size);
     float* to = static_cast<float*>(job.y) + at;
+#ifdef MT_GROUP_AVX512
+    if (n == size && avx512::can_decode(size, bits)) {
+      if (job.bf16)
+        avx512::decode_bfloats(in, static_cast<uint16_t*>(job.y) + at, size, bits, base, step);
+      else
+        avx512::decode_floats(in, to, size, bits, base, step);
+      continue;
+    }
+#endif
     float* out = job.bf16 || n < size ? buffer : to;
 #define MT_DECODE(B) decode_group<B>(in, out, size, base, step)
     MT_BITS_SWITCH(MT_DECODE)
