@@ -12,6 +12,7 @@ from memtrain.compressors.patch import Patch
 from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.samples import Samples
+from memtrain.compressors.scaled import Scaled
 
 # name in a config -> class; a config's other keys are the class's fields
 COMPRESSORS: dict[str, type] = {
@@ -26,6 +27,7 @@ COMPRESSORS: dict[str, type] = {
     "block": Block,
     "patch": Patch,
     "rank1": Rank1,
+    "scaled": Scaled,
     "factored": Factored,
 }
 
@@ -46,4 +48,5 @@ __all__ = [
     "Projection",
     "Rank1",
     "Samples",
+    "Scaled",
 ]

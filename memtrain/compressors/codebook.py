@@ -7,6 +7,19 @@ from torch import Tensor
 from memtrain.compressors.base import Key, Packed
 from memtrain.kernels import codebook
 
+ROUNDINGS = ("nearest", "stochastic")
+
+
+def seed_of(key: Key, rounding: str) -> int | None:
+    """The seed of stochastic rounding, or None to the nearest."""
+    return key.bits() if rounding == "stochastic" else None
+
+
+def check_rounding(rounding: str) -> None:
+    """Raise for an unknown rounding."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r}; allowed: {', '.join(ROUNDINGS)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -16,10 +29,13 @@ class Block:
     Inf) and no other.
 
     Attributes:
-        block_size: Elements per scale: a power of two from 8 on.
-        map: `"DE"`, `"DE-0"` or `"Linear"`, see `kernels.codebook.codebook`.
+        block_size: Elements per scale: a multiple of 8.
+        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see `kernels.maps.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept; unsigned maps round them to the lowest value.
+        rounding: `"nearest"`, ties to the lower value, or `"stochastic"`: to one of the two
+            neighbouring values (the key gives the seed), so that the mean over keys is the
+            tensor, to 2**-16 of their distance, where both neighbours exist.
 
     Raises:
         ValueError: If a field is out of its range.
@@ -42,16 +58,23 @@ class Block:
     map: str = "DE"
     bits: int = 4
     signed: bool = True
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        if self.block_size < 8 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two from 8 on, got {self.block_size}")
+        if self.block_size < 8 or self.block_size % 8:
+            raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
+        check_rounding(self.rounding)
         codebook.codebook(self.map, bits=self.bits, signed=self.signed)
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
         codes, scale = codebook.quantize(
-            x, map=self.map, bits=self.bits, signed=self.signed, block_size=self.block_size
+            x,
+            map=self.map,
+            bits=self.bits,
+            signed=self.signed,
+            block_size=self.block_size,
+            seed=seed_of(key, self.rounding),
         )
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 

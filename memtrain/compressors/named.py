@@ -8,12 +8,19 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
-from memtrain.kernels.codebook import MAPS
+from memtrain.compressors.scaled import NORMALISATIONS, Scaled
+from memtrain.kernels.maps import MAPS, float_bits
 
 _FIXED = ("identity", "factored")
+_SCALES = ("B128", "B2048", "Rank-1", *NORMALISATIONS)
 _KNOWN = (
     *_FIXED,
-    *(f"{scale}/{map}" for scale in ("B128", "B2048", "Rank-1") for map in MAPS),
+    *(f"{scale}/{map}{end}" for scale in _SCALES for map in (*MAPS, "E2M1") for end in ("", "+SR")),
+)
+_NAME = re.compile(
+    rf"(?P<scale>Rank-1|{'|'.join(NORMALISATIONS)}|B(?P<size>\d+))"
+    rf"/(?P<map>E\dM\d|{'|'.join(sorted(MAPS, key=len, reverse=True))})"
+    r"(?P<bits>[2-8])?(?P<sr>\+SR)?"
 )
 
 
@@ -21,10 +28,13 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
     """The compressor of a name.
 
     Args:
-        name: `"identity"`, `"factored"`, `"Rank-1/<map>"` or `"B<block size>/<map>"`, with map
-            `DE`, `DE-0` (unsigned only) or `Linear`.
+        name: `"identity"`, `"factored"`, or `"<normalisation>/<map>"`: `B<block size>`, `Rank-1`,
+            `tensor`, `dim0`, `dim1`, `dim01`, `dim10` or `rank1-group`; and `DE`, `DE-0` (unsigned
+            only), `Linear`, `Power-2`, `Power-3` or a small float such as `E2M1`. The number of
+            bits may follow (`B256/DE8`), and `+SR` for stochastic rounding (`B128/DE+SR`).
         signed: Whether the state has negative values: first moments do, second moments do not.
-        bits: Bits per code, 2 to 8.
+        bits: Bits per code, 2 to 8, where the name does not say them; a small float says its own
+            (one less where there is no sign).
 
     Returns:
         A frozen compressor.
@@ -33,20 +43,26 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
         ValueError: If the name is unknown; the message gives the nearest valid one.
 
     Example:
-        >>> named("B2048/DE", signed=True)
-        Block(block_size=2048, map='DE', bits=4, signed=True)
+        >>> named("B2048/DE8", signed=True)
+        Block(block_size=2048, map='DE', bits=8, signed=True, rounding='nearest')
     """
     if name == "identity":
         return Identity()
     if name == "factored":
         return Factored()
-    if match := re.fullmatch(rf"(Rank-1|B(\d+))/({'|'.join(MAPS)})", name):
-        scale, size, map = match.groups()
-        if scale == "Rank-1":
-            return Rank1(map=map, bits=bits, signed=signed)
-        return Block(block_size=int(size), map=map, bits=bits, signed=signed)
-    near = get_close_matches(name, _KNOWN, n=1, cutoff=0.0)
-    raise ValueError(
-        f"compressor {name!r} is unknown; the nearest valid name is {near[0]!r}; allowed: "
-        f"identity, factored, Rank-1/<map> and B<block size>/<map> with map {', '.join(MAPS)}"
-    )
+    if not (match := _NAME.fullmatch(name)):
+        near = get_close_matches(name, _KNOWN, n=1, cutoff=0.0)
+        raise ValueError(
+            f"compressor {name!r} is unknown; the nearest valid name is {near[0]!r}; allowed: "
+            f"identity, factored and <scale>/<map>[bits][+SR] with scale B<block size>, Rank-1, "
+            f"{', '.join(NORMALISATIONS)} and map {', '.join(MAPS)}, E<1-5>M<0-6>"
+        )
+    scale, map = match["scale"], match["map"]
+    bits = int(match["bits"] or float_bits(map, signed=signed) or bits)
+    rounding = "stochastic" if match["sr"] else "nearest"
+    if match["size"]:
+        size = int(match["size"])
+        return Block(block_size=size, map=map, bits=bits, signed=signed, rounding=rounding)
+    if scale == "Rank-1":
+        return Rank1(map=map, bits=bits, signed=signed, rounding=rounding)
+    return Scaled(normalisation=scale, map=map, bits=bits, signed=signed, rounding=rounding)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.compressors.codebook import Block
+from memtrain.compressors.codebook import Block, check_rounding, seed_of
 from memtrain.kernels import codebook, rank1
 
 
@@ -18,9 +18,10 @@ class Rank1:
     or Inf; the others stay within their usual error.
 
     Attributes:
-        map: `"Linear"`, `"DE"` or `"DE-0"`, see `kernels.codebook.codebook`.
+        map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `kernels.maps.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept.
+        rounding: `"nearest"` or `"stochastic"`, as in `Block`.
 
     Raises:
         ValueError: If a field is out of its range.
@@ -42,15 +43,20 @@ class Rank1:
     map: str = "Linear"
     bits: int = 4
     signed: bool = False
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        check_rounding(self.rounding)
         codebook.codebook(self.map, bits=self.bits, signed=self.signed)
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""
         if x.dim() < 2:
             return self._block().compress(x, key=key)
-        codes, scale = rank1.quantize(x, map=self.map, bits=self.bits, signed=self.signed)
+        seed = seed_of(key, self.rounding)
+        codes, scale = rank1.quantize(
+            x, map=self.map, bits=self.bits, signed=self.signed, seed=seed
+        )
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -68,4 +74,10 @@ class Rank1:
         return x.to(packed.dtype)
 
     def _block(self) -> Block:
-        return Block(block_size=rank1.BLOCK, map=self.map, bits=self.bits, signed=self.signed)
+        return Block(
+            block_size=rank1.BLOCK,
+            map=self.map,
+            bits=self.bits,
+            signed=self.signed,
+            rounding=self.rounding,
+        )

@@ -1,17 +1,15 @@
 """Rank-1 normalisation: an element's scale is the least of the maxima of its dimensions."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels import bits as bitpack
-from memtrain.kernels import codebook, cpu
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels import sides
+from memtrain.kernels.book import Book
+from memtrain.kernels.sides import BLOCK, Sides, inverse
 
-BLOCK = 128  # of the nibble layout; rank-1 has no scale per block
-_TINY = torch.finfo(torch.float32).tiny
+__all__ = ["BLOCK", "columns", "dequantize", "inverse", "maxima", "quantize"]
 
 
 def maxima(x: Tensor) -> Tensor:
@@ -32,12 +30,6 @@ def maxima(x: Tensor) -> Tensor:
         return x.new_zeros(sum(x.shape))
     dims = range(x.dim())
     return torch.cat([x.amax([k for k in dims if k != d]) if x.dim() > 1 else x for d in dims])
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 where that says nothing: scale 0, subnormal, Inf or NaN."""
-    usable = (scale >= _TINY) & scale.isfinite()
-    return torch.where(usable, 1 / scale, 0.0)
 
 
 def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> Tensor:
@@ -64,7 +56,9 @@ def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> T
     return out.expand(tuple(shape[1:])).reshape(-1) if out is not None else scale[:0]
 
 
-def quantize(x: Tensor, *, map: str, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, *, map: str, bits: int, signed: bool, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantise `x` by a code book, each element scaled by the least maximum of its dimensions.
 
     The scale is `min over d of maxima_d`; the normalised value is `x * max over d of 1/maxima_d`
@@ -75,9 +69,10 @@ def quantize(x: Tensor, *, map: str, bits: int, signed: bool) -> tuple[Tensor, T
 
     Args:
         x: At least 2 dimensions, any float type, any device.
-        map: A name of `codebook.MAPS`.
+        map: A name of `maps.codebook`.
         bits: 2 to 8.
         signed: Which form of the map.
+        seed: 64 bits for stochastic rounding, see `book.encode`; None rounds to the nearest.
 
     Returns:
         codes: uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says.
@@ -100,7 +95,8 @@ def quantize(x: Tensor, *, map: str, bits: int, signed: bool) -> tuple[Tensor, T
     """
     if x.dim() < 2:
         raise ValueError(f"rank-1 needs at least 2 dimensions, got shape {tuple(x.shape)}")
-    return _QUANTIZE(x, map, bits, signed)
+    scale = maxima(x)
+    return sides.quantize(x, _inverses(x, scale), Book(map, bits, signed), seed), scale
 
 
 def dequantize(
@@ -126,94 +122,25 @@ def dequantize(
         tensor([[1., 2.],
                 [2., 4.]])
     """
-    return _DEQUANTIZE(codes, scale, map, bits, signed, list(shape))
+    both = Sides(scale[: shape[0]], columns(scale, shape))
+    return sides.dequantize(codes, both, Book(map, bits, signed)).view(tuple(shape))
 
 
-def quantize_reference(x: Tensor, map: str, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
+def quantize_reference(
+    x: Tensor, map: str, bits: int, signed: bool, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
     """`quantize` in pure torch."""
     scale = maxima(x)
-    rows, cols = x.shape[0], math.prod(x.shape[1:])
-    inv = torch.maximum(
-        inverse(scale[:rows]).unsqueeze(1), columns(scale, x.shape, inverted=True).unsqueeze(0)
-    )
-    blocks = bitpack.blocks(x.float().reshape(rows, cols) * inv, BLOCK)
-    codes = codebook.count_above(blocks, codebook.midpoints(map, bits, signed, x.device))
-    return bitpack.pack(codes, bits), scale
+    return sides.quantize_reference(x, _inverses(x, scale), Book(map, bits, signed), seed), scale
 
 
 def dequantize_reference(
     codes: Tensor, scale: Tensor, map: str, bits: int, signed: bool, shape: Sequence[int]
 ) -> Tensor:
     """`dequantize` in pure torch."""
-    rows, cols = shape[0], math.prod(shape[1:])
-    values = codebook.qmap(map, bits, signed, codes.device)[bitpack.unpack(codes, bits)]
-    values = values.view(-1)[: rows * cols].view(rows, cols)
-    least = torch.fmin(scale[:rows].unsqueeze(1), columns(scale, shape).unsqueeze(0))
-    return (values * least).view(tuple(shape))
+    both = Sides(scale[: shape[0]], columns(scale, shape))
+    return sides.dequantize_reference(codes, both, Book(map, bits, signed)).view(tuple(shape))
 
 
-def _quantize(x: Tensor, map: str, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
-    backend = choose(x)
-    if bits != 4 or backend == "reference":
-        return quantize_reference(x, map, bits, signed)
-    scale = maxima(x)
-    rows, cols = x.shape[0], math.prod(x.shape[1:])
-    row_inv, col_inv = inverse(scale[:rows]), columns(scale, x.shape, inverted=True)
-    codes = _new_codes(x, bits)
-    tables = codebook.table(map, signed, x.device)
-    if backend == "cpu":
-        x = x.float().contiguous()
-        cpu.call("mt_rank1_quantize", x, row_inv, col_inv, tables, codes, rows, cols)
-    else:
-        from memtrain.kernels import rank1_triton
-
-        rank1_triton.quantize(x.contiguous(), row_inv, col_inv, tables, codes)
-    return codes, scale
-
-
-def _dequantize(
-    codes: Tensor, scale: Tensor, map: str, bits: int, signed: bool, shape: Sequence[int]
-) -> Tensor:
-    backend = choose(codes)
-    if bits != 4 or backend == "reference":
-        return dequantize_reference(codes, scale, map, bits, signed, shape)
-    out = torch.empty(tuple(shape), device=codes.device)
-    rows, cols = shape[0], math.prod(shape[1:])
-    row, col = scale[:rows].contiguous(), columns(scale, shape)
-    tables = codebook.table(map, signed, codes.device)
-    codes = codes.contiguous()
-    if backend == "cpu":
-        cpu.call("mt_rank1_dequantize", codes, row, col, tables, out, rows, cols)
-    else:
-        from memtrain.kernels import rank1_triton
-
-        rank1_triton.dequantize(codes, row, col, tables, out)
-    return out
-
-
-def _new_codes(x: Tensor, bits: int) -> Tensor:
-    n_blocks = (x.numel() + BLOCK - 1) // BLOCK
-    return x.new_empty(n_blocks, BLOCK * bits // 8, dtype=torch.uint8)
-
-
-def _quantize_fake(x: Tensor, map: str, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
-    return _new_codes(x, bits), x.new_empty(sum(x.shape), dtype=torch.float32)
-
-
-def _dequantize_fake(
-    codes: Tensor, scale: Tensor, map: str, bits: int, signed: bool, shape: Sequence[int]
-) -> Tensor:
-    return scale.new_empty(tuple(shape))
-
-
-_QUANTIZE = register(
-    "rank1_quantize(Tensor x, str map, int bits, bool signed) -> (Tensor, Tensor)",
-    _quantize,
-    _quantize_fake,
-)
-_DEQUANTIZE = register(
-    "rank1_dequantize(Tensor codes, Tensor scale, str map, int bits, bool signed, "
-    "SymInt[] shape) -> Tensor",
-    _dequantize,
-    _dequantize_fake,
-)
+def _inverses(x: Tensor, scale: Tensor) -> Sides:
+    return Sides(inverse(scale[: x.shape[0]]), columns(scale, x.shape, inverted=True))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import COMPRESSORS, Compressor, Group, Key, Samples
+from memtrain.compressors.scaled import NORMALISATIONS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(), (0,), (1,), (7,), (257,), (3, 5, 7), (2, 300), (0, 4), (33, 40)]
@@ -84,6 +85,13 @@ GROUPS = (
     {"bits": 8},
     {"bits": 1},
 )
+BLOCKS = (
+    {},
+    {"rounding": "stochastic"},
+    {"bits": 3, "map": "Power-2"},
+    {"bits": 8, "rounding": "stochastic"},
+    {"block_size": 24, "map": "E2M1"},
+)
 ROWS = {
     "identity": Row(spoils=element),
     "derivative": Row(spoils=element),
@@ -104,11 +112,25 @@ ROWS = {
         dtypes=(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
         bytes_follow_values=True,
     ),
-    "block": Row(spoils=within(128)),
+    "block": Row(options=BLOCKS, spoils=within(128), dtypes=(*FLOATS, torch.float64)),
     "patch": Row(
         options=({}, {"rounding": "stochastic"}), spoils=patch, dtypes=(*FLOATS, torch.float64)
     ),
-    "rank1": Row(make=positive, spoils=cross),
+    "rank1": Row(
+        make=positive,
+        options=({}, {"rounding": "stochastic"}, {"map": "Power-2", "bits": 5}),
+        spoils=cross,
+        dtypes=(*FLOATS, torch.float64),
+    ),
+    "scaled": Row(
+        options=tuple(
+            {"normalisation": n, "signed": True, "rounding": r, "map": "DE"}
+            for n in NORMALISATIONS
+            for r in ("nearest", "stochastic")
+        ),
+        spoils=everything,  # what each normalisation spares is told in test_scaled.py
+        dtypes=(*FLOATS, torch.float64),
+    ),
     "factored": Row(make=positive, spoils=everything, least_dimensions=2),
 }
 
