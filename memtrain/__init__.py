@@ -1,6 +1,15 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
-from memtrain.api import adapter, load_state_dict, plan_of, state_dict, unwrap, wrap
+from memtrain.api import (
+    adapter,
+    fp32_state_dict,
+    load_fp32_state_dict,
+    load_state_dict,
+    plan_of,
+    state_dict,
+    unwrap,
+    wrap,
+)
 from memtrain.audit import audit
 from memtrain.config import Config
 from memtrain.plan import Plan, make_plan
@@ -11,7 +20,9 @@ __all__ = [
     "Plan",
     "adapter",
     "audit",
+    "fp32_state_dict",
     "gradient_quality",
+    "load_fp32_state_dict",
     "load_state_dict",
     "make_plan",
     "plan_of",

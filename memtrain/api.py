@@ -1,16 +1,19 @@
 """`wrap` and `unwrap`: a plan, applied to a model and its optimizer, and taken back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain import optim
+from memtrain import optim, parameters
 from memtrain.activations.adapt import Adapter
 from memtrain.activations.intercept import Interception
 from memtrain.activations.statistics import Statistics
 from memtrain.compressors import Compressor
+from memtrain.config import KEEP
+from memtrain.parameters import apply, check, check_removable, remove
 from memtrain.plan import Plan, make_plan
 
 _ATTRIBUTE = "_memtrain"
@@ -22,6 +25,10 @@ class _Wrapped:
 
     plan: Plan
     interception: Interception | None
+    weights: Any
+    """A link to the optimizer's `SplitWeights`, empty without."""
+    handles: list[Any]
+    """Of the hooks that weights and gradients need."""
 
 
 @dataclass
@@ -44,14 +51,16 @@ def wrap(
     The model is the same object with the same class and `state_dict`; hooks on its modules
     compress what its forward saves. The optimizer is a new object that shares its parameter
     groups with the old one (so schedulers made before keep working), carries its state over and
-    holds it compressed. Weights, gradients and the random stream of torch are not touched.
+    holds it compressed. Weights and gradients are touched where the config says so (`all_four`
+    does): float32 parameters then become bfloat16 in place, and `loss.backward()` updates them.
+    The random stream of torch is not touched.
 
     Args:
         model: The model, before or in the middle of a training run.
         optimizer: Its optimizer; all its parameters must be the model's.
-        cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"exact"`, `"optimizer_only"`,
-            `"activations_only"`), a YAML path, a list of Hydra overrides, a dict, a DictConfig or
-            a `Config`.
+        cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"all_four"`, `"exact"`,
+            `"optimizer_only"`, `"activations_only"`), a YAML path, a list of Hydra overrides, a
+            dict, a DictConfig or a `Config`.
         batch: What the model is called with (a tensor, a tuple of arguments or a dict of keyword
             arguments): settles the plan's activation sites at once, without running the model on
             it. Without it the first training forward settles them.
@@ -79,6 +88,7 @@ def wrap(
     """
     _check(model, optimizer)
     plan = make_plan(model, optimizer, cfg, batch=batch)
+    check(model, plan.config)
     interception = None
     if plan.activation_rules:
         interception = Interception(
@@ -95,8 +105,9 @@ def wrap(
         optimizer = optim.compress(optimizer, choose, min_elements=least)
     if interception is not None:
         interception.attach()
-    setattr(model, _ATTRIBUTE, _Wrapped(plan, interception))
-    return model, optimizer
+    applied = apply(model, optimizer, plan.config)
+    setattr(model, _ATTRIBUTE, _Wrapped(plan, interception, applied.weights, applied.handles))
+    return model, applied.optimizer
 
 
 def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -120,6 +131,8 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
         'AdamW'
     """
     wrapped = _wrapped(model)
+    check_removable(optimizer, wrapped.plan.config)
+    optimizer = remove(optimizer, wrapped.handles)
     if wrapped.plan.state_rules:
         if not isinstance(optimizer, optim.CompressedStates):
             given = type(optimizer).__name__
@@ -190,6 +203,55 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     watch = _statistics(interception)
     if watch is not None:
         watch.load(state_dict["samples"])
+
+
+def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The model's `state_dict` in float32: of split weights the masters, to export or evaluate.
+
+    Args:
+        model: A model that `wrap` returned, with its optimizer alive.
+
+    Returns:
+        The keys of `model.state_dict()`; parameters float32, buffers as they are.
+
+    Raises:
+        ValueError: If the model is not wrapped, or its optimizer is gone.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> torch.nn.init.constant_(model.weight, 0.1)
+        Parameter containing: tensor([[0.1000]], requires_grad=True)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> model, optimizer = wrap(model, optimizer, {"weights": "bf16+16"})
+        >>> model.weight.item(), fp32_state_dict(model)["weight"].item()
+        (0.10009765625, 0.10000000149011612)
+    """
+    return parameters.fp32_state_dict(model, _split(model))
+
+
+def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load a float32 `state_dict` into a model whose weights may be split.
+
+    Args:
+        model: A model that `wrap` returned, with its optimizer alive.
+        state_dict: What `fp32_state_dict`, or the plain model's `state_dict`, returned.
+
+    Raises:
+        ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
+    """
+    parameters.load_fp32_state_dict(model, _split(model), state_dict)
+
+
+def _split(model: nn.Module) -> Any:
+    wrapped = _wrapped(model)
+    split = wrapped.weights()
+    if split is None and wrapped.plan.config.weights != KEEP:
+        raise ValueError(
+            "the optimizer that memtrain.wrap returned with this model holds its weights' lower "
+            "bits, and is gone (or this is a copy of the model)"
+        )
+    return split
 
 
 def adapter(model: nn.Module) -> Adapter:

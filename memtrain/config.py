@@ -12,6 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 CONFIGS = "pkg://memtrain.configs"
 KEEP = "keep"
+WEIGHTS = (KEEP, "bf16", "bf16+sr", "bf16+8", "bf16+16", "fp16", "fp16+8", "fp16+16")
+GRADIENTS = (KEEP, "release")
 
 
 @dataclass(kw_only=True)
@@ -94,6 +96,29 @@ class Optim:
 
 
 @dataclass(kw_only=True)
+class Release:
+    """How gradients are released, where `gradients=release`."""
+
+    clip: str = "none"
+    """`none`, `value`, `parameter` (each by its own norm), `previous` (by the last step's global
+    norm) or `two_pass` (exact, by `optimizer.step(closure)`)."""
+    limit: float = 1.0
+    """Of the clipping."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied with: gradients are divided by it."""
+    skip_nonfinite: bool = True
+    """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
+
+    def __post_init__(self) -> None:
+        allowed = ("none", "value", "parameter", "previous", "two_pass")
+        if self.clip not in allowed:
+            raise ValueError(f"release.clip={self.clip!r}; {nearest(self.clip, allowed)}")
+        for name in ("limit", "loss_scale"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                raise ValueError(f"release.{name}={value} is out of range; allowed: above 0")
+
+
+@dataclass(kw_only=True)
 class Config:
     """Everything `memtrain.wrap` reads.
 
@@ -111,16 +136,25 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     """Optimizer states."""
     weights: str = KEEP
-    """Weights: only `keep` so far. No preset sets it."""
+    """Weights in 2 bytes with 8 or 16 bits of correction, or stochastic rounding (`+sr`): one of
+    `WEIGHTS`. Of the presets only `all_four` sets it."""
     gradients: str = KEEP
-    """Gradients: only `keep` so far. No preset sets it."""
+    """`release`: weights are updated inside backward, and no gradient stays. Of the presets only
+    `all_four` sets it."""
+    release: Release = field(default_factory=Release)
+    """How, where gradients are released."""
     seed: int = 0
     """Feeds every random bit of every compressor."""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "gradients"):
-            if getattr(self, name) != KEEP:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; allowed: {KEEP!r}")
+        for name, allowed in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; {nearest(value, allowed)}")
+        if self.gradients != KEEP and self.activations.sensitivity == "passes":
+            raise ValueError(
+                "gradients='release' with activations.sensitivity='passes': its extra backward "
+                "passes would update the weights; allowed: sensitivity='statistics'"
+            )
 
 
 def _at_least(name: str, value: int, lowest: int) -> None:
@@ -177,6 +211,9 @@ def _fill(cfg: Config) -> Config:
             plain = type(own)()
             changed = {key: x for key, x in vars(own).items() if x != getattr(plain, key)}
             setattr(filled, part, dataclasses.replace(getattr(base, part), **changed))
+    for part in ("weights", "gradients"):
+        if getattr(cfg, part) == KEEP:
+            setattr(filled, part, getattr(base, part))
     return filled
 
 

@@ -20,10 +20,10 @@ from memtrain.compressors.auto import Auto
 from memtrain.config import ActivationRule, Config, StateRule, load, nearest
 from memtrain.entry import Entry
 from memtrain.optim.layout import is_unsigned
+from memtrain.parameters import predict_gradients, predict_weights, training_dtypes
 from memtrain.states import predict_states
 
 NO_RULE = "no rule matches"
-NOT_REQUESTED = "not requested"
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -174,7 +174,8 @@ class Plan:
         choose: Callable[[Site], Compressor | str] | None = None,
     ) -> list[Record]:
         """What a forward would save under the plan, or under `choose`; the plan is not changed."""
-        return trace(model, batch, choose or self.choose_activation, self.options)
+        chosen = choose or self.choose_activation
+        return trace(model, batch, chosen, self.options, training_dtypes(model, self.config))
 
     def unused(self) -> dict[str, list[str]]:
         """Rules that have matched nothing so far, by what they are for."""
@@ -235,12 +236,8 @@ def make_plan(
         _aliases=_aliases(parameters),
     )
     plan = replace(plan, bits=automatic_bits(plan))
-    for kind, only in (("weight", False), ("gradient", True)):
-        plan._entries[kind] = [
-            Entry(name, kind, p.nbytes, p.nbytes, reason=NOT_REQUESTED)
-            for name, p in model.named_parameters()
-            if p.requires_grad or not only
-        ]
+    plan._entries["weight"] = predict_weights(model, optimizer, config)
+    plan._entries["gradient"] = predict_gradients(model, optimizer, config)
     plan._entries["state"] = predict_states(model, optimizer, plan)
     if batch is not None:
         plan.settle(plan.trace(model, batch))

@@ -19,7 +19,8 @@ def test_every_preset_composes_and_its_compressors_build(preset):
     config = load(preset)
     for rule in (*config.activations.rules, *config.optim.rules):
         build(rule.compressor)
-    assert (config.weights, config.gradients) == ("keep", "keep")
+    touched = ("bf16+8", "release") if preset == "all_four" else ("keep", "keep")
+    assert (config.weights, config.gradients) == touched
 
 
 def test_all_forms_give_the_same_config(tmp_path):
@@ -71,7 +72,7 @@ MISTAKES = {
     "type": ({"seed": "x"}, TypeError, "seed"),
     "override_type": (["activations.min_elements=abc"], TypeError, "activations.min_elements=abc"),
     "range": (["activations.min_elements=-1"], ValueError, "min_elements=-1 is out of range"),
-    "weights": (["weights=bf16"], ValueError, "weights='bf16' is unknown; allowed: 'keep'"),
+    "weights": (["weights=bf17"], ValueError, "weights='bf17' is unknown; did you mean 'bf16'?"),
     "no_file": ("nowhere.yaml", FileNotFoundError, "nowhere.yaml"),
     "no_config": (3, TypeError, "cfg is a int; allowed: a preset's name"),
     "not_a_mapping": ({"activations": 3}, TypeError, "activations"),

@@ -24,6 +24,7 @@ def trace(
     batch: Any,
     choose: Choose,
     options: Options = Options(),  # noqa: B008 (a frozen value)
+    dtypes: Mapping[Tensor, torch.dtype] | None = None,
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
@@ -36,6 +37,8 @@ def trace(
             arguments; real or fake.
         choose: Site -> compressor, or the reason to keep the tensor.
         options: How saved tensors are handled.
+        dtypes: Parameters that are converted before training, with their dtype; float32 inputs
+            are cast with them.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -61,10 +64,12 @@ def trace(
     args, kwargs = arguments(batch)
     with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row():
         state = {
-            name: _as_fake(fake, x)
+            name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())
         }
         args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
+        low = next(iter(dtypes.values()), None) if dtypes else None
+        args, kwargs = tree_map_only(Tensor, lambda x: _converted(x, low), (args, kwargs))
         with _untouched(model), interception.alone():
             functional_call(model, state, args, kwargs, tie_weights=True)
     return records
@@ -113,6 +118,13 @@ def _fake(model: nn.Module) -> Iterator[FakeTensorMode]:
     mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         yield mode
+
+
+def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or x.dtype != torch.float32:
+        return x
+    low = x.detach().to(dtype)
+    return nn.Parameter(low, x.requires_grad) if isinstance(x, nn.Parameter) else low
 
 
 def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:

@@ -1,17 +1,33 @@
 """Optimizers around an optimizer: its groups and states, and steps of some parameters only."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim.base import CompressedStates, _refuse_step
 
+T = TypeVar("T")
 FORMAT = 1
 OWN = "memtrain"
 """Where an optimizer around another keeps what is its own in a `state_dict`."""
+
+
+class Link(Generic[T]):
+    """A weak reference that copies and pickles as an empty one."""
+
+    def __init__(self, target: T | None = None) -> None:
+        self._target = None if target is None else weakref.ref(target)
+
+    def __call__(self) -> T | None:
+        """What it refers to, if that still lives."""
+        return None if self._target is None else self._target()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_target": None}
 
 
 class Member(NamedTuple):
@@ -89,9 +105,14 @@ class Around(Optimizer):
 
     Args:
         inner: What it is around. It refuses its own `step` from then on, until `release_inner`.
+
+    Raises:
+        TypeError: If the optimizer cannot step some parameters at a time (LBFGS).
     """
 
     def __init__(self, inner: Optimizer) -> None:
+        if isinstance(inner, LBFGS):
+            raise TypeError("LBFGS is refused: it needs all parameters and gradients at once")
         self.inner = inner
         super().__init__([{"params": g["params"]} for g in inner.param_groups], {})
         self._adopt()

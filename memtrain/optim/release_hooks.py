@@ -1,10 +1,11 @@
 """The hooks of gradient release, and torch's random state between its two passes."""
 
-import weakref
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from memtrain.optim.around import Link
 
 
 class Releasing(Protocol):
@@ -21,9 +22,10 @@ class Arrived:
     """The hook on a parameter; it does not keep the optimizer alive."""
 
     def __init__(self, release: Releasing) -> None:
-        self._release = weakref.ref(release)
+        self._release = Link(release)
 
     def __call__(self, param: Tensor) -> None:
+        """Tell the optimizer, if it is there."""
         release = self._release()
         if release is not None:
             release.arrived(param)
@@ -37,7 +39,7 @@ class FollowDDP:
     """
 
     def __init__(self, release: Releasing) -> None:
-        self._release = weakref.ref(release)
+        self._release = Link(release)
         self._found = False
 
     def __call__(self, module: Any, args: Any) -> None:
@@ -49,12 +51,6 @@ class FollowDDP:
         if ddp is not None and release is not None:
             self._found = True
             release.follow(ddp)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_found": True}  # a copy belongs to no optimizer
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _release=lambda: None)
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
