@@ -102,16 +102,17 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 }  # fmt: skip
 
 
-def measure(family: str, preset: str, seed: int = 0) -> Row:
-    """One row: a family under a preset against its exact twin."""
+def measure(family: str, preset: str, cfg: Any = None, seed: int = 0) -> Row:
+    """One row: a family under a preset (or under `cfg`, named so) against its exact twin."""
+    cfg = [f"preset={preset}", "optim=none"] if cfg is None else cfg
     torch.manual_seed(seed)
     case = FAMILIES[family]()
     own = [*case.model.parameters(), *case.model.buffers(), *_tensors(case.batch)]
     plain, exact = _step(case, own, seed)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.0)
     batch = case.batch if isinstance(case.batch, dict) else case.batch[0]
-    predicted = memtrain.audit(case.model, optimizer, batch, [f"preset={preset}", "optim=none"])
-    model, optimizer = memtrain.wrap(case.model, optimizer, [f"preset={preset}", "optim=none"])
+    predicted = memtrain.audit(case.model, optimizer, batch, cfg)
+    model, optimizer = memtrain.wrap(case.model, optimizer, cfg)
     held, found = _step(case, own, seed)
     memtrain.unwrap(model, optimizer)
     total = predicted.totals()["saved activations"]
@@ -126,6 +127,7 @@ def measure(family: str, preset: str, seed: int = 0) -> Row:
         "ratio": (held - loss) / (plain - loss),
         "predicted_over_live": total.planned / (held - loss),
         "gradient_cosine": _cosine(found, exact),
+        "gradient_error": _error(found, exact),
     }
 
 
@@ -159,6 +161,14 @@ def _cosine(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     a = torch.cat([found[name].flatten() for name in exact])
     b = torch.cat([exact[name].flatten() for name in exact])
     return float(F.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+def _error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Norm of the difference over that of the exact gradient."""
+    squares = [
+        (float((found[n] - g).square().sum()), float(g.square().sum())) for n, g in exact.items()
+    ]
+    return (sum(d for d, _ in squares) / sum(g for _, g in squares)) ** 0.5
 
 
 def _jobs(options: Options) -> list[Job]:
