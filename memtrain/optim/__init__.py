@@ -7,6 +7,7 @@ from memtrain.optim.convert import compress, restore
 from memtrain.optim.fused import FusedStates
 from memtrain.optim.layout import Choice, StateRow
 from memtrain.optim.lion import Lion, Lion4bit, Lion8bit
+from memtrain.optim.portable import portable_state_dict
 from memtrain.optim.report import describe, predict, state_bytes
 from memtrain.optim.sgd import SGD4bit, SGD8bit
 
@@ -28,6 +29,7 @@ __all__ = [
     "StateRow",
     "compress",
     "describe",
+    "portable_state_dict",
     "predict",
     "restore",
     "state_bytes",

@@ -53,6 +53,7 @@ class AdamStates(FusedStates):
     """
 
     names = MOMENTS
+    counts = True
     decoupled: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913 - torch.optim.AdamW's own arguments, and three

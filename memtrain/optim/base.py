@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.optim import layout
 
+OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
+FORMAT = 1  # of compressed states; docs/optimizers.md says what it holds
+
 
 class CompressedStates(Optimizer):
     """An optimizer whose `state` holds payloads: plain tensors and dicts of them.
@@ -60,6 +63,17 @@ class CompressedStates(Optimizer):
         return {**state, "original": self.original, "choose": self.choose}
 
     @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The compressed states, bit for bit, and under `"memtrain"` their format's number.
+
+        Returns:
+            Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
+            `portable_state_dict` gives one that the plain optimizer loads.
+        """
+        saved = super().state_dict()
+        return {**saved, OWN: {**saved.get(OWN, {}), "states": FORMAT}}
+
+    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint: compressed (bit-exact) or a plain torch optimizer's (compressed now).
 
@@ -67,11 +81,14 @@ class CompressedStates(Optimizer):
             state_dict: What `state_dict()` of this class, or of the plain optimizer, returned.
 
         Raises:
-            ValueError: If groups or a payload's shape do not fit; nothing was changed then.
+            ValueError: If groups, a state's shape or the format do not fit, or states are missing;
+                nothing was changed then.
         """
         groups, seen = self.param_groups, {}
 
         def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
+            if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
+                raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
             if len(loaded["param_groups"]) == len(groups):
                 self._check_payloads(loaded)
             seen.update(loaded)
@@ -88,6 +105,9 @@ class CompressedStates(Optimizer):
             before.remove()
             after.remove()
 
+    def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
+        """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
+
     def _saved(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         pairs = []
         for saved, own in zip(loaded["param_groups"], self.param_groups, strict=True):
@@ -98,6 +118,7 @@ class CompressedStates(Optimizer):
 
     def _check_payloads(self, loaded: dict[str, Any]) -> None:
         for param, values in self._saved(loaded):
+            self.check_saved(param, values)
             for name, value in values.items():
                 if not layout.is_packed(value):
                     continue
@@ -134,6 +155,8 @@ class CompressedStates(Optimizer):
                     self.state[param][name] = fresh
                 elif isinstance(value, Tensor) and value.shape == param.shape:
                     self.state[param][name] = self._load_plain(param, name, value)
+                elif isinstance(value, Tensor):  # a counter: torch would share it with the source
+                    self.state[param][name] = self.state[param][name].clone()
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         value = value.detach().to(param.device, copy=True)

@@ -36,6 +36,7 @@ class FusedStates(CompressedStates):
     first_default: ClassVar[str] = "B128/DE"
     second_default: ClassVar[str] = "Rank-1/Linear"
     bits: ClassVar[int] = 4
+    counts: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -167,6 +168,23 @@ class FusedStates(CompressedStates):
         run([entry])  # pyright: ignore[reportArgumentType]
         for name, compressor, x in zip(names, compressors, whole, strict=True):
             state[name] = layout.pack(compressor, x)
+
+    def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
+        """Raise `ValueError` where a state is missing or has another shape."""
+        counter = ("step",) if self.counts else ()
+        missing = [name for name in (*self.names, *counter) if name not in values]
+        if values and missing:
+            raise ValueError(
+                f"the states of a parameter of shape {tuple(param.shape)} lack {missing}; "
+                f"found: {sorted(values)}"
+            )
+        for name in self.names:
+            value = values.get(name)
+            if isinstance(value, Tensor) and value.shape != param.shape:
+                raise ValueError(
+                    f"state {name!r} has shape {tuple(value.shape)}, its parameter "
+                    f"{tuple(param.shape)}"
+                )
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.

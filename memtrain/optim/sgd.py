@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim.sgd import sgd as plain_sgd
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import blockstep
@@ -112,7 +112,7 @@ class SGDStates(FusedStates):
             return
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
         options = {k: v for k, v in numbers.items() if k != "first"}
-        torch.optim.sgd.sgd([param], [gradient(param)], [None], foreach=False, **options)
+        plain_sgd([param], [gradient(param)], [None], foreach=False, **options)
 
 
 class SGD4bit(SGDStates):

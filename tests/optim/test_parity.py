@@ -28,6 +28,13 @@ CASES = {
     "asgd": lambda p: torch.optim.ASGD(p),
     "rprop": lambda p: torch.optim.Rprop(p),
     "adafactor": lambda p: torch.optim.Adafactor(p),
+    "adafactor-maximize": lambda p: torch.optim.Adafactor(p, maximize=True, weight_decay=0.1),
+    "adadelta-maximize": lambda p: torch.optim.Adadelta(p, maximize=True, weight_decay=0.1),
+    "adagrad-decay": lambda p: torch.optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1),
+    "nadam-decoupled": lambda p: torch.optim.NAdam(p, decoupled_weight_decay=True),
+    "radam-decoupled": lambda p: torch.optim.RAdam(p, decoupled_weight_decay=True),
+    "sgd-dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=0.01),
 }
 
 

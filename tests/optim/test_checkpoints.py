@@ -1,0 +1,232 @@
+"""Checkpoints: bit-exact across processes, portable both ways, refused before anything changes."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.optim import (
+    Adam4bit,
+    Adam8bit,
+    AdamW4bit,
+    AdamW4bitFactor,
+    AdamW8bit,
+    CompressedOptimizer,
+    Lion,
+    Lion4bit,
+    Lion8bit,
+    SGD4bit,
+    SGD8bit,
+    portable_state_dict,
+)
+
+PLAIN = {
+    AdamW4bit: torch.optim.AdamW,
+    AdamW4bitFactor: torch.optim.AdamW,
+    AdamW8bit: torch.optim.AdamW,
+    Adam4bit: torch.optim.Adam,
+    Adam8bit: torch.optim.Adam,
+    SGD4bit: torch.optim.SGD,
+    SGD8bit: torch.optim.SGD,
+    Lion4bit: Lion,
+    Lion8bit: Lion,
+}
+SHAPES = [(80, 64), (70, 3, 5, 5), (30,)]
+
+CHILD = """
+import sys, torch
+from memtrain import optim
+saved = torch.load(sys.argv[1], weights_only=True)
+params = [torch.nn.Parameter(p) for p in saved["params"]]
+options = {"momentum": 0.9} if "SGD" in sys.argv[2] else {}
+optimizer = getattr(optim, sys.argv[2])(params, lr=0.5, **options)
+optimizer.load_state_dict(saved["optimizer"])
+for grads in saved["grads"]:
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    optimizer.step()
+params = [p.detach() for p in params]
+torch.save({"params": params, "optimizer": optimizer.state_dict()}, sys.argv[3])
+"""
+
+
+def make(kind, params):
+    momentum = {"momentum": 0.9} if "SGD" in kind.__name__ else {}
+    return kind(params, lr=0.01, weight_decay=0.1, **momentum)
+
+
+def trained(kind, steps=3):
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = make(kind, params)
+    for _ in range(steps):
+        step(optimizer, gradients())
+    return params, optimizer
+
+
+def gradients():
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+def step(optimizer, grads):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    optimizer.step()
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("kind", [AdamW4bit, AdamW4bitFactor, AdamW8bit, SGD8bit, Lion4bit])
+def test_another_process_goes_on_bit_for_bit(kind, tmp_path):
+    params, optimizer = trained(kind)
+    grads = [gradients(), gradients()]
+    start, end = tmp_path / "start.pt", tmp_path / "end.pt"
+    whole = {"params": [p.detach() for p in params], "optimizer": optimizer.state_dict()}
+    torch.save({**whole, "grads": grads}, start)
+    command = [sys.executable, "-c", CHILD, str(start), kind.__name__, str(end)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for each in grads:
+        step(optimizer, each)
+    theirs = torch.load(end, weights_only=True)
+    assert same([p.detach() for p in params], theirs["params"])
+    assert same(optimizer.state_dict(), theirs["optimizer"])
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_the_plain_optimizer_loads_a_portable_one_and_steps_the_same(kind):
+    params, optimizer = trained(kind)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = portable_state_dict(optimizer)
+    assert same(optimizer.state_dict(), before)
+    twins = [nn.Parameter(p.detach().double()) for p in params]
+    plain = PLAIN[kind](twins)
+    plain.load_state_dict(copy.deepcopy(saved))
+    grads = gradients()
+    step(optimizer, grads)
+    step(plain, [grad.double() for grad in grads])
+    for mine, theirs in zip(params, twins, strict=True):
+        # A step's dozen float32 operations, against float64, on weights of at most 8. Factored
+        # states have a row's mean rounded once for each of up to 75 terms besides.
+        tolerance = 100 * 2.0**-24 * 8
+        if kind.__name__.startswith("Lion"):  # whose sign of nearly nothing may turn
+            assert ((mine - theirs).abs() > tolerance).sum() <= 2
+        else:
+            assert (mine - theirs).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_portable_states_are_plain_float32_and_load_back(kind):
+    params, optimizer = trained(kind)
+    saved = portable_state_dict(optimizer)
+    assert "memtrain" not in saved
+    for param, state in zip(params, saved["state"].values(), strict=True):
+        for name in optimizer.names:
+            assert state[name].dtype == torch.float32
+            assert state[name].shape == param.shape
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    other = make(kind, [nn.Parameter(p.detach().clone()) for p in params])
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    for param, twin in zip(params, other.param_groups[0]["params"], strict=True):
+        for name in optimizer.names:
+            assert type(other.state[twin][name]) is type(optimizer.state[param][name])
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_checkpoint_loads_at_any_step(kind):
+    params, plain = trained(PLAIN[kind])
+    optimizer = make(kind, [nn.Parameter(p.detach().clone()) for p in params])
+    optimizer.load_state_dict(plain.state_dict())
+    first = optimizer.param_groups[0]["params"][0]
+    assert isinstance(optimizer.state[first][optimizer.names[0]], dict)
+    # the smallest parameter keeps its states exactly, so it goes on as the plain one does
+    grads = gradients()
+    step(plain, grads)
+    step(optimizer, grads)
+    last = optimizer.param_groups[0]["params"][-1]
+    assert torch.allclose(last, params[-1], rtol=16 * 2.0**-24, atol=16 * 2.0**-24)
+
+
+def test_portable_of_a_general_wrapper():
+    params, _ = trained(AdamW4bit, steps=0)
+    optimizer = CompressedOptimizer(torch.optim.Adagrad(params, lr=0.1))
+    step(optimizer, gradients())
+    plain = torch.optim.Adagrad([nn.Parameter(p.detach().clone()) for p in params])
+    plain.load_state_dict(portable_state_dict(optimizer))
+    assert plain.state[plain.param_groups[0]["params"][0]]["sum"].shape == SHAPES[0]
+
+
+def newer(saved):
+    saved["memtrain"]["states"] = 99
+
+
+def truncated_state(saved):
+    del saved["state"][0]["exp_avg_sq"]
+
+
+def truncated_payload(saved):
+    del saved["state"][0]["exp_avg"]["scale"]
+
+
+def no_counter(saved):
+    del saved["state"][1]["step"]
+
+
+def wrong_payload(saved):
+    payload = saved["state"][1]["exp_avg"]
+    payload["codes"] = payload["codes"][:-1]
+
+
+def wrong_plain(saved):
+    saved["state"][2]["exp_avg"] = torch.zeros(31)
+
+
+def fewer_parameters(saved):
+    saved["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        newer,
+        truncated_state,
+        truncated_payload,
+        no_counter,
+        wrong_payload,
+        wrong_plain,
+        fewer_parameters,
+    ],
+)
+@pytest.mark.parametrize("kind", [AdamW4bit, AdamW8bit])
+def test_what_does_not_fit_is_refused_before_anything_changes(kind, spoil):
+    _, optimizer = trained(kind)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["lr"] = 99.0
+    spoil(saved)
+    with pytest.raises(ValueError, match=r"allowed: up to 1|lack|holds|has shape|doesn't match"):
+        optimizer.load_state_dict(saved)
+    assert same(optimizer.state_dict(), before)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    _, optimizer = trained(AdamW4bit)
+    path = tmp_path / "state.pt"
+    torch.save(optimizer.state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises((RuntimeError, OSError)):
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
