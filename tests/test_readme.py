@@ -32,5 +32,6 @@ def test_make_targets_exist():
 def test_presets_in_the_readme_exist():
     from memtrain.config import options
 
-    named = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", README, flags=re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == options("preset")
