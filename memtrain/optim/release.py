@@ -150,7 +150,10 @@ class ReleaseGradients(Around):
                     release._update(param, grad)
             return buffer
 
-        def reduce_then_update(group: Any, bucket: Any) -> Any:
+        # DDP checks these annotations.
+        def reduce_then_update(
+            group: Any, bucket: torch.distributed.GradBucket
+        ) -> torch.futures.Future[Tensor]:
             return allreduce_hook(group, bucket).then(lambda done: update(bucket, done))
 
         ddp.register_comm_hook(None, reduce_then_update)

@@ -1,0 +1,215 @@
+"""One of two processes under gloo: prints what every scenario found as JSON."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import memtrain
+from memtrain.optim.release import ReleaseGradients
+from memtrain.optim.weights import SplitWeights
+
+STEPS = 4
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def batch(step, rank, world):
+    """A rank's part of the step's batch; all of it for world 1."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 8, generator=generator).chunk(world)[rank]
+
+
+def train(model, optimizer, rank, world, dtype=torch.float32):
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(step, rank, world).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+
+
+def distance(a, b):
+    return max((x.float() - y.float()).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def agree(tensors):
+    """Whether all ranks hold the same bits."""
+    flat = torch.cat([t.detach().float().flatten() for t in tensors])
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
+    return all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def ddp_released(rank, world):
+    plain = DistributedDataParallel(make())
+    train(plain, adamw(plain.parameters()), rank, world)
+    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+    model = make()
+    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    train(ddp, optimizer, rank, world)
+    return {
+        "distance": distance(ddp.parameters(), plain.parameters()),
+        "agree": agree(ddp.parameters()),
+        "freed": all(p.grad is None for p in model.parameters()),
+    }
+
+
+def ddp_around_before_wrap(rank, world):
+    plain = make()
+    train(plain, adamw(plain.parameters()), 0, 1)
+    ddp = DistributedDataParallel(make())
+    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+    try:
+        memtrain.wrap(ddp, adamw(ddp.parameters()), {**cfg, "weights": "bf16+8"})
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    ddp, optimizer = memtrain.wrap(ddp, adamw(ddp.parameters()), cfg)
+    train(ddp, optimizer, rank, world)
+    return {
+        "distance": distance(ddp.parameters(), plain.parameters()),
+        "agree": agree(ddp.parameters()),
+        "refused": refused,
+    }
+
+
+def ddp_accumulates_in_no_sync(rank, world):
+    found = []
+    for released in (False, True):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if released:
+            cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+            model, optimizer = memtrain.wrap(model, optimizer, cfg)
+        ddp = DistributedDataParallel(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(batch(2 * step, rank, world)).square().mean().backward()
+            ddp(batch(2 * step + 1, rank, world)).square().mean().backward()
+            optimizer.step()
+        found.append(list(ddp.parameters()))
+    return {"distance": distance(*found), "agree": agree(found[1])}
+
+
+def ddp_all_but_activations(rank, world):
+    cfg = {
+        "preset": "optimizer_only", "optim": {"min_elements": 0}, "weights": "bf16+sr",
+        "gradients": "release", "release": {"clip": "previous", "limit": 0.1},
+    }  # fmt: skip
+    model = make()
+    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
+    train(DistributedDataParallel(model), optimizer, rank, world)
+    return {
+        "agree": agree(model.parameters()),
+        "norm": optimizer.norm,
+        "skipped": optimizer.skipped,
+    }
+
+
+def ddp_skips_inf_on_all_ranks(rank, world):
+    weight = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(weight.weight)
+    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+    model, optimizer = memtrain.wrap(weight, torch.optim.SGD(weight.parameters(), lr=0.1), cfg)
+    ddp = DistributedDataParallel(model)
+    x = torch.ones(1, 4) * (float("inf") if rank == 1 else 1.0)
+    ddp(x).sum().backward()
+    optimizer.step()
+    return {"skipped": optimizer.skipped, "kept": weight.weight.tolist() == [[1.0] * 4]}
+
+
+def sharded(dtype):
+    model = make().to(dtype)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def fsdp_released(rank, world):
+    plain = sharded(torch.float32)
+    train(plain, adamw(plain.parameters()), rank, world)
+    model = sharded(torch.float32)
+    optimizer = ReleaseGradients(adamw(model.parameters()))
+    train(model, optimizer, rank, world)
+    whole = [[p.full_tensor() for p in m.parameters()] for m in (model, plain)]
+    return {
+        "distance": distance(*whole),
+        "freed": all(p.grad is None for p in model.parameters()),
+        "norm": optimizer.norm,
+        "expected": sum(p.grad.full_tensor().norm().item() ** 2 for p in plain.parameters()) ** 0.5,
+        "sharded": type(optimizer.state[next(model.parameters())]["exp_avg"]).__name__,
+    }
+
+
+def fsdp_split(rank, world):
+    """bf16+16 over shards: as float32 parameters stepped with the same bfloat16 gradients."""
+    model = sharded(torch.bfloat16)
+    twin = [nn.Parameter(p.full_tensor().detach().float()) for p in model.parameters()]
+    whole = adamw(twin)
+    optimizer = SplitWeights(adamw(model.parameters()), "bf16+16")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(step, rank, world).bfloat16()).float().square().mean().backward()
+        for param, own in zip(model.parameters(), twin, strict=True):
+            own.grad = param.grad.full_tensor().float()
+        optimizer.step()
+        whole.step()
+    masters = [optimizer.master(p).full_tensor() for p in model.parameters()]
+    both = sharded(torch.bfloat16)
+    released = ReleaseGradients(SplitWeights(adamw(both.parameters()), "bf16+16"))
+    train(both, released, rank, world, torch.bfloat16)
+    refused = ""
+    try:
+        SplitWeights(adamw(sharded(torch.float32).parameters()))
+    except ValueError as error:
+        refused = str(error)
+    inner = released.inner
+    return {
+        "distance": distance(masters, twin),
+        "released": distance([inner.master(p).full_tensor() for p in both.parameters()], masters),
+        "refused": refused,
+        "local": optimizer.corrections[next(model.parameters())].numel(),
+    }
+
+
+SCENARIOS = [
+    ddp_released,
+    ddp_around_before_wrap,
+    ddp_accumulates_in_no_sync,
+    ddp_all_but_activations,
+    ddp_skips_inf_on_all_ranks,
+    fsdp_released,
+    fsdp_split,
+]
+
+
+def main(rank, world, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    found = {}
+    for scenario in SCENARIOS:
+        torch.manual_seed(0)
+        found[scenario.__name__] = scenario(rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
