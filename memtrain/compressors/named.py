@@ -29,9 +29,10 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
 
     Args:
         name: `"identity"`, `"factored"`, or `"<normalisation>/<map>"`: `B<block size>`, `Rank-1`,
-            `tensor`, `dim0`, `dim1`, `dim01`, `dim10` or `rank1-group`; and `DE`, `DE-0` (unsigned
-            only), `Linear`, `Power-2`, `Power-3` or a small float such as `E2M1`. The number of
-            bits may follow (`B256/DE8`), and `+SR` for stochastic rounding (`B128/DE+SR`).
+            `tensor`, `dim0`, `dim1`, `dim01`, `dim10` or `rank1-group`; and `DE`, `DE-0` (with a
+            sign: `DE`, as in the paper's code), `Linear`, `Power-2`, `Power-3` or a small float
+            such as `E2M1`. The number of bits may follow (`B256/DE8`), and `+SR` for stochastic
+            rounding (`B128/DE+SR`).
         signed: Whether the state has negative values: first moments do, second moments do not.
         bits: Bits per code, 2 to 8, where the name does not say them; a small float says its own
             (one less where there is no sign).
@@ -57,7 +58,8 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
             f"identity, factored and <scale>/<map>[bits][+SR] with scale B<block size>, Rank-1, "
             f"{', '.join(NORMALISATIONS)} and map {', '.join(MAPS)}, E<1-5>M<0-6>"
         )
-    scale, map = match["scale"], match["map"]
+    scale = match["scale"]
+    map = "DE" if match["map"] == "DE-0" and signed else match["map"]
     bits = int(match["bits"] or float_bits(map, signed=signed) or bits)
     rounding = "stochastic" if match["sr"] else "nearest"
     if match["size"]:
