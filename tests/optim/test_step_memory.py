@@ -1,0 +1,70 @@
+"""What a step allocates besides the states: at most 64 MiB on GPT-2-small's shapes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain import optim
+from memtrain.meter import LiveStorages
+
+MOST = 64 * 2**20
+LAYER = [(768,)] * 4 + [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,)]
+LAYER += [(3072, 768), (768,)]
+SHAPES = [(50257, 768), (1024, 768), *LAYER * 12, (768,), (768,)]
+FUSED = {
+    "AdamW4bit": optim.AdamW4bit,
+    "AdamW4bit-block": lambda p: optim.AdamW4bit(p, second="B128/Linear"),
+    "AdamW4bitFactor": optim.AdamW4bitFactor,
+    "AdamW8bit": optim.AdamW8bit,
+    "SGD4bit": lambda p: optim.SGD4bit(p, momentum=0.9),
+    "SGD8bit": lambda p: optim.SGD8bit(p, momentum=0.9),
+    "Lion4bit": optim.Lion4bit,
+    "Lion8bit": optim.Lion8bit,
+}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+    return params
+
+
+def resident(field):
+    """VmRSS or its high-water mark VmHWM, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
+    optimizer = FUSED[name](weights)
+    for turn in ("first", "second"):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before, held = resident("VmRSS"), optim.state_bytes(optimizer)
+        optimizer.step()
+        made = optim.state_bytes(optimizer) - held
+        # of the whole process: the C++ kernels' scratch too
+        assert resident("VmHWM") - before - made <= MOST, turn
+    # the first step plans the states on the meta device, whose tensors the meter counts as well
+    with LiveStorages(peak=True) as meter:
+        optimizer.step()
+    assert meter.peak_nbytes <= MOST
+
+
+def test_the_general_wrapper_holds_one_parameters_states():
+    params = [nn.Parameter(torch.zeros(512, 512)) for _ in range(6)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = optim.CompressedOptimizer(torch.optim.RMSprop(params, centered=True, momentum=0.9))
+    optimizer.step()
+    with LiveStorages(peak=True) as meter:
+        optimizer.step()
+    # three states of one parameter, whole; torch's and the compressors' few temporaries of it
+    one = 512 * 512 * 4
+    assert 3 * one <= meter.peak_nbytes <= 9 * one
