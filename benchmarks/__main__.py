@@ -16,6 +16,7 @@ from benchmarks import (
     families,
     gates,
     gpt2_activations,
+    optimizer,
     presets,
     seeds,
 )
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         families,
         gates,
         gpt2_activations,
+        optimizer,
         presets,
         seeds,
     )

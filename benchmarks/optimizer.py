@@ -1,0 +1,111 @@
+"""Every fused optimizer's step over GPT-2-small's shapes against torch's fused float32 AdamW."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from benchmarks.adamw_step import gpt2_small, make_params
+from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
+from memtrain import optim
+from memtrain.kernels.dispatch import backend
+
+# What makes each, and the bytes that its step must read and write per parameter: parameter 8,
+# gradient 4, each state twice; two passes read the gradient and the second moment's codes again.
+OURS = {
+    "AdamW4bit, B128 both": (lambda p: optim.AdamW4bit(p, second="B128/Linear"), 14.1),
+    "AdamW4bit, rank-1": (optim.AdamW4bit, 18.6),
+    "AdamW4bitFactor": (optim.AdamW4bitFactor, 17.1),
+    "Adam4bit": (optim.Adam4bit, 18.6),
+    "AdamW8bit": (optim.AdamW8bit, 16.1),
+    "Adam8bit": (optim.Adam8bit, 16.1),
+    "SGD4bit": (lambda p: optim.SGD4bit(p, momentum=0.9), 13.1),
+    "SGD8bit": (lambda p: optim.SGD8bit(p, momentum=0.9), 14.0),
+    "Lion4bit": (optim.Lion4bit, 13.1),
+    "Lion8bit": (optim.Lion8bit, 14.0),
+}
+# Peers: package, module, class.
+PEERS = {
+    "torchao AdamW4bit": ("torchao", "torchao.optim", "AdamW4bit"),
+    "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
+    "FlashOptim FlashAdamW": ("flashoptim", "flashoptim", "FlashAdamW"),
+}
+
+
+def check(name, device):
+    """Two steps by the fast kernel and by the reference: the same to 1e-5 of the weights."""
+    shapes = [(300, 128), (200, 77), (5000,)]
+    ours, expected = make_params(shapes, device), make_params(shapes, device)
+    OURS[name][0](ours).step()
+    with backend("reference"):
+        OURS[name][0](expected).step()
+    for a, b in zip(ours, expected, strict=True):
+        require(torch.allclose(a, b, rtol=1e-5, atol=1e-8), f"{name} is not the reference")
+
+
+def peer(name, params):
+    """A peer's optimizer, or why there is none."""
+    package, module, kind = PEERS[name]
+    if find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        optimizer = getattr(import_module(module), kind)(params)
+        optimizer.step()
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its row
+        return f"{type(error).__name__}: {str(error)[:80]}"
+    return optimizer
+
+
+def jobs(options: Options) -> list[Job]:
+    shapes = [(256, 128), (500,)] if options.quick else gpt2_small()
+    labels = {"baseline": "torch fused AdamW", "shapes": "tiny" if options.quick else "gpt2-small"}
+    made = []  # made with the first job, shared by all: only one set of weights is held
+
+    def params():
+        made[:] = made or make_params(shapes, options.device)
+        return made
+
+    def trial(name, optimizer, floor, gate):
+        fused = torch.optim.AdamW(params(), fused=True)
+        for each in (fused, optimizer):
+            each.step()  # states are made in the first step
+        numel = sum(p.numel() for p in made)
+        return Trial(
+            ours=optimizer.step,
+            theirs=fused.step,
+            gate=gate,
+            elements=numel,
+            nbytes=round(floor * numel),
+            copied=4 * numel,
+            labels={"state_bytes_per_parameter": optim.state_bytes(optimizer) / numel},
+        )
+
+    def ours(name):
+        make, floor = OURS[name]
+
+        def build():
+            return trial(name, make(params()), floor, lambda: check(name, options.device))
+
+        return timed(name, {"optimizer": name, **labels}, build, options)
+
+    def theirs(name):
+        row = {"optimizer": name, **labels}
+
+        def run():
+            optimizer = peer(name, params())
+            if isinstance(optimizer, str):
+                return [{**row, "skipped": optimizer}]
+            return timed(name, row, lambda: trial(name, optimizer, 0, lambda: None), options).run()
+
+        return Job(name, run)
+
+    return [ours(name) for name in OURS] + [theirs(name) for name in PEERS]
+
+
+BENCHMARK = Benchmark(
+    "optimizer",
+    "every fused optimizer's step against torch's fused float32 AdamW",
+    jobs,
+    ("optimizer", "state_bytes_per_parameter", "ours_ms_p50", "theirs_ms_p50", "ratio_p50",
+     "percent_of_copy", "ours_peak_bytes", "skipped"),
+)  # fmt: skip
