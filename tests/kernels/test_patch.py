@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.kernels import patch
+from memtrain.kernels import cpu, patch
 from memtrain.kernels.dispatch import backend
 
 BACKENDS = ["reference", "cpu", "triton"]
@@ -110,6 +110,39 @@ def test_twin_equals_reference(name, dtype):
             with backend(name):
                 assert torch.equal(patch.patch_quantize(x, SEED, stochastic), words)
                 assert same(patch.patch_dequantize(words, *shape[1:3], dtype), values)
+
+
+@pytest.mark.parametrize("level", [0, 2], ids=["portable", "avx512"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (37, 7, 7, 1),
+        (5, 14, 14, 1),
+        (3, 9, 30, 1),
+        (41, 3, 2, 1),
+        (2, 13, 33, 1),
+        (1, 9, 7, 20),
+        (19, 1, 5, 1),
+        (17, 4, 4, 1),
+    ],
+)
+def test_every_instruction_set_and_shape_equals_the_reference(level, dtype, shape):
+    x = torch.randn(shape).to(dtype)
+    x[0, 0, 0, 0], x[-1, -1, -1, -1] = NAN, INF
+    for stochastic in (False, True):
+        results = []
+        for choice in ("reference", "cpu"):
+            try:
+                cpu.call("mt_limit_isa", level)
+                with backend(choice):
+                    words = patch.patch_quantize(x, SEED, stochastic)
+                    y = patch.patch_dequantize(words, shape[1], shape[2], dtype)
+                    results.append((words, y))
+            finally:
+                cpu.call("mt_limit_isa", 2)
+        for reference, kernel in zip(*results, strict=True):
+            assert same(reference, kernel)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,9 @@
 // 4x4 patches at 2 bits a value (definition: kernels/patch.py). Sixteen patches at a time, one a
 // lane: cells[k] holds value k (row by row) of each.
 #include <cstring>
+#include <type_traits>
 
+#include "patch_avx512.h"
 #include "philox.h"
 
 namespace memtrain {
@@ -109,7 +111,37 @@ struct Cursor {
     column = 0;
     if (++row == job.down()) row = 0, ++plane;
   }
+  void next(const Job& job) {  // with one channel, and without its division
+    if (++column < job.across()) return;
+    column = 0;
+    if (++row == job.down()) row = 0, ++plane;
+  }
 };
+
+#ifdef MT_PATCH_AVX512
+// Maps so narrow that runs of patches are short: a row of each patch is read by itself.
+static bool by_rows(const Job& job) {
+  return job.inner == 1 && job.across() < 8 && mt_isa() >= 2;
+}
+
+// Of lanes without a patch nothing is stored; they load the first one's.
+static Cursor find_places(const Job& job, Cursor cursor, int64_t count, avx512::Places& p,
+                          bool storing) {
+  p.step = job.columns;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = cursor.row * kSide, column = cursor.column * kSide;
+    p.at[i] = (cursor.plane * job.rows + row) * job.columns + column;
+    p.mask[i] = (1 << std::min<int64_t>(job.columns - column, kSide)) - 1;
+    p.height[i] = std::min<int64_t>(job.rows - row, kSide);
+    cursor.next(job);
+  }
+  for (int64_t i = count; i < kLanes; ++i) {
+    p.at[i] = p.at[0], p.mask[i] = p.mask[0];
+    p.height[i] = storing ? 0 : p.height[0];
+  }
+  return cursor;
+}
+#endif
 
 // Calls line(lane, run, width, height, at) for the runs of up to kLanes patches that lie side by
 // side, of `width` columns and `height` rows each; at[r] is where row r of the first one starts.
@@ -152,10 +184,17 @@ MT_INLINE void load_row(const uint16_t* __restrict from, float (*__restrict to)[
   }
 }
 
-template <typename F>
+template <typename F, bool kByRows>
 MT_INLINE void load(const Job& job, Cursor& cursor, int64_t count,
                     float (*__restrict cells)[kLanes]) {
   const auto* from = static_cast<const typename F::Raw*>(job.from);
+#ifdef MT_PATCH_AVX512
+  if constexpr (kByRows) {
+    avx512::Places places;
+    cursor = find_places(job, cursor, count, places, false);
+    return avx512::load(from, places, cells, std::is_same_v<F, Float16>);
+  }
+#endif
   over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t,
                                      const int64_t* at) __attribute__((always_inline)) {
     for (int r = 0; r < kSide; ++r) {
@@ -254,7 +293,7 @@ MT_INLINE void encode(const float (*__restrict cells)[kLanes], const Levels& l, 
   }
 }
 
-template <typename F>
+template <typename F, bool kByRows = false>
 MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
   const uint32_t patches = static_cast<uint32_t>(job.patches());
   float cells[kCells][kLanes] = {};
@@ -264,7 +303,7 @@ MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
   Cursor cursor(job, begin);
   for (int64_t at = begin; at < end; at += kLanes) {
     const int64_t count = std::min<int64_t>(end - at, kLanes);
-    load<F>(job, cursor, count, cells);
+    load<F, kByRows>(job, cursor, count, cells);
     find_ends<F>(cells, levels, words);
     inner_levels<F>(levels);
     const uint32_t counter = static_cast<uint32_t>(at);
@@ -290,11 +329,18 @@ MT_INLINE void store_row(const uint32_t (*__restrict from)[kLanes], Raw* __restr
   }
 }
 
-template <typename F>
+template <typename F, bool kByRows>
 MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count,
                      const uint32_t (*__restrict cells)[kLanes]) {
   using Raw = typename F::Raw;
   auto* to = static_cast<Raw*>(job.to);
+#ifdef MT_PATCH_AVX512
+  if constexpr (kByRows) {
+    avx512::Places places;
+    cursor = find_places(job, cursor, count, places, true);
+    return avx512::store(to, places, cells);
+  }
+#endif
   over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t height,
                                      const int64_t* at) __attribute__((always_inline)) {
     for (int r = 0; r < height; ++r) {
@@ -318,7 +364,7 @@ MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count,
   });
 }
 
-template <typename F>
+template <typename F, bool kByRows = false>
 MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
   uint64_t words[kLanes] = {};
   uint32_t codes[kLanes], raw[4][kLanes], cells[kCells][kLanes];
@@ -343,7 +389,7 @@ MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
         const uint32_t high = code & 1 ? raw[3][i] : raw[2][i];
         cells[k][i] = code & 2 ? high : low;
       }
-    store<F>(job, cursor, count, cells);
+    store<F, kByRows>(job, cursor, count, cells);
   }
 }
 
@@ -360,6 +406,38 @@ MT_PATCH_RANGES(BFloat16)
 MT_PATCH_RANGES(Float16)
 
 using Range = void (*)(const Job&, int64_t, int64_t);
+constexpr Range kQuantize[] = {quantize_Float32, quantize_BFloat16, quantize_Float16};
+constexpr Range kDequantize[] = {dequantize_Float32, dequantize_BFloat16, dequantize_Float16};
+
+#ifdef MT_PATCH_AVX512
+#define MT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")))
+template <typename F>
+MT_AVX512 void quantize_rows(const Job& job, int64_t begin, int64_t end) {
+  quantize<F, true>(job, begin, end);
+}
+template <typename F>
+MT_AVX512 void dequantize_rows(const Job& job, int64_t begin, int64_t end) {
+  dequantize<F, true>(job, begin, end);
+}
+constexpr Range kQuantizeRows[] = {quantize_rows<Float32>, quantize_rows<BFloat16>,
+                                   quantize_rows<Float16>};
+constexpr Range kDequantizeRows[] = {dequantize_rows<Float32>, dequantize_rows<BFloat16>,
+                                     dequantize_rows<Float16>};
+#endif
+
+static Range quantize_range(const Job& job, int64_t kind) {
+#ifdef MT_PATCH_AVX512
+  if (by_rows(job)) return kQuantizeRows[kind];
+#endif
+  return kQuantize[kind];
+}
+
+static Range dequantize_range(const Job& job, int64_t kind) {
+#ifdef MT_PATCH_AVX512
+  if (by_rows(job)) return kDequantizeRows[kind];
+#endif
+  return kDequantize[kind];
+}
 
 static void over_patches(const Job& job, Range range, int64_t threads) {
   const int64_t groups = (job.patches() + kLanes - 1) / kLanes;
@@ -374,16 +452,14 @@ MT_EXPORT void mt_patch_quantize(const void* x, int64_t kind, uint64_t* words, i
                                  int64_t rows, int64_t columns, int64_t inner, int64_t seed,
                                  int64_t stochastic, int64_t threads) {
   using namespace memtrain;
-  const Range ranges[] = {quantize_Float32, quantize_BFloat16, quantize_Float16};
   const Job job{x, words, outer, rows, columns, inner, static_cast<uint64_t>(seed),
                 stochastic != 0};
-  over_patches(job, ranges[kind], threads);
+  over_patches(job, quantize_range(job, kind), threads);
 }
 
 MT_EXPORT void mt_patch_dequantize(const uint64_t* words, void* out, int64_t kind, int64_t outer,
                                    int64_t rows, int64_t columns, int64_t inner, int64_t threads) {
   using namespace memtrain;
-  const Range ranges[] = {dequantize_Float32, dequantize_BFloat16, dequantize_Float16};
   const Job job{words, out, outer, rows, columns, inner, 0, false};
-  over_patches(job, ranges[kind], threads);
+  over_patches(job, dequantize_range(job, kind), threads);
 }
