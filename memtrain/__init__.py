@@ -1,17 +1,9 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
-from memtrain.api import (
-    adapter,
-    fp32_state_dict,
-    load_fp32_state_dict,
-    load_state_dict,
-    plan_of,
-    state_dict,
-    unwrap,
-    wrap,
-)
+from memtrain.api import adapter, load_state_dict, plan_of, state_dict, unwrap, wrap
 from memtrain.audit import audit
 from memtrain.config import Config
+from memtrain.parameters import fp32_state_dict, load_fp32_state_dict
 from memtrain.plan import Plan, make_plan
 from memtrain.quality import gradient_quality
 

@@ -1,22 +1,19 @@
 """`wrap` and `unwrap`: a plan, applied to a model and its optimizer, and taken back."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain import optim, parameters
+from memtrain import optim
 from memtrain.activations.adapt import Adapter
 from memtrain.activations.intercept import Interception
 from memtrain.activations.statistics import Statistics
 from memtrain.compressors import Compressor
-from memtrain.config import KEEP
+from memtrain.parameters import ATTRIBUTE as _ATTRIBUTE
 from memtrain.parameters import apply, check, check_removable, remove
 from memtrain.plan import Plan, make_plan
-
-_ATTRIBUTE = "_memtrain"
 
 
 @dataclass
@@ -41,6 +38,11 @@ class _ChooseState:
     def __call__(self, param: Tensor, state: str) -> Compressor | str:
         name = self.names.get(cast(nn.Parameter, param), "(added later)")
         return self.plan.choose_state(name, state)
+
+    @property
+    def seed(self) -> int:
+        """What feeds the stochastic rounding of states."""
+        return self.plan.config.seed
 
 
 def wrap(
@@ -203,55 +205,6 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     watch = _statistics(interception)
     if watch is not None:
         watch.load(state_dict["samples"])
-
-
-def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's `state_dict` in float32: of split weights the masters, to export or evaluate.
-
-    Args:
-        model: A model that `wrap` returned, with its optimizer alive.
-
-    Returns:
-        The keys of `model.state_dict()`; parameters float32, buffers as they are.
-
-    Raises:
-        ValueError: If the model is not wrapped, or its optimizer is gone.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> torch.nn.init.constant_(model.weight, 0.1)
-        Parameter containing: tensor([[0.1000]], requires_grad=True)
-        >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> model, optimizer = wrap(model, optimizer, {"weights": "bf16+16"})
-        >>> model.weight.item(), fp32_state_dict(model)["weight"].item()
-        (0.10009765625, 0.10000000149011612)
-    """
-    return parameters.fp32_state_dict(model, _split(model))
-
-
-def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load a float32 `state_dict` into a model whose weights may be split.
-
-    Args:
-        model: A model that `wrap` returned, with its optimizer alive.
-        state_dict: What `fp32_state_dict`, or the plain model's `state_dict`, returned.
-
-    Raises:
-        ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
-    """
-    parameters.load_fp32_state_dict(model, _split(model), state_dict)
-
-
-def _split(model: nn.Module) -> Any:
-    wrapped = _wrapped(model)
-    split = wrapped.weights()
-    if split is None and wrapped.plan.config.weights != KEEP:
-        raise ValueError(
-            "the optimizer that memtrain.wrap returned with this model holds its weights' lower "
-            "bits, and is gone (or this is a copy of the model)"
-        )
-    return split
 
 
 def adapter(model: nn.Module) -> Adapter:

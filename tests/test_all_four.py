@@ -13,7 +13,8 @@ from memtrain.experiments.data import build_source
 from memtrain.experiments.loop import Run
 from memtrain.meter import LiveStorages, storage_nbytes
 from memtrain.optim.formats import FORMATS
-from memtrain.optim.release import CLIPS, ReleaseGradients
+from memtrain.optim.release import ReleaseGradients
+from memtrain.optim.release_hooks import CLIPS
 from memtrain.parameters import WORKSPACE
 
 
@@ -45,6 +46,14 @@ def test_all_four_trains_a_tiny_gpt_to_plains_loss():
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     wrapped.model, wrapped.optimizer = model, optimizer
     assert wrapped.validate().loss == pytest.approx(reached[1], rel=1e-2)
+
+
+def test_memtrain_train_clips_released_gradients_too():
+    overrides = ["experiment=smoke", "preset=all_four", "training.clip=0.5"]
+    config = from_mapping(compose(overrides))
+    optimizer = Run("wrapped", config, build_source(config.data, config.seed)).optimizer
+    assert isinstance(optimizer, ReleaseGradients)
+    assert (optimizer.clip, optimizer.limit) == ("previous", 0.5)
 
 
 def make():

@@ -65,6 +65,9 @@ class Run:
         optimizer = build_optimizer(config.optimizer, model)
         if name == "wrapped":
             own = base.from_mapping(OmegaConf.create(asdict(config)))
+            if own.gradients == "release" and own.release.clip == "none" and config.training.clip:
+                # no gradient is left to clip after backward
+                own.release = base.Release(clip="previous", limit=config.training.clip)
             model, optimizer = api.wrap(model, optimizer, own)
             bits = api.plan_of(model).bits
             if bits is not None and own.activations.sensitivity == "passes":

@@ -8,8 +8,10 @@ from memtrain.optim.fused import FusedStates
 from memtrain.optim.layout import Choice, StateRow
 from memtrain.optim.lion import Lion, Lion4bit, Lion8bit
 from memtrain.optim.portable import portable_state_dict
+from memtrain.optim.release import ReleaseGradients
 from memtrain.optim.report import describe, predict, state_bytes
 from memtrain.optim.sgd import SGD4bit, SGD8bit
+from memtrain.optim.weights import SplitWeights
 
 __all__ = [
     "Adam4bit",
@@ -24,8 +26,10 @@ __all__ = [
     "Lion",
     "Lion4bit",
     "Lion8bit",
+    "ReleaseGradients",
     "SGD4bit",
     "SGD8bit",
+    "SplitWeights",
     "StateRow",
     "compress",
     "describe",

@@ -11,10 +11,7 @@ from torch.optim import Optimizer
 
 from memtrain.optim.around import Around, Member
 from memtrain.optim.base import closure_loss, refuse_sparse
-from memtrain.optim.release_hooks import Arrived, random_state, set_random_state
-
-CLIPS = ("none", "value", "parameter", "previous", "two_pass")
-"""How gradients may be clipped; `ReleaseGradients` says what each does."""
+from memtrain.optim.release_hooks import Arrived, check_options, random_state, set_random_state
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -47,7 +44,7 @@ class ReleaseGradients(Around):
 
     Args:
         inner: A torch optimizer, one with compressed states, or `SplitWeights`.
-        clip: One of `CLIPS`.
+        clip: One of `release_hooks.CLIPS`.
         limit: Of the clipping; above 0.
         loss_scale: Gradients are divided by it: what the loss was multiplied with.
         skip_nonfinite: Whether to look for NaN and Inf (on CUDA this waits for each gradient).
@@ -295,15 +292,6 @@ class ReleaseGradients(Around):
                 "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
                 "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
             )
-
-
-def check_options(clip: str, limit: float, loss_scale: float) -> None:
-    """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
-    if clip not in CLIPS:
-        raise ValueError(f"clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
-    for name, value in (("limit", limit), ("loss_scale", loss_scale)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
 
 
 def _accumulated(x: Tensor) -> torch.dtype:

@@ -1,11 +1,15 @@
-"""The hooks of gradient release, and torch's random state between its two passes."""
+"""The options and hooks of gradient release, and torch's random state between its two passes."""
 
+import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from memtrain.optim.around import Link
+
+CLIPS = ("none", "value", "parameter", "previous", "two_pass")
+"""How gradients may be clipped; `ReleaseGradients` says what each does."""
 
 
 class Releasing(Protocol):
@@ -51,6 +55,15 @@ class FollowDDP:
         if ddp is not None and release is not None:
             self._found = True
             release.follow(ddp)
+
+
+def check_options(clip: str, limit: float, loss_scale: float) -> None:
+    """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
+    if clip not in CLIPS:
+        raise ValueError(f"clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
+    for name, value in (("limit", limit), ("loss_scale", loss_scale)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
