@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from memtrain.activations.layout import Layout, flatten, restore
 from memtrain.compressors import Compressor, Packed
@@ -50,19 +49,17 @@ class Compressed(NamedTuple):
 
     shared: Shared
     layout: Layout | None  # None: the compressor kept the tensor's own shape and order
-    origin: TensorWeakRef
+    witness: Tensor  # of changes in place
     version: int
 
     def unpack(self) -> Tensor:
         """The tensor for the backward, decompressed.
 
         Raises:
-            RuntimeError: If the tensor still lives and has since been changed in place. The
-                payload would give the old values, but plain PyTorch refuses, and so do we.
+            RuntimeError: If the tensor has since been changed in place. The payload would give the
+                old values, but plain PyTorch refuses, and so do we.
         """
-        origin = self.origin()
-        if origin is not None:
-            check_version(origin, self.version)
+        check_version(self.witness, self.version)
         with torch.no_grad():
             x = self.shared.content()
         return x if self.layout is None else restore(x, self.layout)
@@ -73,9 +70,16 @@ class Derived(NamedTuple):
 
     source: Callable[[], Tensor]  # gives the output in the memory order that it had
     layout: Layout  # of the save, which may be a view of the output
+    witness: Tensor  # of changes in place
+    version: int
 
     def unpack(self) -> Tensor:
-        """The tensor for the backward, computed again."""
+        """The tensor for the backward, computed again.
+
+        Raises:
+            RuntimeError: If the tensor has since been changed in place, as plain PyTorch does.
+        """
+        check_version(self.witness, self.version)
         with torch.no_grad():
             flat, _ = flatten(self.source())
         return restore(flat, self.layout)
@@ -89,11 +93,24 @@ def unpack(saved: Saved) -> Tensor:
     return saved.unpack()
 
 
+def witness_of(x: Tensor) -> Tensor:
+    """A tensor that has no elements and no memory of `x`, but its version counter.
+
+    Example:
+        >>> x = torch.ones(3)
+        >>> witness = witness_of(x)
+        >>> witness.numel(), witness._version, x.mul_(2)._version, witness._version
+        (0, 0, 1, 1)
+    """
+    witness = x.detach()  # shares the counter; what `data` is set to does not change that
+    witness.data = x.new_empty(0)
+    return witness
+
+
 def check_version(x: Tensor, version: int) -> None:
     """Raise as autograd does if `x` has been changed in place since it was at `version`."""
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: a tensor of shape {list(x.shape)} is at version "
-            f"{x._version}; expected version {version}"
+            f"inplace operation: it is at version {x._version}; expected version {version}"
         )

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
 from memtrain.activations.layout import flatten, layout_of, memory_key, overlaps
 from memtrain.activations.origin import foreign, is_parameter, storage_id
-from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared
+from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared, witness_of
 from memtrain.activations.sites import Op, Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
 
@@ -124,9 +123,7 @@ class SavedTensors:
         storage = storage_id(x)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return Kept(x.detach(), x._version)
-        # What a linear layer saves is a view that dies; the op's argument is what lives.
-        origin = next((given for given in op.inputs if storage_id(given) == storage), x)
-        x = x.detach().resolve_neg()
+        given, x = x, x.detach().resolve_neg()
         site = Site(op.module, op.name, op.replaced or op.role(x))
         if op.replaced:
             self._record(site, x, x.nbytes, "payload", "")
@@ -134,7 +131,8 @@ class SavedTensors:
         chosen = self._why_keep(x, op, site) or self._fit(self.choose(site), x, op)
         if isinstance(chosen, str | Identity):
             return self._keep(x, site, chosen)
-        return self._derived(x, site) or self._compress(x, site, chosen, origin)
+        witness = witness_of(given)
+        return self._derived(x, site, witness) or self._compress(x, site, chosen, witness)
 
     def _why_keep(self, x: Tensor, op: Op, site: Site) -> str:
         """Why `x` is kept whatever the rules say, or an empty string."""
@@ -179,7 +177,7 @@ class SavedTensors:
         self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
         return Kept(x, x._version)
 
-    def _compress(self, x: Tensor, site: Site, compressor: Compressor, origin: Tensor) -> Saved:
+    def _compress(self, x: Tensor, site: Site, compressor: Compressor, witness: Tensor) -> Saved:
         shaped = getattr(compressor, "shaped", False)
         flat, layout = (x, None) if shaped else flatten(x)
         form = (x.shape, x.stride()) if shaped else memory_key(x)
@@ -201,7 +199,7 @@ class SavedTensors:
             self._record(site, x, 0, repr(compressor), SHARED)
         if self.watch is not None:
             self.watch.saved(site, x, shared)
-        return Compressed(shared, layout, TensorWeakRef(origin), origin._version)
+        return Compressed(shared, layout, witness, witness._version)
 
     def source_of(self, x: Tensor) -> Callable[[], Tensor] | None:
         """What gives the elements of `x` as they are now from a payload, if there is one."""
@@ -224,12 +222,12 @@ class SavedTensors:
         weak = StorageWeakRef(y.untyped_storage())
         self._outputs[_memory(y)] = _Output(weak, source, y._version, op)
 
-    def _derived(self, x: Tensor, site: Site) -> Derived | None:
+    def _derived(self, x: Tensor, site: Site, witness: Tensor) -> Derived | None:
         output = self._outputs.get(_memory(x))
         if output is None or output.version != x._version:
             return None
         self._record(site, x, 0, "derived", f"computed again from what {output.op} keeps")
-        return Derived(output.source, layout_of(x))
+        return Derived(output.source, layout_of(x), witness, witness._version)
 
     def _note(self, site: Site, x: Tensor, reason: str) -> None:
         if self.records is not None:

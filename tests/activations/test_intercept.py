@@ -176,15 +176,14 @@ class Inplace(nn.Module):
         return y + self.b(x.detach())
 
 
-def test_an_inplace_write_between_two_saves_makes_two_payloads():
-    model, x = Inplace(), torch.randn(64, 64)
-    intercept(model, lambda site: Group(bits=8))
-    model(x).sum().backward()
-    # d(sum)/dW has the column sums of the input in each row: 2x for a, 2x + 1 for b
-    for layer, expected in ((model.a, 2 * x), (model.b, 2 * x + 1)):
-        error = (layer.weight.grad[0] - expected.sum(0)).abs().max()
-        step = (expected.max() - expected.min()) / 255
-        assert error < 64 * step
+def test_an_inplace_write_between_two_saves_makes_two_payloads_and_is_plains_error():
+    x, records, ours = torch.randn(64, 64), [], Inplace()
+    intercept(ours, lambda site: Group(bits=8), records)
+    for model in (Inplace(), ours):
+        loss = model(x).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert [record.reason for record in records] == ["", ""]  # the second shares nothing
 
 
 def test_a_new_storage_at_an_old_address_is_not_taken_for_the_old_one():
