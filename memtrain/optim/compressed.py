@@ -123,11 +123,16 @@ class CompressedOptimizer(CompressedStates):
         return f"kept: {value.numel()} elements <= min_elements {self.min_elements}"
 
     def _packed(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        packed = {}
-        for name, value in state.items():
-            if not self.reason(param, value):
-                value = layout.pack(self.compressor(param, name)[0], value)
-            packed[name] = value
+        chosen = {
+            name: self.compressor(param, name)[0]
+            for name, value in state.items()
+            if not self.reason(param, value)
+        }
+        layout.count_rounding(state, chosen.values())
+        packed = dict(state)
+        for name, compressor in chosen.items():
+            key = layout.state_key(self, compressor, param, name, state)
+            packed[name] = layout.pack(compressor, state[name], key)
         return packed
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:

@@ -77,6 +77,7 @@ class Bounded:
 
     def __init__(self, choose: layout.Choose, min_elements: int) -> None:
         self.choose, self.min_elements = choose, min_elements
+        self.seed = getattr(choose, "seed", 0)
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor | str:
         """The choice, or the reason to keep a small parameter's states."""
@@ -137,6 +138,7 @@ def restore(optimizer: Optimizer) -> Optimizer:
             continue
         if isinstance(optimizer, CompressedOptimizer):
             original.state[param] = optimizer.unpacked(param)
+            original.state[param].pop(layout.STEP, None)
         else:
             original.state[param] = _whole(optimizer, param, group)
         del optimizer.state[param]

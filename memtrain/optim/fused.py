@@ -166,8 +166,10 @@ class FusedStates(CompressedStates):
         )
         run = adamw.adamw_step if isinstance(entry, adamw.Entry) else blockstep.block_step
         run([entry])  # pyright: ignore[reportArgumentType]
+        layout.count_rounding(state, compressors)
         for name, compressor, x in zip(names, compressors, whole, strict=True):
-            state[name] = layout.pack(compressor, x)
+            key = layout.state_key(self, compressor, param, name, state)
+            state[name] = layout.pack(compressor, x, key)
 
     def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""

@@ -1,11 +1,13 @@
 """Which compressor keeps which state of which parameter, and why."""
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.codebook import Block
@@ -19,6 +21,7 @@ Choose = Callable[[Tensor, str], Compressor | str]  # a string keeps the state, 
 MIN_ELEMENTS = 4096  # the paper's rule: tensors of at most so many elements keep exact states
 MAX_SIDE_BYTES = 0.08  # bytes per parameter that rank-1's and factored's vectors may cost
 PARTS = ("codes", "scale", "row", "col")
+STEP = "rounding_step"  # a state's own count of steps, for stochastic rounding
 
 
 class StateRow(NamedTuple):
@@ -40,6 +43,7 @@ class Choice:
         first: Name of the compressor of signed states (`named`).
         second: Name of the compressor of `exp_avg_sq`-like states, which are never negative.
         bits: Bits per code of both, 2 to 8.
+        seed: Feeds the stochastic rounding of names that end in `+SR`.
         min_elements: Parameters of at most so many elements keep exact states.
 
     Raises:
@@ -47,13 +51,14 @@ class Choice:
 
     Example:
         >>> Choice()(torch.zeros(100, 100), "exp_avg")
-        Block(block_size=128, map='DE', bits=4, signed=True)
+        Block(block_size=128, map='DE', bits=4, signed=True, rounding='nearest')
     """
 
     first: str = "B128/DE"
     second: str = "Rank-1/Linear"
     min_elements: int = MIN_ELEMENTS
     bits: int = 4
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.min_elements < 0:
@@ -93,14 +98,19 @@ def settle(param: Tensor, compressor: Compressor) -> tuple[Compressor, str]:
 
     Example:
         >>> settle(torch.zeros(1, 9001), Factored())
-        (Block(block_size=128, map='Linear', bits=4, signed=False),
+        (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
          'factored vectors would cost 4.00 bytes per parameter: block instead')
     """
     if not isinstance(compressor, Rank1 | Factored):
         return compressor, ""
     kind = "rank-1" if isinstance(compressor, Rank1) else "factored"
     if isinstance(compressor, Rank1):
-        block = Block(map=compressor.map, bits=compressor.bits, signed=compressor.signed)
+        block = Block(
+            map=compressor.map,
+            bits=compressor.bits,
+            signed=compressor.signed,
+            rounding=compressor.rounding,
+        )
     else:
         block = Block(map="Linear", signed=False)
     if param.dim() < 2:
@@ -131,11 +141,58 @@ def eligible(param: Tensor, value: Any) -> str:
     return ""
 
 
-def pack(compressor: Compressor, x: Tensor) -> Tensor | dict[str, Tensor]:
+_DEFAULT_KEY = Key()
+
+
+def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor | dict[str, Tensor]:
     """A state as it is stored: a plain tensor (identity) or a dict of plain tensors."""
     if isinstance(compressor, Identity):
         return x
-    return dict(compressor.compress(x.detach(), key=Key()).tensors)
+    return dict(compressor.compress(x.detach(), key=key).tensors)
+
+
+def is_stochastic(compressor: Compressor) -> bool:
+    """Whether a compressor reads its key."""
+    return getattr(compressor, "rounding", "nearest") == "stochastic"
+
+
+def count_rounding(state: dict[str, Any], compressors: Iterable[Compressor]) -> None:
+    """Count a step in `state` where stochastic rounding needs one and the optimizer has none."""
+    if "step" not in state and any(map(is_stochastic, compressors)):
+        state[STEP] = state.get(STEP, 0) + 1
+
+
+def state_key(
+    optimizer: Optimizer,
+    compressor: Compressor,
+    param: Tensor,
+    name: str,
+    state: dict[str, Any],
+) -> Key:
+    """What feeds the stochastic rounding of one state at its present step.
+
+    It is made of the seed, the parameter's number, the state's name and the step, so it repeats
+    in a run with the same seed or resumed from a checkpoint, and differs at each step.
+
+    Args:
+        optimizer: The one whose groups number the parameters, and whose `choose` has the seed.
+        compressor: The state's; unless its rounding is stochastic, the key says nothing.
+        param: The parameter.
+        name: The state's name.
+        state: The parameter's state: `step`, or `STEP` where the optimizer counts none itself.
+
+    Returns:
+        A key.
+    """
+    if not is_stochastic(compressor):
+        return _DEFAULT_KEY
+    seed = getattr(getattr(optimizer, "choose", None), "seed", 0)
+    numbers = optimizer.__dict__.setdefault("_parameter_numbers", {})
+    if param not in numbers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers.update((p, i) for i, p in enumerate(params))
+    step = int(state.get("step", state.get(STEP, 0)))
+    return Key(seed, site=numbers[param], step=step, call=zlib.crc32(name.encode()))
 
 
 def unpack(compressor: Compressor, stored: Tensor | dict[str, Tensor], like: Tensor) -> Tensor:

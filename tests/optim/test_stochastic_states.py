@@ -1,0 +1,120 @@
+"""Stochastic rounding of optimizer states: repeats under a seed, differs at each step."""
+
+import copy
+
+import pytest
+import torch
+
+import memtrain
+from memtrain.optim import layout
+from memtrain.optim.adamw4bit import AdamW4bit
+from memtrain.optim.compressed import CompressedOptimizer
+
+
+def weights():
+    torch.manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(100, 50)) for _ in range(2)]
+
+
+def sgd(params, seed):
+    choose = layout.Choice(first="B128/DE+SR", seed=seed)
+    return CompressedOptimizer(torch.optim.SGD(params, lr=0.0, momentum=1.0), choose)
+
+
+def adam(params, seed):
+    optimizer = AdamW4bit(params, lr=0.0, betas=(0.5, 0.5), first="B128/DE+SR", second="B128/DE+SR")
+    optimizer.choose = layout.Choice(first="B128/DE+SR", second="B128/DE+SR", seed=seed)
+    return optimizer
+
+
+def codes(optimizer):
+    """All codes of all states of all parameters, in a row."""
+    return [
+        value["codes"].clone()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if layout.is_packed(value)
+    ]
+
+
+def run(make, seed, steps=2):
+    optimizer = make(weights(), seed)
+    params = optimizer.param_groups[0]["params"]
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.linspace(0.1, 1.0, 5000).view(100, 50)
+        optimizer.step()
+    return optimizer
+
+
+def equal(a, b):
+    return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_seed_repeats_and_another_differs(make):
+    first, again, other = (codes(run(make, seed)) for seed in (1, 1, 2))
+    assert all(equal(first, again))
+    assert not any(equal(first, other))
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_parameters_draw_different_numbers(make):
+    found = codes(run(make, 1, steps=1))
+    half = len(found) // 2
+    assert not any(equal(found[:half], found[half:]))  # though their gradients are equal
+
+
+def test_steps_draw_different_numbers():
+    optimizer = run(adam, 1, steps=1)
+    state = next(iter(optimizer.state.values()))
+    before = codes(optimizer)
+    compressor, _ = optimizer.compressor(next(iter(optimizer.state)), "exp_avg")
+    param = next(iter(optimizer.state))
+    x = torch.linspace(0.1, 1.0, 5000).view(100, 50) / 2
+    keys = []
+    for step in (1, 2):
+        state["step"].fill_(step)
+        keys.append(layout.state_key(optimizer, compressor, param, "exp_avg", state))
+    now, later = (layout.pack(compressor, x, key)["codes"] for key in keys)
+    assert torch.equal(now, before[0])
+    assert not torch.equal(now, later)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_resumed_run_draws_the_same_numbers(make):
+    whole = run(make, 1, steps=4)
+    half = run(make, 1, steps=2)
+    resumed = make(weights(), 1)
+    resumed.load_state_dict(copy.deepcopy(half.state_dict()))
+    for _ in range(2):
+        for param in resumed.param_groups[0]["params"]:
+            param.grad = torch.linspace(0.1, 1.0, 5000).view(100, 50)
+        resumed.step()
+    assert all(equal(codes(whole), codes(resumed)))
+
+
+def test_nearest_states_have_no_count_of_their_own():
+    optimizer = CompressedOptimizer(torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(set(state) == {"momentum_buffer"} for state in optimizer.state.values())
+
+
+def test_the_configs_seed_is_used_and_unwrap_leaves_nothing_behind():
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(80, 80)
+        plain = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        rule = {"state": "momentum_buffer", "compressor": "B128/DE+SR"}
+        cfg = {"preset": "exact", "seed": seed, "optim": {"rules": [rule]}}
+        model, optimizer = memtrain.wrap(model, plain, cfg)
+        model(torch.ones(3, 80)).square().mean().backward()
+        optimizer.step()
+        results.append(codes(optimizer)[0])
+        _, restored = memtrain.unwrap(model, optimizer)
+        assert all(set(state) == {"momentum_buffer"} for state in restored.state.values())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
