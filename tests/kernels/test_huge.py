@@ -1,0 +1,127 @@
+"""More than 2**31 elements: shapes and bytes without memory, and the width of every offset."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memtrain.compressors import COMPRESSORS, Group, Key
+from memtrain.kernels import derivative
+from memtrain.kernels.mask import pack_mask, unpack_mask
+from memtrain.kernels.pack import pack_codes, unpack_codes
+
+N = 2**31 + 300
+KERNELS = Path(derivative.__file__).parent
+SHAPE = (2**16, 2**15 + 1)  # the same in two dimensions, a row more
+SIZE = 2**16 * (2**15 + 1)
+
+
+def ceil(n, by):
+    return -(-n // by)
+
+
+# Bytes of N elements in one dimension, or of SHAPE.
+BYTES = {
+    "identity": (torch.bfloat16, 2 * N),
+    "derivative": (torch.bfloat16, ceil(N, 256) * 96),
+    "group": (torch.bfloat16, ceil(N, 256) * 132),
+    "samples": (torch.bfloat16, SHAPE[0] * ceil(SHAPE[1], 256) * (64 + 4)),
+    "host": (torch.bfloat16, ceil(N, 256) * 132),
+    "mask": (torch.bool, ceil(N, 256) * 32),
+    "integers": (torch.int64, 8 * N),
+    "block": (torch.bfloat16, ceil(N, 128) * 68),
+    "patch": (torch.bfloat16, ceil(N, 4) * 8),
+    "rank1": (torch.bfloat16, ceil(SIZE, 128) * 64 + 4 * sum(SHAPE)),
+    "scaled": (torch.bfloat16, ceil(N, 128) * 64 + 4),
+    "factored": (torch.bfloat16, 4 * sum(SHAPE)),
+    "projection": (torch.bfloat16, 2 * round(0.2 * SHAPE[0]) * SHAPE[1] + 8),
+}
+FIELDS = {"host": {"inner": Group()}}
+TWO = ("samples", "rank1", "factored", "projection")
+
+
+def test_every_compressor_is_here():
+    assert COMPRESSORS.keys() == BYTES.keys()
+
+
+@pytest.mark.parametrize("where", ["fake", "meta"])
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_more_than_two_to_the_31_elements(name, where):
+    compressor = COMPRESSORS[name](**FIELDS.get(name, {}))
+    dtype, nbytes = BYTES[name]
+    shape = SHAPE if name in TWO else (N,)
+
+    def roundtrip(x):
+        packed = compressor.compress(x, key=Key())
+        return packed.nbytes, compressor.decompress(packed)
+
+    if where == "fake":
+        with FakeTensorMode():
+            found, y = roundtrip(torch.empty(shape, dtype=dtype))
+    else:
+        found, y = roundtrip(torch.empty(shape, dtype=dtype, device="meta"))
+    assert (y.shape, y.dtype) == (shape, dtype)
+    assert found == nbytes
+
+
+def test_fused_ops_take_more_than_two_to_the_31_elements():
+    with FakeTensorMode():
+        x = torch.empty(N, dtype=torch.bfloat16)
+        y, codes = derivative.forward(x, "gelu", [-1.0, 0.0, 1.0])
+        dx = derivative.backward(y, codes, [0.0, 0.25, 0.5, 1.0])
+        values = unpack_codes(pack_codes(torch.empty(N, dtype=torch.uint8), 3), 3, N)
+    assert (y.shape, dx.shape, values.shape) == ((N,), (N,), (N,))
+    assert codes.shape == (ceil(N, 256), 64)
+
+
+# -- the kernels' own arithmetic --------------------------------------------------------------
+
+TRITON = sorted(KERNELS.glob("*_triton.py"))
+
+
+@pytest.mark.parametrize("path", TRITON, ids=lambda path: path.stem)
+def test_programs_are_numbered_in_64_bits_before_any_product(path):
+    """A program's number times its elements is an offset; patches are the one, stated exception."""
+    source = path.read_text()
+    programs = re.findall(r"tl\.program_id\(\d\)[^\n]*", source)
+    assert programs
+    for use in programs:
+        widened = use.startswith("tl.program_id(0).to(tl.int64)")
+        # Two numbers for each program: up to 2**30 programs.
+        table = re.match(r"tl\.program_id\(0\)( \+ 1)?\)\.to\(tl\.int64\)", use)
+        # Patches are numbered in 32 bits, which `patch_quantize` checks; their elements in 64.
+        patches = path.stem == "patch_triton" and use.startswith("tl.program_id(0) * LANES")
+        assert widened or table or patches, use
+
+
+def test_patches_of_more_than_two_to_the_31_are_refused():
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"patches; allowed: up to 2\*\*31"):
+        COMPRESSORS["patch"]().compress(torch.empty(2**16, 2**17, 1, 1), key=Key())
+
+
+def signatures(source):
+    source = re.sub(r"//[^\n]*", "", source)
+    return re.findall(r"MT_EXPORT\s+\w+\s+(mt_\w+)\(([^)]*)\)\s*\{", source)
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("cpu/*.cpp")), ids=lambda path: path.stem)
+def test_every_integer_that_a_c_kernel_takes_has_64_bits(path):
+    found = signatures(path.read_text())
+    assert found
+    for name, arguments in found:
+        for argument in filter(None, (part.strip() for part in arguments.split(","))):
+            pointer, integer = "*" in argument, re.match(r"u?int64_t\b", argument)
+            assert pointer or integer or re.match(r"(float|double)\b", argument), (name, argument)
+
+
+@pytest.mark.nightly
+def test_a_mask_of_more_than_two_to_the_31_elements():
+    """Really: 4.5 GiB at its peak."""
+    mask = torch.zeros(N, dtype=torch.bool)
+    ends = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, N - 1]
+    mask[ends] = True
+    back = unpack_mask(pack_mask(mask), N)
+    assert back[ends].all()
+    assert int(back.sum()) == len(ends)

@@ -1,0 +1,130 @@
+"""Every op registered with torch passes `opcheck`: a new one without a case fails here."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import memtrain.kernels
+from memtrain.kernels import group, pack, patch
+
+for module in pkgutil.iter_modules(memtrain.kernels.__path__):
+    if not module.name.endswith("_triton"):
+        importlib.import_module(f"memtrain.kernels.{module.name}")
+
+NAMES = sorted(
+    name.split("::")[1]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("memtrain::")
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def views():
+    """A tensor of each dtype, a transposed one, an empty one and one of no dimensions."""
+    yield from (torch.randn(300).to(dtype) for dtype in DTYPES)
+    yield torch.randn(20, 31).t()
+    yield torch.randn(0, 3)
+    yield torch.randn(())
+
+
+def maps():
+    for dtype in DTYPES:
+        yield torch.randn(2, 5, 9, 3).to(dtype)
+    yield torch.randn(2, 9, 5, 3).transpose(1, 2)
+    yield torch.randn(0, 5, 9, 1)
+
+
+def called(op, *arguments):
+    return getattr(torch.ops.memtrain, op).default(*arguments)
+
+
+TABLE = [-1.0, 0.0, 1.0]
+LEVELS = [0.0, 0.25, 0.5, 1.0]
+
+
+BOOKS = (("DE", 4, True), ("Linear", 3, False), ("DE", 8, True))
+
+
+def sides():
+    return torch.rand(20), torch.rand(31)
+
+
+CASES = {
+    "pack_mask": lambda: [(x > 0,) for x in views()] + [(torch.ones(9, dtype=torch.uint8),)],
+    "unpack_mask": lambda: [(called("pack_mask", x > 0), x.numel()) for x in views()],
+    "pack_codes": lambda: [
+        (torch.randint(2**bits, (300,), dtype=torch.uint8), bits) for bits in range(1, 9)
+    ],
+    "unpack_codes": lambda: [
+        (pack.pack_codes(torch.ones(300, dtype=torch.uint8), bits), bits, 300)
+        for bits in range(1, 9)
+    ],
+    "group_quantize": lambda: [
+        (x, bits, 64, 7, stochastic, wide)
+        for x in views()
+        for bits, stochastic, wide in ((4, True, False), (3, False, True))
+    ],
+    "group_dequantize": lambda: [
+        (*group.group_quantize(x, bits, 64, wide=wide), bits, 64, x.numel(), x.dtype)
+        for x in views()
+        for bits, wide in ((4, False), (3, True))
+    ],
+    "patch_quantize": lambda: [(x, 7, stochastic) for x in maps() for stochastic in (False, True)],
+    "patch_dequantize": lambda: [(patch.patch_quantize(x), *x.shape[1:3], x.dtype) for x in maps()],
+    "codebook_quantize": lambda: [
+        (x, *book, 128, seed) for x in views() for book in BOOKS for seed in (None, 5)
+    ],
+    "codebook_dequantize": lambda: [
+        (*called("codebook_quantize", x, *book, 128), *book, x.numel())
+        for x in views()
+        for book in BOOKS
+    ],
+    "sides_quantize": lambda: [
+        (torch.randn(20, 31).to(dtype), *sides(), *book, seed)
+        for dtype in DTYPES
+        for book in BOOKS
+        for seed in (None, 5)
+    ],
+    "sides_dequantize": lambda: [
+        (called("sides_quantize", torch.randn(20, 31), *sides(), *book, None), *sides(), *book)
+        for book in BOOKS
+    ],
+    "derivative_encode": lambda: [
+        (x.reshape(-1), *rest)
+        for x in views()
+        for rest in ((TABLE, "plain", 0.5), (TABLE, "even", 0.0), (TABLE[:2], "band", 0.0))
+    ],
+    "derivative_forward": lambda: [
+        (x, name, [], TABLE, "plain", 0.0) for x in views() for name in ("gelu", "relu")
+    ],
+    "derivative_decode": lambda: [
+        (
+            called("derivative_encode", x.reshape(-1), TABLE, "plain", 0.0),
+            LEVELS,
+            x.numel(),
+            x.dtype,
+        )
+        for x in views()
+    ],
+    "derivative_backward": lambda: [
+        (x, called("derivative_encode", x, TABLE, "plain", 0.0), LEVELS)
+        for x in views()
+        if x.is_contiguous()
+    ],
+}
+
+
+def test_every_registered_op_has_a_case():
+    assert sorted(CASES) == NAMES
+
+
+@pytest.mark.parametrize("op", sorted(CASES))
+def test_op_passes_opcheck(op):
+    # They have no derivative: what is trained through is a Function around them.
+    checks = ("test_schema", "test_faketensor")
+    whole = (*checks, "test_autograd_registration", "test_aot_dispatch_dynamic")
+    for index, arguments in enumerate(CASES[op]()):
+        overload = getattr(torch.ops.memtrain, op).default
+        torch.library.opcheck(overload, arguments, test_utils=checks if index else whole)
