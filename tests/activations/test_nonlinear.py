@@ -8,6 +8,7 @@ from memtrain.activations.calls import recognise, recognise_module
 from memtrain.activations.intercept import Interception
 from memtrain.activations.ops.nonlinear import MODULES, NAMES, Nonlinearity
 from memtrain.activations.ops.prelu import PReLU
+from memtrain.activations.ops.rrelu import RReLU
 from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Key
 from memtrain.compressors.fewbit_exact import EXACT
@@ -198,7 +199,7 @@ def test_strides_do_not_matter(name):
 def test_calls_without_a_table_are_left_alone():
     x = torch.randn(4)
     bound = torch.zeros(4)
-    assert recognise("rrelu", (x, 0.1, 0.3, True), {}) is None
+    assert isinstance(recognise("rrelu", (x, 0.1, 0.3, True), {}), RReLU)
     assert recognise("clamp", (x, bound), {}) is None
     assert recognise("clamp", (x, 1.0, -1.0), {}) is None
     assert recognise("clamp", (x,), {}) is None

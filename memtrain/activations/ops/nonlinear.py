@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.activations.fewbit import fewbit
+from memtrain.activations.ops.rrelu import RReLU
 from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit_exact import EXACT
 from memtrain.compressors.fewbit_functions import FAMILIES, complete
@@ -104,11 +105,12 @@ class Nonlinearity:
         return fewbit(self.x, code, inplace=self.inplace, value=(self.op, self.parameters))
 
 
-def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Nonlinearity | None:
+def recognise(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> "Nonlinearity | RReLU | None":
     """A call of a nonlinearity as function, method or in-place form; None for another op.
 
-    Left alone: bounds that are tensors, parameters for which there is no table, `out=`, and rrelu
-    in training, whose slopes are random.
+    Left alone: bounds that are tensors, parameters for which there is no table, and `out=`.
     """
     base = name.strip("_")
     op = _ALIASES.get(base, base)
@@ -117,11 +119,13 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Nonl
     values = dict(zip(("input", *_ARGUMENTS[op]), args, strict=False)) | dict(kwargs)
     x = values.pop("input")
     flags = {flag: values.pop(flag) for flag in _FLAGS if flag in values}
-    if not isinstance(x, Tensor) or flags.get("training") or flags.get("out") is not None:
+    if not isinstance(x, Tensor) or flags.get("out") is not None:
         return None
     if not x.is_floating_point() or not values.keys() <= set(_ARGUMENTS[op]):
         return None
     inplace = name.endswith("_") or bool(flags.get("inplace", False))
+    if flags.get("training"):  # rrelu, whose slopes are then random
+        return RReLU(x, values.get("lower", 1 / 8), values.get("upper", 1 / 3), inplace)
     if op in ("clamp", "clip", "clamp_min", "clamp_max"):
         return _clamp(x, values.get("min"), values.get("max"), inplace)
     if op == "gelu" and flags.get("approximate", "none") == "tanh":
