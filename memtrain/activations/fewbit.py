@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from memtrain.activations.once import once_differentiable
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.fewbit_register import register, registered
 from memtrain.compressors.fewbit_solver import Approximation, solve

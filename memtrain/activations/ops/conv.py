@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from memtrain.activations.layout import flatten, restore
+from memtrain.activations.once import once_differentiable
 from memtrain.compressors import (
     Compressor,
     DerivativeCode,

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from memtrain.activations.layout import flatten, restore
+from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.payload import order_of
 from memtrain.compressors import Compressor, Identity, Key
 from memtrain.kernels.pack import pack_codes, unpack_codes

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from memtrain.activations.layout import flatten, restore
+from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.payload import keep, kept
 from memtrain.compressors import Compressor, DerivativeCode, Group, Key
 from memtrain.kernels.mask import pack_mask, unpack_mask

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.norm import as_autocast
 from memtrain.activations.ops.payload import keep, kept
 from memtrain.compressors import Compressor, Key

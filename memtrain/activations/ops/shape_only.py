@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.payload import order_of
 from memtrain.compressors import Compressor, Identity, Key
 
