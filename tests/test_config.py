@@ -116,3 +116,11 @@ def test_a_family_of_ops_is_expanded_and_a_wrong_one_is_refused():
     assert expand("a|b*") == ("a", "b*")
     with pytest.raises(ValueError, match="did you mean '@nonlinear'"):
         expand("@nonlinears")
+
+
+def test_the_piecewise_family_is_what_one_bit_serves():
+    from memtrain.compressors.fewbit_exact import EXACT
+
+    clamps = {"clamp", "clip", "clamp_min", "clamp_max"}  # served by hardtanh's and threshold's
+    slopes = {"prelu", "rrelu"}  # their slopes' own payload takes more
+    assert set(expand("@piecewise")) == (set(EXACT) | clamps) - slopes

@@ -8,6 +8,12 @@ logsigmoid tanh softplus softsign hardtanh hardsigmoid hardswish hardshrink soft
 threshold clamp clip clamp_min clamp_max
 """
 
+# One bit says all of their derivative.
+_PIECEWISE = """
+relu relu6 leaky_relu hardtanh hardsigmoid hardshrink softshrink threshold clamp clip clamp_min
+clamp_max
+"""
+
 # Where the derivative jumps or is singular in what is saved (|x|, 1/x, log x), noise becomes bias.
 _SINGULAR = """
 abs clamp clip clamp_min clamp_max log log2 log10 log1p div true_divide truediv rtruediv rdiv
@@ -18,6 +24,7 @@ logit acos asin atanh arccos arcsin arctanh xlogy logaddexp
 FAMILIES: dict[str, tuple[str, ...]] = {
     "@nonlinear": tuple(_NONLINEAR.split()),
     "@smooth": SMOOTH,
+    "@piecewise": tuple(_PIECEWISE.split()),
     "@singular": tuple(_SINGULAR.split()),
     # Their backward takes exp() of what they save, which turns noise into bias.
     "@exponential": ("cross_entropy", "log_softmax", "logsumexp"),
