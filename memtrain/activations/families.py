@@ -18,14 +18,22 @@ clamp_max
 _SINGULAR = """
 abs clamp clip clamp_min clamp_max log log2 log10 log1p div true_divide truediv rtruediv rdiv
 reciprocal sqrt rsqrt pow rpow norm vector_norm linalg_vector_norm normalize cosine_similarity
-logit acos asin atanh arccos arcsin arctanh xlogy logaddexp
+logit acos asin atanh arccos arcsin arctanh xlogy logaddexp logcumsumexp erfinv atan2 arctan2
+l1_loss smooth_l1_loss huber_loss margin_ranking_loss triplet_margin_loss pairwise_distance
+binary_cross_entropy gaussian_nll_loss ctc_loss grid_sample
+"""
+
+# Where the backward asks which element equals the result: of noisy ones none does (NaN, or 0).
+_EXTREMAL = """
+max min amax amin aminmax maximum minimum fmax fmin median nanmedian scatter_reduce index_reduce
+segment_reduce
 """
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "@nonlinear": tuple(_NONLINEAR.split()),
     "@smooth": SMOOTH,
     "@piecewise": tuple(_PIECEWISE.split()),
-    "@singular": tuple(_SINGULAR.split()),
+    "@singular": (*_SINGULAR.split(), *_EXTREMAL.split()),
     # Their backward takes exp() of what they save, which turns noise into bias.
     "@exponential": ("cross_entropy", "log_softmax", "logsumexp"),
 }

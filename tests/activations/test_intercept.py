@@ -534,6 +534,15 @@ SINGULAR = {
     "sqrt": lambda h: torch.sqrt(h.abs() + 1e-8),
     "normalize": lambda h: F.normalize(h, dim=1),
     "logsumexp": lambda h: torch.logsumexp(4 * h, 1),
+    "amax": lambda h: h.amax(1),
+    "aminmax": lambda h: torch.cat(torch.aminmax(h, dim=1)),
+    "max": lambda h: h.max() + h.min() + h.median() + h.max(1).values.sum(),
+    "maximum": lambda h: torch.maximum(h, h.roll(1, 0)) + torch.fmin(h, h.roll(1, 1)),
+    "scatter_reduce": lambda h: h.scatter_reduce(1, h.argsort(1) // 4, h, "amax"),
+    "l1_loss": lambda h: F.l1_loss(h, h.roll(1, 0)),
+    "ctc_loss": lambda h: F.ctc_loss(
+        h.view(32, 8, 64).log_softmax(2), torch.ones(8, 4).long(), (32,) * 8, (4,) * 8
+    ),
     "tanh": torch.tanh,
 }
 
