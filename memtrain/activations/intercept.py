@@ -1,6 +1,7 @@
 """Turns itself on around a model's forward, and hands every op of it to the performer."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -83,9 +84,10 @@ class Interception:
         self._path: list[_Entry] = []
         self._outer: tuple[str, saved_tensors_hooks, _Mode] | None = None
         self._depth = 0  # of the path when the interception was turned on
+        self._owner: dict[str, int] = {}  # the thread whose forward it is: one at a time
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_path", "_outer", "_depth")  # of a forward that runs now
+        runtime = ("_path", "_outer", "_depth", "_owner")  # of a forward that runs now
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -104,7 +106,7 @@ class Interception:
     def detach(self) -> None:
         """Take the hooks off again; payloads in living graphs stay valid."""
         self._stop(whole=False)
-        self._path.clear()
+        self._leave()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -149,6 +151,8 @@ class Interception:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._claim(name):
+            return None
         if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
             self._stop(whole=False)
             self._path.clear()
@@ -174,7 +178,8 @@ class Interception:
         return None if call is None or chosen is None else self.performer.whole(call, chosen)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._path:  # the hooks were put on during this very forward
+        # Another thread's forward, or the hooks were put on during this very one.
+        if not self._path or self._owner.get("thread") != threading.get_ident():
             return None
         self.performer.module, whole = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
@@ -182,10 +187,34 @@ class Interception:
         self.performer.module = self._path[-1].name if self._path else ""
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
+        if not self._path:
+            self._leave()
         return result
+
+    def _claim(self, name: str) -> bool:
+        """Whether the forward that runs is this thread's, which it becomes where it is no one's."""
+        if torch.compiler.is_compiling():
+            return True
+        thread = threading.get_ident()
+        owner = self._owner.setdefault("thread", thread)  # at once: no other thread comes between
+        if owner == thread:
+            return True
+        if all(other.ident != owner for other in threading.enumerate()):  # it died in a forward
+            self._outer = None
+            self._leave()
+            return self._claim(name)
+        why = "another thread runs a forward: one at a time is compressed"
+        self._settle("other threads", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
+        return False
+
+    def _leave(self) -> None:
+        self._path.clear()
+        self._owner.clear()
 
     def _may_start(self, name: str) -> bool:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if torch._C._current_graph_task_id() != -1:  # reentrant checkpointing recomputes
             return False
         if _only is not None and _only is not self:
             return False
@@ -194,8 +223,7 @@ class Interception:
             why = "saved-tensor hooks of someone else are on"
         elif in_transform():
             why = "inside a transform of torch.func or forward-mode differentiation"
-        # In a backward it is activation checkpointing that recomputes: nothing is lost.
-        if why and not self._path and torch._C._current_graph_task_id() == -1:
+        if why and not self._path:
             self._settle(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
         return not why
 

@@ -15,6 +15,7 @@ class Kept(NamedTuple):
 
     tensor: Tensor
     version: int
+    witness: Tensor | None = None  # of changes in place, where the tensor is a copy
 
     def unpack(self) -> Tensor:
         """The tensor itself.
@@ -23,7 +24,7 @@ class Kept(NamedTuple):
             RuntimeError: If it has since been changed in place: the check that autograd makes by
                 itself where no hooks are.
         """
-        check_version(self.tensor, self.version)
+        check_version(self.tensor if self.witness is None else self.witness, self.version)
         return self.tensor
 
 

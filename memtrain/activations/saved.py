@@ -171,11 +171,13 @@ class SavedTensors:
         alive = storage_id(x) in self._inputs or storage_id(x) in self._held
         reason = chosen if isinstance(chosen, str) else ""
         name = "" if reason else repr(chosen)
+        version, witness = x._version, None
         if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
+            witness = witness_of(x)
             x = x.clone()  # a small view must not keep a large storage alive
         self._record(site, x, 0 if alive else x.untyped_storage().nbytes(), name, reason)
         self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
-        return Kept(x, x._version)
+        return Kept(x, version, witness)
 
     def _compress(self, x: Tensor, site: Site, compressor: Compressor, witness: Tensor) -> Saved:
         shaped = getattr(compressor, "shaped", False)
@@ -254,9 +256,11 @@ def _held(packed: Packed, x: Tensor) -> int:
 
 def _limit(op: Op) -> int | None:
     """What an op's indices are known to be below: the rows of an embedding's table."""
-    if op.name != "embedding" or len(op.inputs) != 2 or op.inputs[1].dim() != 2:
+    if op.name != "embedding" or len(op.inputs) != 2:
         return None
-    return max(1, op.inputs[1].shape[0])
+    # torch.embedding takes them in the other order than F.embedding.
+    table = next((x for x in op.inputs if x.is_floating_point()), None)
+    return None if table is None or table.dim() != 2 else max(1, table.shape[0])
 
 
 def _memory(x: Tensor) -> tuple[object, ...]:

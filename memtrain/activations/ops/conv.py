@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from memtrain.activations.layout import flatten, restore
 from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.spatial import per_dimension
 from memtrain.compressors import (
     Compressor,
     DerivativeCode,
@@ -112,12 +113,12 @@ def recognise(
         return None
     if x.dim() != n + 2 or x.numel() == 0:
         return None
-    dilation = _tuple(values.get("dilation", 1), n)
+    dilation = per_dimension(values.get("dilation", 1), n)
     padding = _padding(values.get("padding", 0), weight.shape[2:], dilation)
     if padding is None:
         return None
-    stride = _tuple(values.get("stride", 1), n)
-    output_padding = _tuple(values.get("output_padding", 0), n)
+    stride = per_dimension(values.get("stride", 1), n)
+    output_padding = per_dimension(values.get("output_padding", 0), n)
     groups = values.get("groups", 1)
     geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
     return Convolution(name, x, weight, values.get("bias"), geometry, micro)
@@ -239,10 +240,4 @@ def _padding(
     if value == "same":
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return None if any(t % 2 for t in total) else tuple(t // 2 for t in total)
-    return _tuple(value, n)
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * n
-    return tuple(value) * (n if len(value) == 1 else 1)
+    return per_dimension(value, n)

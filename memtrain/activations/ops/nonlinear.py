@@ -114,21 +114,16 @@ def recognise(
     """
     base = name.strip("_")
     op = _ALIASES.get(base, base)
-    if op not in _ARGUMENTS or (not args and "input" not in kwargs):
+    read = _read(op, args, kwargs)
+    if read is None:
         return None
-    values = dict(zip(("input", *_ARGUMENTS[op]), args, strict=False)) | dict(kwargs)
-    x = values.pop("input")
-    flags = {flag: values.pop(flag) for flag in _FLAGS if flag in values}
-    if not isinstance(x, Tensor) or flags.get("out") is not None:
-        return None
-    if not x.is_floating_point() or not values.keys() <= set(_ARGUMENTS[op]):
-        return None
-    inplace = name.endswith("_") or bool(flags.get("inplace", False))
+    x, values, flags = read
+    inplace = name.endswith("_") or flags.get("inplace", False)
     if flags.get("training"):  # rrelu, whose slopes are then random
         return RReLU(x, values.get("lower", 1 / 8), values.get("upper", 1 / 3), inplace)
     if op in ("clamp", "clip", "clamp_min", "clamp_max"):
         return _clamp(x, values.get("min"), values.get("max"), inplace)
-    if op == "gelu" and flags.get("approximate", "none") == "tanh":
+    if op == "gelu" and flags.get("approximate") == "tanh":
         op = "gelu_tanh"
     parameters = _parameters(op, values)
     if parameters is None:
@@ -136,6 +131,28 @@ def recognise(
     if op in ("hardshrink", "softshrink"):  # torch compares with lambd in the dtype of x
         return Nonlinearity(op, x, inplace, parameters, (op, _rounded(parameters, x.dtype)))
     return Nonlinearity(op, x, inplace, parameters)
+
+
+def _read(
+    op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]] | None:
+    """The input, the parameters given and the flags; None where they are not those we know."""
+    if op not in _ARGUMENTS or (not args and "input" not in kwargs):
+        return None
+    if len(args) > 1 + len(_ARGUMENTS[op]):  # such as the scales of torch's own elu
+        return None
+    values = dict(zip(("input", *_ARGUMENTS[op]), args, strict=False)) | dict(kwargs)
+    x = values.pop("input")
+    flags = {flag: values.pop(flag) for flag in _FLAGS if flag in values}
+    if not isinstance(x, Tensor) or not x.is_floating_point() or flags.get("out") is not None:
+        return None
+    if not values.keys() <= set(_ARGUMENTS[op]):
+        return None
+    if flags.get("approximate", "none") not in ("none", "tanh"):  # torch says what is wrong
+        return None
+    if not isinstance(flags.get("inplace", False), bool):  # another argument in its place
+        return None
+    return x, values, flags
 
 
 def _parameters(op: str, values: Mapping[str, Any]) -> tuple[float, ...] | None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.layout import flatten, layout_of, restore
+from memtrain.activations.layout import flatten, layout_of
+from memtrain.activations.payload import Shared, check_version
 from memtrain.compressors import Compressor, Key, Packed
 
 
@@ -38,8 +39,12 @@ def packed_of(ctx: Any) -> tuple[Packed, list[Any]]:
 def kept(ctx: Any) -> tuple[Tensor, list[Any]]:
     """What `keep` saved: `x` decompressed, of its shape and order in memory, and the others."""
     packed, others = packed_of(ctx)
-    x = ctx.compressor.decompress(packed)
-    return x if ctx.layout is None else restore(x, ctx.layout), others
+    return _decompress(ctx, packed)(), others
+
+
+def _decompress(ctx: Any, packed: Packed) -> Callable[[], Tensor]:
+    """What gives the tensor of a payload; it does not hold the context."""
+    return Shared(packed, ctx.compressor, ctx.layout).tensor
 
 
 def output_again(y: Tensor) -> Callable[[], Tensor] | None:
@@ -53,12 +58,23 @@ def output_again(y: Tensor) -> Callable[[], Tensor] | None:
     node: Any = y.grad_fn
     if not hasattr(node, "output") or node.layout != layout_of(y):
         return None
-    return partial(_output_again, node)
+    # Not the node itself: a backward through it frees what it saved, yet who reads the output may
+    # belong to another graph (of `y.detach()`), or have its turn later.
+    packed, others = packed_of(node)
+    versions = [None if t is None else t._version for t in others]
+    return partial(_output_again, node.output, _decompress(node, packed), others, versions)
 
 
-def _output_again(node: Any) -> Tensor:
-    x, others = kept(node)
-    return node.output(x, *others)
+def _output_again(
+    output: Callable[..., Tensor],
+    content: Callable[[], Tensor],
+    others: list[Any],
+    versions: list[int | None],
+) -> Tensor:
+    for t, version in zip(others, versions, strict=True):
+        if t is not None and version is not None:
+            check_version(t, version)
+    return output(content(), *others)
 
 
 def order_of(x: Tensor) -> torch.memory_format:

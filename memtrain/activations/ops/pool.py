@@ -12,6 +12,7 @@ from torch.autograd import Function
 from memtrain.activations.layout import flatten, restore
 from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.payload import order_of
+from memtrain.activations.ops.spatial import per_dimension, strides_of
 from memtrain.compressors import Compressor, Identity, Key
 from memtrain.kernels.pack import pack_codes, unpack_codes
 
@@ -261,24 +262,20 @@ def _along(values: list[int], d: int, n: int, like: Tensor) -> Tensor:
 
 
 def _fixed(values: Mapping[str, Any], n: int) -> Window:
-    kernel = _tuple(values["kernel_size"], n)
-    stride, ceil = values.get("stride"), bool(values.get("ceil_mode", False))
-    strides = _tuple(stride, n) if stride is not None and stride != [] else kernel
-    padding, dilation = (_tuple(values.get(k, d), n) for k, d in (("padding", 0), ("dilation", 1)))
+    kernel = per_dimension(values["kernel_size"], n)
+    strides = strides_of(values.get("stride"), kernel)
+    ceil = bool(values.get("ceil_mode", False))
+    padding, dilation = (
+        per_dimension(values.get(k, d), n) for k, d in (("padding", 0), ("dilation", 1))
+    )
     if n == 1:
         return Window((1, *kernel), (1, *strides), (0, *padding), (1, *dilation), ceil)
     return Window(kernel, strides, padding, dilation, ceil)
 
 
 def _adaptive(values: Mapping[str, Any], n: int) -> Adaptive:
-    outputs = _tuple(values["output_size"], n)
+    outputs = per_dimension(values["output_size"], n)
     return Adaptive((1, *outputs) if n == 1 else outputs)
-
-
-def _tuple(value: Any, n: int) -> tuple[Any, ...]:
-    if isinstance(value, int) or value is None:
-        return (value,) * n
-    return tuple(value) * (n if len(value) == 1 else 1)
 
 
 def _aten(name: str) -> Any:

@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.payload import order_of
+from memtrain.activations.ops.spatial import per_dimension, strides_of
 from memtrain.compressors import Compressor, Identity, Key
 
 # Of torch 2.13's ops that pool, pad, resize or reduce, these keep their input; interpolate,
@@ -111,18 +112,16 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shap
     if x.dim() not in (n + 1, n + 2):
         return None
     if name.startswith("adaptive"):
-        outputs = _tuple(args[1] if len(args) > 1 else kwargs["output_size"], n)
+        outputs = per_dimension(args[1] if len(args) > 1 else kwargs["output_size"], n)
         return _adaptive(name, x, outputs)
     return _average(name, x, dict(zip(_POOL, args, strict=False)) | dict(kwargs))
 
 
 def _average(op: str, x: Tensor, values: dict[str, Any]) -> ShapeOnly:
     n = int(op[-2])
-    kernel = _tuple(values["kernel_size"], n)
-    stride = values.get("stride")
-    # An empty tuple, too, stands for the kernel's own size.
-    strides = _tuple(stride, n) if stride is not None and stride != () else kernel
-    sizes = [kernel, strides, _tuple(values.get("padding", 0), n)]
+    kernel = per_dimension(values["kernel_size"], n)
+    strides = strides_of(values.get("stride"), kernel)
+    sizes = [kernel, strides, per_dimension(values.get("padding", 0), n)]
     if n == 1:
         sizes = [(fill, *size) for fill, size in zip((1, 1, 0), sizes, strict=True)]
     options = (values.get("ceil_mode", False), values.get("count_include_pad", True))
@@ -134,7 +133,7 @@ def _adaptive(op: str, x: Tensor, outputs: tuple[int | None, ...]) -> ShapeOnly 
     n = len(outputs)
     sizes = x.shape[x.dim() - n :]
     outputs = tuple(s if o is None else o for o, s in zip(outputs, sizes, strict=True))
-    if n > 1 and all(size == 1 for size in outputs):
+    if all(size == 1 for size in outputs):
         return None  # torch takes a mean, which keeps nothing
     outputs = (1, *outputs) if n == 1 else outputs
     return ShapeOnly(op, x, f"_adaptive_avg_pool{max(n, 2)}d", (outputs,), flat=n == 1)
@@ -153,10 +152,8 @@ def _area(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShapeOnl
     n = x.dim() - 2
     if kwargs.get("mode") != "area" or size is None or n not in (1, 2, 3):
         return None
-    return _adaptive("interpolate", x, _tuple(size, n))
-
-
-def _tuple(value: Any, n: int) -> tuple[Any, ...]:
-    if isinstance(value, int) or value is None:
-        return (value,) * n
-    return tuple(value) * (n if len(value) == 1 else 1)
+    if any(kwargs.get(other) for other in ("scale_factor", "antialias")) or (
+        kwargs.get("align_corners") is not None
+    ):
+        return None  # torch says what is wrong
+    return _adaptive("interpolate", x, per_dimension(size, n))

@@ -1,0 +1,195 @@
+"""Threads, several graphs and recomputation: what shares an interception, and what must not."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memtrain.activations.calls import recognise
+from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
+from memtrain.compressors import DerivativeCode, Group, Identity, Key
+from memtrain.meter import saved_nbytes
+
+
+def identity(site):
+    return Identity()
+
+
+def lossy(site):
+    return DerivativeCode(bits=3) if site.op == "gelu" else Group(bits=4)
+
+
+CHOICES = {"identity": identity, "lossy": lossy}
+
+
+def intercept(model, choose=lossy, records=None):
+    settle = list.copy if records is None else records.extend
+    options = Options(min_elements=64)
+    Interception(model, choose, options=options, seed=0, settle=settle).attach()
+
+
+def stack_is_clean():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class Fn(nn.Module):
+    def __init__(self, function, p=None, **modules):
+        super().__init__()
+        self.function = function
+        self.p = nn.Parameter(torch.ones(64, 64) if p is None else p)
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+@pytest.mark.parametrize("preset", CHOICES)
+def test_threads_that_share_a_model_do_not_disturb_each_other(preset):
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
+    records, errors = [], []
+    intercept(model, CHOICES[preset], records)
+    barrier = threading.Barrier(3)
+
+    def work():
+        try:
+            barrier.wait()
+            for _ in range(10):
+                model(torch.randn(256, 64)).sum().backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert stack_is_clean()
+    before, _ = saved_nbytes(lambda: model(torch.randn(256, 64)))
+    assert preset == "identity" or before < 4 * 256 * 64 * 2  # and it still compresses
+
+
+def test_a_forward_while_another_thread_runs_one_is_plain_and_listed():
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                done.wait(10)
+            return x.exp()
+
+    model, records = nn.Sequential(nn.Linear(64, 64), Waits(), nn.Linear(64, 64)), []
+    intercept(model, lossy, records)
+    other = threading.Thread(target=lambda: model(torch.randn(64, 64)).sum().backward())
+    other.start()
+    inside.wait(10)
+    x = torch.randn(64, 64)
+    y = model(x)
+    done.set()
+    other.join()
+    y.sum().backward()
+    assert any("another thread" in record.reason for record in records)
+    assert stack_is_clean()
+
+
+def test_a_recomputation_in_the_backward_is_not_compressed():
+    block = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    model = Fn(lambda self, x: checkpoint(self.block, x, use_reentrant=True), block=block)
+    x = torch.randn(64, 64)
+    grads = []
+    for _ in range(2):
+        y = x.clone().requires_grad_()
+        model(y).square().sum().backward()
+        grads.append([y.grad, *(p.grad.clone() for p in block.parameters())])
+        model.zero_grad()
+        intercept(model)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_derived_output_outlives_the_graph_that_made_it(first):
+    """`y` is computed again from its norm's payload, also once the norm's backward has run."""
+    norm, head, probe = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 8)
+    model = Fn(
+        lambda self, x: [self.head(y := self.norm(x @ self.p)), self.probe(y.detach())],
+        torch.randn(64, 64),
+        norm=norm,
+        head=head,
+        probe=probe,
+    )
+    x = torch.randn(64, 64)
+    model(x)[1].square().sum().backward()
+    plain, probe.weight.grad = probe.weight.grad, None
+    intercept(model, lambda site: Group(bits=8))
+    losses = [y.square().sum() for y in model(x)]
+    losses[first].backward()
+    losses[1 - first].backward()
+    assert (probe.weight.grad - plain).norm() < 0.02 * plain.norm()
+
+
+def test_gradients_asked_for_after_a_backward_that_shares_a_derived_output():
+    norm, left, right = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 8)
+    model = Fn(
+        lambda self, x: [self.left(y := self.norm(x @ self.p)), self.right(y)],
+        torch.randn(64, 64),
+        norm=norm,
+        left=left,
+        right=right,
+    )
+    intercept(model)
+    a, b = model(torch.randn(64, 64))
+    a.sum().backward()
+    (grad,) = torch.autograd.grad(b.square().sum(), [right.weight])
+    assert torch.isfinite(grad).all()
+
+
+def test_indices_of_an_embedding_in_either_order_of_its_arguments():
+    indices = torch.randint(0, 3000, (4, 512))
+    for call in (torch.embedding, lambda w, i: F.embedding(i, w)):
+        model = Fn(lambda self, i, call=call: call(self.p, i + 0), torch.randn(3000, 8))
+        model(indices).square().sum().backward()
+        plain, model.p.grad = model.p.grad, None
+        intercept(model)
+        model(indices).square().sum().backward()
+        assert torch.equal(model.p.grad, plain)
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_small_view_changed_in_place_is_refused(choose):
+    def forward(self, x):
+        y = x * self.p
+        z = y[0, :4] * self.p[0, :4]
+        y.add_(1)
+        return z
+
+    model = Fn(forward)
+    intercept(model, CHOICES[choose])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(64, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("size", [2, [2], (2, 2), np.int64(2), torch.tensor(2)])
+@pytest.mark.parametrize("stride", [None, [], (), 2, np.int32(2)])
+def test_sizes_of_pools_in_every_form(size, stride):
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    for function in (F.max_pool2d, F.avg_pool2d):
+        call = recognise(function.__name__, (x, size, stride), {})
+        assert torch.equal(call.run(Group(), Key()), function(x, 2))
+
+
+def test_calls_with_arguments_that_are_not_known_are_left_to_torch():
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    assert recognise("elu", (x, 1.0, 2.0, 3.0), {}) is None  # scales: torch._C._nn.elu
+    assert recognise("elu", (x, 1.0, 2.0), {}) is None
+    assert recognise("gelu", (x,), {"approximate": "foo"}) is None
+    area = {"size": 4, "mode": "area"}
+    assert recognise("interpolate", (x,), area) is not None
+    assert recognise("interpolate", (x,), {**area, "scale_factor": 2.0}) is None
+    assert recognise("interpolate", (x,), {**area, "align_corners": True}) is None
