@@ -146,7 +146,8 @@ def apply(model: nn.Module, optimizer: Optimizer, config: Asked) -> Applied:
         split = SplitWeights(optimizer, config.weights, seed=seed, keep=keep, frozen=frozen)
         applied.optimizer, applied.weights = split, Link(split)
         cast = CastInputs(split.format.dtype)
-        handle = model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+        # After the interception's own hook: the copies are not the user's to keep alive.
+        handle = model.register_forward_pre_hook(cast, with_kwargs=True)
         applied.handles.append(handle)
     if config.gradients == RELEASE:
         own = config.release

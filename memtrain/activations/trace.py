@@ -69,8 +69,7 @@ def trace(
         }
         args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
         low = next(iter(dtypes.values()), None) if dtypes else None
-        args, kwargs = tree_map_only(Tensor, lambda x: _converted(x, low), (args, kwargs))
-        with _untouched(model), interception.alone():
+        with _untouched(model), interception.alone(), _casting(model, low):
             functional_call(model, state, args, kwargs, tie_weights=True)
     return records
 
@@ -85,6 +84,20 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+@contextmanager
+def _casting(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast the model's float32 inputs inside its forward, as converted weights need."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: _converted(x, dtype), (args, kwargs))
+
+    handle = model.register_forward_pre_hook(cast, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`memtrain-train`: train plain, then wrapped, and show where every byte went."""
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,5 +98,11 @@ def _config(overrides: list[str]) -> tuple["TrainConfig", dict[str, Any] | None]
 def _help() -> str:
     from memtrain.config import options
 
-    groups = "; ".join(f"{group}: {', '.join(options(group))}" for group in _GROUPS)
-    return HELP.format(groups=groups.replace("; ", "\n        "))
+    lines = [
+        line
+        for group in _GROUPS
+        for line in textwrap.wrap(
+            f"{group}: {', '.join(options(group))}", 90, subsequent_indent="  "
+        )
+    ]
+    return HELP.format(groups=("\n" + " " * 8).join(lines))

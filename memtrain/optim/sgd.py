@@ -127,6 +127,7 @@ class SGD4bit(SGDStates):
         0.53 bytes per parameter. SGD: 4.
 
     Example:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(128, 64))
         >>> optimizer = SGD4bit([weight], lr=0.25, momentum=0.9)
         >>> weight.grad = torch.ones_like(weight)
@@ -146,6 +147,7 @@ class SGD8bit(SGDStates):
         1.02 bytes per parameter. SGD: 4.
 
     Example:
+        >>> import torch
         >>> SGD8bit([torch.nn.Parameter(torch.ones(128, 64))], momentum=0.9).choose.first
         'B256/DE'
 

@@ -14,7 +14,11 @@ from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l2", "gact4", "patch4x4")
-every_preset = pytest.mark.parametrize("preset", PRESETS)
+CORE = PRESETS[:2]  # of every run; the others take minutes together
+every_preset = pytest.mark.parametrize(
+    "preset",
+    [*CORE, *(pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS[2:])],
+)
 
 
 class Net(nn.Module):
