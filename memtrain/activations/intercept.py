@@ -212,7 +212,7 @@ class Interception:
         self._owner.clear()
 
     def _may_start(self, name: str) -> bool:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return False
         if torch._C._current_graph_task_id() != -1:  # reentrant checkpointing recomputes
             return False

@@ -193,3 +193,10 @@ def test_calls_with_arguments_that_are_not_known_are_left_to_torch():
     assert recognise("interpolate", (x,), area) is not None
     assert recognise("interpolate", (x,), {**area, "scale_factor": 2.0}) is None
     assert recognise("interpolate", (x,), {**area, "align_corners": True}) is None
+
+
+def test_a_wrapped_model_can_be_traced_by_jit():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
+    intercept(model)
+    x = torch.randn(64, 64)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
