@@ -51,6 +51,15 @@ def run(name, before):
     return after
 
 
+def run_at(level, before):
+    """In C++, with the instructions of `level` at most."""
+    try:
+        cpu.call("mt_limit_isa", level)
+        return run("cpu", before)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+
+
 def check_equal(got, want, before):
     """States equal; parameters equal, but for AdamW's root, whose last bit may differ."""
     for a, b, old in zip(got, want, before, strict=True):
@@ -98,12 +107,7 @@ def test_worked_lion(name):
 def test_cpp_equals_the_reference(rule, bits, level):
     options = list(OPTIONS.values())
     before = [entry(shape, rule, bits, **options[i % 3]) for i, shape in enumerate(BIG)]
-    try:
-        cpu.call("mt_limit_isa", level)
-        after = run("cpu", before)
-    finally:
-        cpu.call("mt_limit_isa", 2)
-    check_equal(after, run("reference", before), before)
+    check_equal(run_at(level, before), run("reference", before), before)
 
 
 @pytest.mark.parametrize(("rule", "bits"), FORMS)
@@ -156,6 +160,37 @@ def test_8_bit_codes_at_every_bound_and_scale(exponent):
     states = (payload(torch.zeros_like(x), "DE", 8, True),)
     before = [blockstep.Entry(torch.zeros_like(x), x, states, "sgd", 8, h)]
     check_equal(run("cpu", before), run("reference", before), before)
+
+
+@pytest.mark.parametrize("map", blockstep.MAPS8)
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+def test_every_8_bit_code_decodes_to_its_value(map, level):
+    # blocks of one code only, kept as they are: their new scale is the value itself
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 256)
+    states = tuple({"codes": codes.clone(), "scale": torch.ones(256)} for _ in range(2))
+    h = numbers("adamw")._replace(w1=0.0, b2=1.0, w2=0.0)
+    zeros = torch.zeros(256 * 256)
+    before = blockstep.Entry(zeros, zeros.clone(), states, "adamw", 8, h, ("DE", map))
+    after = run_at(level, [before])[0]
+    for k, (name, signed) in enumerate([("DE", True), (map, False)]):
+        values = codebook.qmap(name, 8, signed, torch.device("cpu"))
+        assert torch.equal(after.states[k]["scale"], values.abs())
+
+
+@pytest.mark.parametrize("map", blockstep.MAPS8)
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+def test_unsigned_8_bit_codes_around_every_bound(map, level):
+    # the second moment becomes the gradient's square: a few on each side of every bound
+    bounds = codebook.midpoints(map, 8, False, torch.device("cpu"))
+    steps = 1 + torch.arange(-4, 5) * 2.0**-23
+    grad = torch.ones(9, 256)
+    grad[:, 1:] = steps[:, None] * bounds.sqrt()
+    before = []
+    for scale in (1.0, 0.83, 1e-10):  # the last one's square is below 2**-60
+        h = numbers("adamw")._replace(b2=0.0, w2=1.0)
+        state = entry((9, 256), "adamw", 8, maps=("DE", map))
+        before.append(state._replace(grad=grad * scale, numbers=h))
+    check_equal(run_at(level, before), run("reference", before), before)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter

@@ -8,7 +8,6 @@ namespace {
 
 enum Rule : int64_t { kAdamW, kSgd, kLion };
 constexpr int64_t kPiece = 65536;                       // elements that a thread takes at once
-constexpr int32_t kLowest = 0x3280, kBuckets = 26 * 128 + 2;  // see `buckets` in blockstep.py
 
 struct State {
   void* data;  // codes, or the state itself
@@ -85,60 +84,42 @@ MT_INLINE F advance(const Numbers& h, F p, F g, F& m, F& v) {
   return p * h.decay - h.e * step;
 }
 
-MT_HELPER F take(const float* table, I at) {
-#ifdef MT_AVX512
-  return (F)_mm512_i32gather_ps((__m512i)at, table, 4);
-#else
-  int32_t k[16];
-  float y[16];
-  __builtin_memcpy(k, &at, sizeof k);
-  MT_UNROLL(1)
-  for (int i = 0; i < 16; ++i) y[i] = table[k[i]];
-  return load(y);
-#endif
-}
+#include "dynamic.h"
 
-MT_HELPER I take_bytes(const uint8_t* table, I at) {
-#ifdef MT_AVX512
-  return (I)_mm512_i32gather_epi32((__m512i)at, table, 1) & 255;
-#else
-  int32_t k[16];
-  I y;
-  __builtin_memcpy(k, &at, sizeof k);
-  MT_UNROLL(1)
-  for (int i = 0; i < 16; ++i) y[i] = table[k[i]];
-  return y;
-#endif
-}
-
-// The 8-bit code of x: the number of bounds (times the scale) below it; NaN gives 0.
-MT_HELPER I encode8(const State& s, F x, F scale, F inverse) {
-  const I bits = (I)(x * inverse), limit = I{} + (kBuckets - 1);
-  const I bucket = imin(imax(((bits & 0x7fffffff) >> 16) - kLowest, I{}), limit);
-  const I base = take_bytes(s.buckets, bucket + (bits < 0 ? I{} + kBuckets : I{}));
-  return base - (x > take(s.book + 256, base) * scale);  // a true compare is -1
-}
-
-// The same where a quotient by the scale would not be normal: bounds counted one by one.
+// The 8-bit codes of a block whose scale is too far from 1 to divide by: bounds counted one by one.
 inline void count8(const State& s, const float* x, float scale, uint8_t* codes) {
-  for (int64_t i = 0; i < 256; ++i) {
-    int32_t code = 0;
-    for (int64_t k = 256; k < 511; ++k) code += x[i] > s.book[k] * scale;
-    codes[i] = static_cast<uint8_t>(code);
+  for (int64_t i = 0; i < 256; i += 16) {
+    I count = {};
+    MT_UNROLL(1)
+    for (int64_t k = 256; k < 511; ++k) count -= load(x + i) > splat(s.book[k] * scale);
+    narrow(codes + i, count);
   }
 }
 
-// Sixteen values of a state: decoded, or as they are.
-template <int kBits>
-MT_INLINE F fetch(const State& s, int64_t b, int64_t at, F values, F scale) {
-  const uint8_t* codes = static_cast<const uint8_t*>(s.data);
-  if (kBits == 8) return take(s.book, widen(codes + b * 256 + at)) * scale;
-  const I byte = widen(codes + b * 64 + at % 64);
-  return decode(values, at < 64 ? byte : byte >> 4) * scale;
+// The block's part of a state, as floats.
+template <int kBits, bool kSigned>
+inline void fetch(const State& s, const Dynamic& d, int64_t b, int64_t n, float* x) {
+  constexpr int64_t kSize = kBits == 8 ? 256 : 128;
+  if (kBits == 32) {
+    std::memcpy(x, static_cast<const float*>(s.data) + b * kSize, n * 4);
+    return;
+  }
+  const uint8_t* codes = static_cast<const uint8_t*>(s.data) + b * (kBits == 8 ? 256 : 64);
+  const F scale = splat(s.scale[b]);
+  if (kBits == 8) {
+    for (int64_t i = 0; i < 256; i += 64) decode8<kSigned>(d, codes + i, scale, x + i);
+    return;
+  }
+  const F values = load(s.book);
+  for (int64_t i = 0; i < 64; i += 16) {
+    const I byte = widen(codes + i);
+    store(x + i, decode(values, byte) * scale);
+    store(x + i + 64, decode(values, byte >> 4) * scale);
+  }
 }
 
-template <int kBits>
-inline void keep(const State& s, int64_t b, const float* x, float scale) {
+template <int kBits, bool kSigned>
+inline void keep(const State& s, const Dynamic& d, int64_t b, const float* x, float scale) {
   uint8_t* codes = static_cast<uint8_t*>(s.data) + b * (kBits == 8 ? 256 : 64);
   s.scale[b] = scale;
   if (kBits == 4) {
@@ -148,10 +129,11 @@ inline void keep(const State& s, int64_t b, const float* x, float scale) {
       narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
     return;
   }
+  // Nothing is above a bound times 0 or NaN.
+  if (!(scale > 0.0f)) return static_cast<void>(std::memset(codes, 0, 256));
   if (!(scale >= 0x1p-90f && scale <= 0x1p90f)) return count8(s, x, scale, codes);
   const F wide = splat(scale), inverse = splat(1.0f / scale);
-  MT_UNROLL(1)
-  for (int64_t i = 0; i < 256; i += 16) narrow(codes + i, encode8(s, load(x + i), wide, inverse));
+  for (int64_t i = 0; i < 256; i += 64) encode8<kSigned>(d, x + i, wide, inverse, codes + i);
 }
 
 template <int kRule, int kBits>
@@ -160,8 +142,9 @@ inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
   constexpr int kStates = kRule == kAdamW ? 2 : 1;
   const Numbers h = splat_all(t.numbers);
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  F values[2] = {};
-  if (kBits == 4) values[0] = load(t.state[0].book);
+  Dynamic first{}, second{};
+  if (kBits == 8) first = dynamic_of<true>(t.state[0].book, t.state[0].buckets);
+  if (kStates == 2) second = dynamic_of<false>(t.state[1].book, t.state[1].buckets);
   float g_part[kSize] = {}, p_part[kSize] = {}, held[2][kSize] = {};
   for (int64_t b = begin; b < end; ++b) {
     const int64_t from = b * kSize, n = std::min(kSize, t.n - from);
@@ -173,10 +156,8 @@ inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
       read_floats(t.p, t.p_type, from, n, p_part);
       g = g_part, p = p_part;
     }
-    float* exact = static_cast<float*>(t.state[0].data) + from;
-    if (kBits == 32) std::memcpy(held[0], exact, n * 4);
-    F scale[2] = {};
-    for (int k = 0; kBits < 32 && k < kStates; ++k) scale[k] = splat(t.state[k].scale[b]);
+    fetch<kBits, true>(t.state[0], first, b, n, held[0]);
+    if (kStates == 2) fetch<kBits, false>(t.state[1], second, b, n, held[1]);
     I top[2] = {};
     MT_UNROLL(1)
     for (int64_t at = 0; at < kSize; at += 16) {
@@ -184,9 +165,7 @@ inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
       F grad = load(g + at) * h.sign, x[2] = {};
       const F old = load(p + at);
       if (h.has_l2) grad = grad + h.l2 * old;
-      x[0] = kBits == 32 ? load(held[0] + at)
-                         : fetch<kBits>(t.state[0], b, at, values[0], scale[0]);
-      if (kStates == 2) x[1] = fetch<kBits>(t.state[1], b, at, values[1], scale[1]);
+      for (int k = 0; k < kStates; ++k) x[k] = load(held[k] + at);
       store(p + at, advance<kRule>(h, old, grad, x[0], x[1]));
       for (int k = 0; k < kStates; ++k) {
         if (n < kSize) {  // what lies past the end is zero, as the reference pads
@@ -198,9 +177,9 @@ inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
       }
     }
     if (apart) write_floats(t.p, t.p_type, from, n, p_part);
-    if (kBits == 32) std::memcpy(exact, held[0], n * 4);
-    for (int k = 0; kBits < 32 && k < kStates; ++k)
-      keep<kBits>(t.state[k], b, held[k], as_float(top_of(top[k])));
+    if (kBits == 32) std::memcpy(static_cast<float*>(t.state[0].data) + from, held[0], n * 4);
+    if (kBits < 32) keep<kBits, true>(t.state[0], first, b, held[0], as_float(top_of(top[0])));
+    if (kStates == 2) keep<kBits, false>(t.state[1], second, b, held[1], as_float(top_of(top[1])));
   }
 }
 
