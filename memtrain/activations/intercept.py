@@ -97,6 +97,8 @@ class Interception:
     def attach(self) -> None:
         """Put the hooks on the model's modules."""
         for name, module in self.model.named_modules():
+            if name and isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no such hooks; what it saves is kept, and listed, as its parent's
             before = partial(self._before, name, recognise_module(type(module).__name__))
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),

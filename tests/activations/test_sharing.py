@@ -200,3 +200,11 @@ def test_a_wrapped_model_can_be_traced_by_jit():
     intercept(model)
     x = torch.randn(64, 64)
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
+def test_a_scripted_submodule_is_kept_and_listed():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    model, records = nn.Sequential(nn.Linear(64, 64), scripted, nn.Linear(64, 64)), []
+    intercept(model, records=records)
+    model(torch.randn(64, 64)).sum().backward()
+    assert any("Function" in record.reason for record in records)
