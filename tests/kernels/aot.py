@@ -44,8 +44,8 @@ def load(name):
 def jit_functions(module):
     """The module's own @triton.jit functions by name."""
     return {
-        name: value
-        for name, value in vars(module).items()
+        value.fn.__name__: value
+        for value in vars(module).values()  # an alias is no other kernel
         if isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
     }
 
