@@ -15,6 +15,7 @@ ALLOWED = {
     "entry": set(),
     "activations": {"kernels", "compressors"},
     "optim": {"kernels", "compressors"},
+    "precision": {"kernels", "compressors"},
     "config": {"configs"},
     "configs": set(),
     "states": {"entry", "compressors", "optim"},

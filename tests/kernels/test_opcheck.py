@@ -8,6 +8,7 @@ import torch
 
 import memtrain.kernels
 from memtrain.kernels import group, pack, patch
+from memtrain.precision import FP8_FORWARD, FloatFormat
 
 for module in pkgutil.iter_modules(memtrain.kernels.__path__):
     if not module.name.endswith("_triton"):
@@ -45,6 +46,9 @@ LEVELS = [0.0, 0.25, 0.5, 1.0]
 
 
 BOOKS = (("DE", 4, True), ("Linear", 3, False), ("DE", 8, True))
+
+
+FORMATS = (FP8_FORWARD.layout, FloatFormat(6, 9, rounding="stochastic").layout)
 
 
 def sides():
@@ -90,6 +94,18 @@ CASES = {
     "sides_dequantize": lambda: [
         (called("sides_quantize", torch.randn(20, 31), *sides(), *book, None), *sides(), *book)
         for book in BOOKS
+    ],
+    "floats_round": lambda: [
+        (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
+    ],
+    "floats_encode": lambda: [
+        (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
+    ],
+    "floats_decode": lambda: [
+        (called("floats_encode", x, form, 7)[0], form, torch.bfloat16)
+        for x in views()
+        if x.dtype != torch.float64
+        for form in FORMATS
     ],
     "derivative_encode": lambda: [
         (x.reshape(-1), *rest)

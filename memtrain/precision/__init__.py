@@ -1,0 +1,23 @@
+"""Precision: floating-point formats."""
+
+from memtrain.precision.formats import (
+    BF16,
+    E4M3FN,
+    E5M2,
+    FP8_BACKWARD,
+    FP8_FORWARD,
+    FP16,
+    IEEE_FP16,
+    FloatFormat,
+)
+
+__all__ = [
+    "BF16",
+    "E4M3FN",
+    "E5M2",
+    "FP8_BACKWARD",
+    "FP8_FORWARD",
+    "FP16",
+    "IEEE_FP16",
+    "FloatFormat",
+]
