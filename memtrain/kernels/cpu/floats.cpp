@@ -43,9 +43,11 @@ MT_INLINE int32_t magnitude_code(int32_t magnitude, int32_t draw, const FloatFor
 MT_INLINE int32_t value_bits(int32_t code, const FloatForm& f) {
   const int32_t normal = (code << (23 - f.mantissa)) + ((f.least + 126) << 23);
   const int32_t whole = static_cast<int32_t>(bits_of(static_cast<float>(code)));
-  const int32_t small = code > 0 ? whole + (f.least - f.mantissa) * (1 << 23) : 0;
+  const int32_t small = (whole + (f.least - f.mantissa) * (1 << 23)) & -int32_t{code > 0};
   // A least exponent of -126 is float32's own: its subnormals follow from the normal form.
-  return (code < 1 << f.mantissa) & (f.least != -126) ? small : normal;
+  const int32_t pick = -int32_t{(code < 1 << f.mantissa) & (f.least != -126)};
+  // Masks, not conditions: GCC would put the conversion behind a branch, and find no vectors.
+  return (small & pick) | (normal & ~pick);
 }
 
 // Returns how many overflow. `out` holds the bits of float32 numbers, or codes.
@@ -145,6 +147,7 @@ MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const i
   std::atomic<int64_t> overflows{0};
   parallel_for((n + kRun - 1) / kRun, 32, threads, [&](int64_t begin, int64_t end) {
     float in[kRun];
+    uint32_t copy[kRun];
     int32_t results[kRun];
     uint16_t draws[kRun];
     int64_t here = 0;
@@ -152,13 +155,17 @@ MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const i
       const int64_t from = b * kRun, size = std::min(kRun, n - from);
       if (f.rounding == kStochastic)
         draw_run(static_cast<uint32_t>(b * kRunWidth), static_cast<uint64_t>(seed), draws);
-      read_floats(x, type, from, size, in);
-      uint32_t bits[kRun];
-      std::memcpy(bits, in, size * 4);
-      here += round_any(bits, draws, static_cast<int32_t>(size), f, bytes != 0, results);
+      const bool whole = type == kFloat32, in_place = whole && bytes == 0;
+      if (!whole) {
+        read_floats(x, type, from, size, in);
+        std::memcpy(copy, in, size * 4);
+      }
+      const uint32_t* bits = whole ? static_cast<const uint32_t*>(x) + from : copy;
+      int32_t* to = in_place ? static_cast<int32_t*>(out) + from : results;
+      here += round_any(bits, draws, static_cast<int32_t>(size), f, bytes != 0, to);
       if (bytes != 0) {
         write_codes(results, bytes, from, size, out);
-      } else {
+      } else if (!in_place) {
         std::memcpy(in, results, size * 4);
         write_floats(out, type, from, size, in);
       }
