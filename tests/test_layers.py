@@ -22,8 +22,15 @@ ALLOWED = {
     "build": {"config", "compressors"},
     "parameters": {"entry", "optim"},
     "plan": {
-        "build", "config", "entry", "states", "parameters", "compressors", "activations", "optim"
-    },  # fmt: skip
+        "build",
+        "config",
+        "entry",
+        "states",
+        "parameters",
+        "compressors",
+        "activations",
+        "optim",
+    },
     "audit": {"plan", "config", "entry", "compressors", "activations", "optim"},
     "api": {"plan", "config", "parameters", "compressors", "activations", "optim"},
     "experiments": {"", "api", "activations", "compressors", "plan", "config", "meter", "optim"},

@@ -88,9 +88,7 @@ def overwrite(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Ten
     return x.copy_(value(function, x, parameters))
 
 
-def one_pass(
-    function: str, parameters: Sequence[float], dtype: torch.dtype
-) -> tuple[float, float]:
+def one_pass(function: str, parameters: Sequence[float], dtype: torch.dtype) -> tuple[float, float]:
     """The two numbers that a kernel which computes the value itself takes, as torch reads them.
 
     Args:
