@@ -85,6 +85,11 @@ def _jobs(options: Options) -> list[Job]:
     presets = [name for name in choices("preset") if name not in SKIPPED]
     if options.quick:
         presets = ["balanced", "fewbit3"]
+    for setting in options.overrides:
+        key, _, value = setting.partition("=")
+        if key != "presets" or not set(value.split(",")) <= set(choices("preset")):
+            raise ValueError(f"setting {setting!r}; allowed: presets=<name>,<name>...")
+        presets = value.split(",")
     return [
         Job(f"{name}, {preset}", partial(_row, name, preset, options))
         for name in ("gpt", "resnet18")
