@@ -88,7 +88,17 @@ def same(a, b):
     return a == b
 
 
-@pytest.mark.parametrize("kind", [AdamW4bit, AdamW4bitFactor, AdamW8bit, SGD8bit, Lion4bit])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AdamW4bit,
+        SGD8bit,
+        *(
+            pytest.param(k, marks=pytest.mark.nightly)
+            for k in (AdamW4bitFactor, AdamW8bit, Lion4bit)
+        ),
+    ],
+)
 def test_another_process_goes_on_bit_for_bit(kind, tmp_path):
     params, optimizer = trained(kind)
     grads = [gradients(), gradients()]
