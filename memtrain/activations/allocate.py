@@ -54,7 +54,8 @@ def allocate(
     terms = 1.0 / (2.0 ** np.array(widths, dtype=np.float64) - 1) ** 2
     freed = -np.diff(np.array(widths, dtype=np.float64))  # bits per element of each cut
     # [cuts, items]: an item's cuts get dearer one after another, also after rounding
-    price = np.maximum.accumulate(np.outer(np.diff(terms) / freed, costs), axis=0)
+    each = np.outer(np.diff(terms) / freed, costs / weights)
+    price = np.maximum.accumulate(each, axis=0)
     # Stable: of equal prices the earlier cut comes first.
     order = np.argsort(price, axis=None, kind="stable")
     spent = widths[0] * weights.sum() - np.cumsum(np.outer(freed, weights).reshape(-1)[order])

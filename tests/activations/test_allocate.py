@@ -43,6 +43,11 @@ def test_a_case_worked_by_hand():
     assert objective([100.0, 1.0, 1.0], [4, 1, 1]) == pytest.approx(100 / 225 + 2)
 
 
+def test_a_large_item_is_cut_first_for_it_frees_more():
+    # 10 bits: the larger item's two cuts free 6 and cost 50; both items at 2 would cost 100.
+    assert allocate([550.0, 549.0], [3, 1], 10, allowed=(1, 2, 3, 4)) == [2, 3]
+
+
 @settings(max_examples=200, deadline=None)
 @given(items, st.floats(0, 1), st.sampled_from([WIDTHS[:4], LADDER]))
 def test_the_gap_to_the_best_is_below_the_last_cut(items, share, allowed):
