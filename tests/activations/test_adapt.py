@@ -74,7 +74,13 @@ def used(bits, elements):
     return total, bits.average * sum(elements.values())
 
 
-@pytest.mark.parametrize("level", [*LEVELS, "gact4"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(name, marks=() if name in ("actnn_l3", "gact4") else pytest.mark.nightly)
+        for name in (*LEVELS, "gact4")
+    ],
+)
 def test_every_level_learns(level):
     plain = convolutional()
     reference = train(plain, sgd(plain), 12)
