@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from memtrain.cli.parser import Parser
+
 if TYPE_CHECKING:
     from memtrain.compressors.fewbit_step import Approximation
 
@@ -43,11 +45,6 @@ options:
 
 exit status: 0 done, 2 wrong arguments, or a file that cannot be written
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(f"{message}; see memtrain-fewbit --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     from memtrain.compressors.fewbit_functions import FAMILIES
 
-    parser = _Parser(prog="memtrain-fewbit", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="memtrain-fewbit", add_help=False, allow_abbrev=False)
     parser.add_argument("function", nargs="?")
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--interval", type=float, nargs=2)

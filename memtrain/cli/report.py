@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from memtrain.cli.parser import Parser
+
 if TYPE_CHECKING:
     from memtrain.audit import Kept, Report, Row, Total
     from memtrain.cli.models import Request
@@ -60,11 +62,6 @@ exit status: 0 done, 1 the model could not be traced, 2 wrong arguments
 """
 SCHEMA = "memtrain-report"
 VERSION = 1
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(f"{message}; see memtrain-report --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="memtrain-report", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="memtrain-report", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--top", type=int, default=10)
