@@ -12,6 +12,7 @@ ALLOWED = {
     "kernels": set(),
     "compressors": {"kernels"},
     "meter": set(),
+    "sizes": set(),
     "entry": set(),
     "activations": {"kernels", "compressors"},
     "optim": {"kernels", "compressors"},
@@ -46,6 +47,7 @@ ALLOWED = {
         "activations",
         "compressors",
         "quality",
+        "sizes",
     },
 }
 
