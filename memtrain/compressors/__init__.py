@@ -4,6 +4,7 @@ from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.factored import Factored
+from memtrain.compressors.floats import Float
 from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 from memtrain.compressors.identity import Identity
@@ -29,6 +30,7 @@ COMPRESSORS: dict[str, type] = {
     "rank1": Rank1,
     "scaled": Scaled,
     "factored": Factored,
+    "float": Float,
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Compressor",
     "DerivativeCode",
     "Factored",
+    "Float",
     "Group",
     "Host",
     "Identity",

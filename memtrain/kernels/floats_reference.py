@@ -1,6 +1,7 @@
 """Rounding to floating-point formats in plain torch: the definition."""
 
 from functools import lru_cache
+from struct import pack, unpack
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,14 @@ def code_dtype(width: int) -> torch.dtype:
     return torch.uint8 if width <= 8 else torch.int16
 
 
+def _bits_of(code: int, layout: Layout) -> int:
+    """`_value_bits` of one code; without a tensor, so that a fake mode does not see it."""
+    exponent, mantissa = divmod(code, 1 << layout.mantissa_bits)
+    leading = 1 << layout.mantissa_bits if exponent else 0
+    scale = layout.least + max(exponent, 1) - 1 - layout.mantissa_bits
+    return unpack("i", pack("f", (leading + mantissa) * 2.0**scale))[0]
+
+
 @lru_cache
 def limits(layout: Layout, dtype: torch.dtype) -> tuple[int, int, int]:
     """The largest magnitude code that `dtype` holds too; overflow's float32 bits and code."""
@@ -145,7 +154,7 @@ def limits(layout: Layout, dtype: torch.dtype) -> tuple[int, int, int]:
     significant = mantissa_bits + 1 if normal else limit.bit_length()
     limit &= -1 << max(0, significant - _PRECISION[dtype])
     if layout.saturate:
-        return limit, int(_value_bits(torch.tensor(limit), layout)), layout.limit
+        return limit, _bits_of(limit, layout), layout.limit
     if layout.infinity >= 0:
         return limit, _INF, layout.infinity
     return limit, _INF if layout.nan == 1 << (layout.width - 1) else _NAN, layout.nan

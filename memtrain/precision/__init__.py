@@ -1,23 +1,27 @@
 """Precision: floating-point formats."""
 
-from memtrain.precision.formats import (
+from memtrain.kernels.formats import (
     BF16,
     E4M3FN,
     E5M2,
+    FORMATS,
     FP8_BACKWARD,
     FP8_FORWARD,
     FP16,
     IEEE_FP16,
     FloatFormat,
+    named_format,
 )
 
 __all__ = [
     "BF16",
     "E4M3FN",
     "E5M2",
+    "FORMATS",
     "FP8_BACKWARD",
     "FP8_FORWARD",
     "FP16",
     "IEEE_FP16",
     "FloatFormat",
+    "named_format",
 ]

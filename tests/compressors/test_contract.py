@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import COMPRESSORS, Compressor, Group, Key, Samples
 from memtrain.compressors.scaled import NORMALISATIONS
+from memtrain.precision import FORMATS, FloatFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(), (0,), (1,), (7,), (257,), (3, 5, 7), (2, 300), (0, 4), (33, 40)]
@@ -92,6 +93,7 @@ BLOCKS = (
     {"bits": 8, "rounding": "stochastic"},
     {"block_size": 24, "map": "E2M1"},
 )
+DRAWN = FloatFormat(4, 3, rounding="stochastic")
 ROWS = {
     "identity": Row(spoils=element),
     "derivative": Row(spoils=element),
@@ -132,6 +134,10 @@ ROWS = {
         dtypes=(*FLOATS, torch.float64),
     ),
     "factored": Row(make=positive, spoils=everything, least_dimensions=2),
+    "float": Row(
+        options=({}, *({"format": f} for f in FORMATS if f != "fp8_forward"), {"format": DRAWN}),
+        spoils=element,
+    ),
 }
 
 CASES = [

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtrain.compressors import COMPRESSORS, Group, Identity, Key, Patch, Samples
 from memtrain.kernels.codebook import codebook
 from memtrain.kernels.dispatch import backend
+from memtrain.precision import FORMATS, FloatFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -35,6 +36,7 @@ MAPS = st.sampled_from(
 )
 INNER = st.sampled_from([Group(bits=3), Samples(bits=(4, 1)), Patch(), Identity()])
 FUNCTIONS = ("gelu", "silu", "relu", "sigmoid", "hardswish", "hardshrink", "hardtanh", "relu6")
+FORMS = st.builds(FloatFormat, st.integers(2, 6), st.integers(0, 9), rounding=st.just("stochastic"))
 KINDS = ("rows", "norm_rows", "gaussian", "rademacher", "dct")
 
 
@@ -80,8 +82,9 @@ FIELDS: dict[str, st.SearchStrategy] = {
         group_size=st.sampled_from((1, 3, 8, 128)),
     ),
     "factored": built("factored"),
+    "float": built("float", format=st.sampled_from(tuple(FORMATS)) | FORMS),
 }
-DTYPES = {"mask": (torch.bool,), "integers": INTEGERS}
+DTYPES = {"mask": (torch.bool,), "integers": INTEGERS, "float": FLOATS[:3]}
 # These two add numbers up: sums of the largest ones overflow.
 MODEST = ("projection", "factored")
 BAD = ("nan", "inf", "-inf")
@@ -389,6 +392,14 @@ def exact(compressor, x, packed, key):
     return x.double(), torch.zeros(x.shape, dtype=torch.float64)
 
 
+def float_(compressor, x, packed, key):
+    with backend("reference"):
+        target = compressor.form.round(x.contiguous(), seed=key.bits()).double()
+    if compressor.form.specials == "none":
+        target = torch.where(target.isinf(), torch.nan, target)
+    return target, torch.zeros_like(target)
+
+
 def host(compressor, x, packed, key):
     inner = compressor.inner
     name = type(inner).__name__.lower()
@@ -409,6 +420,7 @@ STATED = {
     "rank1": rank1,
     "scaled": scaled,
     "factored": factored,
+    "float": float_,
 }
 
 # -- the properties ---------------------------------------------------------------------------

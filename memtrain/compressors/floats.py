@@ -1,0 +1,78 @@
+"""Byte codes of a float format: exact of what is rounded to it already."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from memtrain.compressors.base import Key, Packed
+from memtrain.kernels.floats_reference import limits
+from memtrain.kernels.formats import FloatFormat, named_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float:
+    """Codes of a float format, without a scale.
+
+    Numbers of the format come back bit for bit; others as `FloatFormat.round` gives them. Only, of
+    a format without special codes (`fp8_forward`, `fp8_backward`, `fp16`), -0 comes back as 0 and
+    what `round` makes Inf as NaN.
+
+    Args:
+        format: A name that `memtrain.precision.named_format` takes, or a `FloatFormat` with a bias
+            of its own.
+
+    Raises:
+        ValueError: If the name is unknown, or the format's bias is None.
+        TypeError: If the format is something else.
+
+    Memory:
+        1 byte per element of formats of up to 8 bits, else 2.
+
+    Example:
+        >>> import torch
+        >>> fp8 = Float(format="fp8_forward")
+        >>> packed = fp8.compress(torch.tensor([1.125, 1.0625, -100.0]), key=Key())
+        >>> packed.nbytes, fp8.decompress(packed)
+        (3, tensor([  1.1250,   1.1250, -30.0000]))
+
+    Reference:
+        Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464.
+    """
+
+    format: Any = "fp8_forward"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, str | FloatFormat):
+            raise TypeError(f"format={self.format!r}; allowed: a name or a FloatFormat")
+        if self.form.bias is None:
+            raise ValueError(f"format={self.format!r}: no bias; choose it with its fitted(x) first")
+
+    @property
+    def form(self) -> FloatFormat:
+        """The format itself."""
+        return named_format(self.format) if isinstance(self.format, str) else self.format
+
+    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+        """Encode `x`.
+
+        Args:
+            x: Any shape and strides, float32, bfloat16 or float16.
+            key: Feeds stochastic rounding, where the format says so.
+            previous: Not used.
+
+        Returns:
+            Tensor `codes`, uint8 or int16, of `x`'s shape.
+
+        Raises:
+            TypeError: If `x` is of another dtype.
+        """
+        form, seed, rounded = self.form, key.bits(), x.contiguous()
+        if x.dtype.itemsize == 2 and limits(form.layout, x.dtype)[0] < form.layout.limit:
+            rounded = form.round(rounded, seed=seed)  # not to codes of numbers that x cannot hold
+        codes = form.encode(rounded, seed=seed)
+        return Packed({"codes": codes}, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """A contiguous tensor of the original shape and dtype."""
+        return self.form.decode(packed.tensors["codes"], packed.dtype)
