@@ -20,11 +20,19 @@ class BuildPlainLibrary(build_ext):
         return ext.export_symbols
 
     def build_extension(self, ext):
-        compile_one = self.compiler.compile
+        compile_always = self.compiler.compile
+        headers = max((Path(name).stat().st_mtime for name in ext.depends), default=0.0)
+
+        def compile_one(source, **options):
+            (made,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
+            newest = max(headers, Path(source).stat().st_mtime, Path(__file__).stat().st_mtime)
+            if Path(made).exists() and Path(made).stat().st_mtime > newest:
+                return [made]
+            return compile_always([source], **options)
 
         def compile_side_by_side(sources, **options):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = pool.map(lambda source: compile_one([source], **options), sources)
+                objects = pool.map(lambda source: compile_one(source, **options), sources)
                 return [name for names in objects for name in names]
 
         self.compiler.compile = compile_side_by_side

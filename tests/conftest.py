@@ -14,6 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+# Workers side by side share the cores: more threads than cores would wait for each other.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
+
 
 @pytest.fixture(autouse=True)
 def _seed():
