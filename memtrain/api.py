@@ -61,8 +61,8 @@ def wrap(
         model: The model, before or in the middle of a training run.
         optimizer: Its optimizer; all its parameters must be the model's.
         cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"all_four"`, `"exact"`,
-            `"optimizer_only"`, `"activations_only"`), a YAML path, a list of Hydra overrides, a
-            dict, a DictConfig or a `Config`.
+            `"optimizer_only"`, `"activations_only"`), the YAML path of a config or of a plan
+            (`Plan.save`), a list of Hydra overrides, a dict, a DictConfig or a `Config`.
         batch: What the model is called with (a tensor, a tuple of arguments or a dict of keyword
             arguments): settles the plan's activation sites at once, without running the model on
             it. Without it the first training forward settles them.

@@ -15,7 +15,8 @@ from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
-from memtrain.plan import NO_RULE, Plan, expand, make_plan
+from memtrain.plan import Plan, make_plan
+from memtrain.rules import NO_RULE, expand
 
 CATEGORIES = {
     "weight": "weights",

@@ -50,6 +50,12 @@ class Activations:
     """Your own rules, tried before `rules`. One whose module does not exist is an error."""
     rules: list[ActivationRule] = field(default_factory=list)
     """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
+    sites: dict[str, Any] = field(default_factory=dict)
+    """`module / op / tensor` -> compressor: a plan file's decisions, before every rule. A site
+    that does not exist is an error."""
+    recompute: list[str] = field(default_factory=list)
+    """Modules (paths; globs) that keep their inputs only, and run again in the backward. Of nested
+    ones the outermost. One that does not exist is an error."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
     derive_outputs: bool = True
@@ -88,6 +94,8 @@ class Optim:
     """Your own rules, tried before `rules`. One whose parameter does not exist is an error."""
     rules: list[StateRule] = field(default_factory=list)
     """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
+    sites: dict[str, Any] = field(default_factory=dict)
+    """`parameter / optimizer / state` -> compressor: a plan file's decisions, before every rule."""
     min_elements: int = 4096
     """States of parameters with no more elements are kept as they are (the paper's rule)."""
 

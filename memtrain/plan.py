@@ -1,111 +1,35 @@
 """Rules x sites -> plan: what is done to every site, decided before anything runs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
+from memtrain import planfile
 from memtrain.activations.bits import Bits
-from memtrain.activations.families import FAMILIES
 from memtrain.activations.options import Options
 from memtrain.activations.sites import Record, Site
 from memtrain.activations.trace import trace
-from memtrain.build import build
 from memtrain.compressors import Compressor
 from memtrain.compressors.auto import Auto
-from memtrain.config import ActivationRule, Config, StateRule, load, nearest
-from memtrain.entry import Entry
+from memtrain.config import Config
+from memtrain.entry import UNKNOWN, Entry
 from memtrain.optim.layout import is_unsigned
 from memtrain.parameters import predict_gradients, predict_weights, training_dtypes
-from memtrain.states import predict_states
-
-NO_RULE = "no rule matches"
-
-
-def expand(text: str) -> tuple[str, ...]:
-    """A rule's pattern as globs: `|` separates them, `@name` stands for a family of ops.
-
-    Raises:
-        ValueError: For an unknown family.
-
-    Example:
-        >>> expand("linear|@exponential")
-        ('linear', 'cross_entropy', 'log_softmax', 'logsumexp')
-    """
-    patterns: list[str] = []
-    for pattern in text.split("|"):
-        if pattern.startswith("@") and pattern not in FAMILIES:
-            raise ValueError(f"unknown family of ops {pattern!r}; {nearest(pattern, [*FAMILIES])}")
-        patterns += FAMILIES.get(pattern, (pattern,))
-    return tuple(patterns)
-
-
-class Rules:
-    """Ordered rules over names; the first whose every pattern matches wins.
-
-    Args:
-        exceptions: The user's rules, tried first.
-        rules: The preset's rules.
-        names: The fields of a rule that are patterns, in the order of `choose`'s arguments.
-    """
-
-    def __init__(
-        self,
-        exceptions: Sequence[ActivationRule | StateRule],
-        rules: Sequence[ActivationRule | StateRule],
-        names: Sequence[str],
-    ) -> None:
-        given = (*exceptions, *rules)
-        self._texts = [", ".join(str(getattr(rule, name)) for name in names) for rule in given]
-        self._rules = [
-            (
-                tuple(expand(str(getattr(rule, name))) for name in names),
-                {signed: build(rule.compressor, signed=signed) for signed in (True, False)},
-            )
-            for rule in given
-        ]
-        self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
-
-    def choose(self, *names: str, signed: bool = True) -> Compressor | str:
-        """The compressor for a site, or the reason to keep it."""
-        return self.choose_any([names], signed=signed)
-
-    def choose_any(
-        self, alternatives: Iterable[tuple[str, ...]], *, signed: bool = True
-    ) -> Compressor | str:
-        """The same for a site of several names (a tied weight): the earliest rule of any wins."""
-        first = min(map(self._winner, alternatives))
-        return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
-
-    def compressors(self) -> list[Compressor | str]:
-        """What the rules choose among."""
-        return [chosen for _, signs in self._rules for chosen in signs.values()]
-
-    def unused(self) -> list[str]:
-        """The patterns of the rules that have won no site so far."""
-        won = set(self._first.values())
-        return [text for index, text in enumerate(self._texts) if index not in won]
-
-    def _winner(self, names: tuple[str, ...]) -> int:
-        if names not in self._first:
-            matching = (
-                index
-                for index, (patterns, _) in enumerate(self._rules)
-                if all(map(_matches, names, patterns))
-            )
-            self._first[names] = next(matching, len(self._rules))
-        return self._first[names]
-
-    def __bool__(self) -> bool:
-        return bool(self._rules)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+from memtrain.planfile import Decision, load
+from memtrain.rules import (
+    Rules,
+    activation_rules,
+    missing,
+    state_rules,
+    state_site,
+)
+from memtrain.states import NO_COUNTER, predict_states
 
 
 @dataclass(frozen=True)
@@ -190,7 +114,56 @@ class Plan:
         return [entry for name in kinds for entry in self._entries.get(name, [])]
 
     def to_yaml(self) -> str:
-        """The plan as YAML: for each kind and site the compressor, or `keep` with the reason."""
+        """The plan as YAML that `wrap`, `make_plan` and `audit` take: the same decisions again.
+
+        Returns:
+            A config that is complete, with a line for each site that is known so far (those of
+            activations once they are settled): `memtrain.planfile` describes it.
+
+        Raises:
+            ValueError: For a compressor that is not in memtrain's registry.
+        """
+        states = [(entry, entry.site.split(" / ")) for entry in self.entries("state")]
+        saved = [(entry, Site.parse(entry.site)) for entry in self.entries("activation")]
+        return planfile.dumps(
+            self.config,
+            {
+                "activations": [
+                    Decision(entry.site, self.activation_rules.choose(*site), _comment(entry))
+                    for entry, site in saved
+                    if "*" not in site
+                ],
+                "optim": [
+                    Decision(entry.site, self.choose_state(site[0], site[-1]), _comment(entry))
+                    for entry, site in states
+                    if len(site) == 3 and entry.reason != NO_COUNTER
+                ],
+            },
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML, whole or not at all.
+
+        Args:
+            path: Ends in `.yaml`; an older file is replaced.
+
+        Raises:
+            ValueError: For another ending, which `wrap` would not take for a file.
+            OSError: If it cannot be written.
+        """
+        path = Path(path)
+        if path.suffix not in (".yaml", ".yml"):
+            raise ValueError(f"plan file {str(path)!r}; allowed: names that end in .yaml")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        partial.write_text(self.to_yaml())
+        partial.replace(path)
+
+    def diff(self, other: "Plan") -> list[str]:
+        """What `other` decides differently: `site: this -> other`, a line each."""
+        return planfile.diff(self.to_yaml(), other.to_yaml())
+
+    def listing(self) -> str:
+        """For each kind and site the compressor, or `keep` with the reason; as it is printed."""
         tree: dict[str, dict[str, str]] = {}
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
@@ -201,7 +174,7 @@ class Plan:
         return OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def __str__(self) -> str:
-        return self.to_yaml()
+        return self.listing()
 
 
 def make_plan(
@@ -227,20 +200,29 @@ def make_plan(
     config = load(cfg)
     modules = [name for name, _ in model.named_modules()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    _check_exceptions(config.activations.exceptions, "module", modules)
-    _check_exceptions(config.optim.exceptions, "parameter", list(parameters))
     plan = Plan(
         config,
-        Rules(config.activations.exceptions, config.activations.rules, ("module", "op", "tensor")),
-        Rules(config.optim.exceptions, config.optim.rules, ("parameter", "state")),
+        activation_rules(config.activations, modules),
+        state_rules(config.optim, list(parameters)),
         _aliases=_aliases(parameters),
     )
     plan = replace(plan, bits=automatic_bits(plan))
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
     plan._entries["state"] = predict_states(model, optimizer, plan)
+    _check_states(plan)
     if batch is not None:
-        plan.settle(plan.trace(model, batch))
+        asked: set[Site] = set()
+
+        def choose(site: Site) -> Compressor | str:
+            asked.add(site)
+            return plan.choose_activation(site)
+
+        plan.settle(plan.trace(model, batch, choose))
+        known = {site.name for site in asked}
+        known.update(entry.site for entry in plan.entries("activation"))
+        strangers = [name for name in config.activations.sites if name not in known]
+        missing(strangers, "no op of the forward saves them")
     return plan
 
 
@@ -259,9 +241,7 @@ def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
         TypeError: As `make_plan`.
     """
     config = load(cfg)
-    own = config.activations
-    _check_exceptions(own.exceptions, "module", [name for name, _ in model.named_modules()])
-    rules = Rules(own.exceptions, own.rules, ("module", "op", "tensor"))
+    rules = activation_rules(config.activations, [name for name, _ in model.named_modules()])
     plan = Plan(config, rules, Rules([], [], ("parameter", "state")))
     return replace(plan, bits=automatic_bits(plan))
 
@@ -280,6 +260,17 @@ def automatic_bits(plan: Plan) -> Bits | None:
     if average is None:
         raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
     return Bits(average)
+
+
+def _check_states(plan: Plan) -> None:
+    """Raise for the states that a plan file decides and the optimizer does not have."""
+    entries = plan.entries("state")
+    if any(entry.reason.startswith(UNKNOWN) for entry in entries):
+        return
+    params = {state_site(entry.site) for entry in entries}
+    known = {(tied, state) for name, state in params for tied in plan._aliases.get(name, (name,))}
+    strangers = [site for site in plan.config.optim.sites if state_site(site) not in known]
+    missing(strangers, "the optimizer has no such states")
 
 
 def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
@@ -306,12 +297,8 @@ def merge(records: Iterable[Record]) -> Iterable[Entry]:
         )
 
 
-def _check_exceptions(rules: Sequence[Any], what: str, names: Sequence[str]) -> None:
-    for index, rule in enumerate(rules):
-        patterns = str(getattr(rule, what)).split("|")
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(
-                    f"exceptions[{index}].{what}={pattern!r} matches no {what} of the model; "
-                    f"{nearest(pattern, names)[:500]}"
-                )
+def _comment(entry: Entry) -> str:
+    """Bytes, and the reason to keep, for people."""
+    replaced = entry.nbytes == entry.planned
+    sides = f"{entry.planned:,} B" if replaced else f"{entry.nbytes:,} B -> {entry.planned:,} B"
+    return f"{sides}; {entry.reason}" if entry.reason else sides

@@ -3,8 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
+from memtrain.build import build
 from memtrain.config import Config, compose, load, options
-from memtrain.plan import build, expand
+from memtrain.rules import expand
 
 PRESETS = options("preset")
 

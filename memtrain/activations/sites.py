@@ -6,6 +6,9 @@ from torch import Tensor
 
 from memtrain.activations.origin import storage_id
 
+ROOT = "(root)"
+"""How the model itself is named where a module's path stands."""
+
 
 class Site(NamedTuple):
     """One tensor that one op of one module saves for its backward."""
@@ -22,7 +25,23 @@ class Site(NamedTuple):
             >>> Site("h.3.mlp.act", "gelu", "input").name
             'h.3.mlp.act / gelu / input'
         """
-        return f"{self.module or '(root)'} / {self.op} / {self.tensor}"
+        return f"{self.module or ROOT} / {self.op} / {self.tensor}"
+
+    @classmethod
+    def parse(cls, name: str) -> "Site":
+        """The site of a name.
+
+        Raises:
+            ValueError: If it is not three names with ` / ` between them.
+
+        Example:
+            >>> Site.parse("(root) / gelu / input")
+            Site(module='', op='gelu', tensor='input')
+        """
+        parts = name.split(" / ")
+        if len(parts) != 3:
+            raise ValueError(f"site {name!r}; allowed: module / op / tensor")
+        return cls("" if parts[0] == ROOT else parts[0], *parts[1:])
 
 
 class Record(NamedTuple):

@@ -10,11 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memtrain
 from memtrain.activations.variance import variance
+from memtrain.build import build
 from memtrain.compressors import Key, Packed, projection
 from memtrain.compressors.projection import KINDS, Projection
 from memtrain.config import load
 from memtrain.kernels import draws
-from memtrain.plan import build
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 REPLAYED = [kind for kind in KINDS if kind != "norm_rows"]  # S does not depend on x

@@ -1,0 +1,224 @@
+"""Plans as YAML files: the same decisions after a round trip, and mistakes with their line."""
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain import planfile
+from memtrain.build import build
+from memtrain.compressors import (
+    Block,
+    DerivativeCode,
+    Factored,
+    Group,
+    Host,
+    Identity,
+    Integers,
+    Mask,
+    Patch,
+    Projection,
+    Rank1,
+    Samples,
+    Scaled,
+)
+from memtrain.compressors.auto import Auto
+from memtrain.config import ActivationRule, Activations, Config
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 128), nn.ReLU(),
+        nn.Linear(128, 8),
+    )  # fmt: skip
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def planned(cfg, model=None, batch=X):
+    model = model or make()
+    return memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), cfg, batch=batch)
+
+
+def gradients(cfg):
+    model, optimizer = make(), None
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def decisions(plan):
+    return [(e.kind, e.site, e.nbytes, e.planned, e.compressor) for e in plan.entries()]
+
+
+@pytest.mark.parametrize(
+    "preset", ["balanced", "all_four", "gact4", "actnn_l4", "fewbit3", "exact"]
+)
+def test_a_round_trip_decides_the_same(preset, tmp_path):
+    plan = planned(preset)
+    path = tmp_path / "plan.yaml"
+    plan.save(path)
+    again = planned(str(path))
+    assert decisions(again) == decisions(plan)
+    assert plan.diff(again) == []
+
+
+def test_a_wrapped_model_trains_to_the_same_bits(tmp_path):
+    path = tmp_path / "plan.yaml"
+    planned("balanced").save(path)
+    for ours, theirs in zip(gradients(path), gradients("balanced"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_plan_without_a_batch_carries_its_rules():
+    plan = planned("smallest", batch=None)
+    config = planfile.loads(plan.to_yaml())
+    assert config.activations.sites == {}
+    assert config.activations.rules == plan.config.activations.rules
+    assert decisions(planned(config)) == decisions(planned("smallest"))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        Identity(), Group(bits=2, group_size=64), DerivativeCode(bits=2, function="silu"), Mask(),
+        DerivativeCode(bits=3, function="leaky_relu", parameters=(0.1,)), Integers(limit=7),
+        Samples(bits=(3, 2)), Host(inner=Group(bits=3)), Projection(kind="rows", ratio=0.5),
+        Block(bits=8), Rank1(), Scaled(normalisation="dim0"), Factored(), Patch(),
+        Auto(template=Group(group_size=128)), Auto(template=Host(inner=Samples())),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_build_reads_what_spec_writes(compressor):
+    assert build(planfile.spec(compressor)) == compressor
+
+
+def test_a_plan_is_edited_by_hand():
+    text = planned("balanced").to_yaml()
+    (line,) = [line for line in text.splitlines() if line.startswith("    1 / gelu / input:")]
+    edited = text.replace(line, "    1 / gelu / input: {name: group, bits: 8}")
+    config = planfile.loads(edited)
+    rows = {entry.site: entry.planned for entry in planned(config).entries()}
+    assert rows["1 / gelu / input"] == 32 * 256 + 32 * 4  # a byte an element, two bf16 a group
+    found = planfile.diff(text, edited)
+    assert found == ["1 / gelu / input: {name: derivative, bits: 3} -> {name: group, bits: 8}"]
+
+
+def test_the_file_reads_like_this():
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU())
+    plan = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), "balanced", batch=X)
+    lines = plan.to_yaml().splitlines()
+    assert "memtrain_plan: 1" in lines
+    assert "seed: 0" in lines
+    assert "weights: keep" in lines
+    assert (
+        "    0 / linear / input: {name: group, bits: 4}  "
+        "# 0 B; the model's own input: stays alive anyway"
+    ) in lines
+    assert "    1 / gelu / input: {name: derivative, bits: 3}  # 1,536 B" in lines
+    assert any(
+        line.startswith(
+            "    0.weight / adamw / exp_avg: {name: block, bits: 4}  # 32,768 B -> 4,352 B"
+        )
+        for line in lines
+    )
+
+
+HEAD = "memtrain_plan: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + "seed: [1", "line 2"),
+        (HEAD + "seed: 0\nseed: 1\n", "line 3: 'seed' stands in line 2 too"),
+        (HEAD + "sead: 0\n", "line 2: unknown key 'sead'"),
+        (HEAD + "seed: x\n", "line 2: seed"),
+        (HEAD + "weights: bf17\n", "line 2: weights='bf17'"),
+        (HEAD + "activations:\n  min_elements: 3\n  rulez: []\n", "line 4: unknown key"),
+        (HEAD + "activations:\n  sites:\n    a / b: keep\n", "line 4: site 'a / b'"),
+        (HEAD + "optim:\n  sites:\n    a / b / c: B7\n", "line 4: compressor 'B7' is unknown"),
+        (
+            HEAD + "activations:\n  sites:\n    a / b / c: keep\n    a / b / d: {name: groop}\n",
+            "line 5: unknown compressor 'groop'; did you mean 'group'",
+        ),
+        (HEAD + "activations:\n  sites:\n    a / b / c: {name: group, bits: 77}\n", "line 4"),
+        ("memtrain_plan: 2\n", "line 1: memtrain_plan=2; allowed: 1"),
+        (HEAD + "<<<<<<< ours\nseed: 1\n", "line"),
+        (HEAD + "activations: 3\n", "line 2"),
+    ],
+)  # fmt: skip
+def test_a_corrupt_plan_fails_with_its_line(text, message, tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"broken\.yaml") as caught:
+        memtrain.wrap(model, optimizer, str(path))
+    assert message in str(caught.value)
+    assert not hasattr(model, "_memtrain")
+
+
+def test_what_is_no_plan_says_so():
+    with pytest.raises(ValueError, match="its key 'memtrain_plan' is missing"):
+        planfile.loads("seed: 1")
+
+
+def test_a_config_in_yaml_still_is_one(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("preset: smallest\nseed: 5\n")
+    assert planned(path).config.seed == 5
+    assert planned(path).config.activations.rules == planned("smallest").config.activations.rules
+
+
+def test_a_plan_of_another_model_names_the_sites_that_do_not_exist(tmp_path):
+    path = tmp_path / "plan.yaml"
+    planned("balanced").save(path)
+    other = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(other.parameters())
+    with pytest.raises(ValueError, match="do not exist") as caught:
+        memtrain.wrap(other, optimizer, path)
+    assert "3 / linear / input" in str(caught.value)
+    assert "0 / linear / input" not in str(caught.value)
+    assert not hasattr(other, "_memtrain")
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_ops_that_do_not_exist_are_named_where_a_batch_tells():
+    text = HEAD + "activations:\n  sites:\n    1 / gelo / input: keep\n"
+    with pytest.raises(ValueError, match="1 / gelo / input"):
+        planned(planfile.loads(text))
+    assert planned(planfile.loads(text), batch=None).config.activations.sites
+
+
+def test_states_that_do_not_exist_are_named(tmp_path):
+    model, path = make(), tmp_path / "plan.yaml"
+    planned("balanced").save(path)
+    with pytest.raises(ValueError, match="the optimizer has no such states"):
+        memtrain.make_plan(model, torch.optim.SGD(model.parameters(), momentum=0.9), path)
+
+
+def test_a_plan_that_keeps_everything_leaves_the_model_alone():
+    text = HEAD + "activations:\n  sites:\n    1 / gelu / input: keep\n"
+    model = make()
+    memtrain.wrap(model, torch.optim.AdamW(model.parameters()), planfile.loads(text))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_compressor_that_no_config_names_cannot_be_saved():
+    class Own(Group):
+        pass
+
+    config = Config(activations=Activations(rules=[ActivationRule(compressor=Own())]))
+    with pytest.raises(ValueError, match="cannot be written"):
+        planned(config).to_yaml()
+
+
+def test_saving_needs_a_name_that_wrap_takes(tmp_path):
+    with pytest.raises(ValueError, match=r"names that end in \.yaml"):
+        planned("balanced").save(tmp_path / "plan.txt")
