@@ -10,17 +10,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from memtrain.compressors.base import Key
 from memtrain.experiments.config import in_range, named
+from memtrain.experiments.idx import read_fashion
 
 SPLITS = ("train", "validation")
+_FASHION_MEAN, _FASHION_DEVIATION = 0.2860, 0.3530  # of the training images' pixels
 # Other people's packages, and tests, which are mostly data: not the library's own source.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Batch(NamedTuple):
-    """Inputs and targets: tokens [batch, sequence] both, or images [batch, 1, 8, 8] and [batch]."""
+    """Inputs and targets: tokens [batch, sequence] both, or images [batch, 1, n, n] and [batch]."""
 
     inputs: Tensor
     targets: Tensor
@@ -94,6 +97,44 @@ class DigitsConfig:
         return Images({split: (images[i], targets[i]) for split, i in parts.items()}, seed)
 
 
+@dataclass(kw_only=True)
+class FashionConfig:
+    """Fashion-MNIST: 70,000 images of clothes, ten classes; its own split, so no seed changes it.
+
+    Raises:
+        ValueError: If a field is out of its range.
+    """
+
+    folder: str = "/usr/share/datasets/fashion-mnist"
+    """Holds the four files; here Debian's package `dataset-fashion-mnist` puts them."""
+    side: int = 28
+    """Pixels: 28, or 14 or 7, means of 2x2 and 4x4."""
+    train: int = 60_000
+    """So many of the training images, from the first on."""
+    validation: int = 10_000
+    """So many of the test images, from the first on."""
+
+    def __post_init__(self) -> None:
+        if self.side not in (28, 14, 7):
+            raise ValueError(f"data.side={self.side}; allowed: 28, 14, 7")
+        in_range("data.train", self.train, at_least=1, at_most=60_000)
+        in_range("data.validation", self.validation, at_least=1, at_most=10_000)
+
+    def build(self, seed: int) -> "Images":
+        """Read the images, with mean 0 and deviation 1 over the training set.
+
+        Raises:
+            FileNotFoundError: If a file is missing; tells how to get it.
+            ValueError: If one is damaged.
+        """
+        read, parts = read_fashion(Path(self.folder)), {}
+        for split, count in (("train", self.train), ("validation", self.validation)):
+            images, targets = (part[:count] for part in read[split])
+            images = (images.unsqueeze(1).float() / 255 - _FASHION_MEAN) / _FASHION_DEVIATION
+            parts[split] = avg_pool2d(images, 28 // self.side), targets
+        return Images(parts, seed)
+
+
 class Text:
     """Byte sequences at random positions of a split's text."""
 
@@ -150,9 +191,10 @@ class Images:
 
 
 # name in a config -> dataclass with a `build(seed)`
-SOURCES: dict[str, type[StdlibConfig] | type[DigitsConfig]] = {
+SOURCES: dict[str, type[StdlibConfig] | type[DigitsConfig] | type[FashionConfig]] = {
     "stdlib": StdlibConfig,
     "digits": DigitsConfig,
+    "fashion": FashionConfig,
 }
 
 
