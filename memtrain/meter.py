@@ -45,11 +45,11 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op and register the storages of its results that its arguments did not bring."""
         kwargs = kwargs or {}
-        given = {storage._cdata for storage in _storages(tree_leaves((args, kwargs)))}
+        given = {storage._cdata for storage in storages(tree_leaves((args, kwargs)))}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
             given.clear()
         result = func(*args, **kwargs)
-        for storage in _storages(tree_leaves(result)):
+        for storage in storages(tree_leaves(result)):
             if storage._cdata not in given or storage._cdata in self._refs:
                 self._register(storage)
         if self._keep_peak and self._bound > self._peak:
@@ -69,7 +69,7 @@ class LiveStorages(TorchDispatchMode):
             >>> live.nbytes(), live.peak_nbytes
             (1024, 1024)
         """
-        for storage in _storages(tensors):
+        for storage in storages(tensors):
             self._register(storage)
         if self._keep_peak:
             self._sweep()
@@ -83,7 +83,7 @@ class LiveStorages(TorchDispatchMode):
         Returns:
             The sum over live registered storages, each at its present size.
         """
-        left_out = {storage._cdata for storage in _storages(exclude)}
+        left_out = {storage._cdata for storage in storages(exclude)}
         self._sweep()
         return sum(size for key, size in self._sizes.items() if key not in left_out)
 
@@ -137,8 +137,8 @@ def storage_nbytes(tensors: Iterable[Tensor], exclude: Iterable[Tensor] = ()) ->
         >>> storage_nbytes([x, x[0], x.T]), storage_nbytes([x], exclude=[x[1]])
         (64, 0)
     """
-    left_out = {storage._cdata for storage in _storages(exclude)}
-    sizes = {storage._cdata: storage.nbytes() for storage in _storages(tensors)}
+    left_out = {storage._cdata for storage in storages(exclude)}
+    sizes = {storage._cdata: storage.nbytes() for storage in storages(tensors)}
     return sum(size for key, size in sizes.items() if key not in left_out)
 
 
@@ -164,14 +164,15 @@ def saved_nbytes(forward: Callable[[], T], exclude: Iterable[Tensor] = ()) -> tu
     return live.nbytes(exclude=[*outputs, *exclude]), result
 
 
-def _storages(leaves: Iterable[Any]) -> Iterable[torch.UntypedStorage]:
+def storages(leaves: Iterable[Any]) -> Iterable[torch.UntypedStorage]:
+    """The storages behind the tensors among some objects; those inside tensor subclasses too."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
-            yield from _storages(getattr(leaf, name) for name in names)
+            yield from storages(getattr(leaf, name) for name in names)
         elif leaf.layout == torch.strided:
             yield leaf.untyped_storage()
         elif leaf.layout == torch.sparse_coo:
-            yield from _storages((leaf._indices(), leaf._values()))
+            yield from storages((leaf._indices(), leaf._values()))

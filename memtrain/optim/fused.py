@@ -12,9 +12,10 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
-from memtrain.kernels import adamw, blockstep
+from memtrain.kernels import adamw, blockstep, cpu
 from memtrain.optim import layout
 from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
+from memtrain.optim.shards import local, sharded_like
 from memtrain.optim.stall import StallWatch
 
 Entry = adamw.Entry | blockstep.Entry
@@ -132,8 +133,7 @@ class FusedStates(CompressedStates):
                     numbers[turn] = self.numbers(group, turn)
                 self._first_states(param, names)
                 self._add(entries, param, names, numbers[turn])
-        adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)])
-        blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)])
+        _run(entries)
         self._stall.after(watched)
         self.tell_schedulers()
         return loss
@@ -156,16 +156,14 @@ class FusedStates(CompressedStates):
             entries.append(entry)
             return
         # A combination without a fused kernel: its states exist in float32 for a moment.
-        like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
         whole = [
-            layout.unpack(compressor, state[name], like)
+            layout.unpack(compressor, state[name], param, moment_dtype(param))
             for name, compressor in zip(names, compressors, strict=True)
         ]
         entry = self.entry(
-            param, [{"tensor": x} for x in whole], [Identity()] * len(names), numbers
+            param, [{"tensor": local(x)} for x in whole], [Identity()] * len(names), numbers
         )
-        run = adamw.adamw_step if isinstance(entry, adamw.Entry) else blockstep.block_step
-        run([entry])  # pyright: ignore[reportArgumentType]
+        _run([entry] if entry is not None else [])
         layout.count_rounding(state, compressors)
         for name, compressor, x in zip(names, compressors, whole, strict=True):
             key = layout.state_key(self, compressor, param, name, state)
@@ -194,26 +192,28 @@ class FusedStates(CompressedStates):
         return super()._load_plain(param, name, whole)
 
 
+def _run(entries: Sequence[Entry]) -> None:
+    if cpu.is_dataless():  # the kernels' tables hold addresses, which fake tensors have not
+        return
+    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)])
+    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)])
+
+
 def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"tensor": value} if isinstance(value, Tensor) else value
+    return {"tensor": local(value)} if isinstance(value, Tensor) else value
 
 
 def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
     """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
-    dtype = moment_dtype(param)
+    dtype, shape = moment_dtype(param), local(param).shape
     if isinstance(compressor, Identity):
-        return torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return sharded_like(torch.zeros(shape, dtype=dtype, device=param.device), param)
     if isinstance(compressor, Block | Rank1 | Factored):
-        like = torch.empty(param.shape, dtype=dtype, device="meta")
+        like = torch.empty(shape, dtype=dtype, device="meta")
         parts = layout.pack(compressor, like)
         if isinstance(parts, dict):
             return {k: torch.zeros_like(t, device=param.device) for k, t in parts.items()}
-    return layout.pack(compressor, torch.zeros(param.shape, dtype=dtype, device=param.device))
-
-
-def gradient(param: Tensor) -> Tensor:
-    """A parameter's gradient, which is known to be there."""
-    return param.grad if param.grad is not None else torch.zeros_like(param)
+    return layout.pack(compressor, torch.zeros(shape, dtype=dtype, device=param.device))
 
 
 def moment_dtype(param: Tensor) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 import ctypes
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +11,29 @@ import torch
 from torch import Tensor
 
 PATH = Path(__file__).with_name("libmemtrain.so")
+
+_dataless = False
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Inside the block kernels that write in place do nothing: fake tensors have no data.
+
+    Example:
+        >>> with without_data():
+        ...     call("a kernel that there is not")
+    """
+    global _dataless
+    before, _dataless = _dataless, True
+    try:
+        yield
+    finally:
+        _dataless = before
+
+
+def is_dataless() -> bool:
+    """Whether this is inside a `without_data` block."""
+    return _dataless
 
 
 @cache
@@ -37,6 +62,8 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
     Raises:
         RuntimeError: If the library was not built.
     """
+    if _dataless:
+        return
     lib = library()
     if lib is None:
         raise RuntimeError(f"the C++ library with {name!r} was not built")

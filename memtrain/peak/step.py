@@ -1,0 +1,138 @@
+"""One training step, told phase by phase: the same for a fake and for a real model."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memtrain.activations.trace import arguments
+from memtrain.held import gradient_tensors, state_tensors, weight_tensors
+from memtrain.optim.release import ReleaseGradients
+from memtrain.optim.weights import SplitWeights
+from memtrain.peak.recorder import Recorder
+from memtrain.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a training step is besides a model, an optimizer and a batch."""
+
+    autocast: torch.dtype | None = None
+    """The dtype of `torch.autocast` around the forward; None without."""
+    loss: Callable[[Any], Tensor] | None = None
+    """What the model returned -> the loss; by default `default_loss`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model, its optimizer and a batch, ready for training steps."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    options: StepOptions
+
+    def run(self, recorder: Recorder | None = None) -> None:
+        """One step: gradients from nothing, forward, backward, update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        begin = (lambda phase: None) if recorder is None else recorder.begin
+
+        def closure() -> Tensor:
+            begin("forward")
+            args, kwargs = arguments(self.batch)
+            with self._autocast():
+                loss = (self.options.loss or default_loss)(self.model(*args, **kwargs))
+            if recorder is not None:
+                recorder.keep(SAVED)
+            begin("backward")
+            with torch.enable_grad():
+                loss.backward()
+            return loss.detach()
+
+        with torch.enable_grad():
+            if _wants_closure(self.optimizer):
+                self.optimizer.step(closure)
+            else:
+                closure()
+                begin("step")
+                self.optimizer.step()
+        begin("step")
+
+    def record(self, recorder: Recorder) -> None:
+        """One step under a recorder; the optimizer's states are there already."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: recorder.adopt([p.grad] if p.grad is not None else [], GRADIENTS)
+            )
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        ]
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            self._adopt(recorder)
+            with recorder.modules(), recorder:
+                self.run(recorder)
+                recorder.adopt(gradient_tensors(self.model), GRADIENTS)
+                recorder.adopt(state_tensors(self.optimizer), STATES)
+                recorder.adopt(_corrections(self.optimizer), WEIGHTS)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype, device = self.options.autocast, next(self.model.parameters()).device.type
+        return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+    def _adopt(self, recorder: Recorder) -> None:
+        recorder.adopt(state_tensors(self.optimizer), STATES)
+        recorder.adopt([*weight_tensors(self.model), *_corrections(self.optimizer)], WEIGHTS)
+        given = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+        recorder.adopt(given, INPUTS)
+
+
+def default_loss(output: Any) -> Tensor:
+    """The loss that a model computes itself, else the sum of its first output.
+
+    Args:
+        output: What a model returned: a tensor, a tuple, a dict, an object with `loss`.
+
+    Returns:
+        A tensor of one element.
+
+    Raises:
+        TypeError: If there is no tensor of a float type that needs a gradient.
+
+    Example:
+        >>> default_loss({"loss": torch.ones((), requires_grad=True)}).item()
+        1.0
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss if loss.numel() == 1 else loss.sum()
+    for leaf in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf.sum()
+    raise TypeError(
+        f"the model returned a {type(output).__name__} without a tensor to differentiate; "
+        "loss= takes a function from what it returns to the loss"
+    )
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    two_pass = isinstance(optimizer, ReleaseGradients) and optimizer.clip == "two_pass"
+    return two_pass or isinstance(optimizer, LBFGS)
+
+
+def _corrections(optimizer: Any) -> list[Tensor]:
+    """The lower bits of split weights, which an optimizer around the user's holds."""
+    found: list[Tensor] = []
+    while optimizer is not None:
+        if isinstance(optimizer, SplitWeights):
+            found += [x for x in optimizer.corrections.values() if x is not None]
+        optimizer = getattr(optimizer, "inner", None)
+    return found

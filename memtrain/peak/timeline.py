@@ -1,0 +1,133 @@
+"""What is alive at each moment of a training step, and the moment when most is."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Phase = Literal["forward", "backward", "step"]
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+STATES = "optimizer states"
+SAVED = "saved activations"
+RECOMPUTED = "recomputed activations"
+INPUTS = "inputs"
+TEMPORARIES = "temporaries"
+WORKSPACES = "workspaces"
+ROUNDING = "allocator rounding"
+PARTS = (
+    WEIGHTS,
+    GRADIENTS,
+    STATES,
+    SAVED,
+    RECOMPUTED,
+    INPUTS,
+    TEMPORARIES,
+    WORKSPACES,
+    ROUNDING,
+)
+"""The parts that a moment may have, in the order to show them."""
+
+
+class Event(NamedTuple):
+    """A storage is born, dies or changes its size."""
+
+    storage: int
+    """Its number."""
+    delta: int
+    """Bytes that it takes more."""
+    phase: Phase
+    label: str
+    """What runs."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive when an op of a training step has just run.
+
+    Example:
+        >>> Moment("forward of h.3.mlp.act / gelu", "forward", 12, {"weights": 8, "inputs": 4})
+        Moment(label='forward of h.3.mlp.act / gelu', phase='forward', nbytes=12,
+               parts={'weights': 8, 'inputs': 4})
+    """
+
+    label: str
+    """What runs: `forward of h.3.mlp.act / gelu`, `backward of h.3.mlp.act / gelu`, `step`."""
+    phase: Phase
+    """`forward`, `backward` or `step`."""
+    nbytes: int
+    """Bytes alive."""
+    parts: Mapping[str, int]
+    """Category -> its bytes alive, those of `PARTS` that are not 0; they sum to `nbytes`."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of one training step, in their order.
+
+    Example:
+        >>> small, large = Moment("a", "forward", 1, {}), Moment("b", "backward", 2, {})
+        >>> Timeline((small, large)).peak.label
+        'b'
+    """
+
+    moments: tuple[Moment, ...]
+    """One per op, each at its highest; an op that runs on for several kernels is one."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment when most is alive; the first of equal ones.
+
+        Raises:
+            ValueError: If there are no moments.
+        """
+        if not self.moments:
+            raise ValueError("the timeline is empty: nothing ran")
+        return max(self.moments, key=lambda moment: moment.nbytes)
+
+    @property
+    def requested(self) -> int:
+        """The most bytes that tensors ask for at any moment: without the allocator's rounding."""
+        return max((m.nbytes - m.parts.get(ROUNDING, 0) for m in self.moments), default=0)
+
+
+def replay(
+    events: Iterable[Event],
+    categories: Sequence[str],
+    *,
+    unit: int = 1,
+    workspaces: Mapping[Phase, int] | None = None,
+) -> Timeline:
+    """Add events up to what is alive, by category.
+
+    Args:
+        events: In their order; those before the first op stand for what is alive at the start.
+        categories: Of each storage, by its number.
+        unit: The allocator's: each storage takes a multiple of so many bytes.
+        workspaces: Bytes that libraries hold besides, by phase.
+
+    Returns:
+        One moment for each run of events with the same label.
+
+    Example:
+        >>> born = Event(0, 100, "forward", "a"), Event(1, 30, "forward", "b")
+        >>> timeline = replay([*born, Event(1, -30, "forward", "b")], ["weights", "temporaries"])
+        >>> [(moment.label, moment.nbytes) for moment in timeline.moments]
+        [('a', 100), ('b', 130)]
+    """
+    held = dict.fromkeys(PARTS, 0)
+    sizes: dict[int, int] = {}
+    moments: list[Moment] = []
+    for event in events:
+        before = sizes.get(event.storage, 0)
+        sizes[event.storage] = after = before + event.delta
+        held[categories[event.storage]] += event.delta
+        held[ROUNDING] += -after % unit - -before % unit
+        held[WORKSPACES] = (workspaces or {}).get(event.phase, 0)
+        now = sum(held.values())
+        same = bool(moments) and moments[-1].label == event.label
+        if same and now <= moments[-1].nbytes:
+            continue
+        parts = {name: nbytes for name, nbytes in held.items() if nbytes}
+        moment = Moment(event.label, event.phase, now, parts)
+        moments[-1:] = [moment] if same else [*moments[-1:], moment]
+    return Timeline(tuple(moments))
