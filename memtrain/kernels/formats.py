@@ -181,6 +181,17 @@ class FloatFormat:
         form = self.fitted(x) if self.bias is None else self
         return floats.round_count(x, form.layout, seed)
 
+    def round_count_(self, x: Tensor, *, seed: int = 0) -> Tensor:
+        """`round` in place; returns how many elements overflow (int64, []).
+
+        Example:
+            >>> x = torch.tensor([1.0625, 31.0])
+            >>> FP8_FORWARD.round_count_(x), x
+            (tensor(1), tensor([ 1.1250, 30.0000]))
+        """
+        form = self.fitted(x) if self.bias is None else self
+        return floats.round_count_(x, form.layout, seed)
+
     def encode(self, x: Tensor, *, seed: int = 0) -> Tensor:
         """Codes of the nearest numbers of the format, or of those drawn.
 

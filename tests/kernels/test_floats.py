@@ -124,6 +124,27 @@ def test_any_strides(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", [FP8_FORWARD, E5M2, FORMATS["stochastic"]])
+def test_in_place_is_the_same(name, dtype, form):
+    x = numbers(700, form, dtype)[:2100]
+    for view in (x.clone(), x.clone().view(3, 700).t(), x.clone()[::2], x.clone()[:0]):
+        with backend(name):
+            expected, count = form.round_count(view, seed=3)
+            assert form.round_count_(view, seed=3).item() == count.item()
+        assert same(view, expected)
+
+
+def test_in_place_is_seen_by_autograd():
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    with torch.no_grad():
+        FP8_FORWARD.round_count_(y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_spoilt_element_spoils_no_other(name):
     x = torch.randn(3000) * 9
     bad = x.clone()

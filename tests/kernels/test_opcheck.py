@@ -98,6 +98,9 @@ CASES = {
     "floats_round": lambda: [
         (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
     ],
+    "floats_round_inplace": lambda: [
+        (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
+    ],
     "floats_encode": lambda: [
         (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
     ],

@@ -50,12 +50,13 @@ MT_INLINE int32_t value_bits(int32_t code, const FloatForm& f) {
   return (small & pick) | (normal & ~pick);
 }
 
-// Returns how many overflow. `out` holds the bits of float32 numbers, or codes.
+// Returns how many overflow. `out` holds the bits of float32 numbers, or codes; it may be `bits`.
 template <int ROUNDING, bool ENCODE>
-MT_INLINE int64_t round_run(const uint32_t* __restrict bits, const uint16_t* __restrict draws,
-                            int32_t n, const FloatForm& form, int32_t* __restrict out) {
+MT_INLINE int64_t round_run(const uint32_t* bits, const uint16_t* draws, int32_t n,
+                            const FloatForm& form, int32_t* out) {
   const FloatForm f = form;
   int32_t count = 0;
+#pragma GCC ivdep
   for (int32_t i = 0; i < n; ++i) {
     const int32_t magnitude = static_cast<int32_t>(bits[i] & 0x7FFFFFFFu);
     const int32_t negative = static_cast<int32_t>(bits[i] >> 31);
