@@ -92,7 +92,7 @@ def wrap(
     plan = make_plan(model, optimizer, cfg, batch=batch)
     check(model, plan.config)
     interception = None
-    if plan.activation_rules:
+    if plan.intercepts:
         interception = Interception(
             model,
             plan.choose_activation,

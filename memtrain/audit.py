@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from memtrain.activations.join import join
 from memtrain.activations.options import Options
-from memtrain.activations.sites import Record, Site
+from memtrain.activations.recompute import recomputed
+from memtrain.activations.sites import RECOMPUTE, Record, Site
 from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
@@ -180,6 +181,7 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
     plan = make_plan(model, optimizer, cfg)
+    again = recomputed(model, plan.options.recompute)
     plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
     asked: set[Site] = set()
     planned = _planned_trace(model, batch, plan, plain, asked)
@@ -187,7 +189,7 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
     return Report(
-        rows=(*map(_entry_row, known), *_activation_rows(plain, planned)),
+        rows=(*map(_entry_row, known), *_activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
         unmatched=tuple(_unmatched(plan.config, asked, known)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
@@ -202,7 +204,7 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
 def _planned_trace(
     model: nn.Module, batch: Any, plan: Plan, plain: list[Record], asked: set[Site]
 ) -> list[Record]:
-    if not plan.activation_rules:  # `wrap` then leaves the model alone
+    if not plan.intercepts:  # `wrap` then leaves the model alone
         return [
             record._replace(planned=record.nbytes, compressor="", reason=NO_RULE)
             for record in plain
@@ -234,14 +236,18 @@ def _entry_row(entry: Entry) -> Row:
     )
 
 
-def _activation_rows(plain: Sequence[Record], planned: Sequence[Record]) -> Iterable[Row]:
+def _activation_rows(
+    plain: Sequence[Record], planned: Sequence[Record], again: Sequence[str]
+) -> Iterable[Row]:
     for row in join(plain, planned):
+        site = row.sites[0]
+        inside = any(f"{site.module}.".startswith(f"{name}.") or not name for name in again)
         yield Row(
             name=row.name,
             kind="activation",
             plain=row.plain,
             planned=row.planned,
-            compressor=row.compressor,
+            compressor=row.compressor or RECOMPUTE * inside,
             reason=row.reason,
             sites=tuple(site.name for site in row.sites),
         )

@@ -63,7 +63,13 @@ class Plan:
             min_elements=own.min_elements,
             derive_outputs=own.derive_outputs,
             backward_bytes=own.backward_bytes,
+            recompute=tuple(own.recompute),
         )
+
+    @property
+    def intercepts(self) -> bool:
+        """Whether forwards have anything done to what they save."""
+        return bool(self.activation_rules or self.config.activations.recompute)
 
     def choose_activation(self, site: Site) -> Compressor | str:
         """The compressor for a saved tensor's site, or the reason to keep it."""

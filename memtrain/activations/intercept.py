@@ -18,6 +18,7 @@ from memtrain.activations.options import Options
 from memtrain.activations.origin import in_transform, storage_id
 from memtrain.activations.payload import unpack
 from memtrain.activations.perform import Performer, top_hooks
+from memtrain.activations.recompute import Recompute
 from memtrain.activations.saved import Choose, SavedTensors, Watch
 from memtrain.activations.sites import Record, Site
 
@@ -76,6 +77,7 @@ class Interception:
         self.model, self.settle = model, settle
         self.saved = SavedTensors(choose, options.min_elements, seed)
         self.performer = Performer(self.saved, options)
+        self.recompute = Recompute(model, options.recompute, self)
         self._settled: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
         self._clear()
@@ -104,6 +106,7 @@ class Interception:
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
+        self.recompute.attach()
 
     def detach(self) -> None:
         """Take the hooks off again; payloads in living graphs stay valid."""
@@ -112,6 +115,22 @@ class Interception:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.recompute.detach()
+
+    def sleeps(self) -> bool:
+        """Whether another interception has the forward to itself."""
+        return _only is not None and _only is not self
+
+    def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module's forward within its backward, known by its path as the first time."""
+        given = self._before(name, None, module, args, kwargs)
+        args, kwargs = given or (args, kwargs)
+        output = None
+        try:
+            output = module.forward(*args, **kwargs)
+        finally:
+            self._after(module, args, output)
+        return output
 
     def resettle(self) -> None:
         """Let the next forward tell again what it saves."""

@@ -13,8 +13,10 @@ class Options:
             payload that the op keeps, where that spares a payload.
         backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
             once (one sample at least), and works through the batch in pieces. None: all at once.
+        recompute: Modules (globs) that keep their inputs only, and run again in the backward.
     """
 
     min_elements: int = 1024
     derive_outputs: bool = True
     backward_bytes: int | None = None
+    recompute: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Runs the ops of a forward: replaced, or as they are with their saved tensors packed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,15 @@ class Performer:
             name = call.op
         op = Op(self.module, _op_name(name, args), _tensors(args, kwargs))
         return self._hook(op, func, args, kwargs)
+
+    @contextmanager
+    def saving(self, op: Op) -> Iterator[None]:
+        """Inside the block it is `op` that saves."""
+        outer, self._op = self._op, op
+        try:
+            yield
+        finally:
+            self._op = outer
 
     def compressor(self, call: Call) -> Compressor | None:
         """What the rules choose for the call's site, or None where nothing may be replaced."""

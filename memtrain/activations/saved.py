@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memtrain.activations.layout import flatten, layout_of, memory_key, overlaps
 from memtrain.activations.origin import foreign, is_parameter, storage_id
 from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared, witness_of
-from memtrain.activations.sites import Op, Record, Site
+from memtrain.activations.sites import RECOMPUTE, Op, Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
@@ -138,6 +138,8 @@ class SavedTensors:
         """Why `x` is kept whatever the rules say, or an empty string."""
         if storage_id(x) in self._inputs:
             return "the model's own input: stays alive anyway"
+        if op.name == RECOMPUTE:
+            return "what a recomputed module starts from"
         if x.numel() < self.min_elements:
             return f"under {self.min_elements:,} elements"
         if storage_id(x) in self._held:

@@ -8,6 +8,8 @@ from memtrain.activations.origin import storage_id
 
 ROOT = "(root)"
 """How the model itself is named where a module's path stands."""
+RECOMPUTE = "recompute"
+"""The op, as it were, that keeps the inputs of a module which runs again in the backward."""
 
 
 class Site(NamedTuple):
