@@ -25,8 +25,8 @@ def check_rounding(rounding: str) -> None:
 class Block:
     """Blocks of codes with one scale each: `B128/DE` and its family.
 
-    A block of zeros decodes to zeros. NaN or Inf spoils its own block (it decodes to NaN and
-    Inf) and no other.
+    A block of zeros decodes to zeros. NaN or Inf spoils its own block and no other: the whole
+    block decodes to NaN, or, where Inf is its scale, to the map's lowest value times Inf.
 
     Attributes:
         block_size: Elements per scale: a multiple of 8.

@@ -34,7 +34,8 @@ def _codes(table_ptr, tensor, k):
 
 @triton.jit
 def _encode8(x, bounds_ptr, scale):
-    """The number of bounds (times the scale) below x, by halving; NaN gives 0."""
+    """The number of bounds (times the scale) below x, by halving; NaN and a scale of Inf give 0."""
+    scale += scale - scale  # Inf becomes NaN
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(8):
         half = 128 >> k

@@ -40,8 +40,8 @@ def encode(x: Tensor, scale: Tensor, book: Book, seed: int | None = None) -> Ten
     To the nearest: the number of midpoints with `x > midpoint * scale`, ties to the lower index.
     Stochastic: with `lo` and `hi` the neighbouring values, `hi` with probability
     `(x / scale - lo) / (hi - lo)`, to 2**-16; below the lowest value and above the highest one,
-    that value. NaN gives code 0, as do all elements whose scale is 0, Inf or NaN where the
-    rounding is stochastic.
+    that value. NaN gives code 0, as do all elements whose scale is Inf or NaN (or 0, where the
+    rounding is stochastic).
 
     Args:
         x: float32, [n_blocks, block_size].
@@ -61,7 +61,8 @@ def encode(x: Tensor, scale: Tensor, book: Book, seed: int | None = None) -> Ten
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, appendix E.3.
     """
     if seed is None:
-        bounds = midpoints(book.map, book.bits, book.signed, x.device) * scale
+        defined = scale + (scale - scale)  # NaN in place of Inf: no bound is passed
+        bounds = midpoints(book.map, book.bits, book.signed, x.device) * defined
         return count_above(x, bounds[0] if scale.numel() == 1 else bounds)
     values = book.values(x.device)
     usable = (scale > 0) & scale.isfinite()

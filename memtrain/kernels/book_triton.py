@@ -16,7 +16,8 @@ from memtrain.kernels.maps import midpoints
 
 @triton.jit
 def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """How many of the 2**BITS - 1 ascending bounds (times the scale) x passes; NaN none."""
+    """The number of ascending bounds (times the scale) that x passes; NaN or a scale of Inf: none."""
+    scale += scale - scale  # Inf becomes NaN
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(BITS):
         bound = tl.load(bounds_ptr + code + (2 ** (BITS - 1 - k) - 1)) * scale

@@ -21,8 +21,9 @@ def quantize(
     `x` is flattened and padded with zeros to whole blocks. An element's code is the number of
     midpoints with `x > midpoint * scale`: nearest, ties to the lower index; with a seed it is one
     of the two neighbouring values', unbiased. A block of zeros gets scale 0 and codes 0, which
-    decode to 0. NaN or Inf makes its block's scale NaN or Inf; that block decodes to NaN and Inf
-    (its codes say nothing), the others are exact.
+    decode to 0. NaN or Inf makes its block's scale NaN or Inf and all codes of that block 0: it
+    decodes to NaN, or to the map's lowest value times Inf (-Inf where it is negative, NaN where it
+    is 0, else Inf). No other block notices.
 
     Args:
         x: Any shape and device; float32, or any float type (converted).

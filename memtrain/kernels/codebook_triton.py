@@ -8,7 +8,8 @@ BLOCKS = 8  # blocks of codes per program
 
 @triton.jit
 def encode(x, bounds_ptr, scale):
-    """The number of bounds (times the scale) below x; NaN gives 0."""
+    """The number of bounds (times the scale) below x; NaN and a scale of Inf give 0."""
+    scale += scale - scale  # Inf becomes NaN
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(15):
         bound = tl.load(bounds_ptr + k) * scale

@@ -74,7 +74,7 @@ def choose(x: Tensor) -> str:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether nothing watches a call on `x`: no compiler, mode, subclass or autograd.
+    """Whether `x` has data, and no compiler, mode, subclass or autograd watches a call on it.
 
     The implementation can then be called itself: the dispatcher costs more than a small call's
     work.
@@ -89,6 +89,7 @@ def is_plain(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
+        and not x.is_meta
         and not (x.requires_grad and torch.is_grad_enabled())
         and torch._C._len_torch_dispatch_stack() == 0
     )

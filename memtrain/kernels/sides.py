@@ -16,8 +16,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 def inverse(scale: Tensor) -> Tensor:
     """1 / scale, and 0 where that says nothing: scale 0, subnormal, Inf or NaN."""
-    usable = (scale >= _TINY) & scale.isfinite()
-    return torch.where(usable, 1 / scale, 0.0)
+    usable = (scale >= _TINY) & (scale < torch.inf)
+    return (1 / scale).masked_fill(~usable, 0.0)
 
 
 def quantize(x: Tensor, sides: Sides, book: Book, seed: int | None = None) -> Tensor:

@@ -459,16 +459,18 @@ def check_error(name, case, x, y, packed, key):
 
 
 def check_bytes(case, x, packed):
-    with FAKE:
-        fake = case.compressor.compress(FAKE.from_tensor(x), key=Key())
-        y = case.compressor.decompress(fake)
-    assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    meta = case.compressor.compress(x.to("meta"), key=Key())
-    assert fake.nbytes == meta.nbytes
-    if x.dtype in INTEGERS:
-        assert packed.nbytes <= fake.nbytes  # their width follows the values
+    """Without data, a meta or (in an eighth of the cases: it is slower) fake tensor takes as many."""
+    if case.seed % 8:
+        bare = case.compressor.compress(x.to("meta"), key=Key())
     else:
-        assert packed.nbytes == fake.nbytes
+        with FAKE:
+            bare = case.compressor.compress(FAKE.from_tensor(x), key=Key())
+            y = case.compressor.decompress(bare)
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    if x.dtype in INTEGERS:
+        assert packed.nbytes <= bare.nbytes  # their width follows the values
+    else:
+        assert packed.nbytes == bare.nbytes
 
 
 def check(name, case):
@@ -489,13 +491,8 @@ def check(name, case):
     assert same(again.decompress(pickle.loads(pickle.dumps(packed))), y)
     with backend("reference"):
         twin = case.compressor.compress(x, key=key)
+        assert payloads(equal, twin, packed)
         assert equal(case.compressor.decompress(packed), y)
-        if y.isfinite().all():
-            assert payloads(equal, twin, packed)
-        else:  # the codes of a block that a bad number spoilt are free, what decodes beside it not
-            y2 = case.compressor.decompress(twin)
-            assert torch.equal(y2.isfinite(), y.isfinite())
-            assert torch.equal(y2[y2.isfinite()], y[y.isfinite()])
 
 
 EVERY = pytest.mark.parametrize("name", COMPRESSORS)

@@ -129,8 +129,8 @@ inline void keep(const State& s, const Dynamic& d, int64_t b, const float* x, fl
       narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
     return;
   }
-  // Nothing is above a bound times 0 or NaN.
-  if (!(scale > 0.0f)) return static_cast<void>(std::memset(codes, 0, 256));
+  // Nothing is above a bound times 0 or NaN, and a scale of Inf counts as NaN.
+  if (!(scale > 0.0f && scale <= 0x1.fffffep127f)) return static_cast<void>(std::memset(codes, 0, 256));
   if (!(scale >= 0x1p-90f && scale <= 0x1p90f)) return count8(s, x, scale, codes);
   const F wide = splat(scale), inverse = splat(1.0f / scale);
   for (int64_t i = 0; i < 256; i += 64) encode8<kSigned>(d, x + i, wide, inverse, codes + i);

@@ -95,8 +95,9 @@ MT_INLINE Book with_bounds(F values, F t) {
 #endif
 }
 
+// A scale of Inf makes every bound NaN, as a NaN does: the codes are 0.
 MT_INLINE Book scaled(const float* table, float scale) {
-  return with_bounds(load(table), load(table + 16) * scale);
+  return with_bounds(load(table), load(table + 16) * (scale + (scale - scale)));
 }
 
 // Only the low 4 bits of an index count.
