@@ -16,7 +16,7 @@ from memtrain.kernels.maps import midpoints
 
 @triton.jit
 def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The number of ascending bounds (times the scale) that x passes; NaN or a scale of Inf: none."""
+    """The number of ascending bounds (times the scale) that x passes; NaN, a scale of Inf: 0."""
     scale += scale - scale  # Inf becomes NaN
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(BITS):

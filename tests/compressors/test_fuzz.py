@@ -459,7 +459,7 @@ def check_error(name, case, x, y, packed, key):
 
 
 def check_bytes(case, x, packed):
-    """Without data, a meta or (in an eighth of the cases: it is slower) fake tensor takes as many."""
+    """Without data a meta or (slower, so in an eighth of the cases) fake tensor takes as many."""
     if case.seed % 8:
         bare = case.compressor.compress(x.to("meta"), key=Key())
     else:
