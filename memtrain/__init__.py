@@ -1,6 +1,14 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
-from memtrain.api import adapter, load_state_dict, plan_of, state_dict, unwrap, wrap
+from memtrain.api import (
+    adapter,
+    load_state_dict,
+    plan_of,
+    precision_state,
+    state_dict,
+    unwrap,
+    wrap,
+)
 from memtrain.audit import audit
 from memtrain.config import Config
 from memtrain.parameters import fp32_state_dict, load_fp32_state_dict
@@ -18,6 +26,7 @@ __all__ = [
     "load_state_dict",
     "make_plan",
     "plan_of",
+    "precision_state",
     "state_dict",
     "unwrap",
     "wrap",

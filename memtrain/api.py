@@ -14,6 +14,11 @@ from memtrain.compressors import Compressor
 from memtrain.parameters import ATTRIBUTE as _ATTRIBUTE
 from memtrain.parameters import apply, check, check_removable, remove
 from memtrain.plan import Plan, make_plan
+from memtrain.precision.run import Rounder
+from memtrain.precision.settle import Settle
+from memtrain.precision.skip import SkipOverflows
+from memtrain.precision.state import PrecisionState
+from memtrain.rules import NO_RULE
 
 
 @dataclass
@@ -91,7 +96,8 @@ def wrap(
     _check(model, optimizer)
     plan = make_plan(model, optimizer, cfg, batch=batch)
     check(model, plan.config)
-    interception = None
+    interception, handles = None, []
+    rounder = Rounder(plan.precision, NO_RULE) if plan.precision is not None else None
     if plan.intercepts:
         interception = Interception(
             model,
@@ -99,16 +105,22 @@ def wrap(
             options=plan.options,
             seed=plan.config.seed,
             settle=plan.settle,
+            rounding=rounder,
         )
         interception.saved.watch = _watch(plan)
     if plan.state_rules:
         choose = _ChooseState(plan, {p: name for name, p in model.named_parameters()})
         least = plan.config.optim.min_elements
         optimizer = optim.compress(optimizer, choose, min_elements=least)
+    if rounder is not None:  # before the interception's own hook
+        handles.append(model.register_forward_pre_hook(Settle(plan), with_kwargs=True))
     if interception is not None:
         interception.attach()
     applied = apply(model, optimizer, plan.config)
-    setattr(model, _ATTRIBUTE, _Wrapped(plan, interception, applied.weights, applied.handles))
+    handles += applied.handles
+    if rounder is not None:
+        handles += SkipOverflows(rounder.boundary).attach(applied.optimizer)
+    setattr(model, _ATTRIBUTE, _Wrapped(plan, interception, applied.weights, handles))
     return model, applied.optimizer
 
 
@@ -167,10 +179,13 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         `step`, the number of forward passes so far: it feeds the keys of stochastic rounding. Where
         a rule has `bits: auto`, also the present `bits` and what is known of the data set's
-        `samples`. A run that restores them goes on bit for bit.
+        `samples`. In mixed `precision`, the assignment, what was promoted and the loss scale. A run
+        that restores them goes on bit for bit.
     """
     wrapped = _wrapped(model)
     state: dict[str, Any] = {"step": wrapped.interception.saved.step if wrapped.interception else 0}
+    if wrapped.plan.precision is not None:
+        state["precision"] = wrapped.plan.precision.state()
     if wrapped.plan.bits is not None and wrapped.interception is not None:
         watch = _statistics(wrapped.interception)
         if watch is not None:
@@ -193,11 +208,15 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     wrapped = _wrapped(model)
     bits, interception = wrapped.plan.bits, wrapped.interception
     keys = {"step"} if bits is None else {"step", "bits", "samples"}
+    if wrapped.plan.precision is not None:
+        keys.add("precision")
     if set(state_dict) != keys:
-        named = "the key 'step'" if bits is None else f"the keys {sorted(keys)}"
+        named = "the key 'step'" if len(keys) == 1 else f"the keys {sorted(keys)}"
         raise ValueError(f"memtrain's state has {named}, not {sorted(state_dict)}")
     if interception is None:
         return
+    if wrapped.plan.precision is not None:
+        wrapped.plan.precision.load(state_dict["precision"])
     interception.saved.step = int(state_dict["step"])
     if bits is not None:
         bits.load(state_dict["bits"])
@@ -205,6 +224,33 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     watch = _statistics(interception)
     if watch is not None:
         watch.load(state_dict["samples"])
+
+
+def precision_state(model: nn.Module) -> PrecisionState:
+    """What is low now, what was promoted and when, the low-precision ratio and the loss scale.
+
+    Args:
+        model: A model that `wrap` returned, with a `precision` in its config.
+
+    Returns:
+        The run's own state, which goes on changing; `print` tells it.
+
+    Raises:
+        ValueError: If the model is not wrapped, or nothing is rounded.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        >>> cfg = ["activations=none", "optim=none", "precision=size_ordered"]
+        >>> model, _ = wrap(model, torch.optim.SGD(model.parameters()), cfg)
+        >>> model(torch.randn(32, 64)).square().mean().backward()
+        >>> round(precision_state(model).ratio, 3)
+        0.37
+    """
+    state = _wrapped(model).plan.precision
+    if state is None:
+        raise ValueError("nothing is rounded: the config has precision.assignment=fp32")
+    return state
 
 
 def adapter(model: nn.Module) -> Adapter:

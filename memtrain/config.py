@@ -10,6 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from memtrain.precision.options import Precision
+
 CONFIGS = "pkg://memtrain.configs"
 KEEP = "keep"
 WEIGHTS = (KEEP, "bf16", "bf16+sr", "bf16+8", "bf16+16", "fp16", "fp16+8", "fp16+16")
@@ -151,6 +153,8 @@ class Config:
     `all_four` sets it."""
     release: Release = field(default_factory=Release)
     """How, where gradients are released."""
+    precision: Precision = field(default_factory=Precision)
+    """Which tensors of training are rounded to which float format."""
     seed: int = 0
     """Feeds every random bit of every compressor."""
 
@@ -222,6 +226,8 @@ def _fill(cfg: Config) -> Config:
     for part in ("weights", "gradients"):
         if getattr(cfg, part) == KEEP:
             setattr(filled, part, getattr(base, part))
+    if not cfg.precision.active:
+        filled.precision = base.precision
     return filled
 
 

@@ -22,7 +22,11 @@ from memtrain.entry import UNKNOWN, Entry
 from memtrain.optim.layout import is_unsigned
 from memtrain.parameters import predict_gradients, predict_weights, training_dtypes
 from memtrain.planfile import Decision, load
+from memtrain.precision.graph import check_dtypes, graph_of
+from memtrain.precision.run import Rounder
+from memtrain.precision.state import PrecisionState
 from memtrain.rules import (
+    NO_RULE,
     Rules,
     activation_rules,
     missing,
@@ -54,6 +58,8 @@ class Plan:
     _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
     bits: Bits | None = None
     """The widths of the sites with `bits: auto`, if a rule has it."""
+    precision: PrecisionState | None = None
+    """The formats of the tensors of training, if any are rounded."""
 
     @property
     def options(self) -> Options:
@@ -68,8 +74,9 @@ class Plan:
 
     @property
     def intercepts(self) -> bool:
-        """Whether forwards have anything done to what they save."""
-        return bool(self.activation_rules or self.config.activations.recompute)
+        """Whether forwards have anything done to their ops or to what they save."""
+        own = self.config
+        return bool(self.activation_rules or own.activations.recompute or own.precision.active)
 
     def choose_activation(self, site: Site) -> Compressor | str:
         """The compressor for a saved tensor's site, or the reason to keep it."""
@@ -104,8 +111,23 @@ class Plan:
         choose: Callable[[Site], Compressor | str] | None = None,
     ) -> list[Record]:
         """What a forward would save under the plan, or under `choose`; the plan is not changed."""
+        rounding = None
+        if self.precision is not None:
+            if self.precision.graph is None:
+                self.settle_precision(model, batch)
+            rounding = Rounder(self.precision, NO_RULE, trial=True)
         chosen = choose or self.choose_activation
-        return trace(model, batch, chosen, self.options, training_dtypes(model, self.config))
+        dtypes = training_dtypes(model, self.config)
+        return trace(model, batch, chosen, self.options, dtypes, rounding)
+
+    def settle_precision(self, model: nn.Module, batch: Any) -> None:
+        """Choose formats for the tensors of training, by a forward on fake tensors.
+
+        Raises:
+            ValueError: If the model has no GEMM.
+        """
+        if self.precision is not None:
+            self.precision.settle(graph_of(model, batch, self.choose_activation, self.options))
 
     def unused(self) -> dict[str, list[str]]:
         """Rules that have matched nothing so far, by what they are for."""
@@ -212,7 +234,10 @@ def make_plan(
         state_rules(config.optim, list(parameters)),
         _aliases=_aliases(parameters),
     )
-    plan = replace(plan, bits=automatic_bits(plan))
+    precision = PrecisionState(config.precision) if config.precision.active else None
+    if precision is not None:
+        check_dtypes(model)
+    plan = replace(plan, bits=automatic_bits(plan), precision=precision)
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
     plan._entries["state"] = predict_states(model, optimizer, plan)

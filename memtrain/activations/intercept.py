@@ -19,6 +19,7 @@ from memtrain.activations.origin import in_transform, storage_id
 from memtrain.activations.payload import unpack
 from memtrain.activations.perform import Performer, top_hooks
 from memtrain.activations.recompute import Recompute
+from memtrain.activations.rounding import Rounding
 from memtrain.activations.saved import Choose, SavedTensors, Watch
 from memtrain.activations.sites import Record, Site
 
@@ -63,6 +64,7 @@ class Interception:
         options: How saved tensors are handled.
         seed: Feeds the keys of stochastic rounding.
         settle: Told what a forward saved, once for each module that one has started from.
+        rounding: What else is done to the ops, also where nothing is saved for backward.
     """
 
     def __init__(
@@ -73,10 +75,14 @@ class Interception:
         options: Options,
         seed: int,
         settle: Callable[[list[Record]], None],
+        rounding: Rounding | None = None,
     ) -> None:
         self.model, self.settle = model, settle
         self.saved = SavedTensors(choose, options.min_elements, seed)
         self.performer = Performer(self.saved, options)
+        self.performer.rounding = self.rounding = rounding
+        if rounding is not None:
+            rounding.attach(self.saved)
         self.recompute = Recompute(model, options.recompute, self)
         self._settled: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
@@ -84,7 +90,7 @@ class Interception:
 
     def _clear(self) -> None:
         self._path: list[_Entry] = []
-        self._outer: tuple[str, saved_tensors_hooks, _Mode] | None = None
+        self._outer: tuple[str, saved_tensors_hooks | None, _Mode] | None = None
         self._depth = 0  # of the path when the interception was turned on
         self._owner: dict[str, int] = {}  # the thread whose forward it is: one at a time
 
@@ -178,18 +184,40 @@ class Interception:
             self._stop(whole=False)
             self._path.clear()
         self.performer.module = name
-        entry = _Entry(name)
+        entry, given = _Entry(name), None
         if self._outer is None:
-            if self._may_start(name):
-                self._start(name, module, (args, kwargs))
-        elif composite and len(args) == 1 and not kwargs and _only_our_hooks(module):
+            given = self._begin(name, module, args, kwargs)
+        elif composite and len(args) == 1 and not kwargs and self._alike(module):
             entry = _Entry(name, self._whole(composite, module, args[0]))
         self._path.append(entry)
         if entry.whole is None:
-            return None
+            return given
         # The composite now runs on no elements; `_after` returns the real result.
         x = args[0].detach()
         return (x.new_empty((0, *x.shape[1:])),), kwargs
+
+    def _begin(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Turn on what may be on; the forward's arguments, where they are changed."""
+        saves = self._may_start(name)
+        rounds = self.rounding is not None and (saves or self._may_round())
+        given = (args, kwargs)
+        if self.rounding is not None and rounds:
+            given = self.rounding.begin(self.model, name, args, kwargs)
+        if saves:
+            self._start(name, module, (args, kwargs))
+        elif rounds:
+            self._depth, self.performer.idle = len(self._path), True
+            mode = _Mode(self.performer)
+            mode.__enter__()
+            self._outer = (name, None, mode)
+        return given if rounds else None
+
+    def _alike(self, module: nn.Module) -> bool:
+        """Whether the module as one op is what it is written as, also to others."""
+        weights = self.rounding is not None and next(module.parameters(), None) is not None
+        return _only_our_hooks(module) and not weights
 
     def _whole(
         self, recognise: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any
@@ -208,6 +236,8 @@ class Interception:
         self.performer.module = self._path[-1].name if self._path else ""
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
+            if self.rounding is not None:
+                result = self.rounding.end(output if result is None else result, whole=not failed)
         if not self._path:
             self._leave()
         return result
@@ -248,6 +278,11 @@ class Interception:
             self._settle(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
         return not why
 
+    def _may_round(self) -> bool:
+        """Whether ops may be rounded where nothing is compressed: evaluation, recomputation."""
+        busy = torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform()
+        return not busy and (_only is None or _only is self)
+
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
         own = [*self.model.parameters(), *self.model.buffers()]
         # A submodule called on its own may be given what another one made: not the user's to keep.
@@ -271,9 +306,11 @@ class Interception:
         if self._outer is None:
             return
         name, hooks, mode = self._outer
-        self._outer = None
+        self._outer, self.performer.idle = None, False
         self.performer.reset()
         mode.__exit__(None, None, None)
+        if hooks is None:
+            return
         hooks.__exit__(None, None, None)
         self.saved.end()
         records, self.saved.records = self.saved.records, None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.activations.layout import Layout, flatten, restore
+from memtrain.activations.sites import Op
 from memtrain.compressors import Compressor, Packed
 
 
@@ -86,7 +87,23 @@ class Derived(NamedTuple):
         return restore(flat, self.layout)
 
 
-Saved = Kept | Compressed | Derived
+class Waiting:
+    """A result that its op saves: what is held is decided once the op has run."""
+
+    __slots__ = ("op", "saved", "tensor")
+
+    def __init__(self, tensor: Tensor, op: Op) -> None:
+        self.tensor, self.op = tensor, op
+        self.saved: Saved | None = None
+
+    def unpack(self) -> Tensor:
+        """The tensor for the backward."""
+        if self.saved is None:
+            raise RuntimeError(f"{self.op.name} was not run to its end")
+        return self.saved.unpack()
+
+
+Saved = Kept | Compressed | Derived | Waiting
 
 
 def unpack(saved: Saved) -> Tensor:

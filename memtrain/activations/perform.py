@@ -14,7 +14,8 @@ from memtrain.activations.layout import layout_of
 from memtrain.activations.ops.payload import output_again
 from memtrain.activations.options import Options
 from memtrain.activations.origin import foreign, storage_id
-from memtrain.activations.payload import Saved
+from memtrain.activations.payload import Saved, Waiting
+from memtrain.activations.rounding import Rounding
 from memtrain.activations.saved import SavedTensors
 from memtrain.activations.sites import Op, Site
 from memtrain.compressors import Compressor, DerivativeCode, Identity
@@ -38,25 +39,52 @@ class Performer:
     def __init__(self, saved: SavedTensors, options: Options) -> None:
         self.saved, self.options = saved, options
         self.module = ""  # path of the module that runs now
+        self.rounding: Rounding | None = None
+        self.idle = False  # whether ops are rounded only, their saved tensors left alone
         self._op: Op | None = None
+        self._waiting: list[Waiting] = []
+        self._whole = False  # whether a module runs as one op
 
     def __getstate__(self) -> dict[str, object]:
-        return {"saved": self.saved, "options": self.options}
+        return {"saved": self.saved, "options": self.options, "rounding": self.rounding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        rounding = state.pop("rounding")
         self.__init__(**state)
+        self.rounding = rounding
 
     def reset(self) -> None:
         """Forget the op that runs: its forward has ended."""
-        self._op = None
+        self._op, self._waiting, self._whole = None, [], False
 
     def pack(self, x: Tensor) -> Saved:
         """The pack function of saved-tensor hooks."""
-        return self.saved.pack(x, self._op or Op(self.module, "autograd.Function"))
+        op = self._op or Op(self.module, "autograd.Function")
+        if self.rounding is None or op.replaced or not op.inputs or op.role(x) != "saved":
+            return self.saved.pack(x, op)
+        # Perhaps the op's result, which is rounded when the op has run.
+        self._waiting.append(Waiting(x.detach(), op))
+        return self._waiting[-1]
 
     def run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one torch function."""
-        if not torch.is_grad_enabled():
+        """Run one torch function, rounded where that is asked for."""
+        if self.rounding is None or self._whole:
+            return self._run(func, name, args, kwargs)
+        args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
+        result = self._run(func, name, args, kwargs)
+        return self._rounded(_op_name(name, args), args, kwargs, result)
+
+    def _rounded(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], y: Any) -> Any:
+        if self.rounding is not None:
+            y = self.rounding.result(self.module, op, args, kwargs, y)
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.saved = self.saved.pack(one.tensor, one.op)
+            one.tensor = one.tensor.new_empty(0)
+        return y
+
+    def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.idle or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         call = recognise(name, args, kwargs, self.options)
         if call is not None:
@@ -100,12 +128,29 @@ class Performer:
     def whole(self, call: Call, compressor: Compressor) -> Callable[[], Any] | None:
         """What runs, as one op, a module that writes the op out in several; None: as it is."""
         if call.accepts(compressor):
-            return partial(self.replace, call, compressor)
+            return self._one(call, partial(self.replace, call, compressor))
         plain = getattr(call, "plain", None)
         if plain is None or isinstance(compressor, Identity | DerivativeCode):
             return None
         op = Op(self.module, call.op, (call.x,))
-        return partial(self._hook, op, plain, (call.x,), {})
+        return self._one(call, partial(self._hook, op, plain, (call.x,), {}))
+
+    def _one(self, call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+        """`run`, of which only the result is rounded."""
+        if self.rounding is None:
+            return run
+
+        def rounded() -> Any:
+            if self.rounding is not None:
+                self.rounding.arguments(self.module, call.op, (call.x,), {})
+            self._whole = True
+            try:
+                y = run()
+            finally:
+                self._whole = False
+            return self._rounded(call.op, (call.x,), {}, y)
+
+        return rounded
 
     def _hook(self, op: Op, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = self._during(op, func, *args, **kwargs)

@@ -53,6 +53,7 @@ class _Output(NamedTuple):
     source: Callable[[], Tensor]
     version: int
     op: str
+    numel: int = 0
 
 
 class SavedTensors:
@@ -69,6 +70,8 @@ class SavedTensors:
         self.step = 0  # forward passes so far
         self.draws: dict[str, int] = {}  # site -> number; another one gives it other random bits
         self.watch: Watch | None = None
+        # what keeps a rounded tensor bit for bit, where no rule claims it
+        self.exact: Callable[[Tensor, str], Compressor | None] | None = None
         self.records: list[Record] | None = None
         self._reset()
 
@@ -76,6 +79,7 @@ class SavedTensors:
         self._cache: dict[tuple[object, ...], _Cached] = {}
         self._latest: dict[tuple[object, ...], _Cached] = {}  # whatever the compressor
         self._outputs: dict[tuple[object, ...], _Output] = {}
+        self._weights: dict[int, _Output] = {}  # rounded ones
         self._calls: Counter[Site] = Counter()
         self._held: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
         # number and hold of storages whose bytes are in a record
@@ -128,10 +132,18 @@ class SavedTensors:
         if op.replaced:
             self._record(site, x, x.nbytes, "payload", "")
             return Kept(x, x._version)
-        chosen = self._why_keep(x, op, site) or self._fit(self.choose(site), x, op)
+        witness = witness_of(given)
+        weight = self._weights.get(storage)
+        if weight is not None and weight.version == x._version and x.numel() == weight.numel:
+            self._note(site, x, "a weight: rounded again from its parameter")
+            return Derived(weight.source, layout_of(x), witness, witness._version)
+        why = self._why_keep(x, op, site)
+        chosen = why or self._fit(self.choose(site), x, op)
+        exact = self._exact(x, chosen) if not why else None
+        if exact is not None:
+            return self._compress(x, site, exact, witness)
         if isinstance(chosen, str | Identity):
             return self._keep(x, site, chosen)
-        witness = witness_of(given)
         return self._derived(x, site, witness) or self._compress(x, site, chosen, witness)
 
     def _why_keep(self, x: Tensor, op: Op, site: Site) -> str:
@@ -168,6 +180,11 @@ class SavedTensors:
         if isinstance(chosen, DerivativeCode):
             return "derivative codes serve replaced nonlinearities only"
         return chosen
+
+    def _exact(self, x: Tensor, chosen: Compressor | str) -> Compressor | None:
+        if self.exact is None or not isinstance(chosen, str) or x.dtype not in FLOATS:
+            return None
+        return self.exact(x, chosen)
 
     def _keep(self, x: Tensor, site: Site, chosen: Identity | str) -> Kept:
         alive = storage_id(x) in self._inputs or storage_id(x) in self._held
@@ -225,6 +242,11 @@ class SavedTensors:
             return
         weak = StorageWeakRef(y.untyped_storage())
         self._outputs[_memory(y)] = _Output(weak, source, y._version, op)
+
+    def remake(self, x: Tensor, source: Callable[[], Tensor]) -> None:
+        """Let saves of `x`, a rounded weight, hold what rounds its parameter again."""
+        weak = StorageWeakRef(x.untyped_storage())
+        self._weights[storage_id(x)] = _Output(weak, source, x._version, "", x.numel())
 
     def _derived(self, x: Tensor, site: Site, witness: Tensor) -> Derived | None:
         output = self._outputs.get(_memory(x))

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.intercept import Interception
 from memtrain.activations.options import Options
+from memtrain.activations.rounding import Rounding
 from memtrain.activations.saved import Choose
 from memtrain.activations.sites import Record
 from memtrain.activations.unpacked import one_sequence_per_row
@@ -25,6 +26,7 @@ def trace(
     choose: Choose,
     options: Options = Options(),  # noqa: B008 (a frozen value)
     dtypes: Mapping[Tensor, torch.dtype] | None = None,
+    rounding: Rounding | None = None,
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
@@ -39,6 +41,7 @@ def trace(
         options: How saved tensors are handled.
         dtypes: Parameters that are converted before training, with their dtype; float32 inputs
             are cast with them.
+        rounding: What else is done to the ops.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -60,6 +63,7 @@ def trace(
         options=options,
         seed=0,
         settle=records.extend,
+        rounding=rounding,
     )
     args, kwargs = arguments(batch)
     with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row():
@@ -74,6 +78,13 @@ def trace(
     return records
 
 
+class Given(NamedTuple):
+    """A batch as the arguments that a module was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as positional and keyword arguments of the model.
 
@@ -81,6 +92,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         >>> arguments({"input_ids": 1}), arguments((1, 2)), arguments(1)
         (((), {'input_ids': 1}), ((1, 2), {}), ((1,), {}))
     """
+    if isinstance(batch, Given):
+        return batch
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})

@@ -1,0 +1,160 @@
+"""Where gradients enter the model and leave it: scaled on the way in, true on the way out."""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._pytree import tree_map
+
+from memtrain.kernels.formats import FloatFormat
+from memtrain.precision.state import PrecisionState
+
+
+class Boundary:
+    """Scales gradients at the model's outputs, takes the scale off at its weights and inputs.
+
+    What reaches a parameter past the model (a penalty on the weights) never carries the scale. At
+    the end of each backward pass through an output, overflows are counted: activations and weights
+    may be promoted, the scale may change.
+
+    Args:
+        state: Is told of every pass.
+    """
+
+    def __init__(self, state: PrecisionState) -> None:
+        self.state = state
+        self.overflowed = False
+        """Whether a gradient since the last step has overflowed: the step must be skipped."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._counts: dict[str, list[tuple[Tensor, int]]] = {}
+        self._found: dict[torch.device, Tensor] = {}  # 1 where a weight's gradient is not finite
+        self._given: list[Tensor] = []  # of gradients that came from outside: are they finite
+        self._scaled = False  # whether the gradients of the pass that runs carry the scale
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"state": self.state, "overflowed": self.overflowed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._clear()
+
+    def count(self, name: str, overflows: Tensor, numel: int) -> None:
+        """Of a tensor's elements so many overflowed; only forwards that will be trained count."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._counts.setdefault(name, []).append((overflows, numel))
+
+    # -- on the way in -----------------------------------------------------------------------
+
+    def leave(self, output: Any) -> Any:
+        """The model's output, whose gradient takes the scale when it comes.
+
+        Nothing is done where no gradient will come, nor in a recomputation: there the gradients
+        are scaled already.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return output
+        known: dict[int, Tensor] = {}
+
+        def out(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                if not x.requires_grad or not x.is_floating_point():
+                    return x
+                if id(x) not in known:
+                    known[id(x)] = self._out(x)
+                return known[id(x)]
+            if is_dataclass(x) and not isinstance(x, type):
+                for field in fields(x):
+                    object.__setattr__(x, field.name, tree_map(out, getattr(x, field.name)))
+            return x
+
+        return tree_map(out, output)
+
+    def _out(self, x: Tensor) -> Tensor:
+        # A number is copied, so that `loss /= n` changes no one's view.
+        y = x.clone() if not x.dim() else _Leave.apply(x)
+        y.register_hook(self._scale)
+        return y
+
+    def _scale(self, grad: Tensor) -> Tensor:
+        if not self._scaled:
+            self._scaled = True
+            Variable._execution_engine.queue_callback(self._finish)
+        if not self.state.scale.active:
+            return grad
+        self._given.append(grad.detach().isfinite().all())
+        return grad * self.state.scale.value
+
+    # -- on the way out ----------------------------------------------------------------------
+
+    def enter(self, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        """`x` rounded; its gradient is rounded too, and loses the scale."""
+        return _Enter.apply(x, rounded, self)
+
+    def true(self, grad: Tensor) -> Tensor:
+        """The gradient of a weight or an input, rounded, without the scale."""
+        form: FloatFormat | None = self.state.gradient_format
+        grad = grad.clone() if form is None else form.round(grad)
+        scale = self.state.scale
+        if not scale.active or not self._scaled:
+            return grad
+        if grad.device not in self._found:
+            self._found[grad.device] = torch.zeros((), device=grad.device)
+        inverse = torch.full((), 1 / scale.value, device=grad.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], self._found[grad.device], inverse)
+        return grad
+
+    # -- at the end of a backward pass -------------------------------------------------------
+
+    def _finish(self) -> None:
+        counts, found, given = self._counts, self._found, self._given
+        self._clear()
+        ratios = {}
+        if counts:
+            sums = torch.stack(
+                [torch.stack([c for c, _ in pairs]).sum() for pairs in counts.values()]
+            )
+            for (name, pairs), overflows in zip(counts.items(), sums.tolist(), strict=True):
+                ratios[name] = overflows / sum(numel for _, numel in pairs)
+        self.state.promote(ratios)
+        if not self.state.scale.active:
+            return
+        # A loss that is not finite is the user's: no scale would mend it.
+        mine = all(bool(ok) for ok in given)
+        overflow = mine and any(bool(one) for one in found.values())
+        self.overflowed |= overflow
+        self.state.scale.update(overflow=overflow)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rounded: Callable[[Tensor], Tensor], boundary: Boundary
+    ) -> Tensor:
+        ctx.boundary = boundary
+        return rounded(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients that are rounded cannot be differentiated again (create_graph=True); "
+                "allowed: precision.assignment=fp32"
+            )
+        return ctx.boundary.true(grads[0]), None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The same tensor, as a result of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]

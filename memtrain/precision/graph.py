@@ -1,0 +1,239 @@
+"""The tensors of training of a model, in groups between two GEMMs, told by one traced forward."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from memtrain.activations.options import Options
+from memtrain.activations.saved import Choose, SavedTensors
+from memtrain.activations.trace import trace
+from memtrain.kernels.floats import DTYPES
+from memtrain.precision.ops import is_gemm, tensors
+from memtrain.precision.values import Made, Values
+
+
+class Value(NamedTuple):
+    """An activation or a weight, and its gradient with it."""
+
+    name: str
+    """`module / op / output`, or the parameter's name."""
+    numel: int
+    group: int
+    weight: bool = False
+    gradient: bool = True
+    """Whether it has one: a model's input and frozen weights have none."""
+    made: bool = False
+    """Whether a GEMM gives it."""
+    read: bool = False
+    """Whether a GEMM reads it."""
+
+    @property
+    def elements(self) -> int:
+        """Of itself and of its gradient."""
+        return self.numel * (1 + self.gradient)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a training step computes, as far as precision is concerned.
+
+    A group holds what is made from one GEMM's output to the next GEMM, in the order of execution:
+    group 0 begins with the model's input, group i with the output of the i-th GEMM. A weight
+    belongs to the group of the activation that the op reads which uses the weight first, so it is
+    in the group that feeds its GEMM. Each tensor is in one group: a weight of several ops in that
+    of the first.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> print(graph_of(model, torch.ones(3, 4)))
+        2 GEMMs, 4 activations, 4 weights; 236 elements with their gradients in 3 groups
+        group 0: 92 elements
+            (root) / input / input: 12
+            0.weight: 32 + 32
+            0.bias: 8 + 8
+        group 1, of 0 / linear: 132 elements
+            0 / linear / output: 24 + 24
+            1 / relu / output: 24 + 24
+            2.weight: 16 + 16
+            2.bias: 2 + 2
+        group 2, of 2 / linear: 12 elements
+            2 / linear / output: 6 + 6
+    """
+
+    values: tuple[Value, ...]
+    gemms: tuple[str, ...]
+    """`module / op`, in the order of execution."""
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Weights that ops of several groups use -> those groups."""
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors of training."""
+        return sum(value.elements for value in self.values)
+
+    def groups(self) -> dict[int, list[Value]]:
+        """Group -> its values, activations first; groups without any are left out."""
+        found: dict[int, list[Value]] = {}
+        for value in sorted(self.values, key=lambda value: (value.group, value.weight)):
+            found.setdefault(value.group, []).append(value)
+        return found
+
+    def __str__(self) -> str:
+        weights, groups = sum(value.weight for value in self.values), self.groups()
+        lines = [
+            f"{len(self.gemms)} GEMMs, {len(self.values) - weights} activations, {weights} weights;"
+            f" {self.elements:,} elements with their gradients in {len(groups)} groups"
+        ]
+        for number, values in groups.items():
+            total = sum(value.elements for value in values)
+            of = f", of {self.gemms[number - 1]}" if number else ""
+            lines.append(f"group {number}{of}: {total:,} elements")
+            for value in values:
+                both = f" + {value.numel:,}" if value.gradient else ""
+                lines.append(f"    {value.name}: {value.numel:,}{both}")
+        return "\n".join(lines)
+
+
+def graph_of(
+    model: nn.Module,
+    batch: Any,
+    choose: Choose = lambda site: "",
+    options: Options = Options(),  # noqa: B008 (a frozen value)
+) -> Graph:
+    """Trace one training forward under fake tensors; nothing is run or changed.
+
+    Args:
+        model: A real model, or one built under a `FakeTensorMode`; traced in training mode (as it
+            is, if its root is in it).
+        batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
+            arguments; real or fake.
+        choose: The plan's choice for saved tensors: modules that a rule runs as one op are one.
+        options: How saved tensors are handled.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ValueError: If the model has no GEMM.
+
+    Memory:
+        That of the list.
+
+    Reference:
+        Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464,
+        section 4.1.
+    """
+    recorder = Recorder()
+    modes = {module: module.training for module in model.modules()}
+    if not model.training:
+        model.train()
+    try:
+        trace(model, batch, choose, options, rounding=recorder)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    graph = recorder.graph()
+    if not graph.gemms:
+        raise ValueError(
+            f"{type(model).__name__} has no GEMM (linear, matmul, convolution, attention): "
+            "there are no groups of tensors; allowed: precision.assignment=fp32"
+        )
+    return graph
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raise ValueError for parameters of a dtype that is not rounded."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPES)
+            raise ValueError(
+                f"precision: {name} has dtype {parameter.dtype}; allowed: {allowed}, "
+                "or precision.assignment=fp32"
+            )
+
+
+class Recorder:
+    """A `Rounding` that rounds nothing, and remembers what it is handed."""
+
+    def __init__(self) -> None:
+        self._names = Values()
+        self._values: dict[str, Value] = {}
+        self._gemms: list[str] = []
+        self._users: dict[str, list[int]] = {}
+        self._model: nn.Module | None = None
+
+    def graph(self) -> Graph:
+        """What has been recorded."""
+        shared = {name: tuple(dict.fromkeys(users)) for name, users in self._users.items()}
+        several = {name: groups for name, groups in shared.items() if len(groups) > 1}
+        return Graph(tuple(self._values.values()), tuple(self._gemms), several)
+
+    def attach(self, saved: SavedTensors) -> None:
+        """Nothing that is saved matters."""
+
+    def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Record the inputs."""
+        self._names.begin(model)
+        self._sizes = {name: (p.numel(), p.requires_grad) for name, p in model.named_parameters()}
+        for made in self._names.inputs(module, (args, kwargs)):
+            self._add(made, gradient=made.tensor.requires_grad)
+        return args, kwargs
+
+    def arguments(
+        self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Note what the op reads."""
+        self._names.before(args, kwargs)
+        return args, kwargs
+
+    def result(
+        self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """Record what the op has made, and the weights that it used."""
+        read = [(x, self._names.name_of(x)) for x in tensors(args, kwargs)]
+        made = self._names.made(module, op, args, kwargs, result)
+        gemm = is_gemm(op)
+        single = isinstance(result, Tensor) and not result.dim()
+        if not made and not gemm and not single:
+            return result  # a view, a move, a question
+        weights = [name for name in (self._weight(x, name) for x, name in read) if name]
+        source = next((self._values[name] for _, name in read if self._is_activation(name)), None)
+        self._use(weights, source.group if source else len(self._gemms), gemm)
+        if gemm:
+            for _, name in read:
+                if self._is_activation(name):
+                    self._values[name] = self._values[name]._replace(read=True)
+            self._gemms.append(f"{module or '(root)'} / {op}")
+        for one in made:
+            if one.tensor.requires_grad:
+                self._add(one, made=gemm)
+        return result
+
+    def end(self, output: Any, *, whole: bool) -> Any:
+        """Forget the storages."""
+        self._names.clear()
+        return output
+
+    def _add(self, one: Made, *, gradient: bool = True, made: bool = False) -> None:
+        group = len(self._gemms)
+        self._values[one.name] = Value(
+            one.name, one.tensor.numel(), group, gradient=gradient, made=made
+        )
+
+    def _is_activation(self, name: str) -> bool:
+        return name in self._values and not self._values[name].weight
+
+    def _weight(self, x: Tensor, name: str) -> str:
+        return name if name in self._sizes else self._names.parameter(x)
+
+    def _use(self, weights: Sequence[str], group: int, gemm: bool) -> None:
+        for name in weights:
+            self._users.setdefault(name, []).append(group)
+            known = self._values.get(name)
+            if known is None:
+                numel, gradient = self._sizes[name]
+                known = Value(name, numel, group, weight=True, gradient=gradient)
+            self._values[name] = known._replace(read=known.read or gemm)

@@ -1,0 +1,177 @@
+"""Rounds what the ops of a forward make and read, and what their backward gives."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from memtrain.activations.payload import check_version
+from memtrain.activations.saved import SavedTensors
+from memtrain.compressors import Compressor, Float
+from memtrain.kernels.formats import FloatFormat
+from memtrain.precision.boundary import Boundary
+from memtrain.precision.ops import QUESTIONS, writes
+from memtrain.precision.state import PrecisionState
+from memtrain.precision.values import Values, roundable
+
+
+class Rounder:
+    """A `Rounding`: formats are those of a `PrecisionState`.
+
+    An op's result is rounded where it lies, so that a backward which uses the result uses the
+    rounded one; its gradient, the sum over all who read it, by a hook on it. A weight is rounded
+    when an op reads it; its gradient on the way back, where it also loses the loss scale.
+
+    Args:
+        state: Formats, counts and the loss scale.
+        no_rule: The plan's reason to keep a saved tensor that no rule claims.
+        trial: Whether this is a trace, of which nothing may stay.
+    """
+
+    def __init__(self, state: PrecisionState, no_rule: str, *, trial: bool = False) -> None:
+        self.state, self.no_rule, self.trial = state, no_rule, trial
+        self.boundary = Boundary(state)
+        self.saved: SavedTensors | None = None
+        self._names = Values()
+        self._rounded: dict[str, weakref.ref[Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_names": Values(), "_rounded": {}}
+
+    def attach(self, saved: SavedTensors) -> None:
+        """Weights and rounded tensors that `saved` packs are kept exactly."""
+        self.saved, saved.exact = saved, self.exact
+
+    def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Round the inputs."""
+        if self.state.graph is None:
+            raise RuntimeError(
+                f"{module or 'the model'} runs before the tensors of training are known: call the "
+                "model itself first, or give wrap a batch"
+            )
+        self._names.begin(model)
+        self._rounded.clear()
+        given = (args, kwargs)
+        changed: dict[int, Tensor] = {}
+        for made in self._names.inputs(module, given):
+            changed[id(made.tensor)] = self._input(made.name, made.tensor)
+        return tree_map_only(Tensor, lambda x: changed.get(id(x), x), given)
+
+    def _input(self, name: str, x: Tensor) -> Tensor:
+        known = self.state.knows(name)
+        form = self.state.forward_format(name) if known else None
+        y = self.boundary.enter(x, partial(self._round, name, form))
+        if form is not None:
+            self._names.own(y, name)
+        return y
+
+    def arguments(
+        self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Put rounded weights in the place of parameters."""
+        self._names.before(args, kwargs)
+        if name.strip("_") in QUESTIONS:
+            return args, kwargs
+        written = args[0] if args and writes(name, kwargs) else None
+
+        def weight(x: Any) -> Any:
+            if type(x) in (list, tuple):
+                return type(x)(weight(item) for item in x)
+            if not isinstance(x, Tensor) or x is written:
+                return x
+            parameter = self._names.parameter(x)
+            return self._weight(x, parameter) if parameter and roundable(x) else x
+
+        return [weight(x) for x in args], {key: weight(x) for key, x in kwargs.items()}
+
+    def _weight(self, x: Tensor, name: str) -> Tensor:
+        known = self._rounded[name]() if name in self._rounded and x._base is None else None
+        if known is not None:
+            return known
+        form = self.state.forward_format(name)
+        y = self.boundary.enter(x, partial(self._round, name, form))
+        if form is None:
+            return y
+        self._names.own(y, name)
+        if x._base is None:
+            self._rounded[name] = weakref.ref(y)
+            if self.saved is not None:
+                self.saved.remake(y, _Again(x, form))
+        return y
+
+    def result(
+        self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """Round what an op has made."""
+        for name, y, _ in self._names.made(module, op, args, kwargs, result):
+            if not self.state.knows(name):
+                if not y.requires_grad:
+                    self._names.forget(y)
+                    continue
+                self.state.unseen.setdefault(name)
+            form, back = self.state.forward_format(name), self.state.backward_format(name)
+            if form is None:
+                self._names.forget(y)
+            else:
+                # Not in autograd's eyes: a softmax's saved result shall be the rounded one.
+                self._count(name, form.round_count_(y.data), y.numel())
+            if back is not None and y.requires_grad:
+                y.register_hook(partial(round_gradient, back))
+        return result
+
+    def end(self, output: Any, *, whole: bool) -> Any:
+        """Scale the gradients that will come in through the outputs."""
+        self._names.clear()
+        self._rounded.clear()
+        return self.boundary.leave(output) if whole and not self.trial else output
+
+    def exact(self, x: Tensor, reason: str) -> Compressor | None:
+        """Codes of the format that `x` has been rounded to, where no rule claims it."""
+        name = self._names.name_of(x)
+        form = self.state.forward_format(name) if name and reason == self.no_rule else None
+        return None if form is None else _codes(form)
+
+    def _round(self, name: str, form: FloatFormat | None, x: Tensor) -> Tensor:
+        if form is None:
+            return x.view_as(x)
+        y, count = form.round_count(x)
+        self._count(name, count, x.numel())
+        return y
+
+    def _count(self, name: str, overflows: Tensor, numel: int) -> None:
+        if not self.trial and self.state.is_low(name):
+            self.boundary.count(name, overflows, numel)
+
+
+class _Again:
+    """Rounds a parameter as the forward did, for the backward."""
+
+    def __init__(self, parameter: Tensor, form: FloatFormat) -> None:
+        self.parameter, self.form, self.version = parameter, form, parameter._version
+
+    def __call__(self) -> Tensor:
+        check_version(self.parameter, self.version)
+        return self.form.round(self.parameter.detach())
+
+
+def round_gradient(form: FloatFormat, grad: Tensor) -> Tensor:
+    """A tensor hook: the gradient in its format.
+
+    Raises:
+        RuntimeError: Under `create_graph=True`: rounding has no derivative.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients that are rounded cannot be differentiated again (create_graph=True); "
+            "allowed: precision.assignment=fp32"
+        )
+    return form.round(grad)
+
+
+@lru_cache
+def _codes(form: FloatFormat) -> Float:
+    return Float(format=form)

@@ -1,0 +1,43 @@
+"""The tensors of training, told by the model's first forward."""
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from memtrain.activations.trace import Given
+from memtrain.precision.state import PrecisionState
+
+
+class Settles(Protocol):
+    """What is asked of a plan."""
+
+    @property
+    def precision(self) -> PrecisionState | None:
+        """The formats."""
+        ...
+
+    def settle_precision(self, model: nn.Module, batch: Any) -> None:
+        """Choose them."""
+        ...
+
+
+class Settle:
+    """A forward pre-hook of the model, before all others: settles precision, once.
+
+    Args:
+        plan: Whose precision it is.
+    """
+
+    def __init__(self, plan: Settles) -> None:
+        self.plan, self._tracing = plan, False
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Trace the forward that begins, unless that has been done."""
+        state = self.plan.precision
+        if state is None or state.graph is not None or self._tracing:
+            return
+        self._tracing = True
+        try:
+            self.plan.settle_precision(model, Given(args, kwargs))
+        finally:
+            self._tracing = False

@@ -1,0 +1,146 @@
+"""Assignments against their definitions."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtrain.precision.assign import assign, sizes
+from memtrain.precision.graph import Graph, Value
+from memtrain.precision.options import Precision
+from memtrain.precision.state import PrecisionState
+
+VALUE = st.tuples(st.integers(1, 50), st.booleans(), st.booleans())
+GROUPS = st.lists(st.lists(VALUE, min_size=1, max_size=4), min_size=1, max_size=7)
+RATIOS = st.one_of(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), st.floats(0, 1))
+
+
+def graph_from(groups):
+    values = [
+        Value(f"{group}.{index}", numel, group, weight=weight, gradient=gradient)
+        for group, members in enumerate(groups)
+        for index, (numel, weight, gradient) in enumerate(members)
+    ]
+    return Graph(tuple(values), ("gemm",) * (len(groups) - 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(GROUPS, RATIOS, st.sampled_from(["size_ordered", "increasing", "random"]), st.integers(0, 9))
+def test_the_chosen_set_is_the_shortest_prefix_of_whole_groups(groups, ratio, how, seed):
+    graph = graph_from(groups)
+    asked = Precision(assignment=how, ratio=ratio, seed=seed)
+    chosen, own, total = assign(graph, asked), sizes(graph), graph.elements
+    low = {value.group for value in graph.values if value.name in chosen.forward}
+    # whole groups, and both sides of every activation
+    assert chosen.forward == {value.name for value in graph.values if value.group in low}
+    assert chosen.backward == {
+        value.name for value in graph.values
+        if value.group in low and value.gradient and not value.weight
+    }  # fmt: skip
+    # weight gradients are counted in the prefix ...
+    reached = sum(own[group] for group in low)
+    assert reached == sum(
+        value.numel * (2 if value.gradient else 1) for value in graph.values if value.group in low
+    )
+    assert reached >= ratio * total
+    # ... which is the shortest: without any of its groups that the order could end with, too little
+    rest = {group: size for group, size in own.items() if group not in low}
+    if low and how != "random":
+        sign = -1 if how == "size_ordered" else 1
+        last = max(low, key=lambda group: (sign * own[group], group))
+        assert reached - own[last] < ratio * total
+        assert all((sign * size, g) > (sign * own[last], last) for g, size in rest.items())
+    # the reported ratio counts what really is low
+    state = PrecisionState(asked)
+    state.settle(graph)
+    weights = sum(
+        value.numel for value in graph.values
+        if value.group in low and value.weight and value.gradient
+    )  # fmt: skip
+    assert state.ratio * total == pytest.approx(reached - weights, abs=1e-6)
+    assert state.demoted_ratio * total == pytest.approx(reached, abs=1e-6)
+    assert state.bits == 16 * total - 8 * (reached - weights)
+    if ratio in (0.0, 1.0):
+        assert low == (set(own) if ratio else set())
+
+
+def by_hand():
+    return Graph(
+        (
+            Value("x", 6, 0, gradient=False, read=True), Value("w1", 9, 0, weight=True, read=True),
+            Value("y", 6, 1, made=True), Value("norm", 2, 1, weight=True),
+            Value("z", 6, 1, read=True), Value("w2", 8, 1, weight=True, read=True),
+            Value("out", 4, 2, made=True), Value("soft", 4, 2),
+        ),
+        ("a / linear", "b / linear"),
+    )  # fmt: skip
+
+
+def test_size_order_by_hand():
+    # groups of 24, 44 and 16 of 84 elements
+    chosen = [
+        sorted(assign(by_hand(), Precision(assignment="size_ordered", ratio=ratio)).forward)
+        for ratio in (0.5, 0.53, 1)
+    ]
+    assert chosen[0] == ["norm", "w2", "y", "z"]
+    assert chosen[1] == sorted([*chosen[0], "w1", "x"])
+    assert len(chosen[2]) == 8
+    smallest = assign(by_hand(), Precision(assignment="increasing", ratio=0.1))
+    assert smallest.forward == {"out", "soft"}
+
+
+def test_random_order_follows_its_seed():
+    graph = graph_from([[(1, False, True)]] * 12)
+    sets = {
+        assign(graph, Precision(assignment="random", ratio=0.5, seed=seed)).forward
+        for seed in range(8)
+    }
+    assert len(sets) > 4
+    assert all(len(chosen) == 6 for chosen in sets)
+    twice = [assign(graph, Precision(assignment="random", ratio=0.5, seed=3)) for _ in range(2)]
+    assert twice[0] == twice[1]
+
+
+def test_uniform_is_all_of_it():
+    chosen = assign(by_hand(), Precision(assignment="uniform"))
+    assert chosen.forward == {value.name for value in by_hand().values}
+    assert chosen.backward == {"y", "z", "out", "soft"}
+
+
+def test_operator_is_what_gemms_read_and_the_gradients_of_what_they_give():
+    chosen = assign(by_hand(), Precision(assignment="operator"))
+    assert chosen.forward == {"x", "w1", "z", "w2"}
+    assert chosen.backward == {"y", "out"}
+    wide = assign(by_hand(), Precision(assignment="operator_out"))
+    assert wide.forward == {"x", "w1", "z", "w2", "y", "out"}
+    assert wide.backward == chosen.backward
+
+
+def test_first_and_last_layers_may_stay_high():
+    ends = {"keep_first": True, "keep_last": True}
+    assert assign(by_hand(), Precision(assignment="operator", **ends)).forward == {"z", "w2"}
+    assert assign(by_hand(), Precision(assignment="operator", **ends)).backward == set()
+    sized = assign(by_hand(), Precision(assignment="size_ordered", ratio=1, **ends))
+    assert sized.forward == {"y", "norm", "z", "w2"}
+    assert assign(by_hand(), Precision(assignment="uniform", **ends)).forward == sized.forward
+
+
+MISTAKES = {
+    "assignment": ({"assignment": "sized"}, "'sized'; allowed: fp32, uniform"),
+    "ratio_above": ({"ratio": 1.5}, "ratio=1.5; allowed: 0 to 1"),
+    "ratio_below": ({"ratio": -0.1}, "ratio=-0.1"),
+    "promotion": ({"promotion": 0.0}, "promotion=0.0"),
+    "no_exponent": ({"low": "1-0-7"}, "exponent_bits=0"),
+    "too_many_bits": ({"low": "1-8-12"}, "21 bits with the sign; allowed: 3 to 16"),
+    "unknown_format": ({"high": "fp24"}, "precision.high='fp24'.*allowed: "),
+    "backward_format": ({"low_backward": "x"}, "precision.low_backward='x'"),
+    "order": ({"low": "fp16", "high": "e4m3fn"}, "fewer bits than low"),
+    "scale": ({"initial_scale": 3.0}, "initial_scale=3.0; allowed: powers of two"),
+    "scaling": ({"loss_scale": "yes"}, "loss_scale='yes'"),
+    "interval": ({"growth_interval": 0}, "growth_interval=0"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_name_the_value_and_what_is_allowed(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Precision(**fields)
