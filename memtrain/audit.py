@@ -1,7 +1,7 @@
 """Where every byte of a training step goes, without and with a plan, before anything runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,143 +16,32 @@ from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
+from memtrain.peak.measure import measure as measure_peak
+from memtrain.peak.predict import predict
+from memtrain.peak.step import StepOptions
 from memtrain.plan import Plan, make_plan
+from memtrain.report import Kept, Report, Row
 from memtrain.rules import NO_RULE, expand
-
-CATEGORIES = {
-    "weight": "weights",
-    "gradient": "gradients",
-    "state": "optimizer states",
-    "activation": "saved activations",
-}
-"""Kind of a row -> the name of its category."""
 
 BUFFER = "a buffer"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Sites that stand for the same memory, mostly one, and their bytes."""
-
-    name: str
-    """Of the site with most planned bytes; `(+n)` where n more belong to it."""
-    kind: str
-    """`weight`, `gradient`, `state` or `activation`."""
-    plain: int
-    """Bytes in plain PyTorch."""
-    planned: int
-    """Bytes with the plan."""
-    compressor: str = ""
-    """Empty where all is kept; `payload` where the op is replaced by one that saves codes;
-    `derived` where the tensor is computed again from another one's payload."""
-    reason: str = ""
-    """Why it is kept, or a note."""
-    sites: tuple[str, ...] = ()
-    """The names of all its sites."""
-
-    @property
-    def ratio(self) -> float | None:
-        """Planned through plain; None where there is nothing in plain PyTorch."""
-        return self.planned / self.plain if self.plain else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Total:
-    """Bytes of a category."""
-
-    plain: int
-    """Bytes in plain PyTorch."""
-    planned: int
-    """Bytes with the plan."""
-    unknown: str = ""
-    """Why bytes are missing, if some could not be told."""
-
-    @property
-    def ratio(self) -> float | None:
-        """Planned through plain; None where there is nothing in plain PyTorch."""
-        return self.planned / self.plain if self.plain else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What was not compressed for one reason."""
-
-    kind: str
-    """`weight`, `gradient`, `state` or `activation`."""
-    reason: str
-    """Why."""
-    nbytes: int
-    """Bytes kept."""
-    count: int
-    """Tensors."""
-    example: str
-    """The site that keeps most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """The audit of a model, its optimizer and a batch under a plan.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        >>> report = audit(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
-        >>> {name: (total.plain, total.planned) for name, total in report.totals().items()}
-        {'weights': (132352, 132352), 'gradients': (132352, 132352),
-         'optimizer states': (264720, 38928), 'saved activations': (65536, 7296),
-         'total': (594960, 310928)}
-    """
-
-    rows: tuple[Row, ...]
-    """Every row, in the order of the model and its forward."""
-    kept: tuple[Kept, ...]
-    """What the plan did not compress, most bytes first."""
-    unmatched: tuple[str, ...]
-    """Rules that matched nothing."""
-    loss: bool
-    """Whether the batch brings labels, so that the loss's saved tensors are counted."""
-    unknown: Mapping[str, str] = field(default_factory=dict)
-    """Kind -> why its bytes could not be told."""
-
-    def totals(self) -> dict[str, Total]:
-        """Bytes by category, and `total`.
-
-        Returns:
-            Category's name -> its bytes; what is unknown is left out of the sum and marked.
-        """
-        sums = {}
-        for kind, name in CATEGORIES.items():
-            rows = [row for row in self.rows if row.kind == kind]
-            sums[name] = _total(rows, self.unknown.get(kind, ""))
-        sums["total"] = _total(self.rows, "; ".join(self.unknown.values()))
-        return sums
-
-    def largest(self, count: int, kind: str = "") -> list[Row]:
-        """The rows with most plain bytes; equal ones in the order of the model and its forward.
-
-        Args:
-            count: How many.
-            kind: Of one kind only; of all by default.
-
-        Returns:
-            At most `count` rows.
-        """
-        rows = [row for row in self.rows if kind in ("", row.kind)]
-        return sorted(rows, key=lambda row: -max(row.plain, row.planned))[:count]
-
-
-def _total(rows: Iterable[Row], unknown: str) -> Total:
-    sides = [(row.plain, row.planned) for row in rows]
-    return Total(plain=sum(s[0] for s in sides), planned=sum(s[1] for s in sides), unknown=unknown)
-
-
-def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -> Report:
+def audit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    cfg: Any = None,
+    *,
+    peak: bool = False,
+    measure: bool = False,
+    options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
+) -> Report:
     """Predict a training step's bytes, plain and under a plan; nothing is run or allocated.
 
     Two forwards on fake tensors are compared, one with nothing replaced and one under the plan,
     in the mode (train or eval) that the model is in. Optimizer states come from the optimizer's
-    own first step on tensors of no bytes. Temporaries and what a backward allocates are not
-    counted; nor is the loss if the model does not compute it from the batch.
+    own first step on tensors of no bytes. Rows and totals leave out temporaries and what a
+    backward allocates (timelines do not), and the loss if the model does not compute it.
 
     Args:
         model: A real model, or one built under a `FakeTensorMode`; it is not changed.
@@ -160,6 +49,11 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
         batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
             arguments, real or fake.
         cfg: Anything that `memtrain.config.load` takes; `balanced` by default.
+        peak: Also simulate a whole step, plain and planned, for the report's timelines
+            (`memtrain.peak.predict` says how).
+        measure: Also run two real steps, plain and planned, and put the model back
+            (`memtrain.peak.measure`).
+        options: Of the steps behind the timelines: autocast, the loss.
 
     Returns:
         The report. Its rows sum to the bytes of each category, exactly.
@@ -188,7 +82,7 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
     entries = [*plan.entries("weight"), *_buffers(model)]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
-    return Report(
+    report = Report(
         rows=(*map(_entry_row, known), *_activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
         unmatched=tuple(_unmatched(plan.config, asked, known)),
@@ -199,6 +93,15 @@ def audit(model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any = None) -
             if entry.reason.startswith(UNKNOWN)
         },
     )
+    if peak:
+        timeline = predict(model, optimizer, batch, None, options)
+        planned_timeline = predict(model, optimizer, batch, plan.config, options)
+        report = replace(report, timeline=timeline, planned_timeline=planned_timeline)
+    if measure:
+        measured = measure_peak(model, optimizer, batch, None, options)
+        planned_measured = measure_peak(model, optimizer, batch, plan.config, options)
+        report = replace(report, measured=measured, planned_measured=planned_measured)
+    return report
 
 
 def _planned_trace(

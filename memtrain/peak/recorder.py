@@ -55,20 +55,22 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._fake and func is _SCALAR and self.phase != "forward":
             return 1.0 if args[0].is_floating_point() else 1
-        given = {storage._cdata for storage in storages(tree_leaves((args, kwargs)))}
-        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
-            given.clear()
         result = func(*args, **kwargs)
-        made = [
-            storage
-            for storage in storages(tree_leaves(result))
-            if storage._cdata in self._numbers or storage._cdata not in given
-        ]
+        made = list(storages(tree_leaves(result)))
+        if any(storage._cdata not in self._numbers for storage in made):
+            made = self._without_older(made, func, (args, kwargs))
         if any(storage.nbytes() and storage._cdata not in self._numbers for storage in made):
             self._label = self._describe(func)
         for storage in made:
             self._see(storage, TEMPORARIES)
         return result
+
+    def _without_older(self, made: list[Any], func: Any, given: Any) -> list[Any]:
+        """Leave out what an op only passes on, of storages that no one has adopted."""
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
+            return made
+        older = {storage._cdata for storage in storages(tree_leaves(given))} - self._numbers.keys()
+        return [storage for storage in made if storage._cdata not in older]
 
     def adopt(self, tensors: Iterable[Tensor], category: str) -> None:
         """Count these tensors as of a category, whether they are known or older.
