@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memtrain.kernels import codebook, cpu, rank1
 from memtrain.kernels.dispatch import choose
+from memtrain.kernels.shards import Shard
 
 KINDS = ("exact", "block", "rank1", "factored")
 BLOCK = 128
@@ -84,6 +85,8 @@ class Entry(NamedTuple):
     first moment in signed blocks of 128 (`{"codes", "scale"}`) with a second moment in unsigned
     blocks of 128 (`"block"`), rank-1 (`"rank1"`, at least 2 dimensions) or factored
     (`"factored"`, `{"row", "col"}`, at least 2 dimensions). The maps are of `codebook.MAPS`.
+    With a `shard` everything is a process's part, but for what rank-1 and factored know of the
+    whole: see `adamw_sharded.step`.
     """
 
     param: Tensor
@@ -94,6 +97,7 @@ class Entry(NamedTuple):
     hyper: Hyper
     first_map: str = "DE"
     second_map: str = "Linear"
+    shard: Shard | None = None
 
 
 def adamw_step(entries: Sequence[Entry]) -> None:
@@ -131,15 +135,24 @@ def adamw_step(entries: Sequence[Entry]) -> None:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1.
     """
     together: list[Entry] = []
+    split: list[Entry] = []
     for entry in entries:
         _check(entry)
+    for entry in entries:
+        if entry.shard is not None and entry.kind in ("rank1", "factored"):
+            split.append(entry)
+            continue
         if not entry.param.numel():
             continue
         backend = choose(entry.param)
-        if backend != "reference" and _fits(entry):
+        if backend != "reference" and fits(entry):
             together.append(entry._replace(grad=entry.grad.contiguous()))
         else:
             step_reference(entry)
+    if split:
+        from memtrain.kernels import adamw_sharded
+
+        adamw_sharded.step(split)
     if not together:
         return
     if choose(together[0].param) == "cpu":
@@ -161,7 +174,8 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"kind {entry.kind!r} needs at least 2 dimensions, got shape {shape}")
 
 
-def _fits(entry: Entry) -> bool:
+def fits(entry: Entry) -> bool:
+    """Whether the kernels serve an entry, but for the strides of its gradient."""
     if not entry.param.is_contiguous() or entry.param.dim() > _MAX_DIMS:
         return False
     return entry.param.dtype in FLOAT_TYPES and entry.grad.dtype in FLOAT_TYPES
@@ -174,7 +188,7 @@ def step_reference(entry: Entry) -> None:
     new, g = p.detach().to(work), entry.grad.to(work) * h.sign
     if h.l2:
         g = g + h.l2 * new
-    m = _decode_first(entry).to(work)
+    m = decode_first(entry).to(work)
     m = m + h.w1 * (g - m)
     v = _next_second(entry, g)
     new = new * h.decay - (h.step_size * m) / (v.sqrt() + h.eps)
@@ -182,7 +196,8 @@ def step_reference(entry: Entry) -> None:
     _store(entry, m, v)
 
 
-def _decode_first(entry: Entry) -> Tensor:
+def decode_first(entry: Entry) -> Tensor:
+    """The first moment as it is kept, of the parameter's shape."""
     if entry.kind == "exact":
         return entry.first["tensor"]
     codes, scale = entry.first["codes"], entry.first["scale"]

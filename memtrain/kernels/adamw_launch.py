@@ -17,40 +17,97 @@ kernels: Any = adamw_triton  # launches take options that no signature shows
 
 def step(entries: Sequence[Entry]) -> None:
     """`adamw.adamw_step` for contiguous parameters: a few launches for each kind and dtype."""
-    groups: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
+    groups: dict[object, list[Entry]] = defaultdict(list)
     for entry in entries:
-        key = (entry.param.device, entry.kind, entry.param.dtype, entry.grad.dtype)
-        groups[key].append(entry)
+        groups[alike(entry)].append(entry)
     for group in groups.values():
-        _step(group)
+        launch = Launch(group)
+        launch.look()
+        launch.settle()
+        launch.update()
 
 
-def _step(entries: list[Entry]) -> None:
-    device, kind = entries[0].param.device, entries[0].kind
-    like = (entries[0].param, entries[0].grad)
-    hyper = torch.tensor([entry.hyper for entry in entries], dtype=torch.float32).to(device)
-    sides = _rank1_sides(entries) if kind == "rank1" else _factored_sides(entries)
-    table = _table(entries, sides).to(device)
-    number = KINDS.index(kind)
-    if kind in ("rank1", "factored"):
-        tiles = [-(-rows // 256) * -(-cols // 128) for rows, cols in map(_matrix, entries)]
-        look = programs(tuple(tiles), device)
+def alike(entry: Entry) -> object:
+    """Equal for entries that one `Launch` serves."""
+    return entry.param.device, entry.kind, entry.param.dtype, entry.grad.dtype
+
+
+class Launch:
+    """The passes over contiguous parameters of one kind and dtype.
+
+    Args:
+        entries: As `adamw.adamw_step` takes them; their gradients are contiguous.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self.kind, self.device = entries[0].kind, entries[0].param.device
+        self.sides = _rank1_sides(entries) if self.kind == "rank1" else _factored_sides(entries)
+        hyper = torch.tensor([entry.hyper for entry in entries], dtype=torch.float32)
+        self._hyper = hyper.to(self.device)
+        self._table = _table(entries, self.sides).to(self.device)
+        self._like = (entries[0].param, entries[0].grad)
+
+    def look(self) -> None:
+        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
+        if self.kind not in ("rank1", "factored"):
+            return
+        tiles = [-(-rows // 256) * -(-cols // 128) for rows, cols in map(_matrix, self.entries)]
+        look = programs(tuple(tiles), self.device)
         kernels._look_kernel[(len(look),)](
-            look, table, hyper, *like, KIND=number, num_warps=kernels.LOOK_WARPS
+            look,
+            self._table,
+            self._hyper,
+            *self._like,
+            KIND=KINDS.index(self.kind),
+            num_warps=kernels.LOOK_WARPS,
         )
-    if kind == "rank1":
-        _settle_rank1(entries, sides)
-    if kind == "factored":
-        pieces = [-(-rows // 128) - (-cols // 128) for rows, cols in map(_matrix, entries)]
-        mean = programs(tuple(pieces), device)
-        kernels._mean_kernel[(len(mean),)](mean, table, hyper)
-        kernels._ratio_kernel[(len(entries),)](table)
-    blocks = [-(-entry.param.numel() // (128 * kernels.BLOCKS.value)) for entry in entries]
-    update = programs(tuple(blocks), device)
-    kernels._update_kernel[(len(update),)](update, table, hyper, *like, KIND=number)
-    if kind == "rank1":
-        scales = [entry.second["scale"] for entry in entries]
-        torch._foreach_copy_(scales, [side["scale"] for side in sides])
+        if self.kind == "rank1":
+            _join_maxima(self.entries, self.sides)
+
+    def sums(self) -> list[dict[str, Tensor]]:
+        """What pass 1 found, by entry: `scale` (maxima), or `row` and `col` (sums of squares)."""
+        if self.kind == "rank1":
+            return [{"scale": side["scale"]} for side in self.sides]
+        return [
+            {
+                "row": side["row_new"].view(-1, rows).sum(0),
+                "col": side["col_new"].view(-1, cols).sum(0),
+            }
+            for side, (rows, cols) in zip(self.sides, map(_matrix, self.entries), strict=True)
+        ]
+
+    def settle(self, whole: Sequence[dict[str, Tensor]] | None = None) -> None:
+        """Between the passes: scales and their reciprocals, or new factors and ratios of rows.
+
+        Args:
+            whole: Of tensors split over processes: `scale` of the whole, or the new factors'
+                `mean`, which the entries hold already.
+        """
+        if self.kind == "rank1":
+            _settle_rank1(self.entries, self.sides, [] if whole is None else whole)
+        elif whole is not None:
+            for entry, side, found in zip(self.entries, self.sides, whole, strict=True):
+                row, mean = entry.second["row"], found["mean"]
+                side["row_inv"].copy_((row / mean).masked_fill(mean == 0, 0.0))
+        elif self.kind == "factored":
+            sizes = map(_matrix, self.entries)
+            pieces = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
+            mean = programs(tuple(pieces), self.device)
+            kernels._mean_kernel[(len(mean),)](mean, self._table, self._hyper)
+            kernels._ratio_kernel[(len(self.entries),)](self._table)
+
+    def update(self) -> None:
+        """Pass 2: decode, step, encode."""
+        width = 128 * kernels.BLOCKS.value
+        blocks = [-(-entry.param.numel() // width) for entry in self.entries]
+        update = programs(tuple(blocks), self.device)
+        kernels._update_kernel[(len(update),)](
+            update, self._table, self._hyper, *self._like, KIND=KINDS.index(self.kind)
+        )
+        if self.kind == "rank1":
+            scales = [entry.second["scale"] for entry in self.entries]
+            torch._foreach_copy_(scales, [side["scale"] for side in self.sides])
 
 
 @lru_cache(maxsize=32)
@@ -95,18 +152,25 @@ def _rank1_sides(entries: list[Entry]) -> list[dict[str, Tensor]]:
     return sides
 
 
-def _settle_rank1(entries: list[Entry], sides: list[dict[str, Tensor]]) -> None:
-    """The new scales and their reciprocals from the maxima of rows and columns."""
-    inverses: tuple[list[Tensor], list[Tensor]] = ([], [])
+def _join_maxima(entries: list[Entry], sides: list[dict[str, Tensor]]) -> None:
+    """The maxima of every dimension from those of rows and flattened columns."""
     for entry, side in zip(entries, sides, strict=True):
         shape, col_new = entry.param.shape, side["col_new"]
-        if len(shape) == 2:
-            side["scale"] = torch.cat([side["row_new"], col_new])
-        else:
-            side["scale"] = torch.cat([side["row_new"], rank1.maxima(col_new.view(shape[1:]))])
-            col_new.copy_(rank1.columns(side["scale"], shape))
+        cols = col_new if len(shape) == 2 else rank1.maxima(col_new.view(shape[1:]))
+        side["scale"] = torch.cat([side["row_new"], cols])
+
+
+def _settle_rank1(
+    entries: list[Entry], sides: list[dict[str, Tensor]], whole: Sequence[dict[str, Tensor]]
+) -> None:
+    """The reciprocals of the new scales."""
+    inverses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for i, (entry, side) in enumerate(zip(entries, sides, strict=True)):
+        if whole:
+            side["scale"] = whole[i]["scale"]
+        shape, scale = entry.param.shape, side["scale"]
         inverses[0].extend((side["row_inv"], side["col_inv"]))
-        inverses[1].extend((side["row_new"], col_new))
+        inverses[1].extend((scale[: shape[0]], rank1.columns(scale, shape)))
     # One vector for all tensors: three launches instead of three for each.
     flat = rank1.inverse(torch.cat(inverses[1]))
     torch._foreach_copy_(inverses[0], list(flat.split([t.numel() for t in inverses[1]])))

@@ -9,7 +9,7 @@ from memtrain.kernels import sides
 from memtrain.kernels.book import Book
 from memtrain.kernels.sides import BLOCK, Sides, inverse
 
-__all__ = ["BLOCK", "columns", "dequantize", "inverse", "maxima", "quantize"]
+__all__ = ["BLOCK", "columns", "dequantize", "inverse", "inverses", "maxima", "quantize"]
 
 
 def maxima(x: Tensor) -> Tensor:
@@ -56,6 +56,11 @@ def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> T
     return out.expand(tuple(shape[1:])).reshape(-1) if out is not None else scale[:0]
 
 
+def inverses(scale: Tensor, shape: Sequence[int]) -> Sides:
+    """What a tensor is multiplied by before it is encoded: reciprocals of its maxima."""
+    return Sides(inverse(scale[: shape[0]]), columns(scale, shape, inverted=True))
+
+
 def quantize(
     x: Tensor, *, map: str, bits: int, signed: bool, seed: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +101,7 @@ def quantize(
     if x.dim() < 2:
         raise ValueError(f"rank-1 needs at least 2 dimensions, got shape {tuple(x.shape)}")
     scale = maxima(x)
-    return sides.quantize(x, _inverses(x, scale), Book(map, bits, signed), seed), scale
+    return sides.quantize(x, inverses(scale, x.shape), Book(map, bits, signed), seed), scale
 
 
 def dequantize(
@@ -131,7 +136,8 @@ def quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """`quantize` in pure torch."""
     scale = maxima(x)
-    return sides.quantize_reference(x, _inverses(x, scale), Book(map, bits, signed), seed), scale
+    book = Book(map, bits, signed)
+    return sides.quantize_reference(x, inverses(scale, x.shape), book, seed), scale
 
 
 def dequantize_reference(
@@ -140,7 +146,3 @@ def dequantize_reference(
     """`dequantize` in pure torch."""
     both = Sides(scale[: shape[0]], columns(scale, shape))
     return sides.dequantize_reference(codes, both, Book(map, bits, signed)).view(tuple(shape))
-
-
-def _inverses(x: Tensor, scale: Tensor) -> Sides:
-    return Sides(inverse(scale[: x.shape[0]]), columns(scale, x.shape, inverted=True))

@@ -19,8 +19,8 @@ from memtrain.optim.fused import (
     block_bits,
     check_betas,
     check_numbers,
-    gradient,
 )
+from memtrain.optim.shards import local, local_gradient, shard_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -138,14 +138,15 @@ class AdamStates(FusedStates):
         numbers: Any,
     ) -> Entry | None:
         """An entry of `kernels.adamw` (4 bits, exact) or `kernels.blockstep` (8 bits)."""
-        grad, (first, second) = gradient(param), compressors
+        own, grad, (first, second) = local(param), local_gradient(param), compressors
         maps = getattr(first, "map", "DE"), getattr(second, "map", "Linear")
         kind = fused_kind(first, second)
         if kind is None:
             return None
         if kind == "block8":
-            return blockstep.Entry(param, grad, tuple(payloads), "adamw", 8, numbers, maps)
-        return adamw.Entry(param, grad, *payloads, kind, numbers, *maps)  # pyright: ignore[reportCallIssue]
+            return blockstep.Entry(own, grad, tuple(payloads), "adamw", 8, numbers, maps)
+        shard = shard_of(param)
+        return adamw.Entry(own, grad, *payloads, kind, numbers, *maps, shard)  # pyright: ignore[reportCallIssue]
 
 
 class AdamW4bit(AdamStates):

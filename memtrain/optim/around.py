@@ -254,21 +254,3 @@ def _restore_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
                 if isinstance(value, Tensor) and isinstance(own, Tensor):
                     own_device = own.device
                     optimizer.state[param][name] = value.detach().to(own_device, copy=True)
-
-
-def local(x: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other tensor itself."""
-    inner = getattr(x, "_local_tensor", None)
-    return x if inner is None else inner
-
-
-def sharded_like(value: Tensor, param: Tensor) -> Tensor:
-    """`value`, this process's part, as a tensor sharded like `param`; itself if that is not."""
-    if local(param) is param:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    like: Any = param
-    return DTensor.from_local(
-        value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )

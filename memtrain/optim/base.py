@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
-from memtrain.optim import layout
+from memtrain.optim import layout, rows
+from memtrain.optim.shards import is_sharded, local, place
 
 OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
 FORMAT = 1  # of compressed states; docs/optimizers.md says what it holds
@@ -68,9 +69,12 @@ class CompressedStates(Optimizer):
 
         Returns:
             Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
-            `portable_state_dict` gives one that the plain optimizer loads.
+            `portable_state_dict` gives one that the plain optimizer loads. Of sharded parameters
+            payloads are laid out by rows, as DTensors (`rows.to_rows`): what
+            `torch.distributed.checkpoint` saves, any number of processes loads.
         """
         saved = super().state_dict()
+        saved["state"] = {**saved["state"], **self._states_by_rows(saved)}
         return {**saved, OWN: {**saved.get(OWN, {}), "states": FORMAT}}
 
     @torch._disable_dynamo
@@ -86,12 +90,14 @@ class CompressedStates(Optimizer):
         """
         groups, seen = self.param_groups, {}
 
-        def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
+        def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
             if len(loaded["param_groups"]) == len(groups):
+                loaded = self._from_rows(loaded)
                 self._check_payloads(loaded)
             seen.update(loaded)
+            return loaded
 
         def finish(_: Optimizer) -> None:
             self._share_groups(groups)
@@ -109,12 +115,49 @@ class CompressedStates(Optimizer):
         """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
 
     def _saved(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        pairs = []
+        return [(param, values) for _, param, values in self._numbered(loaded)]
+
+    def _numbered(self, loaded: dict[str, Any]) -> list[tuple[int, Tensor, dict[str, Any]]]:
+        found = []
         for saved, own in zip(loaded["param_groups"], self.param_groups, strict=True):
             for index, param in zip(saved["params"], own["params"], strict=False):
                 if index in loaded["state"]:
-                    pairs.append((param, loaded["state"][index]))
-        return pairs
+                    found.append((index, param, loaded["state"][index]))
+        return found
+
+    def _states_by_rows(self, saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The states of sharded parameters as checkpoints hold them, by the parameter's number."""
+        numbers = [i for group in saved["param_groups"] for i in group["params"]]
+        params = [param for param, _, _ in on_each(self.param_groups)]
+        found = {}
+        for number, param in zip(numbers, params, strict=True):
+            if is_sharded(param) and number in saved["state"]:
+                values = saved["state"][number].items()
+                found[number] = {k: self._by_rows(param, k, value) for k, value in values}
+        return found
+
+    def _by_rows(self, param: Tensor, name: str, value: Any) -> Any:
+        if not layout.is_packed(value):
+            return value
+        compressor, _ = self.compressor(param, name)
+        if rows.can_be_rows(compressor, param):
+            return rows.to_rows(compressor, value, param)
+        return layout.unpack(compressor, value, param, torch.float32)
+
+    def _from_rows(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with payloads as they live, in place of those laid out by rows."""
+        states = dict(loaded["state"])
+        for number, param, values in self._numbered(loaded):
+            states[number] = dict(values)
+            for name, value in values.items():
+                if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
+                    continue
+                compressor, _ = self.compressor(param, name)
+                live = rows.from_rows(compressor, value, param)
+                if isinstance(live, Tensor):  # its blocks began elsewhere
+                    live = layout.pack(compressor, live)
+                states[number][name] = live
+        return {**loaded, "state": states}
 
     def _check_payloads(self, loaded: dict[str, Any]) -> None:
         for param, values in self._saved(loaded):
@@ -123,7 +166,7 @@ class CompressedStates(Optimizer):
                 if not layout.is_packed(value):
                     continue
                 compressor, _ = self.compressor(param, name)
-                like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                like = torch.empty(local(param).shape, dtype=param.dtype, device="meta")
                 want = layout.pack(compressor, like)
                 sizes = {k: (tuple(t.shape), t.dtype) for k, t in value.items()}
                 wanted = (
@@ -154,7 +197,7 @@ class CompressedStates(Optimizer):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
                     self.state[param][name] = fresh
                 elif isinstance(value, Tensor) and value.shape == param.shape:
-                    self.state[param][name] = self._load_plain(param, name, value)
+                    self.state[param][name] = self._load_plain(param, name, place(value, param))
                 elif isinstance(value, Tensor):  # a counter: torch would share it with the source
                     self.state[param][name] = self.state[param][name].clone()
 

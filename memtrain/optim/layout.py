@@ -15,6 +15,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.compressors.rank1 import Rank1
+from memtrain.optim import shards
 
 Choose = Callable[[Tensor, str], Compressor | str]  # a string keeps the state, and says why
 
@@ -136,8 +137,12 @@ def eligible(param: Tensor, value: Any) -> str:
         return "kept: not a tensor"
     if not value.is_floating_point():
         return f"kept: {value.dtype} is not a float type"
+    if not value.dim():
+        return "kept: a single number"
     if value.shape != param.shape:
         return f"kept: shape {tuple(value.shape)} is not the parameter's"
+    if not shards.same_placement(value, param):
+        return "kept: not sharded as its parameter is"
     return ""
 
 
@@ -145,10 +150,16 @@ _DEFAULT_KEY = Key()
 
 
 def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor | dict[str, Tensor]:
-    """A state as it is stored: a plain tensor (identity) or a dict of plain tensors."""
+    """A state as it is stored: a plain tensor (identity) or a dict of plain tensors.
+
+    Of a sharded tensor the dict holds this process's part; each process must call.
+    """
     if isinstance(compressor, Identity):
         return x
-    return dict(compressor.compress(x.detach(), key=key).tensors)
+    shard = shards.shard_of(x)
+    if shard is not None:
+        return shards.pack_part(compressor, shards.local(x.detach()), key, shard)
+    return dict(compressor.compress(shards.local(x.detach()), key=key).tensors)
 
 
 def is_stochastic(compressor: Compressor) -> bool:
@@ -192,14 +203,25 @@ def state_key(
         params = [p for group in optimizer.param_groups for p in group["params"]]
         numbers.update((p, i) for i, p in enumerate(params))
     step = int(state.get("step", state.get(STEP, 0)))
-    return Key(seed, site=numbers[param], step=step, call=zlib.crc32(name.encode()))
+    rank, call = shards.part_number(param), zlib.crc32(name.encode())
+    return Key(seed, site=numbers[param], step=step, call=call, rank=rank)
 
 
-def unpack(compressor: Compressor, stored: Tensor | dict[str, Tensor], like: Tensor) -> Tensor:
-    """The inverse of `pack`; `like` gives shape and dtype."""
+def unpack(
+    compressor: Compressor,
+    stored: Tensor | dict[str, Tensor],
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The inverse of `pack`; `like` gives shape, dtype (unless given) and how it is sharded."""
     if isinstance(stored, Tensor):
         return stored
-    return compressor.decompress(Packed(stored, like.shape, like.dtype))
+    shape, shard, dtype = shards.local(like).shape, shards.shard_of(like), dtype or like.dtype
+    if shard is not None and isinstance(compressor, Factored):
+        whole = shards.unpack_factored(stored, shape, shard).to(dtype)
+    else:
+        whole = compressor.decompress(Packed(stored, shape, dtype))
+    return shards.sharded_like(whole, like)
 
 
 def is_packed(value: Any) -> bool:

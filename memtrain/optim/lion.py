@@ -17,8 +17,8 @@ from memtrain.optim.fused import (
     block_bits,
     check_betas,
     check_numbers,
-    gradient,
 )
+from memtrain.optim.shards import local, local_gradient
 
 
 class Lion(Optimizer):
@@ -161,7 +161,8 @@ class LionStates(FusedStates):
             return None
         maps = (getattr(compressors[0], "map", "DE"),)
         states = tuple(payloads)
-        return blockstep.Entry(param, gradient(param), states, "lion", bits, numbers, maps)
+        own, grad = local(param), local_gradient(param)
+        return blockstep.Entry(own, grad, states, "lion", bits, numbers, maps)
 
 
 class Lion4bit(LionStates):

@@ -8,7 +8,7 @@ from torch import Tensor
 from memtrain.optim import layout
 from memtrain.optim.base import OWN, CompressedStates, on_each
 from memtrain.optim.convert import plain_class
-from memtrain.optim.fused import FusedStates
+from memtrain.optim.fused import FusedStates, moment_dtype
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def portable_state_dict(optimizer: CompressedStates) -> dict[str, Any]:
     params = [param for param, _, _ in on_each(optimizer.param_groups)]
     order = [index for group in saved["param_groups"] for index in group["params"]]
     states = {
-        index: _whole(optimizer, param, saved["state"][index])
+        index: _whole(optimizer, param)
         for index, param in zip(order, params, strict=True)
         if index in saved["state"]
     }
@@ -51,13 +51,13 @@ def portable_state_dict(optimizer: CompressedStates) -> dict[str, Any]:
     return {**saved, "state": states, "param_groups": groups}
 
 
-def _whole(optimizer: CompressedStates, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+def _whole(optimizer: CompressedStates, param: Tensor) -> dict[str, Any]:
     whole = {}
-    for name, value in state.items():
+    for name, value in optimizer.state[param].items():
         if layout.is_packed(value):
-            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-            like = torch.empty(param.shape, dtype=dtype, device="meta")
-            value = layout.unpack(optimizer.compressor(param, name)[0], value, like)
+            value = layout.unpack(
+                optimizer.compressor(param, name)[0], value, param, moment_dtype(param)
+            )
         whole[name] = value.clone() if isinstance(value, Tensor) else value
     return whole
 

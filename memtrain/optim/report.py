@@ -13,6 +13,7 @@ from memtrain.optim.base import CompressedStates, on_each
 from memtrain.optim.compressed import CompressedOptimizer, first_states
 from memtrain.optim.convert import Bounded, becomes_fused
 from memtrain.optim.fused import FusedStates, moment_dtype
+from memtrain.optim.shards import local
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -30,7 +31,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     """
     storages = {}
     for tensor in _tensors(list(optimizer.state.values())):
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
@@ -115,9 +116,9 @@ def _rows(
             if not reason:
                 compressor, reason = layout.decide(param, choose(param, state))
             if isinstance(value, Tensor) and not isinstance(compressor, Identity):
-                nbytes = layout.payload_bytes(compressor, param.shape, value.dtype)
+                nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
             else:
-                nbytes = sum(t.numel() * t.element_size() for t in _tensors(value))
+                nbytes = sum(local(t).nbytes for t in _tensors(value))
                 reason = reason or ("" if packed else _why(choose, param))
             rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
     return rows

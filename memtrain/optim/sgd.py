@@ -9,7 +9,8 @@ from torch.optim.sgd import sgd as plain_sgd
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import blockstep
 from memtrain.optim import layout
-from memtrain.optim.fused import Entry, FusedStates, block_bits, check_numbers, gradient
+from memtrain.optim.fused import Entry, FusedStates, block_bits, check_numbers
+from memtrain.optim.shards import local, local_gradient
 
 
 class SGDStates(FusedStates):
@@ -102,7 +103,8 @@ class SGDStates(FusedStates):
             return None
         maps = (getattr(compressors[0], "map", "DE"),)
         states, h = tuple(payloads), blockstep.sgd(**numbers)
-        return blockstep.Entry(param, gradient(param), states, "sgd", bits, h, maps)
+        own, grad = local(param), local_gradient(param)
+        return blockstep.Entry(own, grad, states, "sgd", bits, h, maps)
 
     def _add(
         self, entries: list[Entry], param: Tensor, names: tuple[str, ...], numbers: Any
@@ -112,7 +114,8 @@ class SGDStates(FusedStates):
             return
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
         options = {k: v for k, v in numbers.items() if k != "first"}
-        plain_sgd([param], [gradient(param)], [None], foreach=False, **options)
+        own, grad = local(param), local_gradient(param)
+        plain_sgd([own], [grad], [None], foreach=False, **options)
 
 
 class SGD4bit(SGDStates):

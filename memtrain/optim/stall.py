@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtrain.optim.shards import local
+
 SAMPLE = 1024  # elements looked at
 FIRST_LOOK = 8  # steps: a schedule may warm up from nothing
 
@@ -60,7 +62,7 @@ class StallWatch:
 
 def _sample(x: Tensor) -> Tensor:
     """At most some `SAMPLE` elements, spread over the first dimension; of any strides."""
-    x = x.detach()
+    x = local(x.detach())
     while x.dim() > 1:
         x = x[:: max(1, x.shape[0] // 32)].flatten(0, 1) if x.dim() == 2 else x[:, 0]
     return x[:: max(1, x.numel() // SAMPLE)]

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Key
 from memtrain.kernels.split import merge, split
-from memtrain.optim.around import Around, Member, local, sharded_like, stand_in
+from memtrain.optim.around import Around, Member, stand_in
 from memtrain.optim.base import closure_loss, refuse_sparse
 from memtrain.optim.formats import parse
+from memtrain.optim.shards import local, part_number, sharded_like
 
 BUNDLE = 2**22
 """Elements whose float32 masters may exist at once; a larger parameter exists alone."""
@@ -165,8 +166,8 @@ class SplitWeights(Around):
         """The format, the corrections by the parameter's number, and the count of steps."""
         for param in self.corrections:
             self._drop_stale(param)
-        found = {i: self.corrections.get(p) for i, p in enumerate(self.params())}
-        kept = {i: t for i, t in found.items() if t is not None}
+        found = ((i, p, self.corrections.get(p)) for i, p in enumerate(self.params()))
+        kept = {i: sharded_like(t, p) for i, p, t in found if t is not None}
         return {"weights": {"format": self.weights, "corrections": kept, "steps": self._count}}
 
     def check_own_state(self, own: Mapping[str, Any]) -> None:
@@ -189,7 +190,7 @@ class SplitWeights(Around):
             correction = self.corrections.get(param)
             if correction is not None:
                 loaded = given["corrections"].get(index)
-                correction.zero_() if loaded is None else correction.copy_(loaded)
+                correction.zero_() if loaded is None else correction.copy_(local(loaded))
             if param in self.corrections:
                 self._versions[param] = None
 
@@ -237,8 +238,7 @@ class SplitWeights(Around):
         numbers = self.__dict__.setdefault("_numbers", {})
         if param not in numbers:
             numbers.update((p, i) for i, p in enumerate(self.params()))
-        sharded = local(param) is not param
-        rank = torch.distributed.get_rank() if sharded else 0
+        rank = part_number(param)
         return Key(self.seed, site=numbers[param], step=self._count, rank=rank)
 
 

@@ -1,8 +1,9 @@
-"""One of two processes under gloo: prints what every scenario found as JSON."""
+"""One of a few processes under gloo: prints what every scenario found as JSON."""
 
 import json
 import sys
 
+import sharded
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -132,7 +133,7 @@ def ddp_skips_inf_on_all_ranks(rank, world):
     return {"skipped": optimizer.skipped, "kept": weight.weight.tolist() == [[1.0] * 4]}
 
 
-def sharded(dtype):
+def sharded_model(dtype):
     model = make().to(dtype)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -142,9 +143,9 @@ def sharded(dtype):
 
 
 def fsdp_released(rank, world):
-    plain = sharded(torch.float32)
+    plain = sharded_model(torch.float32)
     train(plain, adamw(plain.parameters()), rank, world)
-    model = sharded(torch.float32)
+    model = sharded_model(torch.float32)
     optimizer = ReleaseGradients(adamw(model.parameters()))
     train(model, optimizer, rank, world)
     whole = [[p.full_tensor() for p in m.parameters()] for m in (model, plain)]
@@ -159,7 +160,7 @@ def fsdp_released(rank, world):
 
 def fsdp_split(rank, world):
     """bf16+16 over shards: as float32 parameters stepped with the same bfloat16 gradients."""
-    model = sharded(torch.bfloat16)
+    model = sharded_model(torch.bfloat16)
     twin = [nn.Parameter(p.full_tensor().detach().float()) for p in model.parameters()]
     whole = adamw(twin)
     optimizer = SplitWeights(adamw(model.parameters()), "bf16+16")
@@ -171,12 +172,12 @@ def fsdp_split(rank, world):
         optimizer.step()
         whole.step()
     masters = [optimizer.master(p).full_tensor() for p in model.parameters()]
-    both = sharded(torch.bfloat16)
+    both = sharded_model(torch.bfloat16)
     released = ReleaseGradients(SplitWeights(adamw(both.parameters()), "bf16+16"))
     train(both, released, rank, world, torch.bfloat16)
     refused = ""
     try:
-        SplitWeights(adamw(sharded(torch.float32).parameters()))
+        SplitWeights(adamw(sharded_model(torch.float32).parameters()))
     except ValueError as error:
         refused = str(error)
     inner = released.inner
@@ -196,20 +197,27 @@ SCENARIOS = [
     ddp_skips_inf_on_all_ranks,
     fsdp_released,
     fsdp_split,
+    *sharded.SCENARIOS,
 ]
 
 
-def main(rank, world, path):
+def run(scenario, rank, world):
+    torch.manual_seed(0)
+    return scenario(rank, world)
+
+
+def main(rank, world, path, name="", directory=""):
+    """All scenarios, or one of `sharded` that works on a directory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
-    found = {}
-    for scenario in SCENARIOS:
-        torch.manual_seed(0)
-        found[scenario.__name__] = scenario(rank, world)
+    if name:
+        found = getattr(sharded, name)(rank, world, directory)
+    else:
+        found = {scenario.__name__: run(scenario, rank, world) for scenario in SCENARIOS}
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

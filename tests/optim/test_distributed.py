@@ -1,5 +1,6 @@
-"""Gradient release and split weights in two processes: DDP and FSDP2, gloo, on the CPU."""
+"""Gradient release, split weights and sharded states: DDP and FSDP2, gloo, on the CPU."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -17,25 +18,36 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def launch(world, store, *arguments):
     """What each rank's process printed."""
-    store = tmp_path_factory.mktemp("distributed") / "store"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(WORLD), str(store)],
+            [sys.executable, str(SCRIPT), str(rank), str(world), str(store), *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )
-        for rank in range(WORLD)
+        for rank in range(world)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=240) for process in ranks]
+        outputs = [process.communicate(timeout=400) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0] * WORLD, outputs
+    assert [process.returncode for process in ranks] == [0] * world, outputs
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, worker_id):
+    """What the two processes found; they run once, whatever the number of pytest's workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder if worker_id == "master" else folder.parent
+    results = folder / "distributed.json"
+    with (folder / "distributed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            results.write_text(json.dumps(launch(WORLD, folder / "store")))
+    return json.loads(results.read_text())
 
 
 def test_ddp_updates_follow_the_all_reduce(found):
@@ -85,3 +97,96 @@ def test_fsdp_splits_each_shard(found):
         assert result["released"] == 0.0
         assert result["local"] == 32 * 8 // WORLD
         assert "before fully_shard" in result["refused"]
+
+
+# A state in float32 with an error of the quantiser's own is far above these: one rounding of
+# float32 in a parameter (the C++ kernels' square root), and the order of a sum of squares.
+ROUNDING = 2.0**-23
+SUMS = 2e-6
+
+
+def test_parts_whose_rows_fill_blocks_train_as_the_whole(found):
+    for rank in found:
+        for name, distance in rank["whole_blocks"].items():
+            factored = "actor" in name
+            states = name.endswith("states")
+            allowed = SUMS if factored else 0.0 if states else 4 * ROUNDING
+            assert distance <= allowed, name
+
+
+def test_blocks_start_anew_in_each_part_of_any_shape(found):
+    for rank in found:
+        assert all(rank["parts_of_blocks"].values()), rank["parts_of_blocks"]
+
+
+def test_scales_and_factors_are_those_of_the_whole_however_it_is_split(found):
+    for rank in found:
+        for name, distance in rank["sides_of_the_whole"].items():
+            assert distance <= (SUMS if "actor" in name else 0.0), name
+
+
+def test_one_collective_a_step(found):
+    for rank in found:
+        assert rank["collectives"] == {
+            "AdamW4bit": 1, "AdamW4bitFactor": 1, "AdamW8bit": 0, "Lion4bit": 0
+        }  # fmt: skip
+
+
+def test_nan_in_one_part_reaches_the_others_as_in_the_whole(found):
+    for rank in found:
+        result = rank["bad_numbers"]
+        assert result["states"]
+        assert result["parameters"]
+        assert 1 <= result["spoilt"] < 8 * 256
+
+
+def test_sharded_losses_follow_the_unsharded_ones(found):
+    for rank in found:
+        for name, (plain, whole, parts) in rank["curves"].items():
+            # Blocks begin elsewhere in parts: no more apart than the states' codes bring anyway.
+            own = max(abs(a - b) for a, b in zip(plain, whole, strict=True))
+            apart = max(abs(a - b) for a, b in zip(whole, parts, strict=True))
+            assert apart <= 2 * own, name
+            assert parts[-1] < 0.5 * parts[0], name
+
+
+def test_wrap_takes_a_sharded_model(found):
+    for rank in found:
+        result = rank["wrapped"]
+        assert result["exact"] == 0.0
+        assert 0 < result["states"] < 0.05
+        assert 0 < result["both"] < 0.05
+        assert result["bytes"] < 0.25  # 1.03 of 8, and the vectors of a small model
+        assert result["back"] == ["AdamW", "DTensor"]
+
+
+def test_states_weights_and_gradients_of_a_sharded_model_together(found):
+    for rank in found:
+        result = rank["everything"]
+        assert result["last"] < 0.6 * result["first"]
+        assert result["kind"] == "DTensor"
+
+
+def test_distributed_checkpoints_come_back_bit_for_bit(found):
+    for rank in found:
+        assert all(rank["checkpoint"].values()), rank["checkpoint"]
+        assert rank["checkpoint_by_names"]["equal"]
+
+
+def test_plain_checkpoints_load_into_parts_and_wrong_ones_change_nothing(found):
+    for rank in found:
+        assert rank["plain_checkpoints"] == {"equal": True, "refused": [True, True]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_number_of_processes_loads_within_one_step(world, tmp_path):
+    launch(2, tmp_path / "save", "save", tmp_path)
+    for rank in launch(world, tmp_path / "load", "load", tmp_path):
+        assert rank
+        for name, (moved, steps) in rank.items():
+            if "Block" in name:
+                assert steps <= 1, name
+                assert moved > 0 or steps == 0
+            else:  # nothing but the order of a sum, where factors are decoded
+                assert moved <= (SUMS if "Factored" in name else 0.0), name

@@ -1,0 +1,147 @@
+"""The AdamW step of rank-1 and factored second moments whose tensors are split over processes.
+
+Both need numbers of the whole tensor between their two passes: the maxima, or the sums of
+squares, of what other processes hold. All tensors' numbers travel in one collective.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import adamw, codebook, rank1, shards, sides
+from memtrain.kernels.adamw import BLOCK, Entry
+from memtrain.kernels.book import Book
+from memtrain.kernels.dispatch import choose
+from memtrain.kernels.shards import Pending, Shard, all_reduce
+
+Sums = dict[str, Tensor]
+"""Of one entry: `scale` (rank-1's maxima), or `row` and `col` (sums of squares)."""
+
+
+def step(entries: Sequence[Entry]) -> None:
+    """`adamw.adamw_step` for entries of kind rank-1 or factored that have a `shard`.
+
+    Each process of the shards' groups must call it, with the same entries in the same order; parts
+    may be empty. The new scales are bit for bit those of the whole tensor, the factors are so but
+    for the order of sums. On CUDA the kernels of `adamw_triton.py` serve contiguous parts split by
+    rows; others, and the CPU, take torch's arithmetic, one parameter at a time.
+
+    Args:
+        entries: Each with the part of this process.
+
+    Memory:
+        Vectors of rows and columns; in torch's arithmetic some float32 tensors of a part's size.
+    """
+    launched, plain = [], []
+    for entry in entries:
+        (launched if _launches(entry) else plain).append(entry)
+    launches = _launch(launched)
+    looked = [(entry, _look(entry)) for entry in plain]
+    for launch in launches:
+        looked += zip(launch.entries, launch.sums(), strict=True)
+    _reduce(looked)
+    for launch in launches:
+        found = {id(entry): sums for entry, sums in looked}
+        launch.settle([found[id(entry)] for entry in launch.entries])
+        launch.update()
+    for entry, sums in looked[: len(plain)]:
+        if entry.param.numel():
+            _update(entry, sums)
+        elif entry.kind == "rank1":
+            entry.second["scale"].copy_(sums["scale"])
+
+
+def _launches(entry: Entry) -> bool:
+    if not entry.param.numel() or choose(entry.param) != "triton":
+        return False
+    return adamw.fits(entry) and _shard(entry).by_rows
+
+
+def _launch(entries: list[Entry]) -> list[Any]:
+    if not entries:
+        return []
+    from memtrain.kernels import adamw_launch
+
+    groups: dict[object, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        entry = entry._replace(grad=entry.grad.contiguous())
+        groups[adamw_launch.alike(entry)].append(entry)
+    launches = [adamw_launch.Launch(group) for group in groups.values()]
+    for launch in launches:
+        launch.look()
+    return launches
+
+
+def _shard(entry: Entry) -> Shard:
+    return entry.shard or Shard(tuple(entry.param.shape), ())
+
+
+def _gradient(entry: Entry) -> Tensor:
+    p, h = entry.param.detach(), entry.hyper
+    work = torch.float64 if p.dtype == torch.float64 else torch.float32
+    g = entry.grad.to(work) * h.sign
+    return g + h.l2 * p.to(work) if h.l2 else g
+
+
+def _look(entry: Entry) -> Sums:
+    g = _gradient(entry)
+    if entry.kind == "rank1":
+        return {"scale": rank1.maxima(_next_rank1(entry, g))}
+    square = (g * g).float().reshape(g.shape[0], g.shape[1:].numel())
+    return {"row": square.sum(1), "col": square.sum(0)}
+
+
+def _next_rank1(entry: Entry, g: Tensor) -> Tensor:
+    codes, scale, h = entry.second["codes"], entry.second["scale"], entry.hyper
+    v = rank1.dequantize_reference(codes, scale, entry.second_map, 4, False, entry.param.shape)
+    return h.b2 * v.to(g.dtype) + (h.w2 * g) * g
+
+
+def _reduce(looked: Sequence[tuple[Entry, Sums]]) -> None:
+    """The whole tensors' maxima; their factors, written to the entries."""
+    maxima: Pending = []
+    rows: Pending = []
+    columns: Pending = []
+    for entry, sums in looked:
+        if entry.kind == "rank1":
+            maxima += shards.of_maxima(sums["scale"], entry.param.shape, _shard(entry))
+        else:
+            rows += shards.of_rows(sums["row"], _shard(entry))
+            columns += shards.of_columns(sums["col"], _shard(entry))
+    all_reduce(maxima, "max")
+    all_reduce([*rows, *columns], "sum")
+    for entry, sums in looked:
+        if entry.kind == "factored":
+            whole, h = _shard(entry).shape, entry.hyper
+            row, col = entry.second["row"], entry.second["col"]
+            row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(whole[1:]).numel()))
+            col.copy_(h.b2 * col + h.w2 * (sums["col"] / whole[0]))
+            sums["mean"] = shards.mean_of(row, col, _shard(entry))
+
+
+def ratio(row: Tensor, mean: Tensor) -> Tensor:
+    """Row means over their mean, zero where that is zero."""
+    return (row / mean).masked_fill(mean == 0, 0.0)
+
+
+def _update(entry: Entry, sums: Sums) -> None:
+    p, h, g = entry.param.detach(), entry.hyper, _gradient(entry)
+    m = adamw.decode_first(entry).to(g.dtype)
+    m = m + h.w1 * (g - m)
+    if entry.kind == "rank1":
+        v = _next_rank1(entry, g)
+    else:
+        row, col = ratio(entry.second["row"], sums["mean"]), entry.second["col"]
+        v = (row.unsqueeze(1) * col).view(p.shape).to(g.dtype)
+    p.copy_(p.to(g.dtype) * h.decay - (h.step_size * m) / (v.sqrt() + h.eps))
+    codes, scale = codebook.quantize_reference(m, entry.first_map, 4, True, BLOCK)
+    entry.first["codes"].copy_(codes)
+    entry.first["scale"].copy_(scale)
+    if entry.kind == "rank1":
+        both = rank1.inverses(sums["scale"], p.shape)
+        book = Book(entry.second_map, 4, False)
+        entry.second["codes"].copy_(sides.quantize_reference(v, both, book))
+        entry.second["scale"].copy_(sums["scale"])

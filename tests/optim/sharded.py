@@ -1,0 +1,473 @@
+"""What processes that share parameters (DTensor, FSDP2) find; `distributed.py` runs it."""
+
+import itertools
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import memtrain
+from memtrain import optim
+from memtrain.compressors.codebook import Block
+from memtrain.kernels import bits, codebook
+from memtrain.optim import layout, shards
+
+STEPS = 3
+layout.MAX_SIDE_BYTES = 1e9  # rank-1 and factored states of small tensors too
+
+
+def general(name, **options):
+    def make(params):
+        return optim.CompressedOptimizer(
+            getattr(torch.optim, name)(params, lr=1e-2), layout.Choice(min_elements=0, **options),
+            min_elements=0,
+        )  # fmt: skip
+
+    return make
+
+
+def fused(name, **options):
+    return lambda params: getattr(optim, name)(params, lr=1e-2, min_elements=0, **options)
+
+
+OPTIMIZERS = {
+    "AdamW4bit": fused("AdamW4bit"),
+    "AdamW4bit block": fused("AdamW4bit", second="B128/Linear"),
+    "AdamW4bitFactor": fused("AdamW4bitFactor"),
+    "AdamW8bit": fused("AdamW8bit"),
+    "SGD4bit": fused("SGD4bit", momentum=0.9),
+    "Lion4bit": fused("Lion4bit"),
+    "not fused": fused("AdamW4bit", first="identity"),
+    "NAdam": general("NAdam"),
+    "NAdam factored": general("NAdam", second="factored"),
+    "Adagrad": general("Adagrad"),
+}
+
+
+def mesh_of(*sizes):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple("ab"[: len(sizes)]))
+
+
+def pair(shape, placements, mesh, seed=0):
+    """A parameter that each process holds, and the same one split."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(shape, generator=generator)
+    return nn.Parameter(whole.clone()), nn.Parameter(
+        distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    )
+
+
+def give(param, seed):
+    """A gradient, split as the parameter is."""
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(param.shape, generator=generator)
+    grad *= (
+        torch.randn(param.shape[0], generator=generator).exp().view(-1, *[1] * (param.dim() - 1))
+    )
+    param.grad = grad
+    if shards.is_sharded(param):
+        param.grad = distribute_tensor(
+            grad, param.device_mesh, param.placements, src_data_rank=None
+        )
+
+
+def run(optimizer, steps=STEPS, first=0):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(first, first + steps):
+        for k, param in enumerate(params):
+            give(param, 100 * step + k)
+        optimizer.step()
+    return params
+
+
+def full(x):
+    return x.full_tensor() if shards.is_sharded(x) else x
+
+
+def distance(a, b):
+    return (full(a) - full(b)).abs().max().item() if a.numel() else 0.0
+
+
+def states(optimizer, param):
+    """Every state, decoded."""
+    return {
+        name: layout.unpack(optimizer.compressor(param, name)[0], value, param)
+        for name, value in optimizer.state[param].items()
+        if isinstance(value, dict) or value.dim()
+    }
+
+
+def whole_blocks(rank, world):
+    """Rows that fill whole blocks: parts and the whole have the same blocks."""
+    found = {}
+    mesh = mesh_of(world)
+    for name, make in OPTIMIZERS.items():
+        pairs = [pair(shape, [Shard(0)], mesh) for shape in [(7, 256), (4, 8, 128), (1, 512)]]
+        wholes, parts = zip(*pairs, strict=True)
+        a, b = make(list(wholes)), make(list(parts))
+        run(a), run(b)
+        found[name] = max(distance(p, q) for p, q in pairs)
+        found[name + " states"] = max(
+            distance(x, states(b, q)[key])
+            for p, q in pairs
+            for key, x in states(a, p).items()
+        )  # fmt: skip
+    return found
+
+
+def parts_of_blocks(rank, world):
+    """Any shapes: blocks start anew in each part, as if it were a parameter of its own."""
+    found = {}
+    mesh = mesh_of(world)
+    shapes = [(5, 77), (1, 300), (4099,), (3,), (9, 3, 5, 2), (0, 4)]
+    for name in ["AdamW4bit block", "AdamW8bit", "SGD4bit", "Lion4bit"]:
+        parts = [pair(shape, [Shard(0)], mesh)[1] for shape in shapes]
+        own = [nn.Parameter(shards.local(p.detach()).clone()) for p in parts]
+        a, b = OPTIMIZERS[name](own), OPTIMIZERS[name](parts)
+        for step in range(STEPS):
+            for k, (p, q) in enumerate(zip(own, parts, strict=True)):
+                give(q, 100 * step + k)
+                p.grad = shards.local(q.grad).clone()
+            a.step(), b.step()
+        found[name] = all(torch.equal(p, shards.local(q)) for p, q in zip(own, parts, strict=True))
+    return found
+
+
+def sides_of_the_whole(rank, world):
+    """Rank-1's scales and the factors, of shapes that no block fits, are those of the whole."""
+    found = {}
+    mesh, grid = mesh_of(world), mesh_of(1, world)
+    cases = {
+        "rows": ([Shard(0)], mesh),
+        "columns": ([Shard(1)], mesh),
+        "replicated rows": ([Replicate(), Shard(0)], grid),
+        "both": ([Shard(0), Shard(1)], grid),
+    }
+    for case, (placements, on) in cases.items():
+        for name in ["AdamW4bit", "AdamW4bitFactor", "not fused", "NAdam", "NAdam factored"]:
+            whole, part = pair((77, 131), placements, on)
+            deep, deep_part = pair((61, 9, 25), placements, on)
+            a, b = OPTIMIZERS[name]([whole, deep]), OPTIMIZERS[name]([part, deep_part])
+            run(a), run(b)
+            key = "exp_avg_sq"
+            found[f"{name} {case}"] = max(
+                distance(states(a, p)[key], states(b, q)[key]) / states(a, p)[key].max().item()
+                for p, q in [(whole, part), (deep, deep_part)]
+            )
+    return found
+
+
+def collectives(rank, world):
+    """How many all-reduces a step makes."""
+    found = {}
+    mesh = mesh_of(world)
+    real, count = dist.all_reduce, [0]
+
+    def counted(*args, **kwargs):
+        count[0] += 1
+        return real(*args, **kwargs)
+
+    for name in ["AdamW4bit", "AdamW4bitFactor", "AdamW8bit", "Lion4bit"]:
+        optimizer = OPTIMIZERS[name]([pair((77, 131), [Shard(0)], mesh)[1] for _ in range(3)])
+        dist.all_reduce, count[0] = counted, 0
+        try:
+            run(optimizer, 1)
+        finally:
+            dist.all_reduce = real
+        found[name] = count[0]
+    return found
+
+
+def bad_numbers(rank, world):
+    """A NaN in one part: the column's scale is NaN in all, other elements stay right."""
+    mesh = mesh_of(world)
+    whole, part = pair((8, 256), [Shard(0)], mesh)
+    found = []
+    for param in (whole, part):
+        optimizer = OPTIMIZERS["AdamW4bit"]([param])
+        run(optimizer, 1)
+        give(param, 7)
+        grad = full(param.grad).clone()
+        grad[0, 3] = torch.nan
+        param.grad = (
+            distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+            if shards.is_sharded(param)
+            else grad
+        )
+        optimizer.step()
+        found.append(
+            [full(x).detach().nan_to_num(9.0) for x in (*states(optimizer, param).values(), param)]
+        )
+    return {
+        "states": all(map(torch.equal, found[0][:2], found[1][:2])),
+        "parameters": torch.allclose(found[0][2], found[1][2], rtol=2**-23, atol=0),
+        "spoilt": int(full(part).isnan().sum()),
+    }
+
+
+def model_of(sharded, width=48):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, width), nn.Tanh(), nn.Linear(width, 31))
+    if sharded:
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def losses(model, optimizer, rank, world, steps=12):
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 24, generator=generator)
+        y = torch.tanh(x[:, :1] * 2 + x[:, 1:2])
+        loss = (model(x.chunk(world)[rank]) - y.chunk(world)[rank]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        whole = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(whole)
+        found.append(whole.item() / world)
+    return found
+
+
+def curves(rank, world):
+    found = {}
+    for name in ["AdamW4bit", "AdamW4bitFactor", "AdamW8bit"]:
+        plain, whole, part = model_of(False), model_of(False), model_of(True)
+        found[name] = [
+            losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 0, 1),
+            losses(whole, OPTIMIZERS[name](whole.parameters()), 0, 1),
+            losses(part, OPTIMIZERS[name](part.parameters()), rank, world),
+        ]
+    return found
+
+
+def wrapped(rank, world):
+    """`memtrain.wrap` around a sharded model, and back."""
+    plain = model_of(True)
+    kept = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = losses(plain, kept, rank, world)
+    found = {}
+    exact = {"preset": "exact"}
+    small = {"preset": "optimizer_only", "optim": {"min_elements": 0}}
+    both = {**small, "preset": "balanced", "activations": {"min_elements": 0}}
+    for name, cfg in {"exact": exact, "states": small, "both": both}.items():
+        model = model_of(True)
+        model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
+        got = losses(model, optimizer, rank, world)
+        found[name] = max(abs(a - b) for a, b in zip(got, expected, strict=True))
+        if name == "states":
+            found["bytes"] = optim.state_bytes(optimizer) / optim.state_bytes(kept)
+            model, optimizer = memtrain.unwrap(model, optimizer)
+            state = optimizer.state[next(model.parameters())]["exp_avg"]
+            found["back"] = [type(optimizer).__name__, type(state).__name__]
+            losses(model, optimizer, rank, world, 1)
+    return found
+
+
+def everything(rank, world):
+    """Compressed states, split weights and gradient release together, over shards."""
+    model = model_of(False)
+    model.to(torch.bfloat16)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    inner = OPTIMIZERS["AdamW4bit"](model.parameters())
+    optimizer = optim.ReleaseGradients(optim.SplitWeights(inner, "bf16+8"))
+    got = []
+    for step in range(8):
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = (model(x.chunk(world)[rank]) - 0.5).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        got.append(loss.item())
+    corrections = optimizer.state_dict()["memtrain"]["weights"]["corrections"]
+    return {"first": got[0], "last": got[-1], "kind": type(corrections[0]).__name__}
+
+
+SHAPES = [(5, 77), (6, 256), (1, 300), (259,)]
+
+
+def parameters(world):
+    mesh = mesh_of(world)
+    return [pair(shape, [Shard(0)], mesh, k)[1] for k, shape in enumerate(SHAPES)]
+
+
+def checkpoint(rank, world):
+    """Saved by `torch.distributed.checkpoint` and loaded by as many processes: bit for bit."""
+    path = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(path)
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        a = make(parameters(world))
+        run(a)
+        dcp.save({"optim": a.state_dict()}, checkpoint_id=f"{path[0]}/{name}")
+        b = make(parameters(world))
+        run(b, 1)  # states to load into
+        target = {"optim": b.state_dict()}
+        dcp.load(target, checkpoint_id=f"{path[0]}/{name}")
+        b.load_state_dict(target["optim"])
+        with torch.no_grad():
+            for p, q in zip(parameters_of(a), parameters_of(b), strict=True):
+                q.copy_(p)
+        equal = [
+            same(a.state[p], b.state[q]) for p, q in zip(*map(parameters_of, (a, b)), strict=True)
+        ]
+        run(a, 1, STEPS), run(b, 1, STEPS)
+        equal += [
+            torch.equal(full(p), full(q)) for p, q in zip(*map(parameters_of, (a, b)), strict=True)
+        ]
+        found[name] = all(equal)
+    return found
+
+
+MOVED = ["AdamW4bit", "AdamW4bitFactor", "AdamW8bit", "SGD4bit", "Lion4bit", "NAdam"]
+
+
+def save(rank, world, path):
+    """A checkpoint for other numbers of processes, and what its states are worth."""
+    for name in MOVED:
+        optimizer = OPTIMIZERS[name](parameters(world))
+        run(optimizer)
+        dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=f"{path}/{name}")
+        worth = [
+            {key: full(x) for key, x in states(optimizer, p).items()}
+            for p in parameters_of(optimizer)
+        ]
+        if rank == 0:
+            torch.save(worth, f"{path}/{name}.pt")
+    return {}
+
+
+def load(rank, world, path):
+    """How far states that another number of processes has saved move, in quantisation steps.
+
+    A step is the widest gap of the map times the new block's scale; of what has no blocks of its
+    own (rank-1's second moment, exact states) it is 0, and nothing may move.
+    """
+    found = {}
+    for name in MOVED:
+        optimizer = OPTIMIZERS[name](parameters(world))
+        run(optimizer, 1)
+        target = {"optim": optimizer.state_dict()}
+        dcp.load(target, checkpoint_id=f"{path}/{name}")
+        optimizer.load_state_dict(target["optim"])
+        worth = torch.load(f"{path}/{name}.pt")
+        for p, saved in zip(parameters_of(optimizer), worth, strict=True):
+            for key, x in states(optimizer, p).items():
+                first, count = shards.own_rows(p)
+                was, now = saved[key][first : first + count], shards.local(x)
+                compressor, _ = optimizer.compressor(p, key)
+                row = p.shape[1:].numel()
+                moves = [now.sub(was).abs().max().item() if now.numel() else 0.0, 0.0]
+                if isinstance(compressor, Block) and row % compressor.block_size and now.numel():
+                    moves = in_steps(compressor, was, now)
+                found[f"{name} {tuple(p.shape)} {key} {type(compressor).__name__}"] = moves
+        run(optimizer, 1, STEPS)
+    return found
+
+
+def in_steps(compressor, was, now):
+    """The largest move, and the largest in steps of its block."""
+    values = codebook.codebook(compressor.map, bits=compressor.bits, signed=compressor.signed)
+    gap = max(b - a for a, b in itertools.pairwise(values))
+    scale = bits.blocks(was, compressor.block_size).abs().amax(1)
+    step = gap * scale.repeat_interleave(compressor.block_size)[: was.numel()]
+    moved = now.sub(was).abs().flatten()
+    return [moved.max().item(), (moved / step.clamp(min=1e-30)).max().item()]
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def same(a, b):
+    """Whether two parameters' states are equal, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor):
+        a, b = shards.local(a), shards.local(b)
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+def checkpoint_by_names(rank, world):
+    """The form of `get_optimizer_state_dict`, into an optimizer that has no states yet."""
+    path = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(path)
+    model = model_of(True)
+    optimizer = OPTIMIZERS["AdamW4bit"](model.parameters())
+    losses(model, optimizer, rank, world, 3)
+    optimizer.zero_grad()  # else torch makes no first states for `other`
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path[0])
+    other = OPTIMIZERS["AdamW4bit"](model.parameters())
+    target = {"optim": get_optimizer_state_dict(model, other)}
+    dcp.load(target, checkpoint_id=path[0])
+    set_optimizer_state_dict(model, other, target["optim"])
+    equal = [same(optimizer.state[p], other.state[p]) for p in model.parameters()]
+    return {"equal": all(equal)}
+
+
+def plain_checkpoints(rank, world):
+    """Whole plain states of torch's AdamW load into parts; portable ones into torch's AdamW."""
+    whole, part = pair((7, 256), [Shard(0)], mesh_of(world))
+    plain = torch.optim.AdamW([whole], lr=1e-2)
+    run(plain)
+    ours = OPTIMIZERS["AdamW4bit"]([part])
+    ours.load_state_dict(plain.state_dict())
+    expected = optim.compress(
+        torch.optim.AdamW([nn.Parameter(whole.detach().clone())], lr=1e-2),
+        layout.Choice(min_elements=0),
+        min_elements=0,
+    )
+    expected.load_state_dict(plain.state_dict())
+    (twin,) = parameters_of(expected)
+    equal = [
+        torch.equal(full(states(ours, part)[key]), states(expected, twin)[key])
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    back = torch.optim.AdamW([part], lr=1e-2)
+    back.load_state_dict(optim.portable_state_dict(ours))
+    equal += [torch.equal(full(back.state[part]["exp_avg"]), states(expected, twin)["exp_avg"])]
+    saved, refused = ours.state_dict(), []
+    for spoil in (lambda payload: payload.pop("start"), cut_codes):
+        payload = dict(saved["state"][0]["exp_avg"])
+        spoil(payload)
+        wrong = {**saved, "state": {0: {**saved["state"][0], "exp_avg": payload}}}
+        before = dict(ours.state[part])
+        try:
+            ours.load_state_dict(wrong)
+            refused.append(False)
+        except ValueError:
+            refused.append(all(ours.state[part][key] is x for key, x in before.items()))
+    return {"equal": all(equal), "refused": refused}
+
+
+def cut_codes(payload):
+    payload["codes"] = payload["codes"].to_local()[:, :8]
+
+
+SCENARIOS = [
+    whole_blocks,
+    parts_of_blocks,
+    sides_of_the_whole,
+    collectives,
+    bad_numbers,
+    curves,
+    wrapped,
+    everything,
+    checkpoint,
+    checkpoint_by_names,
+    plain_checkpoints,
+]
