@@ -5,54 +5,18 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
-from memtrain.audit import CATEGORIES, Kept, Report, Row
 from memtrain.cli.models import FAMILIES, Request, build
-from memtrain.cli.report import as_json, main, show, size, write_json
-
-BUILDER = """
-import torch
-from torch import nn
-
-def build(batch):
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
-    return model, torch.zeros(batch, 64)
-
-def with_optimizer():
-    model = nn.Linear(128, 128)
-    return model, (torch.zeros(16, 128),), torch.optim.SGD(model.parameters(), momentum=0.9)
-
-def wrong():
-    return nn.Linear(2, 2)
-
-def throws():
-    raise RuntimeError("out of cheese")
-
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-    def forward(self, x):
-        return self.linear(x) if x.sum() > 0 else x
-
-def branch():
-    return Branch(), torch.zeros(4, 64)
-
-number = 3
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with a user's module in it."""
-    (tmp_path / "theirs.py").write_text(BUILDER)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    yield tmp_path
-    sys.modules.pop("theirs", None)
+from memtrain.cli.report import main, write
+from memtrain.cli.report_json import as_json
+from memtrain.cli.report_tables import show
+from memtrain.peak import Moment, Timeline
+from memtrain.report import CATEGORIES, Kept, Report, Row
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +27,17 @@ def _width(monkeypatch):
 def test_gpt2_prints_within_80_columns_and_writes_its_json(capsys, tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "report.json"
-    arguments = ["model=gpt2", "preset=balanced", "batch=8", "dropout=0"]  # seq: the model's own
+    arguments = [
+        "model=gpt2",
+        "preset=balanced",
+        "batch=8",
+        "dropout=0",
+        "--no-peak",
+    ]  # seq: the model's own
     assert main([*arguments, "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    for part in (*CATEGORIES.values(), "ratio", "the 10 largest sites", "not compressed, and why"):
+    for part in (*CATEGORIES.values(), "ratio", "the 10 largest of", "not compressed, and why"):
         assert part in text
     assert "counted (the batch has labels)" in text
     content = json.loads(path.read_text())
@@ -84,7 +54,18 @@ def test_gpt2_prints_within_80_columns_and_writes_its_json(capsys, tmp_path):
 
 
 def test_json_has_the_documented_schema():
-    report = sample()
+    rows = (
+        Row(name="w", kind="weight", plain=64, planned=64, reason="not requested", sites=("w",)),
+        Row(name="a", kind="activation", plain=100, planned=25, compressor="Group()", sites=("b",)),
+    )
+    kept = (Kept(kind="weight", reason="not requested", nbytes=64, count=1, example="w"),)
+    line = Timeline((Moment("forward of a", "forward", 9, {"weights": 8, "inputs": 1}),))
+    report = Report(
+        rows=rows, kept=kept, unmatched=("activations.rules.0: op=[silu]",), loss=True,
+        unknown={"state": "no"}, timeline=line, planned_timeline=line,
+    )  # fmt: skip
+    moment = {"label": "forward of a", "phase": "forward", "nbytes": 9,
+              "parts": {"weights": 8, "inputs": 1}}  # fmt: skip
     content = json.loads(json.dumps(as_json(report, {"model": "gpt2"})))
     assert content == {
         "schema": "memtrain-report",
@@ -98,11 +79,16 @@ def test_json_has_the_documented_schema():
             "saved activations": {"plain": 100, "planned": 25, "unknown": "", "ratio": 0.25},
             "total": {"plain": 164, "planned": 89, "unknown": "no", "ratio": 89 / 164},
         },
+        "peak": {
+            "plain": 9, "planned": 9, "ratio": 1.0, "requested": {"plain": 9, "planned": 9},
+            "moment": {"plain": moment, "planned": moment},
+        },
+        "timeline": {"plain": [moment], "planned": [moment]},
         "rows": [
             {"name": "w", "kind": "weight", "plain": 64, "planned": 64, "compressor": "",
              "reason": "not requested", "sites": ["w"], "ratio": 1.0},
-            {"name": LONG, "kind": "activation", "plain": 100, "planned": 25,
-             "compressor": "Group()", "reason": "", "sites": [LONG], "ratio": 0.25},
+            {"name": "a", "kind": "activation", "plain": 100, "planned": 25,
+             "compressor": "Group()", "reason": "", "sites": ["b"], "ratio": 0.25},
         ],
         "kept": [
             {"kind": "weight", "reason": "not requested", "nbytes": 64, "count": 1,
@@ -110,42 +96,21 @@ def test_json_has_the_documented_schema():
         ],
         "unmatched_rules": ["activations.rules.0: op=[silu]"],
     }  # fmt: skip
+    bare = as_json(replace(report, timeline=None, planned_timeline=None), {})
+    assert (bare["peak"], bare["timeline"]) == (None, {})
 
 
-LONG = "a." * 60 + "[bold] / scaled_dot_product_attention / input"
-
-
-def sample():
-    rows = (
-        Row(name="w", kind="weight", plain=64, planned=64, reason="not requested", sites=("w",)),
-        Row(
-            name=LONG, kind="activation", plain=100, planned=25, compressor="Group()", sites=(LONG,)
-        ),
-    )
-    kept = (Kept(kind="weight", reason="not requested", nbytes=64, count=1, example="w"),)
-    rules = ("activations.rules.0: op=[silu]",)
-    return Report(rows=rows, kept=kept, unmatched=rules, loss=True, unknown={"state": "no"})
-
-
-def test_long_names_fold_and_markup_is_shown_as_it_is(capsys):
-    from rich.console import Console
-
-    show(Console(width=80), sample(), {"model": "x", "overrides": ["seed=3"]}, 10)
+def test_long_names_fold_and_markup_is_shown_as_it_is(report, settings, capsys):
+    name = report.rows[-2].name
+    show(Console(width=80), report, settings, by="site", top=20)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "".join(LONG.split()) in re.sub(r"\s|100B|0\.\d+|KiB", "", text)
-    assert "optimizer states: unknown, left out: no" in text
+    bytes_ = r"\s|100B|0\.\d+|KiB|1$"
+    assert "".join(name.split()) in re.sub(bytes_, "", text, flags=re.M)
+    assert "optimizer states: unknown, left out: no step" in text
     assert "matched nothing: activations.rules.0: op=[silu]" in text
-    assert "w (weight)" in text
+    assert "h.0.attn.weight (weight)" in text
     assert "seed=3" in text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0.00 KiB"), (2**20 - 1, "1024.00 KiB"), (2**20, "1.00 MiB"), (2**40, "1,024.00 GiB")],
-)
-def test_sizes(nbytes, text):
-    assert size(nbytes) == text
 
 
 def test_help_teaches_by_examples(capsys):
@@ -190,7 +155,7 @@ def test_help_teaches_by_examples(capsys):
         (["model=py:theirs:throws"], "RuntimeError: out of cheese"),
     ],
 )
-def test_a_mistake_is_one_clear_line(arguments, message, capsys, folder):
+def test_a_mistake_is_one_clear_line(arguments, message, capsys, builder):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -199,16 +164,16 @@ def test_a_mistake_is_one_clear_line(arguments, message, capsys, folder):
     assert captured.out == ""
 
 
-def test_a_model_that_reads_its_data_is_exit_status_1(capsys, folder):
+def test_a_model_that_reads_its_data_is_exit_status_1(capsys, builder):
     assert main(["model=py:theirs:branch"]) == 1
     error = capsys.readouterr().err
     assert "DataDependent" in error
     assert error.count("\n") == 1
 
 
-def test_a_users_builder_gives_model_batch_and_optimizer(capsys, folder):
+def test_a_users_builder_gives_model_batch_and_optimizer(capsys, builder):
     assert main(["model=py:theirs:build", "batch=32", "optimizer=sgd", "--json", "a.json"]) == 0
-    content = json.loads((folder / "a.json").read_text())
+    content = json.loads((builder / "a.json").read_text())
     assert content["categories"]["saved activations"]["plain"] == 2 * 32 * 256 * 4
     assert content["loss_counted"] is False
     assert "no labels given" in capsys.readouterr().out
@@ -217,20 +182,20 @@ def test_a_users_builder_gives_model_batch_and_optimizer(capsys, folder):
     assert built.batch[0].shape == (16, 128)
 
 
-def test_a_config_on_disk(folder, capsys):
+def test_a_config_on_disk(builder, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
         vocab_size=99, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    config.save_pretrained(folder)
-    for place in (folder, folder / "config.json"):
+    config.save_pretrained(builder)
+    for place in (builder, builder / "config.json"):
         built = build(Request(model=f"hf:{place}", seq=16, batch=2, labels=False))
         assert type(built.model).__name__ == "LlamaForCausalLM"
         assert built.model.config.vocab_size == 99
         assert {name: tuple(x.shape) for name, x in built.batch.items()} == {"input_ids": (2, 16)}
-    (folder / "config.json").write_text("{")
-    assert main([f"model=hf:{folder}"]) == 2
+    (builder / "config.json").write_text("{")
+    assert main([f"model=hf:{builder}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -254,7 +219,7 @@ def test_without_transformers_the_message_names_what_to_install(monkeypatch, cap
     # None in sys.modules is how Python marks a module that cannot be imported
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["model=gpt2"]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install 'memtrain[models]'" in capsys.readouterr().err
 
 
 def test_a_failing_write_keeps_the_older_file(tmp_path, monkeypatch):
@@ -266,42 +231,81 @@ def test_a_failing_write_keeps_the_older_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(path), "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        write_json(path, sample(), {})
+        write(path, "--json", "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 # Parameters as published; the number with a head of classes where the model has one.
 SIZES = {
+    "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
     "llama-7b": 6_738_415_616,
     "llama-13b": 13_015_864_320,
+    "llama-3-8b": 8_030_261_248,
+    "mistral-7b": 7_241_732_096,
     "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
     "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
     "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "distilbert": 66_985_530,
     "roberta-base": 124_697_433,
     "roberta-large": 355_412_057,
     "vit": 86_567_656,
+    "vit-large": 304_326_632,
     "swin": 28_288_354,
+    "swin-base": 87_768_224,
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
     "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+    "convnext": 28_589_128,
+    "mobilenet_v2": 3_504_872,
+    "efficientnet-b0": 5_288_548,
+    "efficientnet-b3": 12_233_232,
+    "efficientnet-b7": 66_347_960,
 }
+
+
+ONE_A_FAMILY = ("gpt2", "llama-3-8b", "mistral-7b", "opt-1.3b", "t5-base", "bert-large",
+                "distilbert", "roberta-base", "vit-large", "swin-base", "resnet18", "resnet50",
+                "convnext", "mobilenet_v2", "efficientnet-b0")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ONE_A_FAMILY else pytest.mark.nightly)
+        for name in FAMILIES
+    ],
+)
+def test_every_named_model_is_of_its_published_size(name):
+    pytest.importorskip("transformers")
+    built = build(Request(model=name))
+    assert sum(p.numel() for p in built.model.parameters()) == SIZES[name]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_named_model_is_traced(name, tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert main([f"model={name}", "--json", str(path)]) == 0
+    assert main([f"model={name}", "--no-peak", "--json", str(path)]) == 0
     categories = json.loads(path.read_text())["categories"]
-    assert categories["saved activations"]["ratio"] < 0.25
-    built = build(Request(model=name))
-    numel = sum(p.numel() for p in built.model.parameters())
-    assert numel == SIZES.get(name, 124_439_808)
+    assert categories["saved activations"]["ratio"] < 0.3
+    assert categories["weights"]["plain"] >= 4 * SIZES[name]
 
 
-def test_llama_7b_takes_under_two_gib_of_memory():
+@pytest.mark.parametrize(
+    "options", [["--no-peak"], pytest.param([], marks=pytest.mark.nightly, id="peak")]
+)
+def test_llama_7b_takes_under_two_gib_of_memory(options):
     pytest.importorskip("transformers")
     command = [
         sys.executable,
@@ -309,6 +313,7 @@ def test_llama_7b_takes_under_two_gib_of_memory():
         "import sys; from memtrain.cli.report import main; sys.exit(main())",
         "model=llama-7b",
         "seq=2048",
+        *options,
     ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, check=False, timeout=240, capture_output=True, text=True)
@@ -329,13 +334,13 @@ def test_gradients_of_a_real_batch_are_told_by_site(tmp_path, monkeypatch, capsy
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["model=py:mine:build", "batch=4", "--gradients"]) == 0
+    assert main(["model=py:mine:build", "batch=4", "--gradients", "--no-peak"]) == 0
     text = capsys.readouterr().out
     table = text[text.index("gradient quality") :]
     assert [name in table for name in ("all", "2 / linear / input", "1 / gelu / input")] == [
         True
     ] * 3
     assert max(map(len, text.splitlines())) <= 80
-    assert main(["model=py:mine:build", "preset=exact", "--gradients"]) == 0
+    assert main(["model=py:mine:build", "preset=exact", "--gradients", "--no-peak"]) == 0
     table = capsys.readouterr().out
     assert "1.000000" in table[table.index("gradient quality") :]

@@ -1,0 +1,82 @@
+"""The peak in a report: when it is, and what is alive then."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from memtrain.peak import PARTS, Moment, Timeline
+from memtrain.report import Report
+from memtrain.sizes import format_size
+
+MOST = 400
+"""Moments of a step that are drawn or written, at most."""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Bytes of a part at the plain and at the planned peak."""
+
+    plain: int
+    planned: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned through plain; None where there is nothing in plain PyTorch."""
+        return self.planned / self.plain if self.plain else None
+
+
+def timelines(report: Report) -> dict[str, Timeline]:
+    """The timelines of a report by side, `plain` and `planned`; nothing if it has none."""
+    both = {"plain": report.timeline, "planned": report.planned_timeline}
+    return {side: line for side, line in both.items() if line is not None and line.moments}
+
+
+def at_peak(report: Report) -> dict[str, Alive]:
+    """What is alive at the two peaks, and `total`; nothing if the report has no timelines.
+
+    Each side at its own peak, which may be another moment of the step.
+
+    Returns:
+        Part -> its bytes; parts that neither side has are left out.
+    """
+    lines = timelines(report)
+    if len(lines) < 2:
+        return {}
+    plain, planned = lines["plain"].peak, lines["planned"].peak
+    parts = [part for part in PARTS if plain.parts.get(part) or planned.parts.get(part)]
+    alive = {part: Alive(plain.parts.get(part, 0), planned.parts.get(part, 0)) for part in parts}
+    return {**alive, "total": Alive(plain.nbytes, planned.nbytes)}
+
+
+def described(report: Report) -> list[str]:
+    """When the peaks are, and what tensors ask for against what the allocator takes, in lines."""
+    lines = []
+    for side, line in timelines(report).items():
+        peak = line.peak
+        words = f"{side}: {format_size(peak.nbytes)} at the peak, in the {peak.label}"
+        if line.requested != peak.nbytes:
+            words += f"; tensors ask for {format_size(line.requested)}"
+        lines.append(words)
+    return lines
+
+
+def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
+    """At most so many moments: the highest of each stretch, so that no peak is lost.
+
+    Args:
+        moments: In their order.
+        most: How many; at least 1.
+
+    Returns:
+        Some of them, in their order.
+
+    Example:
+        >>> moments = [Moment("", "forward", nbytes, {}) for nbytes in (1, 9, 2, 3)]
+        >>> [moment.nbytes for moment in thinned(moments, 2)]
+        [9, 3]
+    """
+    count = min(most, len(moments))
+    edges = [index * len(moments) // count for index in range(count + 1)] if count else []
+    return [
+        max(moments[low:high], key=lambda moment: moment.nbytes) for low, high in pairwise(edges)
+    ]

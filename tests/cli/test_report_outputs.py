@@ -1,0 +1,231 @@
+"""What memtrain-report writes: golden tables, JSON, CSV, pages and pictures."""
+
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from memtrain.cli import report_json
+from memtrain.cli.report import main
+from memtrain.cli.report_csv import COLUMNS, as_csv
+from memtrain.cli.report_diff import compare, show_change
+from memtrain.cli.report_groups import BY, grouped
+from memtrain.cli.report_html import as_html
+from memtrain.cli.report_limits import broken
+from memtrain.cli.report_png import draw
+from memtrain.cli.report_tables import show
+from memtrain.report import Report, Row
+
+VOID = {"meta"}
+
+
+def printed(show, *arguments, **options):
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    show(console, *arguments, **options)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    return text
+
+
+@pytest.mark.parametrize("by", BY)
+def test_tables_are_those_on_file(by, report, settings, golden):
+    golden(f"report_{by}.txt", printed(show, report, settings, by=by, top=5))
+
+
+def test_a_depth_cuts_modules_paths(report, settings, golden):
+    text = printed(show, report, settings, by="module", depth=1)
+    golden("report_module_depth_1.txt", text)
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_sums_are_those_of_the_report(by, depth, report):
+    sums = grouped(report, by, depth)
+    total = report.totals()["total"]
+    assert sum(one.plain for one in sums) == total.plain
+    assert sum(one.planned for one in sums) == total.planned
+    assert sum(one.count for one in sums) == len(report.rows)
+    assert [one.plain for one in sums] == sorted((one.plain for one in sums), reverse=True)
+
+
+def test_csv_has_a_line_a_row(report):
+    lines = list(csv.DictReader(io.StringIO(as_csv(report))))
+    assert tuple(lines[0]) == COLUMNS
+    assert [line["name"] for line in lines] == [row.name for row in report.rows]
+    assert [int(line["planned"]) for line in lines] == [row.planned for row in report.rows]
+    assert lines[-1]["ratio"] == ""
+    assert lines[8]["sites"].split(";") == list(report.rows[8].sites)
+    assert lines[8]["module"] == "h.0.mlp.act"
+    assert lines[0]["module"] == "h.0.attn"
+
+
+class Page(HTMLParser):
+    """Elements that are opened and closed, words, and what points elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.words, self.names, self.links = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.names.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_a_page_is_sound_and_stands_alone(report, settings):
+    text = as_html(report, settings)
+    page = Page(text)
+    assert page.open == []
+    assert page.links == []
+    assert not {"script", "link", "img", "iframe"} & set(page.names)
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert page.names.count("svg") == 5  # bars, two timelines, two treemaps
+    words = " ".join(page.words)
+    assert '<i>&"été" / relu / input' in words  # escaped once, read back as it was
+    assert "[bold]" in words
+    for part in (
+        "prefers-color-scheme: dark",
+        "backward of h.1.mlp.act / gelu",
+        "step",
+        "model=sample",
+        "seed=3",
+        "no step",
+        "op=[silu]",
+    ):
+        assert part in text
+
+
+def test_a_page_of_nothing_is_sound():
+    assert Page(as_html(Report(rows=(), kept=(), unmatched=(), loss=False), {})).open == []
+
+
+def test_a_picture_is_drawn(report, settings, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib.image")
+    draw(tmp_path / "a.png", report, settings)
+    pixels = matplotlib.imread(tmp_path / "a.png")
+    colours = {
+        tuple((pixel[:3] * 255).round().astype(int)) for pixel in pixels[::3, ::3].reshape(-1, 4)
+    }
+    assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77), (0xCC, 0xBB, 0x44)} <= colours
+
+
+def test_json_is_read_back(report, settings, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(report_json.as_text(report, settings))
+    content = report_json.read(path)
+    assert content == json.loads(json.dumps(report_json.as_json(report, settings)))
+    assert [row["planned"] for row in content["rows"]] == [row.planned for row in report.rows]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ('{"schema": "memtrain-re', "is not JSON"),
+        ("\x00\xff", "is not JSON"),
+        ("[1]", "is not a report"),
+        ('{"schema": "other"}', "is not a report"),
+        ('{"schema": "memtrain-report", "version": 99}', "is of version 99; this memtrain"),
+        ('{"schema": "memtrain-report"}', "is of version None"),
+        ('{"schema": "memtrain-report", "version": 1}', "settings is not of type dict"),
+        ('{"schema": "memtrain-report", "version": 1, "settings": {}, "categories": {}, '
+         '"rows": [3], "kept": []}', r"rows\[0\] is not an object"),
+        ('{"schema": "memtrain-report", "version": 1, "settings": {}, "categories": {}, '
+         '"rows": [{"name": "a", "kind": "weight", "plain": "4"}], "kept": []}',
+         r"rows\[0\].plain is not of type int"),
+        ('{"schema": "memtrain-report", "version": 1, "settings": {}, "categories": '
+         '{"total": {"plain": null}}, "rows": [], "kept": []}', "categories.total.plain is not"),
+    ],
+)  # fmt: skip
+def test_what_is_no_report_is_refused(text, message, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message):
+        report_json.read(path)
+    assert main(["--diff", str(path), str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("memtrain-report: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def changed(report):
+    """The report after a change: one layer's activation planned apart, a weight gone, one new."""
+    rows = [row for row in report.rows if row.name not in ("h.1.mlp.weight", report.rows[8].name)]
+    first, second = report.rows[8].sites
+    rows += [
+        Row(name=first, kind="activation", plain=2**20, planned=2**19, sites=(first,)),
+        Row(name=second, kind="activation", plain=5 * 2**20, planned=0, sites=(second,)),
+        Row(name="new", kind="weight", plain=10, planned=20, sites=("new",)),
+    ]
+    return Report(rows=tuple(rows), kept=(), unmatched=(), loss=True)
+
+
+def test_differences_are_those_on_file(report, settings, golden):
+    before = report_json.as_json(report, settings)
+    after = report_json.as_json(changed(report), {**settings, "batch": 3, "overrides": []})
+    change = compare(before, after)
+    assert sum(line.growth for line in change.sites) == change.growth
+    assert {line.name for line in change.sites} == {
+        "h.1.mlp.weight (weight)", "h.1.mlp.weight (gradient)", "new (weight)", report.rows[8].name,
+    }  # fmt: skip
+    golden("diff.txt", printed(show_change, change, 10))
+
+
+def test_equal_reports_have_no_differences(report, settings, golden):
+    same = report_json.as_json(report, settings)
+    change = compare(same, same)
+    assert change.settings == change.sites == ()
+    assert change.growth == 0
+    golden("diff_equal.txt", printed(show_change, change, 10))
+
+
+def test_limits():
+    row = Row(name="w", kind="weight", plain=4000, planned=2000)
+    report = Report(rows=(row,), kept=(), unmatched=(), loss=True)
+    assert broken(report, None, None) == broken(report, 2000, 2.0) == []
+    assert broken(report, 1999, None) == [
+        "the planned total, 1.95 KiB, is over --fail-over 1.95 KiB"
+    ]
+    assert "2.000 times the planned total, under --fail-under 2.01" in broken(report, None, 2.01)[0]
+    unknown = Report(rows=(row,), kept=(), unmatched=(), loss=True, unknown={"state": "no"})
+    assert broken(unknown, 10**9, None) == ["the limits cannot be told: no"]
+    assert broken(unknown, None, None) == []
+    nothing = Report(rows=(), kept=(), unmatched=(), loss=True)
+    assert broken(nothing, 0, 9.0) == []
+
+
+def test_a_growth_over_the_limit_is_exit_status_3(report, settings, tmp_path, capsys):
+    one, other = tmp_path / "1.json", tmp_path / "2.json"
+    one.write_text(report_json.as_text(changed(report), settings))
+    other.write_text(report_json.as_text(report, settings))
+    growth = compare(report_json.read(one), report_json.read(other)).growth
+    assert growth > 0
+    diff = ["--diff", str(one), str(other), "--fail-over"]
+    assert main([*diff, str(growth)]) == 0
+    capsys.readouterr()
+    assert main([*diff, str(growth - 1)]) == 3
+    captured = capsys.readouterr()
+    assert "grew by" in captured.err
+    assert "planned bytes by category" in captured.out
+    assert main(["--diff", str(other), str(one), "--fail-over", "0"]) == 0  # it shrank
+
+
+def test_diff_takes_nothing_else(tmp_path, capsys):
+    assert main(["model=gpt2", "--diff", "a", "b"]) == 2
+    assert "'model=gpt2' is not for it" in capsys.readouterr().err
+    assert main(["--diff", "nowhere.json", "b"]) == 2
+    assert "nowhere.json" in capsys.readouterr().err
