@@ -1,16 +1,29 @@
 """The peak of a training step, before anything runs."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from memtrain.api import wrap
+from memtrain.api import plan_of, wrap
 from memtrain.kernels import cpu
+from memtrain.peak import cuda
 from memtrain.peak.recorder import Recorder
-from memtrain.peak.step import Step, StepOptions
-from memtrain.peak.timeline import Timeline, replay
+from memtrain.peak.step import Step, StepOptions, wants_closure
+from memtrain.peak.timeline import NOTHING, Timeline, replay
 from memtrain.peak.twin import twin
+
+MEASURE = "measure a real step instead: audit(..., measure=True), or memtrain-report --measure"
 
 
 def predict(
@@ -22,16 +35,25 @@ def predict(
 ) -> Timeline:
     """Simulate a training step on fake tensors and tell what is alive at each moment.
 
+    Forward, backward and the optimizer's step run under `FakeTensorMode`, with the hooks that
+    `wrap` puts on a model, from the states that a step before has left and without gradients.
+    What an op allocates inside itself and frees before it returns is not seen.
+
     Args:
         model: Real, or built under a `FakeTensorMode`; not changed.
         optimizer: Its optimizer; not changed.
         batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
             arguments, real or fake.
         cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
-        options: Autocast, and the loss.
+        options: Device, autocast, and the loss.
 
     Returns:
-        The timeline of the second step: the first makes the optimizer's states.
+        One moment for each op.
+
+    Raises:
+        ValueError: If the model's control flow depends on data or an op cannot run on fake
+            tensors (the message names it), or for a config that is not valid.
+        TypeError: If the batch holds no tensor.
 
     Memory:
         That of the names and numbers of the tensors: none of them is allocated.
@@ -45,14 +67,85 @@ def predict(
         >>> predict(model, optimizer, torch.ones(32, 64), "balanced").peak.label
         'backward of 0 / addmm'
     """
-    with twin(model, optimizer, batch) as own, cpu.without_data():
+    check_batch(batch)
+    on_cuda = options.on_cuda(model)
+    corrections = cuda.AsOnCuda() if on_cuda else nullcontext()
+    with translated(model), twin(model, optimizer, batch) as own, cpu.without_data(), corrections:
         model, optimizer = own.model, own.optimizer
+        if on_cuda:
+            _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
         step = Step(model, optimizer, own.batch, options)
-        first = Recorder(model, fake=True)
-        with first:
-            step.run(first)
+        _first_step(step, full=cfg is not None and plan_of(model).bits is not None)
         recorder = Recorder(model, fake=True)
-        step.record(recorder)
-    return replay(recorder.events, recorder.categories)
+        trained = step.record(recorder)
+        # The first step gave states to every parameter: those without a gradient have none.
+        recorder.adopt(_states(optimizer, trained), NOTHING)
+    if not on_cuda:
+        return replay(recorder.events, recorder.categories)
+    held = cuda.workspaces(options.device or "cuda")
+    return replay(recorder.events, recorder.categories, unit=cuda.UNIT, workspaces=held)
+
+
+def check_batch(batch: Any) -> None:
+    """Raise TypeError unless a batch holds a tensor or is empty."""
+    leaves = tree_leaves(batch)
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        raise TypeError(
+            f"the batch is a {type(batch).__name__} of {', '.join(kinds)}; allowed: a tensor, a "
+            "tuple of arguments or a dict of keyword arguments with tensors among them"
+        )
+
+
+@contextmanager
+def translated(model: nn.Module) -> Iterator[None]:
+    """Say of what fake tensors cannot run which op it is, and what to do instead."""
+    name = type(model).__name__
+    try:
+        yield
+    except DataDependentOutputException as error:
+        raise ValueError(
+            f"{name} reads a tensor's values ({error.func}), so what it runs depends on data and "
+            f"cannot be told before: {MEASURE}"
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise ValueError(
+            f"{name} runs {error.func}, whose result's shape depends on data: {MEASURE}"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise ValueError(f"{name} runs {error.func}, which has no fake form: {MEASURE}") from error
+    except UnsupportedFakeTensorException as error:
+        raise ValueError(
+            f"{name} cannot run on fake tensors ({error.reason}): {MEASURE}"
+        ) from error
+
+
+def _first_step(step: Step, *, full: bool) -> None:
+    """Let the optimizer make its states; `full`: by a whole step, which settles widths too."""
+    recorder = Recorder(step.model, fake=True)
+    if full or wants_closure(step.optimizer):
+        with recorder:
+            step.run(recorder)
+        return
+    for group in step.optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                param.grad = torch.empty_like(param)
+    recorder.begin("step")
+    with recorder:
+        step.optimizer.step()
+
+
+def _states(optimizer: Optimizer, trained: set[Tensor]) -> Iterable[Tensor]:
+    for param, state in optimizer.state.items():
+        if param not in trained:
+            yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _use_foreach(optimizer: Optimizer) -> None:
+    """What torch's optimizers do for CUDA tensors, and on the CPU only where they are told to."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True

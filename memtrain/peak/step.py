@@ -17,15 +17,28 @@ from memtrain.optim.weights import SplitWeights
 from memtrain.peak.recorder import Recorder
 from memtrain.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
 
+DEVICES = ("cpu", "cuda", "cuda:sm_90")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """What a training step is besides a model, an optimizer and a batch."""
 
+    device: str | None = None
+    """Where a predicted step runs: `cpu`, `cuda` (corrected as `peak.cuda` says) or `cuda:sm_90`;
+    where the model lies by default."""
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` around the forward; None without."""
     loss: Callable[[Any], Tensor] | None = None
     """What the model returned -> the loss; by default `default_loss`."""
+
+    def __post_init__(self) -> None:
+        if self.device not in (None, *DEVICES):
+            raise ValueError(f"unknown device {self.device!r}; allowed: {', '.join(DEVICES)}")
+
+    def on_cuda(self, model: nn.Module) -> bool:
+        """Whether a predicted step of this model runs on CUDA."""
+        return (self.device or next(model.parameters()).device.type).startswith("cuda")
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Step:
             return loss.detach()
 
         with torch.enable_grad():
-            if _wants_closure(self.optimizer):
+            if wants_closure(self.optimizer):
                 self.optimizer.step(closure)
             else:
                 closure()
@@ -63,15 +76,19 @@ class Step:
                 self.optimizer.step()
         begin("step")
 
-    def record(self, recorder: Recorder) -> None:
-        """One step under a recorder; the optimizer's states are there already."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: recorder.adopt([p.grad] if p.grad is not None else [], GRADIENTS)
-            )
-            for parameter in self.model.parameters()
-            if parameter.requires_grad
-        ]
+    def record(self, recorder: Recorder) -> set[Tensor]:
+        """One step under a recorder, from the states that the optimizer has.
+
+        Returns:
+            The parameters that got a gradient.
+        """
+        trained: set[Tensor] = set()
+
+        def arrived(parameter: Tensor) -> None:
+            trained.add(parameter)
+            recorder.adopt([parameter.grad] if parameter.grad is not None else [], GRADIENTS)
+
+        handles = [_first(p, arrived) for p in self.model.parameters() if p.requires_grad]
         self.optimizer.zero_grad(set_to_none=True)
         try:
             self._adopt(recorder)
@@ -83,6 +100,7 @@ class Step:
         finally:
             for handle in handles:
                 handle.remove()
+        return trained
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype, device = self.options.autocast, next(self.model.parameters()).device.type
@@ -123,9 +141,18 @@ def default_loss(output: Any) -> Tensor:
     )
 
 
-def _wants_closure(optimizer: Optimizer) -> bool:
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer runs forward and backward itself, perhaps more than once."""
     two_pass = isinstance(optimizer, ReleaseGradients) and optimizer.clip == "two_pass"
     return two_pass or isinstance(optimizer, LBFGS)
+
+
+def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """A hook for a complete gradient, before the one that releases it."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def _corrections(optimizer: Any) -> list[Tensor]:

@@ -14,6 +14,8 @@ INPUTS = "inputs"
 TEMPORARIES = "temporaries"
 WORKSPACES = "workspaces"
 ROUNDING = "allocator rounding"
+NOTHING = ""
+"""The category of storages that do not count."""
 PARTS = (
     WEIGHTS,
     GRADIENTS,
@@ -72,6 +74,8 @@ class Timeline:
 
     moments: tuple[Moment, ...]
     """One per op, each at its highest; an op that runs on for several kernels is one."""
+    allocated: int | None = None
+    """Of a measured step on CUDA: the allocator's own peak."""
 
     @property
     def peak(self) -> Moment:
@@ -86,7 +90,7 @@ class Timeline:
 
     @property
     def requested(self) -> int:
-        """The most bytes that tensors ask for at any moment: without the allocator's rounding."""
+        """The most bytes asked for at any moment: without the allocator's rounding."""
         return max((m.nbytes - m.parts.get(ROUNDING, 0) for m in self.moments), default=0)
 
 
@@ -118,6 +122,8 @@ def replay(
     sizes: dict[int, int] = {}
     moments: list[Moment] = []
     for event in events:
+        if categories[event.storage] == NOTHING:
+            continue
         before = sizes.get(event.storage, 0)
         sizes[event.storage] = after = before + event.delta
         held[categories[event.storage]] += event.delta
