@@ -12,7 +12,7 @@ from memtrain.config import options as choices
 from memtrain.experiments.models import CifarConfig, GPTConfig
 from memtrain.meter import saved_nbytes
 
-SKIPPED = ("exact", "optimizer_only")  # nothing to see: identical, untouched
+SKIPPED = ("exact", "optimizer_only", "precision_only")  # nothing to see: identical, untouched
 
 
 class Task:

@@ -24,6 +24,8 @@ examples:
   memtrain-train training.runs=[wrapped]            one run only
   memtrain-train model.layers=6 optimizer.lr=1e-3   any key of the config
   memtrain-train resume=outputs/gpt_stdlib/<time>   continue to the last bit (Ctrl-C saved it)
+  memtrain-train experiment=precision_tradeoff      many short runs into one CSV; goes on where it
+                                                    stopped
   memtrain-train --config [key=value ...]           print the config, train nothing
 
 groups: {groups}
@@ -55,13 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # torch takes a second to import: help does not wait for it
     from memtrain.experiments.session import Interrupted, Session
+    from memtrain.experiments.sweep import Sweep
 
     try:
         config, state = _config([item for item in arguments if item != "--config"])
         if "--config" in arguments:
             console.out(OmegaConf.to_yaml(config), end="", highlight=False)
             return 0
-        session = Session(config, state=state, console=console)
+        if config.sweep.families:
+            session = Sweep(config, console=console)
+        else:
+            session = Session(config, state=state, console=console)
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         errors.print(f"memtrain-train: {error}", markup=False)
         return 2
@@ -69,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.train()
     except Interrupted as stop:
         errors.print(f"memtrain-train: {stop}", markup=False)
+        return 130
+    except KeyboardInterrupt:  # a session asks for it and saves; what a sweep has is saved already
+        errors.print("memtrain-train: interrupted; the same call goes on", markup=False)
         return 130
     except (OSError, FloatingPointError) as error:
         errors.print(f"memtrain-train: {error}", markup=False)

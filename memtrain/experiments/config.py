@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import config as base
+from memtrain.experiments.grid import SweepConfig
 
 RUNS = ("plain", "wrapped")
 OPTIMIZERS = ("adamw", "sgd")
@@ -122,6 +123,8 @@ class TrainConfig(base.Config):
     """The run."""
     output: OutputConfig = field(default_factory=OutputConfig)
     """Files and display."""
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """Many runs instead of two, where it names families."""
     resume: str | None = None
     """An output folder or a checkpoint to continue."""
 

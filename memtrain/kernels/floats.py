@@ -1,6 +1,7 @@
 """Rounding to floating-point formats of up to 16 bits: contract, reference, dispatch."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -147,6 +148,7 @@ def decode(codes: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) ->
     return run(codes, layout, dtype)
 
 
+@lru_cache
 def _numbers(layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
     """What the kernels take of a layout, in their order."""
     return (
@@ -157,6 +159,12 @@ def _numbers(layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
         layout.infinity,
         layout.rounding,
     )
+
+
+@lru_cache
+def _table(layout: Layout, dtype: torch.dtype) -> Tensor:
+    """The same as C++ reads it."""
+    return torch.tensor(_numbers(layout, dtype))
 
 
 def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -193,14 +201,14 @@ def _run(
     count = x.new_zeros((), dtype=torch.int64)
     if not x.numel():
         return out, count
-    numbers = _numbers(layout, torch.float32 if encodes else dtype)
+    kind = torch.float32 if encodes else dtype
     if choice == "triton":
         from memtrain.kernels import floats_triton
 
-        floats_triton.run(x, out, count, numbers, seed)
+        floats_triton.run(x, out, count, _numbers(layout, kind), seed)
     else:
         sizes = (x.numel(), DTYPES.index(x.dtype), out.element_size() if encodes else 0, seed)
-        cpu.call("mt_floats_round", x, out, count, torch.tensor(numbers), *sizes)
+        cpu.call("mt_floats_round", x, out, count, _table(layout, kind), *sizes)
     return out, count
 
 
@@ -213,14 +221,13 @@ def _decode(codes: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(codes, dtype=dtype)
     if not codes.numel():
         return out
-    numbers = _numbers(form, torch.float32)
     if choice == "triton":
         from memtrain.kernels import floats_triton
 
-        floats_triton.decode(codes, out, numbers)
+        floats_triton.decode(codes, out, _numbers(form, torch.float32))
     else:
         sizes = (codes.numel(), DTYPES.index(dtype), codes.element_size())
-        cpu.call("mt_floats_decode", codes, out, torch.tensor(numbers), *sizes)
+        cpu.call("mt_floats_decode", codes, out, _table(form, torch.float32), *sizes)
     return out
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import frexp
 
 import torch
@@ -250,7 +251,7 @@ class FloatFormat:
         """
         return floats.decode(codes, self.layout, dtype)
 
-    @property
+    @cached_property
     def layout(self) -> floats.Layout:
         """The format as the kernels take it."""
         mark, limit = 1 << (self.bits - 1), self._limit()
