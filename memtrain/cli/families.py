@@ -15,7 +15,7 @@ class Family:
     config: str
     """Name of the config class."""
     task: str
-    """One of `TASKS`."""
+    """One of `TASKS`; empty for a text model without a head."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The config's arguments."""
     seq: int = 512

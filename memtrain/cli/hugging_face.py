@@ -92,7 +92,7 @@ def from_family(family: Family, request: Request) -> tuple[nn.Module, dict[str, 
             setattr(config, name, float(request.dropout))
     batch = _batch(family, config, request)
     chosen = {"attn_implementation": request.attention} if request.attention else {}
-    auto = getattr(transformers, f"AutoModelFor{family.task}")
+    auto = getattr(transformers, f"AutoModelFor{family.task}" if family.task else "AutoModel")
     # Initial values read data, which fake tensors do not have; sizes do not depend on them.
     fake = active_fake_mode() is not None
     with no_init_weights() if fake else nullcontext():

@@ -50,7 +50,7 @@ def build(request: Request, *, real: bool = False) -> Built:
         Python objects only, unless `real`.
     """
     kind, _, rest = request.model.partition(":")
-    with _context(DTYPES[request.dtype], real=real):
+    with context(DTYPES[request.dtype], real=real):
         if kind == "py" and rest:
             model, batch, *others = _user(rest, request)
         elif kind == "hf" and rest:
@@ -74,7 +74,13 @@ def known_models() -> list[str]:
 
 
 @contextmanager
-def _context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
+def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
+    """Where models are built: under fake tensors, unless `real`.
+
+    Args:
+        dtype: The default one within.
+        real: With memory, and initial values.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from memtrain.audit import audit
-from memtrain.cli import report_diff, report_json, report_png
+from memtrain.cli import paper_table, report_diff, report_json, report_png
 from memtrain.cli.console import consoles, drop_output, working
 from memtrain.cli.files import replaced
 from memtrain.cli.gradients import gradients
@@ -70,6 +70,8 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
     options = parse(argv)
     if options.diff:
         return _diff(options, console, errors)
+    if options.paper_table:
+        return _paper_table(options, console, errors)
     return _report(options, console, errors)
 
 
@@ -147,6 +149,18 @@ def write(path: Path, option: str, text: str) -> None:
     """
     with replaced(path, option) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def _paper_table(options: argparse.Namespace, console: Console, errors: Console) -> int:
+    if options.overrides:
+        raise ValueError(f"--paper-table takes no keys; {options.overrides[0]!r} is not for it")
+    rows = []
+    for number, name in enumerate(paper_table.PAPER, 1):
+        with working(errors, f"tracing {name} ({number} of {len(paper_table.PAPER)})"):
+            rows.append((name, paper_table.measured(name)))
+    console.print(paper_table.table(rows), highlight=False)
+    console.out(paper_table.CONVENTION, end="", highlight=False)
+    return DONE
 
 
 def _diff(options: argparse.Namespace, console: Console, errors: Console) -> int:
