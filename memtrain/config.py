@@ -118,8 +118,17 @@ class Release:
     """What the loss was multiplied with: gradients are divided by it."""
     skip_nonfinite: bool = True
     """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
+    accumulate: int = 1
+    """Backward passes that make a step: their gradients are added up in one byte an element."""
 
     def __post_init__(self) -> None:
+        _at_least("release.accumulate", self.accumulate, 1)
+        if self.accumulate > 1 and self.clip == "two_pass":
+            value = self.accumulate
+            raise ValueError(
+                f"release.accumulate={value}; allowed with release.clip=two_pass: 1, since "
+                "its closure runs backward once"
+            )
         allowed = ("none", "value", "parameter", "previous", "two_pass")
         if self.clip not in allowed:
             raise ValueError(f"release.clip={self.clip!r}; {nearest(self.clip, allowed)}")

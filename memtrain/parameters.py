@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memtrain.entry import Entry
+from memtrain.optim.accumulate import BUFFER, sum_bytes
 from memtrain.optim.around import Link
 from memtrain.optim.formats import CastInputs, keeps_float32, parse
 from memtrain.optim.release import ReleaseGradients
@@ -22,6 +23,8 @@ KEEP, RELEASE = "keep", "release"
 NOT_REQUESTED = "not requested"
 NOT_HELD = "not the optimizer's: no correction"
 WORKSPACE = "(the largest gradient, while it is applied)"
+BUCKETS = "(buckets of DistributedDataParallel)"
+IN_BUCKETS = "kept: its bucket holds it until step()"
 
 
 class Asked(Protocol):
@@ -76,20 +79,26 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
     Args:
         model: Real or fake.
         optimizer: Its optimizer.
-        config: `weights` (a gradient has its weight's dtype) and `gradients` are read.
+        config: `weights` (a gradient has its weight's dtype), `gradients` and
+            `release.accumulate` are read.
 
     Returns:
-        Entries of kind `gradient`.
+        Entries of kind `gradient`. Of a DistributedDataParallel gradients stay, in buckets that are
+        listed where they are a second copy (`gradient_as_bucket_view=False`); one that is put
+        around the model later is not known here.
     """
     dtypes, held = training_dtypes(model, config), _held(optimizer)
+    parallel = isinstance(model, DistributedDataParallel)
     entries, largest = [], 0
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         planned = p.numel() * dtypes.get(p, p.dtype).itemsize
-        if config.gradients == RELEASE and p in held:
+        if config.gradients == RELEASE and p in held and parallel:
+            entries.append(Entry(name, "gradient", p.nbytes, planned, reason=IN_BUCKETS))
+        elif config.gradients == RELEASE and p in held:
             largest = max(largest, planned)
-            entries.append(Entry(name, "gradient", p.nbytes, 0, RELEASE))
+            entries.append(_released(name, p, config.release.accumulate))
         elif planned < p.nbytes:
             why = "in its weight's dtype"
             entries.append(Entry(name, "gradient", p.nbytes, planned, config.weights, why))
@@ -97,7 +106,18 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
             entries.append(Entry(name, "gradient", p.nbytes, planned, reason=NOT_REQUESTED))
     if largest:
         entries.append(Entry(WORKSPACE, "gradient", 0, largest, RELEASE, "workspace"))
+    if parallel and not model.gradient_as_bucket_view:
+        total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        why = "a second copy: gradient_as_bucket_view=True spares it"
+        entries.append(Entry(BUCKETS, "gradient", total, total, reason=why))
     return entries
+
+
+def _released(name: str, param: Tensor, passes: int) -> Entry:
+    if passes == 1:
+        return Entry(name, "gradient", param.nbytes, 0, RELEASE)
+    why = f"the sum of up to {passes - 1} backward passes"
+    return Entry(name, "gradient", param.nbytes, sum_bytes(param), repr(BUFFER), why)
 
 
 def training_dtypes(model: nn.Module, config: Asked) -> dict[Tensor, torch.dtype]:
@@ -157,6 +177,8 @@ def apply(model: nn.Module, optimizer: Optimizer, config: Asked) -> Applied:
             limit=own.limit,
             loss_scale=own.loss_scale,
             skip_nonfinite=own.skip_nonfinite,
+            accumulate=own.accumulate,
+            seed=config.seed,
         )
         applied.optimizer = release
         if isinstance(model, DistributedDataParallel):

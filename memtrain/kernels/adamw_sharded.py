@@ -35,23 +35,18 @@ def step(entries: Sequence[Entry]) -> None:
     Memory:
         Vectors of rows and columns; in torch's arithmetic some float32 tensors of a part's size.
     """
-    launched, plain = [], []
-    for entry in entries:
-        (launched if _launches(entry) else plain).append(entry)
-    launches = _launch(launched)
-    looked = [(entry, _look(entry)) for entry in plain]
-    for launch in launches:
-        looked += zip(launch.entries, launch.sums(), strict=True)
-    _reduce(looked)
-    for launch in launches:
-        found = {id(entry): sums for entry, sums in looked}
-        launch.settle([found[id(entry)] for entry in launch.entries])
+    plain = [k for k, entry in enumerate(entries) if not _launches(entry)]
+    launches = _launch({k: entry for k, entry in enumerate(entries) if k not in plain})
+    found: dict[int, Sums] = {k: _look(entries[k]) for k in plain}
+    for numbers, launch in launches:
+        found |= dict(zip(numbers, launch.sums(), strict=True))
+    # In the order of the entries on every process, whatever serves them there.
+    _reduce([(entry, found[k]) for k, entry in enumerate(entries)])
+    for numbers, launch in launches:
+        launch.settle([found[k] for k in numbers])
         launch.update()
-    for entry, sums in looked[: len(plain)]:
-        if entry.param.numel():
-            _update(entry, sums)
-        elif entry.kind == "rank1":
-            entry.second["scale"].copy_(sums["scale"])
+    for k in plain:
+        _update(entries[k], found[k])
 
 
 def _launches(entry: Entry) -> bool:
@@ -60,18 +55,20 @@ def _launches(entry: Entry) -> bool:
     return adamw.fits(entry) and _shard(entry).by_rows
 
 
-def _launch(entries: list[Entry]) -> list[Any]:
+def _launch(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
+    """Pass 1 by kernels: launches, and which entries each serves."""
     if not entries:
         return []
     from memtrain.kernels import adamw_launch
 
-    groups: dict[object, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        entry = entry._replace(grad=entry.grad.contiguous())
-        groups[adamw_launch.alike(entry)].append(entry)
-    launches = [adamw_launch.Launch(group) for group in groups.values()]
-    for launch in launches:
-        launch.look()
+    groups: dict[object, list[int]] = defaultdict(list)
+    for k, entry in entries.items():
+        groups[adamw_launch.alike(entry)].append(k)
+    launches = []
+    for numbers in groups.values():
+        own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in numbers]
+        launches.append((numbers, adamw_launch.Launch(own)))
+        launches[-1][1].look()
     return launches
 
 
@@ -128,6 +125,10 @@ def ratio(row: Tensor, mean: Tensor) -> Tensor:
 
 
 def _update(entry: Entry, sums: Sums) -> None:
+    if not entry.param.numel():
+        if entry.kind == "rank1":
+            entry.second["scale"].copy_(sums["scale"])
+        return
     p, h, g = entry.param.detach(), entry.hyper, _gradient(entry)
     m = adamw.decode_first(entry).to(g.dtype)
     m = m + h.w1 * (g - m)

@@ -1,7 +1,6 @@
 """Gradient release: each weight is updated inside backward, as its gradient arrives."""
 
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,9 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.optim.accumulate import GradientSums
 from memtrain.optim.around import Around, Member
 from memtrain.optim.base import closure_loss, refuse_sparse
-from memtrain.optim.release_hooks import Arrived, check_options, random_state, set_random_state
+from memtrain.optim.release_hooks import (
+    Arrived,
+    check_options,
+    hook_buckets,
+    norm_of,
+    random_state,
+    refuse_scaler,
+    set_random_state,
+)
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -35,9 +43,12 @@ class ReleaseGradients(Around):
     `two_pass` the whole step is skipped, and counted once. A norm above float32's range counts as
     Inf.
 
-    Several backward passes before one `step()` (accumulation, reentrant checkpointing of a tied
-    weight) are refused: the first has been applied, and its gradient is gone. Under DDP
-    accumulation in `no_sync()` works: there gradients stay in their buckets.
+    A second backward before `step()` (accumulation, reentrant checkpointing of a tied weight) is
+    refused: the first has been applied, and its gradient is gone. With `accumulate=n` the gradients
+    of n backward passes are added up, in one byte an element (`GradientSums` says how exactly), and
+    the n-th applies the sum; what `step()` finds of fewer passes, it applies. A sum is not saved
+    with the state, as gradients are not. Under DDP accumulate in `no_sync()` instead: there
+    gradients stay in their buckets.
 
     DDP: updates follow each bucket's all-reduce, see `follow`. FSDP2: updates follow the
     reduce-scatter; norms are of the whole parameter, one small all-reduce each.
@@ -48,12 +59,15 @@ class ReleaseGradients(Around):
         limit: Of the clipping; above 0.
         loss_scale: Gradients are divided by it: what the loss was multiplied with.
         skip_nonfinite: Whether to look for NaN and Inf (on CUDA this waits for each gradient).
+        accumulate: Backward passes that make a step.
+        seed: Feeds the stochastic rounding of sums.
 
     Raises:
         ValueError: If a value is not allowed.
 
     Memory:
         Gradients: the largest single one, for its update. Under DDP the buckets stay: all of them.
+        With `accumulate` above 1: 1.016 bytes per parameter between the passes.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -67,7 +81,7 @@ class ReleaseGradients(Around):
         (LOMO), arXiv:2306.09782: updates fused into backward, the norm by a pass of its own.
     """
 
-    # GradScaler then leaves gradients alone and hands over what it found: see `_refuse_scaler`.
+    # GradScaler then leaves gradients alone and hands over what it found: see `refuse_scaler`.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -78,10 +92,13 @@ class ReleaseGradients(Around):
         limit: float = 1.0,
         loss_scale: float = 1.0,
         skip_nonfinite: bool = True,
+        accumulate: int = 1,
+        seed: int = 0,
     ) -> None:
-        check_options(clip, limit, loss_scale)
+        check_options(clip, limit, loss_scale, accumulate)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
+        self._sums = GradientSums(accumulate, seed)
         self.norm: float | None = None
         """Global norm of the last whole step's gradients, before clipping; None if not measured."""
         self.skipped = 0
@@ -109,9 +126,11 @@ class ReleaseGradients(Around):
         Raises:
             RuntimeError: If a GradScaler calls it, or `two_pass` gets no closure.
         """
-        self._refuse_scaler()
+        refuse_scaler(self)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         loss = run(closure)
+        for param, total in self._sums.rest():
+            self._update(param, total)
         for param in self.params():
             if param.grad is not None and param not in self._done:
                 self._update(param, param.grad)
@@ -121,6 +140,7 @@ class ReleaseGradients(Around):
         self._done.clear()
         self._squares = 0.0
         self._attach()
+        self._sums.advance()
         self.advance()
         self.tell_schedulers()
         return loss
@@ -135,25 +155,12 @@ class ReleaseGradients(Around):
         Args:
             ddp: The DistributedDataParallel around the model, without a communication hook.
         """
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        own = weakref.ref(self)
-
-        def update(bucket: Any, reduced: Any) -> Tensor:
-            buffer = reduced.value()[0] if isinstance(reduced.value(), list) else reduced.value()
-            release = own()
-            if release is not None:
-                for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                    release._update(param, grad)
-            return buffer
-
-        # DDP checks these annotations.
-        def reduce_then_update(
-            group: Any, bucket: torch.distributed.GradBucket
-        ) -> torch.futures.Future[Tensor]:
-            return allreduce_hook(group, bucket).then(lambda done: update(bucket, done))
-
-        ddp.register_comm_hook(None, reduce_then_update)
+        if self.accumulate > 1:
+            raise RuntimeError(
+                f"release.accumulate={self.accumulate} under DistributedDataParallel: its buckets "
+                "hold all gradients anyway; accumulate in its no_sync(), with accumulate=1"
+            )
+        hook_buckets(self, ddp)
         held = set(ddp.parameters())
         self._bucketed |= {param for param in self.params() if param in held}
 
@@ -176,12 +183,15 @@ class ReleaseGradients(Around):
 
     def own_state(self) -> dict[str, Any]:
         """The last norm, which `previous` clips by, and the count of skipped updates."""
-        return {"gradients": {"norm": self.norm, "skipped": self.skipped}}
+        own = {"norm": self.norm, "skipped": self.skipped, "steps": self._sums.steps}
+        return {"gradients": own}
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Restore what `own_state` returned, or start anew."""
         given = own.get("gradients", {"norm": None, "skipped": 0})
         self.norm, self.skipped = given["norm"], int(given["skipped"])
+        self._sums = GradientSums(self.accumulate, self._sums.seed)
+        self._sums.steps = int(given.get("steps", 0))
         self._done.clear()
         self._squares = 0.0
 
@@ -205,20 +215,29 @@ class ReleaseGradients(Around):
 
     @torch.no_grad()
     def arrived(self, param: Tensor) -> None:
-        """A parameter's gradient is complete: update it, unless DDP must reduce it first."""
+        """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
         if param in self._bucketed or param.grad is None:
             return
         try:
-            self._update(param, param.grad)
+            self._check(param)
+            total = self._sums.add(param, self._number(param), param.grad)
+            if total is not None:
+                self._update(param, total)
         finally:
             param.grad = None
+
+    def _number(self, param: Tensor) -> int:
+        numbers = self.__dict__.setdefault("_numbers", {})
+        if param not in numbers:
+            numbers.update((p, i) for i, p in enumerate(self.params()))
+        return numbers[param]
 
     @torch.no_grad()
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
         self._check(param)
         self._done.add(param)
-        norm = self._norm(grad) if self._measures else 0.0
+        norm = norm_of(grad) / self.loss_scale if self._measures else 0.0
         if not math.isfinite(norm) and self._pass != "measure":
             self.skipped += 1
             return
@@ -244,13 +263,9 @@ class ReleaseGradients(Around):
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {tuple(param.shape)} arrived before "
                 "optimizer.step(): the first has been applied and freed, so gradients cannot be "
-                "accumulated. Call optimizer.step() after every backward, or use gradients=keep"
+                "accumulated. Call optimizer.step() after every backward, set release.accumulate "
+                "to the number of backward passes of a step, or use gradients=keep"
             )
-
-    def _norm(self, grad: Tensor) -> float:
-        norm: Any = torch.linalg.vector_norm(grad, dtype=_accumulated(grad))
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return whole.item() / self.loss_scale
 
     def _clip_factor(self, norm: float) -> float:
         if self.clip == "two_pass":
@@ -280,19 +295,3 @@ class ReleaseGradients(Around):
             return closure_loss(closure)
         finally:
             self._pass = ""
-
-    def _refuse_scaler(self) -> None:
-        given = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
-        for name in given:
-            delattr(self, name)
-        if given:
-            raise RuntimeError(
-                "GradScaler must see all gradients before any update, and they were applied and "
-                "freed in backward. Without it: multiply the loss by a constant and give it as "
-                "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
-                "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
-            )
-
-
-def _accumulated(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -296,6 +296,31 @@ def everything(rank, world):
     return {"first": got[0], "last": got[-1], "kind": type(corrections[0]).__name__}
 
 
+def accumulated(rank, world):
+    """Gradient release over two backward passes, beside sums that are exact."""
+    found = []
+    for passes in (1, 2):
+        model = model_of(True)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = optim.ReleaseGradients(inner, accumulate=2) if passes == 2 else inner
+        for k in range(2):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(k)).chunk(world)[rank]
+            (model(x) - 0.5).square().mean().backward()
+            largest = [
+                full(p.grad).abs().max().item() if k == 0 and passes == 1 else 0.0
+                for p in model.parameters()
+            ]
+            found.append(largest)
+        held = [p.grad is None for p in model.parameters()]
+        optimizer.step()
+        found.append([full(p).detach() for p in model.parameters()])
+    largest, _, exact, _, _, got = found
+    moved = [
+        (a - b).abs().max().item() / top for a, b, top in zip(exact, got, largest, strict=True)
+    ]
+    return {"moved": moved, "freed": all(held)}
+
+
 SHAPES = [(5, 77), (6, 256), (1, 300), (259,)]
 
 
@@ -467,6 +492,7 @@ SCENARIOS = [
     curves,
     wrapped,
     everything,
+    accumulated,
     checkpoint,
     checkpoint_by_names,
     plain_checkpoints,

@@ -1,0 +1,140 @@
+"""The AdamW step of tensors in parts: all parts here, in one process, beside the whole."""
+
+import pytest
+import torch
+
+from memtrain.kernels import adamw, adamw_sharded, codebook, rank1, shards
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.shards import Shard
+
+STEPS = 3
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def entry(param, kind, shard=None):
+    """A parameter's entry before its first step."""
+    shape = param.shape
+    blocks = -(-param.numel() // 128)
+    coded = {"codes": torch.zeros(blocks, 64, dtype=torch.uint8)}
+    first = {**coded, "scale": torch.zeros(blocks)}
+    if kind == "rank1":
+        second = {"codes": coded["codes"].clone(), "scale": torch.zeros(sum(shape))}
+    else:
+        second = {"row": torch.zeros(shape[0]), "col": torch.zeros(shape[1:].numel())}
+    numbers = adamw.hyper(1, **HYPER)
+    return adamw.Entry(param, param, first, second, kind, numbers, shard=shard)
+
+
+def first(entry):
+    pair = entry.first["codes"], entry.first["scale"]
+    flat = codebook.dequantize_reference(*pair, "DE", 4, True, entry.param.numel())
+    return flat.view(entry.param.shape)
+
+
+def second(entry):
+    """The second moment, decoded."""
+    if entry.kind == "rank1":
+        pair = entry.second["codes"], entry.second["scale"]
+        return rank1.dequantize_reference(*pair, "Linear", 4, False, entry.param.shape)
+    row, col = entry.second["row"], entry.second["col"]
+    mean = shards.mean_of(row, col, entry.shard or Shard(tuple(entry.param.shape), ()))
+    return ((row / mean).unsqueeze(1) * col).view(entry.param.shape)
+
+
+def together(parts):
+    """`shards.all_reduce` where all processes are here: each part's tensors stand in a row."""
+
+    def all_reduce(pending, op):
+        tensors = [tensor for _, tensor in pending]
+        each = len(tensors) // parts
+        for k in range(each):
+            total = torch.stack(tensors[k::each])
+            total = total.amax(0) if op == "max" else total.sum(0)
+            for tensor in tensors[k::each]:
+                tensor.copy_(total)
+
+    return all_reduce
+
+
+SPLITS = [
+    ((6, 128), [4, 2], 0),
+    ((5, 3, 35), [3, 2, 0], 0),
+    ((9, 77), [4, 4, 1], 0),
+    ((4, 256), [128, 128], 1),
+    ((3, 6, 20), [5, 1], 1),
+]
+BY_KERNELS = SPLITS[:3]  # those split by rows
+
+
+@pytest.mark.parametrize("kind", ["rank1", "factored"])
+@pytest.mark.parametrize(
+    ("name", "shape", "cuts", "dim"),
+    [
+        *(("reference", *split) for split in SPLITS),
+        ("triton", *BY_KERNELS[0]),
+        *(pytest.param("triton", *s, marks=pytest.mark.nightly) for s in BY_KERNELS[1:]),
+    ],
+    ids=str,
+)
+def test_parts_equal_the_whole(shape, cuts, dim, kind, name, monkeypatch):
+    monkeypatch.setattr(adamw_sharded, "all_reduce", together(len(cuts)))
+    start = torch.randn(shape)
+    place = Shard(shape, ((dim, "all"),))
+    whole = entry(start.clone(), kind)
+    parts = [entry(part.contiguous().clone(), kind, place) for part in start.split(cuts, dim)]
+    rows = torch.randn(shape[0]).exp().view(-1, *[1] * (len(shape) - 1))
+    for step in range(1, STEPS + 1):
+        grad = torch.randn(shape) * rows
+        # L2 decay reads the parameters, which later differ where blocks do.
+        options = {"decoupled": False, "maximize": True} if step == 1 else {}
+        numbers = adamw.hyper(step, weight_decay=0.1, **HYPER, **options)
+        grads = [part.contiguous() for part in grad.split(cuts, dim)]
+        own = [p._replace(grad=g, hyper=numbers) for p, g in zip(parts, grads, strict=True)]
+        with backend(name):
+            adamw.adamw_step([whole._replace(grad=grad, hyper=numbers)])
+            adamw.adamw_step(own)
+    got = torch.cat([second(part) for part in parts], dim)
+    # Sums in another order: one rounding for each term added, in the rows, the columns, the mean.
+    terms = max(shape[0], start[0].numel())
+    sums = 3 * terms * 2.0**-24 if kind == "factored" else 0.0
+    assert torch.allclose(got, second(whole), rtol=sums, atol=0)
+    if shape[1:] in [(128,), (256,)]:  # parts and the whole have the same blocks
+        p, q = torch.cat([part.param for part in parts], dim), whole.param
+        update = (q - start).abs().max()
+        room = STEPS * ((4 * 2.0**-23 + sums) * update + 2.0**-23 * q.abs().max())
+        assert (p - q).abs().max() <= room
+        assert torch.equal(torch.cat([first(part) for part in parts], dim), first(whole))
+
+
+def test_reductions_are_the_same_on_every_part(monkeypatch):
+    """What `all_reduce` is handed: rank-1's maxima of all dimensions but the split one."""
+    scale = torch.arange(9.0)
+    shard = Shard((8, 3, 4), ((0, "a"), (2, "b")))
+    pending = shards.of_maxima(scale, torch.Size((2, 3, 4)), shard)
+    found = [(group, tensor.tolist()) for group, tensor in pending]
+    assert found == [
+        ("a", [2.0, 3.0, 4.0]), ("a", [5.0, 6.0, 7.0, 8.0]),
+        ("b", [0.0, 1.0]), ("b", [2.0, 3.0, 4.0]),
+    ]  # fmt: skip
+    assert [g for g, _ in shards.of_rows(scale, shard)] == ["b"]
+    assert [g for g, _ in shards.of_columns(scale, shard)] == ["a"]
+
+
+def test_one_collective_a_group_and_nan_is_the_largest(monkeypatch):
+    calls = []
+
+    def fake(tensor, op=None, group=None):
+        calls.append((group, tensor.tolist(), op))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", fake)
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])
+    shards.all_reduce([("x", a), ("x", b), ("y", b)], "sum")
+    assert [(group, values) for group, values, _ in calls] == [("x", [1.0, 2.0, 3.0]), ("y", [3.0])]
+    calls.clear()
+    worst = torch.tensor([-torch.nan, torch.inf, 0.0])
+    shards.all_reduce([("x", worst)], "max")
+    ((_, (nan, inf, zero), _),) = calls
+    assert nan > inf > zero == 0  # as integers
+    assert worst[0].isnan()
+    shards.all_reduce([], "max")
+    assert len(calls) == 1
