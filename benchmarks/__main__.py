@@ -17,6 +17,8 @@ from benchmarks import (
     gates,
     gpt2_activations,
     optimizer,
+    peaks,
+    precision,
     presets,
     seeds,
 )
@@ -39,6 +41,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         gates,
         gpt2_activations,
         optimizer,
+        peaks,
+        precision,
         presets,
         seeds,
     )

@@ -164,7 +164,7 @@ def _numbers(layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
 @lru_cache
 def _table(layout: Layout, dtype: torch.dtype) -> Tensor:
     """The same as C++ reads it."""
-    return torch.tensor(_numbers(layout, dtype))
+    return torch.tensor(_numbers(layout, dtype), device="cpu")  # whatever the default is
 
 
 def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
