@@ -36,24 +36,28 @@ class Case(NamedTuple):
         return F.cross_entropy(self.model(images), labels)
 
 
-def _text(batch: int = 8, seq: int = 128, vocabulary: int = 512) -> dict[str, Tensor]:
+def text(batch: int = 8, seq: int = 128, vocabulary: int = 512) -> dict[str, Tensor]:
+    """Random tokens, and themselves as labels."""
     tokens = torch.randint(0, vocabulary, (batch, seq))
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _images(size: int, batch: int = 8, classes: int = 10) -> dict[str, Tensor]:
+def images(size: int, batch: int = 8, classes: int = 10) -> dict[str, Tensor]:
+    """Random pixels and classes."""
     pixels = torch.randn(batch, 3, size, size)
     return {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,))}
 
 
-def _hf(kind: str, config: str, batch: Callable[[], dict[str, Tensor]], **options: Any) -> Case:
+def hf(kind: str, config: str, batch: Callable[[], dict[str, Tensor]], **options: Any) -> Case:
+    """A model from a transformers config class."""
     import transformers
 
     cls = getattr(transformers, f"AutoModelFor{kind}")
     return Case(cls.from_config(getattr(transformers, config)(**options)).train(), batch())
 
 
-def _decoder(heads: int = 4, **options: Any) -> dict[str, Any]:
+def decoder(heads: int = 4, **options: Any) -> dict[str, Any]:
+    """Options that text models share."""
     return {"num_attention_heads": heads, "vocab_size": 512, "hidden_size": 128, **options}
 
 
@@ -63,36 +67,36 @@ def _cifar(family: str) -> Case:
 
 
 FAMILIES: dict[str, Callable[[], Case]] = {
-    "gpt2": lambda: _hf(
-        "CausalLM", "GPT2Config", _text, n_embd=128, n_layer=3, n_head=4, vocab_size=512,
+    "gpt2": lambda: hf(
+        "CausalLM", "GPT2Config", text, n_embd=128, n_layer=3, n_head=4, vocab_size=512,
         bos_token_id=0, eos_token_id=0,
     ),
-    "roberta": lambda: _hf(
-        "MaskedLM", "RobertaConfig", _text, **_decoder(num_hidden_layers=3, intermediate_size=512),
+    "roberta": lambda: hf(
+        "MaskedLM", "RobertaConfig", text, **decoder(num_hidden_layers=3, intermediate_size=512),
     ),
-    "llama": lambda: _hf(
-        "CausalLM", "LlamaConfig", _text,
-        **_decoder(num_hidden_layers=3, intermediate_size=384, num_key_value_heads=2),
+    "llama": lambda: hf(
+        "CausalLM", "LlamaConfig", text,
+        **decoder(num_hidden_layers=3, intermediate_size=384, num_key_value_heads=2),
     ),
-    "t5": lambda: _hf(
-        "Seq2SeqLM", "T5Config", _text, d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=2,
+    "t5": lambda: hf(
+        "Seq2SeqLM", "T5Config", text, d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=2,
         vocab_size=512, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
     ),
-    "vit": lambda: _hf(
-        "ImageClassification", "ViTConfig", lambda: _images(64), image_size=64, patch_size=8,
+    "vit": lambda: hf(
+        "ImageClassification", "ViTConfig", lambda: images(64), image_size=64, patch_size=8,
         hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512,
         num_labels=10,
     ),
-    "swin": lambda: _hf(
-        "ImageClassification", "SwinConfig", lambda: _images(64), image_size=64, patch_size=4,
+    "swin": lambda: hf(
+        "ImageClassification", "SwinConfig", lambda: images(64), image_size=64, patch_size=4,
         embed_dim=48, depths=[2, 2], num_heads=[3, 6], window_size=4, num_labels=10,
     ),
-    "resnet": lambda: _hf(
-        "ImageClassification", "ResNetConfig", lambda: _images(64), num_labels=10,
+    "resnet": lambda: hf(
+        "ImageClassification", "ResNetConfig", lambda: images(64), num_labels=10,
         embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic",
     ),
-    "mobilenet_v2": lambda: _hf(
-        "ImageClassification", "MobileNetV2Config", lambda: _images(64), num_labels=10,
+    "mobilenet_v2": lambda: hf(
+        "ImageClassification", "MobileNetV2Config", lambda: images(64), num_labels=10,
         image_size=64, depth_multiplier=0.5,
     ),
     "cifar_squeezenet": lambda: _cifar("squeezenet"),

@@ -69,14 +69,14 @@ def predict(
     """
     check_batch(batch)
     on_cuda = options.on_cuda(model)
-    corrections = cuda.AsOnCuda() if on_cuda else nullcontext()
-    with translated(model), twin(model, optimizer, batch) as own, cpu.without_data(), corrections:
+    with translated(model), twin(model, optimizer, batch) as own, cpu.without_data():
         model, optimizer = own.model, own.optimizer
         if on_cuda:
             _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
-        step = Step(model, optimizer, own.batch, options)
+        corrections = cuda.AsOnCuda if on_cuda else nullcontext
+        step = Step(model, optimizer, own.batch, options, corrections)
         _first_step(step, full=cfg is not None and plan_of(model).bits is not None)
         recorder = Recorder(model, fake=True)
         trained = step.record(recorder)

@@ -2,8 +2,8 @@
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Recorder(TorchDispatchMode):
         self._sizes: list[int] = []
         self._refs: dict[int, Any] = {}
         self._born: list[int] = []  # since the outermost forward began
+        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._open = ExitStack()  # of a recomputation that runs now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and register the storages that it makes."""
@@ -89,8 +91,15 @@ class Recorder(TorchDispatchMode):
         self._label = phase
 
     @contextmanager
-    def modules(self) -> Iterator[None]:
-        """Inside the block labels name the module whose forward runs."""
+    def modules(
+        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[None]:
+        """Inside the block labels name the module whose forward runs.
+
+        Args:
+            around: What a forward inside the backward (a recomputation) runs under.
+        """
+        self._around = around
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -112,12 +121,14 @@ class Recorder(TorchDispatchMode):
         if module in self._names:
             if not self._path and self.phase == "backward":
                 self._born = []
+                self._open.enter_context(self._around())
             self._path.append(self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module in self._names and self._path:
             self._path.pop()
             if not self._path and self.phase == "backward":
+                self._open.close()
                 self.keep(RECOMPUTED)
 
     def _describe(self, func: Any) -> str:

@@ -49,6 +49,8 @@ class Step:
     optimizer: Optimizer
     batch: Any
     options: StepOptions
+    corrections: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What the forward runs under so that it saves what another device would save."""
 
     def run(self, recorder: Recorder | None = None) -> None:
         """One step: gradients from nothing, forward, backward, update."""
@@ -58,7 +60,7 @@ class Step:
         def closure() -> Tensor:
             begin("forward")
             args, kwargs = arguments(self.batch)
-            with self._autocast():
+            with self.corrections(), self._autocast():
                 loss = (self.options.loss or default_loss)(self.model(*args, **kwargs))
             if recorder is not None:
                 recorder.keep(SAVED)
@@ -92,7 +94,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         try:
             self._adopt(recorder)
-            with recorder.modules(), recorder:
+            with recorder.modules(self.corrections), recorder:
                 self.run(recorder)
                 recorder.adopt(gradient_tensors(self.model), GRADIENTS)
                 recorder.adopt(state_tensors(self.optimizer), STATES)

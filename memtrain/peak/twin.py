@@ -32,12 +32,14 @@ def twin(model: nn.Module, optimizer: Optimizer, batch: Any) -> Iterator[Twin]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:
-        for x in _tensors(model, optimizer):
-            memo[id(x)] = _fake(x)
+        leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
+        for x in (*_tensors(model, optimizer), *leaves):
+            if id(x) not in memo:
+                memo[id(x)] = _fake(x)
         yield Twin(
             copy.deepcopy(model, memo),
             copy.deepcopy(optimizer, memo),
-            tree_map_only(Tensor, _fake, batch),
+            tree_map_only(Tensor, lambda x: memo[id(x)], batch),
         )
 
 
