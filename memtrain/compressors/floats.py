@@ -7,7 +7,8 @@ from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
 from memtrain.kernels.floats_reference import limits
-from memtrain.kernels.formats import FloatFormat, named_format
+from memtrain.kernels.format_names import named_format
+from memtrain.kernels.formats import FloatFormat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Floating-point formats of 3 to 16 bits: what they hold, and rounding to them."""
 
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import frexp
@@ -13,7 +12,6 @@ from memtrain.kernels import floats
 OVERFLOWS = ("saturate", "inf")
 ROUNDINGS = ("away", "even", "stochastic")
 SPECIALS = ("none", "nan", "ieee")
-_WIDTHS = re.compile(r"1-(\d{1,2})-(\d{1,2})(?:\+(\d{1,3}))?")
 
 
 @dataclass(frozen=True)
@@ -309,40 +307,3 @@ E4M3FN = FloatFormat(4, 3, rounding="even", specials="nan")
 """torch.float8_e4m3fn: up to 448, saturating; `overflow="inf"` gives NaN past it."""
 E5M2 = FloatFormat(5, 2, overflow="inf", rounding="even", specials="ieee")
 """torch.float8_e5m2: up to 57344, then Inf."""
-
-FORMATS = {
-    "fp8_forward": FP8_FORWARD,
-    "fp8_backward": FP8_BACKWARD,
-    "fp16": FP16,
-    "ieee_fp16": IEEE_FP16,
-    "bf16": BF16,
-    "e4m3fn": E4M3FN,
-    "e5m2": E5M2,
-}
-"""name in a config -> format"""
-
-
-def named_format(name: str) -> FloatFormat:
-    """The format of a name.
-
-    Args:
-        name: One of `FORMATS`, or `1-E-M` or `1-E-M+bias`, as papers write widths: E exponent and M
-            mantissa bits, without special codes, saturating, ties away from zero.
-
-    Returns:
-        The format.
-
-    Raises:
-        ValueError: If the name is unknown, or the widths are not allowed.
-
-    Example:
-        >>> named_format("1-4-3+4") == named_format("fp8_forward") == FP8_FORWARD
-        True
-    """
-    if name in FORMATS:
-        return FORMATS[name]
-    if not (match := _WIDTHS.fullmatch(name)):
-        allowed = ", ".join(FORMATS)
-        raise ValueError(f"format {name!r} is unknown; allowed: {allowed}, 1-E-M, 1-E-M+bias")
-    exponent_bits, mantissa_bits, bias = (int(number or 0) for number in match.groups())
-    return FloatFormat(exponent_bits, mantissa_bits, bias)

@@ -1,16 +1,15 @@
 """Precision: floating-point formats."""
 
+from memtrain.kernels.format_names import FORMATS, named_format
 from memtrain.kernels.formats import (
     BF16,
     E4M3FN,
     E5M2,
-    FORMATS,
     FP8_BACKWARD,
     FP8_FORWARD,
     FP16,
     IEEE_FP16,
     FloatFormat,
-    named_format,
 )
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from memtrain.kernels.formats import FloatFormat, named_format
+from memtrain.kernels.format_names import named_format
+from memtrain.kernels.formats import FloatFormat
 
 FP32 = "fp32"
 SIZED = ("size_ordered", "increasing", "random")
