@@ -90,16 +90,21 @@ class Derived(NamedTuple):
 class Waiting:
     """A result that its op saves: what is held is decided once the op has run."""
 
-    __slots__ = ("op", "saved", "tensor")
+    __slots__ = ("saved", "what")
 
     def __init__(self, tensor: Tensor, op: Op) -> None:
-        self.tensor, self.op = tensor, op
+        self.what: tuple[Tensor, Op] | None = (tensor, op)
         self.saved: Saved | None = None
+
+    def settle(self, pack: Callable[[Tensor, Op], "Saved"]) -> None:
+        """Hold what `pack` gives, and no more the tensor, nor what the op read."""
+        if self.what is not None:
+            self.saved, self.what = pack(*self.what), None
 
     def unpack(self) -> Tensor:
         """The tensor for the backward."""
         if self.saved is None:
-            raise RuntimeError(f"{self.op.name} was not run to its end")
+            raise RuntimeError("an op whose result is saved was not run to its end")
         return self.saved.unpack()
 
 

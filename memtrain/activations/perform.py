@@ -79,8 +79,7 @@ class Performer:
             y = self.rounding.result(self.module, op, args, kwargs, y)
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            one.saved = self.saved.pack(one.tensor, one.op)
-            one.tensor = one.tensor.new_empty(0)
+            one.settle(self.saved.pack)
         return y
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Boundary:
         self._clear()
 
     def _clear(self) -> None:
-        self._counts: dict[str, list[tuple[Tensor, int]]] = {}
+        self._counts: dict[str, tuple[Tensor, int]] = {}  # overflows and elements
         self._found: dict[torch.device, Tensor] = {}  # 1 where a weight's gradient is not finite
         self._given: list[Tensor] = []  # of gradients that came from outside: are they finite
         self._scaled = False  # whether the gradients of the pass that runs carry the scale
@@ -44,9 +45,14 @@ class Boundary:
         self._clear()
 
     def count(self, name: str, overflows: Tensor, numel: int) -> None:
-        """Of a tensor's elements so many overflowed; only forwards that will be trained count."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._counts.setdefault(name, []).append((overflows, numel))
+        """Of a tensor's elements so many overflowed in the forward."""
+        before = self._counts.get(name)
+        both = (before[0] + overflows, before[1] + numel) if before else (overflows, numel)
+        self._counts[name] = both
+
+    def inside(self) -> bool:
+        """Whether a forward runs that will be trained: no evaluation, no recomputation."""
+        return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     # -- on the way in -----------------------------------------------------------------------
 
@@ -56,31 +62,25 @@ class Boundary:
         Nothing is done where no gradient will come, nor in a recomputation: there the gradients
         are scaled already.
         """
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not self.inside():
             return output
-        known: dict[int, Tensor] = {}
+        return tree_map(partial(self._out, {}), output)
 
-        def out(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                if not x.requires_grad or not x.is_floating_point():
-                    return x
-                if id(x) not in known:
-                    known[id(x)] = self._out(x)
-                return known[id(x)]
-            if is_dataclass(x) and not isinstance(x, type):
-                for field in fields(x):
-                    object.__setattr__(x, field.name, tree_map(out, getattr(x, field.name)))
-            return x
+    def _out(self, known: dict[int, Tensor], x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if not x.requires_grad or not x.is_floating_point():
+                return x
+            if id(x) not in known:
+                known[id(x)] = _Leave.apply(x, self)
+            return known[id(x)]
+        if is_dataclass(x) and not isinstance(x, type):
+            for field in fields(x):
+                inner = tree_map(partial(self._out, known), getattr(x, field.name))
+                object.__setattr__(x, field.name, inner)
+        return x
 
-        return tree_map(out, output)
-
-    def _out(self, x: Tensor) -> Tensor:
-        # A number is copied, so that `loss /= n` changes no one's view.
-        y = x.clone() if not x.dim() else _Leave.apply(x)
-        y.register_hook(self._scale)
-        return y
-
-    def _scale(self, grad: Tensor) -> Tensor:
+    def scaled(self, grad: Tensor) -> Tensor:
+        """The gradient of an output, with the scale: a backward pass through the model begins."""
         if not self._scaled:
             self._scaled = True
             Variable._execution_engine.queue_callback(self._finish)
@@ -91,13 +91,14 @@ class Boundary:
 
     # -- on the way out ----------------------------------------------------------------------
 
-    def enter(self, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-        """`x` rounded; its gradient is rounded too, and loses the scale."""
-        return _Enter.apply(x, rounded, self)
+    def enter(
+        self, x: Tensor, rounded: Callable[[Tensor], Tensor], form: FloatFormat | None
+    ) -> Tensor:
+        """`x` rounded; its gradient is rounded to `form`, and loses the scale."""
+        return _Enter.apply(x, rounded, form, self)
 
-    def true(self, grad: Tensor) -> Tensor:
+    def true(self, grad: Tensor, form: FloatFormat | None) -> Tensor:
         """The gradient of a weight or an input, rounded, without the scale."""
-        form: FloatFormat | None = self.state.gradient_format
         grad = grad.clone() if form is None else form.round(grad)
         scale = self.state.scale
         if not scale.active or not self._scaled:
@@ -113,14 +114,9 @@ class Boundary:
     def _finish(self) -> None:
         counts, found, given = self._counts, self._found, self._given
         self._clear()
-        ratios = {}
-        if counts:
-            sums = torch.stack(
-                [torch.stack([c for c, _ in pairs]).sum() for pairs in counts.values()]
-            )
-            for (name, pairs), overflows in zip(counts.items(), sums.tolist(), strict=True):
-                ratios[name] = overflows / sum(numel for _, numel in pairs)
-        self.state.promote(ratios)
+        overflows = torch.stack([one for one, _ in counts.values()]).tolist() if counts else []
+        pairs = zip(counts.items(), overflows, strict=True)
+        self.state.promote({name: count / numel for (name, (_, numel)), count in pairs})
         if not self.state.scale.active:
             return
         # A loss that is not finite is the user's: no scale would mend it.
@@ -130,31 +126,51 @@ class Boundary:
         self.state.scale.update(overflow=overflow)
 
 
+def round_gradient(form: FloatFormat, grad: Tensor) -> Tensor:
+    """A tensor hook: the gradient in its format.
+
+    Raises:
+        RuntimeError: Under `create_graph=True`: rounding has no derivative.
+    """
+    _only_once()
+    return form.round(grad)
+
+
+def _only_once() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients that are rounded cannot be differentiated again (create_graph=True); "
+            "allowed: precision.assignment=fp32"
+        )
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rounded: Callable[[Tensor], Tensor], boundary: Boundary
+        ctx: Any,
+        x: Tensor,
+        rounded: Callable[[Tensor], Tensor],
+        form: FloatFormat | None,
+        boundary: Boundary,
     ) -> Tensor:
-        ctx.boundary = boundary
+        ctx.form, ctx.boundary = form, boundary
         return rounded(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "gradients that are rounded cannot be differentiated again (create_graph=True); "
-                "allowed: precision.assignment=fp32"
-            )
-        return ctx.boundary.true(grads[0]), None, None
+        _only_once()
+        return ctx.boundary.true(grads[0], ctx.form), None, None, None
 
 
 class _Leave(torch.autograd.Function):
-    """The same tensor, as a result of its own."""
+    """The same tensor for the user, who may change it in place as ever: not a view."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, boundary: Boundary) -> Tensor:
+        ctx.boundary = boundary
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
+        _only_once()
+        return ctx.boundary.scaled(grads[0]), None

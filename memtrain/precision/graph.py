@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from memtrain.activations.options import Options
@@ -207,8 +208,10 @@ class Recorder:
                 if self._is_activation(name):
                     self._values[name] = self._values[name]._replace(read=True)
             self._gemms.append(f"{module or '(root)'} / {op}")
+        # Reentrant checkpointing runs its part without gradients first.
+        inside = not torch.is_grad_enabled() and (weights or source)
         for one in made:
-            if one.tensor.requires_grad:
+            if one.tensor.requires_grad or inside:
                 self._add(one, made=gemm)
         return result
 

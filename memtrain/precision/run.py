@@ -1,5 +1,6 @@
 """Rounds what the ops of a forward make and read, and what their backward gives."""
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
@@ -13,8 +14,9 @@ from memtrain.activations.payload import check_version
 from memtrain.activations.saved import SavedTensors
 from memtrain.compressors import Compressor, Float
 from memtrain.kernels.formats import FloatFormat
-from memtrain.precision.boundary import Boundary
+from memtrain.precision.boundary import Boundary, round_gradient
 from memtrain.precision.ops import QUESTIONS, writes
+from memtrain.precision.paths import Outliving, past_rounding, within
 from memtrain.precision.state import PrecisionState
 from memtrain.precision.values import Values, roundable
 
@@ -36,11 +38,23 @@ class Rounder:
         self.state, self.no_rule, self.trial = state, no_rule, trial
         self.boundary = Boundary(state)
         self.saved: SavedTensors | None = None
+        self._checked: set[str] = set()  # modules of which a whole forward has been looked at
+        self._clear()
+
+    def _clear(self) -> None:
         self._names = Values()
         self._rounded: dict[str, weakref.ref[Tensor]] = {}
+        self._counts = False  # whether overflows count: in forwards that will be trained
+        self._outliving: Outliving | None = None
+        self._model: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_names": Values(), "_rounded": {}}
+        runtime = ("_names", "_rounded", "_counts", "_outliving", "_model")
+        return {name: value for name, value in vars(self).items() if name not in runtime}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._clear()
 
     def attach(self, saved: SavedTensors) -> None:
         """Weights and rounded tensors that `saved` packs are kept exactly."""
@@ -53,8 +67,12 @@ class Rounder:
                 f"{module or 'the model'} runs before the tensors of training are known: call the "
                 "model itself first, or give wrap a batch"
             )
+        self._clear()
         self._names.begin(model)
-        self._rounded.clear()
+        self._model, self._module = model, module
+        self._counts = self.boundary.inside() and not self.trial
+        if self._counts and module not in self._checked:
+            self._outliving = Outliving()
         given = (args, kwargs)
         changed: dict[int, Tensor] = {}
         for made in self._names.inputs(module, given):
@@ -64,7 +82,11 @@ class Rounder:
     def _input(self, name: str, x: Tensor) -> Tensor:
         known = self.state.knows(name)
         form = self.state.forward_format(name) if known else None
-        y = self.boundary.enter(x, partial(self._round, name, form))
+        back = self.state.backward_format(name) if known else None
+        if self.boundary.inside():
+            y = self.boundary.enter(x, partial(self._round, name, form), back)
+        else:  # in a recomputation gradients pass on as they are
+            y = x if form is None else self._round(name, form, x)
         if form is not None:
             self._names.own(y, name)
         return y
@@ -77,29 +99,31 @@ class Rounder:
         if name.strip("_") in QUESTIONS:
             return args, kwargs
         written = args[0] if args and writes(name, kwargs) else None
+        named = {key: self._read(x, written) for key, x in kwargs.items()}
+        return [self._read(x, written) for x in args], named
 
-        def weight(x: Any) -> Any:
-            if type(x) in (list, tuple):
-                return type(x)(weight(item) for item in x)
-            if not isinstance(x, Tensor) or x is written:
-                return x
-            parameter = self._names.parameter(x)
-            return self._weight(x, parameter) if parameter and roundable(x) else x
-
-        return [weight(x) for x in args], {key: weight(x) for key, x in kwargs.items()}
+    def _read(self, x: Any, written: Any) -> Any:
+        # No closure that calls itself: it would keep what is written alive until a collection.
+        if type(x) in (list, tuple):
+            return type(x)(self._read(item, written) for item in x)
+        if not isinstance(x, Tensor) or x is written:
+            return x
+        parameter = self._names.parameter(x)
+        return self._weight(x, parameter) if parameter and roundable(x) else x
 
     def _weight(self, x: Tensor, name: str) -> Tensor:
         known = self._rounded[name]() if name in self._rounded and x._base is None else None
         if known is not None:
             return known
         form = self.state.forward_format(name)
-        y = self.boundary.enter(x, partial(self._round, name, form))
+        back = self.state.gradient_format
+        y = self.boundary.enter(x, partial(self._round, name, form), back)
         if form is None:
             return y
         self._names.own(y, name)
         if x._base is None:
             self._rounded[name] = weakref.ref(y)
-            if self.saved is not None:
+            if self.saved is not None and torch.is_grad_enabled():
                 self.saved.remake(y, _Again(x, form))
         return y
 
@@ -121,13 +145,40 @@ class Rounder:
                 self._count(name, form.round_count_(y.data), y.numel())
             if back is not None and y.requires_grad:
                 y.register_hook(partial(round_gradient, back))
+        if self._outliving is not None:
+            self._outliving.note(f"{module or '(root)'} / {op}", result)
         return result
 
     def end(self, output: Any, *, whole: bool) -> Any:
         """Scale the gradients that will come in through the outputs."""
-        self._names.clear()
-        self._rounded.clear()
-        return self.boundary.leave(output) if whole and not self.trial else output
+        outliving, model = self._outliving, self._model
+        self._clear()
+        if not whole or self.trial:
+            return output
+        if outliving is not None and model is not None:
+            self._check(output, outliving, model)
+        return self.boundary.leave(output)
+
+    def _check(self, output: Any, outliving: Outliving, model: nn.Module) -> None:
+        """Look once for gradients that would take another way than the loss scale's."""
+        self._checked.add(self._module)
+        if not self.state.scale.active:
+            return
+        past = past_rounding(within(output), model)
+        if past:
+            raise RuntimeError(
+                f"{', '.join(past[:5])}: read where no op is seen (by a custom autograd Function "
+                "or a TorchScript module), so that the loss scale would stay in the gradient; "
+                "allowed: precision.loss_scale=none"
+            )
+        left = outliving.left(output)
+        if left:
+            warnings.warn(
+                f"what {left[0]} gives ({len(left)} such) outlives the forward without being an "
+                "output of the model: a loss term that uses it does not carry the loss scale. "
+                "Return it from the forward, or set precision.loss_scale=none",
+                stacklevel=2,
+            )
 
     def exact(self, x: Tensor, reason: str) -> Compressor | None:
         """Codes of the format that `x` has been rounded to, where no rule claims it."""
@@ -137,13 +188,13 @@ class Rounder:
 
     def _round(self, name: str, form: FloatFormat | None, x: Tensor) -> Tensor:
         if form is None:
-            return x.view_as(x)
+            return x.detach()
         y, count = form.round_count(x)
         self._count(name, count, x.numel())
         return y
 
     def _count(self, name: str, overflows: Tensor, numel: int) -> None:
-        if not self.trial and self.state.is_low(name):
+        if self._counts and self.state.is_low(name):
             self.boundary.count(name, overflows, numel)
 
 
@@ -156,20 +207,6 @@ class _Again:
     def __call__(self) -> Tensor:
         check_version(self.parameter, self.version)
         return self.form.round(self.parameter.detach())
-
-
-def round_gradient(form: FloatFormat, grad: Tensor) -> Tensor:
-    """A tensor hook: the gradient in its format.
-
-    Raises:
-        RuntimeError: Under `create_graph=True`: rounding has no derivative.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "gradients that are rounded cannot be differentiated again (create_graph=True); "
-            "allowed: precision.assignment=fp32"
-        )
-    return form.round(grad)
 
 
 @lru_cache

@@ -2,7 +2,8 @@
 
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.trace import Given
 from memtrain.precision.state import PrecisionState
@@ -38,6 +39,12 @@ class Settle:
             return
         self._tracing = True
         try:
-            self.plan.settle_precision(model, Given(args, kwargs))
+            given = tree_map_only(Tensor, _alone, Given(args, kwargs))
+            self.plan.settle_precision(model, given)
         finally:
             self._tracing = False
+
+
+def _alone(x: Tensor) -> Tensor:
+    """`x` without what it was made of, which a trace has no use for."""
+    return x.detach().requires_grad_(x.requires_grad)

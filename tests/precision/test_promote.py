@@ -1,0 +1,175 @@
+"""What overflows in the forward becomes high for good, and that is logged and saved."""
+
+import copy
+import io
+from math import ceil
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memtrain
+from memtrain.config import Config
+from memtrain.kernels.formats import FP8_FORWARD, FP16
+from memtrain.precision.options import Precision
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(40, 16, generator=generator), torch.arange(40) % 8
+
+
+def wrapped(model, **fields):
+    fields = {"assignment": "uniform", "loss_scale": "none", **fields}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return memtrain.wrap(model, optimizer, Config(precision=Precision(**fields)))
+
+
+def step(model, x, y):
+    F.cross_entropy(model(x), y).backward()
+    return memtrain.precision_state(model)
+
+
+def with_large_inputs(share):
+    """The share of the inputs' elements that overflow."""
+    x, y = data()
+    x.view(-1)[: ceil(share * x.numel())] = 31.0
+    return x, y
+
+
+def test_a_share_of_one_percent_is_enough_and_less_is_not():
+    for share, promoted in ((0.009, []), (0.01, ["(root) / input / input"])):  # 6 and 7 of 640
+        model, _ = wrapped(nn.Sequential(nn.Linear(16, 8, bias=False)))
+        with torch.no_grad():
+            model[0].weight.mul_(1e-3)
+        x, y = with_large_inputs(share)
+        state = step(model, x, y)
+        assert [promotion.site for promotion in state.promotions] == promoted
+
+
+def test_promotion_is_for_good_and_from_the_next_forward_on():
+    x, y = data()
+    model, _ = wrapped(mlp())
+    step(model, torch.zeros_like(x), y)  # so that the hook below sees no trace
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+    outputs = []
+    model[0].register_forward_hook(lambda m, a, y: outputs.append(y.detach().clone()))
+    state = step(model, x, y)
+    # relu's input was saturated, so that its output does not overflow yet
+    assert [promotion.site for promotion in state.promotions] == ["0.weight", "0 / linear / output"]
+    assert [promotion.step for promotion in state.promotions] == [1, 1]
+    share = (before.abs() * 1000 >= 31).float().mean().item()
+    assert state.promotions[0].ratio == pytest.approx(share)
+    assert torch.equal(outputs[0], FP8_FORWARD.round(outputs[0]))
+    with torch.no_grad():
+        model[0].weight.mul_(0.001)
+    step(model, x, y)
+    assert len(state.promotions) == 2
+    assert not torch.equal(outputs[1], FP8_FORWARD.round(outputs[1]))
+    assert torch.equal(outputs[1], FP16.round(outputs[1]))
+    # its gradient stays low
+    assert "0 / linear / output" in state.assignment.backward
+    assert state.backward_format("0 / linear / output").bits == 8
+
+
+def test_the_ratio_falls_with_each_promotion_and_is_averaged_over_steps():
+    x, y = data()
+    model, _ = wrapped(mlp())
+    state = step(model, x, y)
+    before = state.ratio
+    assert state.average_ratio == before
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+    step(model, x, y)
+    values = {value.name: value.numel for value in state.graph.values}
+    lost = sum(values[promotion.site] for promotion in state.promotions)
+    assert state.ratio == pytest.approx(before - lost / state.graph.elements)
+    with torch.no_grad():
+        model[0].weight.mul_(0.001)
+    step(model, x, y)
+    assert state.average_ratio == pytest.approx((2 * before + state.ratio) / 3)
+    assert state.bits == 16 * state.graph.elements - 8 * round(state.ratio * state.graph.elements)
+    assert "step 1: 0.weight" in str(state)
+
+
+@pytest.mark.parametrize("how", ["uniform", "operator", "operator_out", "size_ordered", "random"])
+def test_promotion_goes_with_every_assignment(how):
+    x, y = data()
+    for threshold in (0.01, None):
+        model, _ = wrapped(mlp(), assignment=how, promotion=threshold)
+        with torch.no_grad():
+            model[0].weight.mul_(1000)
+        state = step(model, x, y)
+        sites = {promotion.site for promotion in state.promotions}
+        assert bool(sites) == (threshold is not None)
+        assert sites <= state.assignment.forward
+
+
+def test_everything_may_be_promoted():
+    x, y = data()
+    model, optimizer = wrapped(mlp())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.full_like(p, 1e3))
+    for _ in range(3):  # what follows a saturated tensor overflows once that is high
+        state = step(model, x * 100, y)
+    assert {promotion.site for promotion in state.promotions} == state.assignment.forward
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, x, y)
+    backward = sum(v.numel for v in state.graph.values if v.name in state.assignment.backward)
+    assert state.ratio == backward / state.graph.elements
+
+
+def test_evaluation_promotes_nothing():
+    x, y = data()
+    model, _ = wrapped(mlp())
+    step(model, x, y)
+    with torch.no_grad():
+        model(x * 1000)
+    assert not step(model, x, y).promotions
+
+
+def test_a_checkpoint_holds_promotions_and_goes_on_bit_for_bit():
+    x, y = data()
+    model, optimizer = wrapped(mlp(), loss_scale="dynamic", growth_interval=2)
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+    assert step(model, x, y).promotions
+    optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), memtrain.state_dict(model)))
+    assert through_a_file(saved[1]) == saved[1]
+    other, twin = wrapped(mlp(), loss_scale="dynamic", growth_interval=2)
+    other.load_state_dict(saved[0])
+    memtrain.load_state_dict(other, saved[1])
+    for _ in range(3):
+        found = []
+        for one, its in ((model, optimizer), (other, twin)):
+            its.zero_grad()
+            state = step(one, x, y)
+            its.step()
+            found.append((state.ratio, state.promotions, state.scale.value, state.step))
+        assert found[0] == found[1]
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_checkpoint_of_other_kind_is_refused():
+    model, _ = wrapped(mlp())
+    with pytest.raises(ValueError, match=r"the keys \['precision', 'step'\], not \['step'\]"):
+        memtrain.load_state_dict(model, {"step": 3})

@@ -1,0 +1,281 @@
+"""The loss scale: true gradients outside, steps skipped on overflow, other people's scalers."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memtrain
+from memtrain.config import Config
+from memtrain.kernels.formats import FP16
+from memtrain.precision.options import Precision
+from memtrain.precision.scale import LossScale
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(24, 16, generator=generator), torch.arange(24) % 8
+
+
+def wrapped(model, make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **fields):
+    fields = {"assignment": "size_ordered", "ratio": 0.0, **fields}
+    return memtrain.wrap(model, make(model.parameters()), Config(precision=Precision(**fields)))
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def test_gradients_have_their_true_scale_whatever_the_scale():
+    x, y = data()
+    found = {}
+    for scale in (1.0, 2.0**20):
+        model, _ = wrapped(mlp(), high="fp32", loss_scale="static", initial_scale=scale)
+        F.cross_entropy(model(x), y).backward()
+        found[scale] = gradients(model)
+    for a, b in zip(*found.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_scale_saves_what_would_underflow():
+    x, y = data()
+    lost, kept = (
+        wrapped(mlp(), assignment="uniform", loss_scale=how)[0] for how in ("none", "static")
+    )
+    for model in (lost, kept):
+        (F.cross_entropy(model(x), y) * 1e-4).backward()
+    # gradients near 1e-6 are below FP8's least number, 2**-16
+    assert not lost[0].weight.grad.any()
+    assert kept[0].weight.grad.any()
+
+
+def test_a_penalty_on_weights_carries_no_scale():
+    x, y = data()
+    plain, model = mlp(), wrapped(mlp(), high="fp32")[0]
+    for one in (plain, model):
+        penalty = sum(p.square().sum() for p in one.parameters())
+        (F.cross_entropy(one(x), y) + 0.1 * penalty).backward()
+    for a, b in zip(gradients(plain), gradients(model), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6)
+
+
+class Stash(nn.Module):
+    def __init__(self, returned):
+        super().__init__()
+        self.layer, self.returned = nn.Linear(16, 8), returned
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.extra = y.square().mean()
+        return (y, self.extra) if self.returned else y
+
+
+def test_a_loss_that_is_no_output_is_warned_of_once():
+    x, _ = data()
+    model, _ = wrapped(Stash(False))
+    with pytest.warns(UserWarning, match=r"what \(root\) / mean gives \(1 such\) outlives"):
+        model(x)
+    model(x)  # with warnings as errors
+    returned, _ = wrapped(Stash(True))
+    returned(x)
+    unscaled, _ = wrapped(Stash(False), loss_scale="none")
+    unscaled(x)
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, (grad * ctx.saved_tensors[0]).sum(0)
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gain = nn.Linear(16, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return Hidden.apply(self.layer(x), self.gain)
+
+
+def test_a_weight_that_no_op_is_seen_to_read_is_refused():
+    x, _ = data()
+    model, _ = wrapped(Custom())
+    with pytest.raises(RuntimeError, match=r"gain: read where no op is seen.*loss_scale=none"):
+        model(x)
+    model, _ = wrapped(Custom(), loss_scale="none", high="fp32")
+    model(x).sum().backward()
+    assert torch.allclose(model.gain.grad, model.layer(x).sum(0))
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    again: list
+
+
+class Returns(nn.Module):
+    """A loss computed inside, and its logits, in a class that torch does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x, y):
+        logits = self.body(x)
+        return Output(F.cross_entropy(logits, y), logits, [logits])
+
+
+def test_outputs_in_any_class_and_used_together():
+    x, y = data()
+    plain, model = Returns(), wrapped(Returns(), high="fp32")[0]
+    for one in (plain, model):
+        output = one(x, y)
+        loss = output.loss
+        loss /= 4
+        logits = output.logits
+        logits *= 2
+        (loss + 0.01 * logits.square().mean() + 0.01 * output.again[0].mean()).backward()
+    for a, b in zip(gradients(plain), gradients(model), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_of_inputs_have_their_true_scale():
+    x, y = data()
+    plain, model = mlp(), wrapped(mlp(), high="fp32")[0]
+    found = []
+    for one in (plain, model):
+        given = x.clone().requires_grad_()
+        F.cross_entropy(one(given * 2), y).backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
+
+
+ADAM = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("make", ADAM.values(), ids=ADAM.keys())
+def test_an_overflow_skips_the_step_and_halves_the_scale(make):
+    x, y = data()
+    model, optimizer = wrapped(mlp(), make, growth_interval=2)
+    state = memtrain.precision_state(model)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.zero_grad()
+    (F.cross_entropy(model(x), y) * 1e9).backward()  # 1e9 * 2**16 is past 8.58e9
+    assert state.scale.overflows == 1
+    assert state.scale.value == 2.0**15
+    lost = gradients(model)
+    assert not all(grad.isfinite().all() for grad in lost)
+    optimizer.step()
+    assert all(a is b for a, b in zip(lost, gradients(model), strict=True))
+    after = (model.state_dict(), optimizer.state_dict())
+    assert str(before) == str(after)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert state.scale.value == 2.0**16
+    assert not torch.equal(model[0].weight, before[0]["0.weight"])
+
+
+def test_accumulated_gradients_of_which_one_overflows_are_skipped():
+    x, y = data()
+    model, optimizer = wrapped(mlp())
+    for factor in (1e9, 1.0):
+        (F.cross_entropy(model(x), y) * factor).backward()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_a_loss_that_is_not_finite_is_the_users():
+    x, y = data()
+    model, optimizer = wrapped(mlp())
+    (F.cross_entropy(model(x), y) * float("nan")).backward()
+    state = memtrain.precision_state(model)
+    assert state.scale.overflows == 0
+    assert state.scale.value == 2.0**16
+    optimizer.step()
+    assert model[0].weight.isnan().all()  # as without memtrain
+
+
+def test_clipping_sees_true_gradients():
+    x, y = data()
+    plain, model = mlp(), wrapped(mlp(), high="fp32")[0]
+    norms = []
+    for one in (plain, model):
+        F.cross_entropy(one(x), y).backward()
+        norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1))
+    assert torch.equal(*norms)
+
+
+def test_a_grad_scaler_of_the_users_own_is_honoured():
+    x, y = data()
+    model, optimizer = wrapped(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = memtrain.precision_state(model)
+    assert not state.scale.active
+    assert state.scale.value == 1.0
+    assert "left to the GradScaler" in str(state)
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(model(x), y) * 1e11).backward()
+    before = model[0].weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model[0].weight, before)
+    assert scaler.get_scale() == 2.0**7
+
+
+def test_the_gradient_of_a_weight_is_rounded_with_its_scale():
+    x, y = data()
+    model, _ = wrapped(mlp(), loss_scale="static", initial_scale=2.0**10)
+    F.cross_entropy(model(x), y).backward()
+    for grad in gradients(model):
+        assert torch.equal(FP16.round(grad * 2.0**10) / 2.0**10, grad)
+
+
+def test_a_run_resumes_with_its_scale():
+    scale = LossScale("dynamic", 2.0**16, 3)
+    for overflow in (True, False, False):
+        scale.update(overflow=overflow)
+    other = LossScale("dynamic", 2.0**16, 3)
+    other.load(scale.state())
+    for one in (scale, other):
+        one.update(overflow=False)
+    assert scale.value == other.value == 2.0**16
+    assert other.overflows == 1
+
+
+def test_a_static_scale_stays():
+    scale = LossScale("static", 4.0, 1)
+    scale.update(overflow=True)
+    scale.update(overflow=False)
+    assert (scale.value, scale.overflows) == (4.0, 1)
+    assert LossScale("none", 4.0, 1).value == 1.0
