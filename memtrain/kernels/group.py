@@ -29,7 +29,7 @@ def group_quantize(
     used both to encode and to decode, so that stochastic rounding is unbiased (ActNN encodes with
     the exact bounds and decodes with the rounded ones, which is not). With
     `step = (hi - lo) / (2**bits - 1)`, `code = floor((x - lo) / step + u)`, where `u` is uniform
-    with 16 random bits (stochastic) or 0.5 (nearest, half up).
+    with 16 random bits (stochastic; see `philox.uniform_pairs`) or 0.5 (nearest, half up).
 
     Ranges up to twice float32's largest number are safe: halves are subtracted, not the bounds. A
     range below 2**-100 counts as zero: all its codes are 0, and decode to `lo`. The bounds never
@@ -120,7 +120,7 @@ def quantize_reference(
     bounds = _bounds(filled, wide)
     step, inverse = _steps(bounds, bits)
     if stochastic:
-        u = philox.uniform_blocks(groups.shape[0], group_size, seed, x.device)
+        u = philox.uniform_pairs(groups.shape[0], group_size, seed, x.device)
     else:
         u = torch.full_like(groups, 0.5)
     t = (0.5 * filled - 0.5 * bounds[:, :1]) * inverse + u

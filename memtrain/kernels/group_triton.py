@@ -48,6 +48,13 @@ def _store_bounds(bounds_ptr, group, inside, lo, hi, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _turned(word, odd):
+    # Two groups share a counter, and the odd one turns its words: kernels/philox.py.
+    word = word.to(tl.uint32)
+    return tl.where(odd, (word >> 8) | (word << 24), word)
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr,
     codes_ptr,
@@ -106,14 +113,15 @@ def _quantize_kernel(
     )
 
     if STOCHASTIC:
-        counter = (group * WIDTH + column).to(tl.uint32)
+        counter = ((group // 2) * WIDTH + column).to(tl.uint32)
         w0, w1, w2, w3 = tl.randint4x(seed, counter)
-        words = (w0, w1, w2, w3)
+        odd = (group % 2 == 1) & inside
+        words = (_turned(w0, odd), _turned(w1, odd), _turned(w2, odd), _turned(w3, odd))
     codes = ()
     for s in tl.static_range(8):
         u = 0.5
         if STOCHASTIC:
-            r = (words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF
+            r = (words[s // 2] >> (s % 2 * 16)) & 0xFFFF
             u = (r.to(tl.float32) + 0.5) * (1.0 / 65536)
         t = (0.5 * xs[s] - 0.5 * lo) * inverse + u
         t = tl.where(t < LEVELS, t, LEVELS)

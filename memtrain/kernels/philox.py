@@ -58,3 +58,27 @@ def uniform_blocks(n_blocks: int, block_size: int, seed: int, device: torch.devi
     counter = torch.arange(n_blocks * width, device=device).view(n_blocks, 1, width)
     halves = [half for word in philox(counter, seed) for half in (word & 0xFFFF, word >> 16)]
     return ((torch.cat(halves, dim=1).float() + 0.5) * 2.0**-16).view(n_blocks, block_size)
+
+
+def uniform_pairs(n_blocks: int, block_size: int, seed: int, device: torch.device) -> Tensor:
+    """`uniform_blocks` with half the draws: two blocks share their counters.
+
+    Blocks `2k` and `2k + 1` draw the counters that block `k` draws there, and the odd one turns
+    each word right by 8 bits. So every number has its own 16 random bits' worth of steps, but the
+    high byte of one is the low byte of another in the other block: their correlation is 2**-8.
+
+    Args:
+        n_blocks: Number of blocks.
+        block_size: Elements per block, a multiple of 8.
+        seed: 64 bits.
+        device: Where the result lies.
+
+    Returns:
+        float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits.
+    """
+    width, pairs = block_size // 8, (n_blocks + 1) // 2
+    counter = torch.arange(pairs * width, device=device).view(pairs, 1, width)
+    words = torch.cat(philox(counter, seed), dim=1)
+    both = torch.stack([words, (words >> 8) | ((words & 0xFF) << 24)], dim=1)
+    halves = torch.stack([both & 0xFFFF, both >> 16], dim=3).view(2 * pairs, block_size)
+    return (halves[:n_blocks].float() + 0.5) * 2.0**-16

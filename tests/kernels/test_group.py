@@ -100,6 +100,9 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
     for size in (128, 256, 384, 80):
         x = (torch.randn(9 * size + 5) * 3).to(dtype)
         x[size + 3], x[3 * size], x[5 * size : 6 * size] = torch.nan, torch.inf, -0.0
+        x[6 * size : 7 * size] *= 5e-40  # subnormal
+        largest = torch.finfo(dtype).max
+        x[7 * size : 8 * size] = (x[7 * size : 8 * size] * 2e38).clamp(-largest, largest)
         for stochastic in (True, False):
             results = []
             for choice in ("reference", "cpu"):

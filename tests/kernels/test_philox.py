@@ -76,3 +76,37 @@ def test_uniform_blocks_does_not_depend_on_the_number_of_blocks():
 
 def test_uniform_blocks_of_nothing():
     assert philox.uniform_blocks(0, 64, 5, torch.device("cpu")).shape == (0, 64)
+
+
+def test_uniform_pairs_turns_the_words_of_odd_blocks():
+    u = philox.uniform_pairs(3, 16, 7, torch.device("cpu"))
+    for block in range(3):
+        for column in range(2):
+            words = scalar(block // 2 * 2 + column, 7)
+            for s in range(8):
+                word = words[s // 2]
+                if block % 2:
+                    word = word >> 8 | (word & 0xFF) << 24
+                assert u[block, s * 2 + column] == ((word >> 16 * (s % 2) & 0xFFFF) + 0.5) / 65536
+
+
+def test_uniform_pairs_is_uniform_and_nearly_independent():
+    n = 1 << 17
+    u = philox.uniform_pairs(n // 256, 256, 3, torch.device("cpu")).double()
+    # As above: each half of the numbers by itself.
+    for half in (u[0::2], u[1::2]):
+        counts = torch.histc(half.flatten(), bins=16, min=0, max=1)
+        assert ((counts - n / 32) ** 2 / (n / 32)).sum() < 56.5
+    # The share of places where both round up: at chances p and q, p * q within 2**-8 of the
+    # largest variance, and 5 standard errors.
+    even, odd = u[0::2].flatten(), u[1::2].flatten()
+    for p in (0.1, 0.5, 0.9):
+        for q in (0.25, 0.5):
+            both = ((even < p) & (odd < q)).double().mean()
+            assert abs(both - p * q) < 2.0**-10 + 5 * (p * q * (1 - p * q) / (n / 2)) ** 0.5
+
+
+def test_uniform_pairs_does_not_depend_on_the_number_of_blocks():
+    few, many = (philox.uniform_pairs(n, 64, 5, torch.device("cpu")) for n in (3, 50))
+    assert torch.equal(few, many[:3])
+    assert philox.uniform_pairs(0, 64, 5, torch.device("cpu")).shape == (0, 64)

@@ -52,12 +52,6 @@ MT_INLINE Group rounded_bounds(float lo, float hi, uint32_t top, bool wide) {
 }
 
 MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
-#ifdef MT_GROUP_AVX512
-  if (size % 16 == 0 && mt_isa() >= 2) {
-    const avx512::Ends ends = avx512::ends_of(x, size);
-    return rounded_bounds(ends.lo, ends.hi, ends.top, wide);
-  }
-#endif
   float lo = x[0], hi = x[0];
   uint32_t top = 0;  // greatest magnitude as bits: above 0x7F7FFFFF there is an Inf or a NaN
   int64_t whole = size / kPiece * kPiece;
@@ -105,11 +99,13 @@ MT_INLINE uint8_t encode_one(float x, float u, const Encoder& e) {
   return static_cast<uint8_t>(static_cast<int32_t>(t));
 }
 
-// Codes of one group, a byte each, N positions of all slices at a time: eight slices share their
-// counters (kernels/philox.py).
+// Codes of group `g`, a byte each, N positions of all slices at a time: eight slices of two groups
+// share their counters (kernels/philox.py).
 template <int N>
 MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
-                      uint32_t first, const Encoder e) {
+                      int64_t g, const Encoder e) {
+  const uint32_t first = static_cast<uint32_t>(g / 2 * (size / 8));
+  const int turn = g % 2 ? 8 : 0;
   const int64_t width = size / 8;
   uint32_t words[4][N];
   float u[N];
@@ -119,7 +115,9 @@ MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int6
     for (int s = 0; s < 8; ++s) {
       if (e.stochastic)
         MT_LOOP for (int i = 0; i < N; ++i) {
-          uint32_t r = (words[s / 2][i] >> (s % 2 * 16)) & 0xFFFF;
+          const uint32_t word = words[s / 2][i];
+          const uint32_t turned = word >> turn | word << ((32 - turn) & 31);
+          const uint32_t r = (turned >> (s % 2 * 16)) & 0xFFFF;
           u[i] = (static_cast<float>(static_cast<int32_t>(r)) + 0.5f) * 0x1p-16f;
         }
       const float* from = x + s * width + c;
@@ -232,12 +230,25 @@ MT_INLINE Group load_bounds(const Job& job, int64_t g) {
   return {float_of(uint32_t{from[0]} << 16), float_of(uint32_t{from[1]} << 16)};
 }
 
+#ifdef MT_GROUP_AVX512
+// All groups but a last one that is not whole; returns where the rest begins.
+static int64_t quantize_whole(const Job& job, int64_t begin, int64_t end) {
+  end = std::min(end, job.n / job.size);
+  const avx512::Encoding e{avx512::keys_of(job.seed), 0, 0, 0, job.stochastic, 0};
+  const auto go = [&](const auto* x) {
+    avx512::encode_any(x, job.codes, job.bounds, job.wide, job.size, job.bits, begin, end, e);
+  };
+  job.bf16 ? go(static_cast<const uint16_t*>(job.x)) : go(static_cast<const float*>(job.x));
+  return std::max(begin, end);
+}
+#endif
+
 MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end, float* buffer,
                                      uint8_t* codes) {
   const int64_t size = job.size, bits = job.bits;
   const float levels = static_cast<float>((1 << bits) - 1);
 #ifdef MT_GROUP_AVX512
-  avx512::Rounding rounding = avx512::rounding_of(job.seed, job.stochastic);
+  if (avx512::can_encode(size, bits)) begin = quantize_whole(job, begin, end);
 #endif
   for (int64_t g = begin; g < end; ++g) {
     const float* x = load_group(job, g, buffer);
@@ -246,21 +257,13 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
     const float step = b.half_step(levels);
     const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const Encoder e{0.5f * b.lo, inverse, levels, job.seed, job.stochastic};
-    const uint32_t first = static_cast<uint32_t>(g * (size / 8));
     uint8_t* out = job.codes + g * (size / 8 * bits);
-#ifdef MT_GROUP_AVX512
-    if (b.lo == b.lo && job.n - g * size >= size && avx512::can_encode(size, bits)) {
-      rounding.base = e.base, rounding.inverse = e.inverse, rounding.levels = levels;
-      avx512::encode_group(x, out, size, bits, first, rounding);
-      continue;
-    }
-#endif
     if (b.lo != b.lo)
       std::memset(codes, 0, size);
     else if (size % 256 == 0)
-      encode<32>(x, codes, size, first, e);
+      encode<32>(x, codes, size, g, e);
     else
-      encode<16>(x, codes, size, first, e);
+      encode<16>(x, codes, size, g, e);
     const int64_t left = job.n - g * size;
     if (left < size) std::memset(codes + left, 0, size - left);
 #define MT_PACK(B) pack_group<B>(codes, out, size)

@@ -1,0 +1,76 @@
+// Philox with AVX-512: sixteen counters in a register (definition: kernels/philox.py).
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
+#include "common.h"
+
+#pragma GCC push_options
+// GCC 12 warns about its own intrinsics' undefined sources.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+
+namespace memtrain::avx512 {
+namespace {
+
+// High and low words of x times m, lane by lane.
+struct Product {
+  __m512i high, low;
+  MT_INLINE Product of(__m512i x, __m512i m) {
+    const __m512i even = _mm512_mul_epu32(x, m);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), m);
+    return {_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB),
+            _mm512_mask_shuffle_epi32(even, 0xAAAA, odd, _MM_PERM_CCAA)};
+  }
+};
+
+// Two for each of the ten rounds.
+struct Keys {
+  uint32_t of[20];
+};
+
+[[maybe_unused]] Keys keys_of(uint64_t seed) {
+  Keys keys;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int i = 0; i < 20; i += 2, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+    keys.of[i] = k0, keys.of[i + 1] = k1;
+  return keys;
+}
+
+// The words of 16 * N counters: two at a time hide each other's waits.
+template <int N>
+MT_INLINE void draw(uint32_t first, const Keys& keys, __m512i (*words)[4]) {
+  const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u));
+  const __m512i m1 = _mm512_set1_epi32(static_cast<int>(0xCD9E8D57u));
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n) {
+    const __m512i start = _mm512_set1_epi32(static_cast<int>(first + 16u * n));
+    words[n][0] = _mm512_add_epi32(start, lane);
+    words[n][1] = words[n][2] = words[n][3] = _mm512_setzero_si512();
+  }
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const __m512i key0 = _mm512_set1_epi32(static_cast<int>(keys.of[2 * round]));
+    const __m512i key1 = _mm512_set1_epi32(static_cast<int>(keys.of[2 * round + 1]));
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      __m512i* c = words[n];
+      const Product p0 = Product::of(c[0], m0), p1 = Product::of(c[2], m1);
+      c[0] = _mm512_ternarylogic_epi32(p1.high, c[1], key0, 0x96);  // exclusive or of three
+      c[2] = _mm512_ternarylogic_epi32(p0.high, c[3], key1, 0x96);
+      c[1] = p1.low;
+      c[3] = p0.low;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace memtrain::avx512
+
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
+#endif
