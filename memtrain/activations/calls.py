@@ -5,7 +5,16 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from memtrain.activations.ops import conv, dropout, nonlinear, norm_calls, pool, prelu, shape_only
+from memtrain.activations.ops import (
+    conv,
+    cross_entropy,
+    dropout,
+    nonlinear,
+    norm_calls,
+    pool,
+    prelu,
+    shape_only,
+)
 from memtrain.activations.options import Options
 from memtrain.compressors import Compressor, Key
 
@@ -43,6 +52,7 @@ Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 # with them, the arguments and the keyword arguments, and passes (None) on calls it leaves alone.
 FUNCTIONS: dict[str, Recognise] = {
     **dict.fromkeys(nonlinear.NAMES, nonlinear.recognise),
+    "cross_entropy": cross_entropy.recognise,
     "dropout": dropout.recognise,
     **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
     **dict.fromkeys(pool.NAMES, pool.recognise),

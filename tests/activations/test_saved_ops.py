@@ -97,7 +97,7 @@ ROWS = {
     "cross_entropy": Row(
         lambda x: F.cross_entropy(x, classes(), reduction="none"),
         [(96, 32)],
-        {"cross_entropy / saved": 96 * 32},
+        {"cross_entropy / saved": None},  # the classes besides
     ),
     "nll_loss": Row(
         lambda x: F.nll_loss(F.log_softmax(x, 1), classes(), reduction="none"),

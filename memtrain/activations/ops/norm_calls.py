@@ -43,7 +43,8 @@ _SIGNATURES = {
 
 
 # Compressors that give no floats, or that need the tensor's shape or the payload's own object.
-_HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
+HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
+"""With these an op that keeps a tensor of its own making runs as it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class Norm:
         10 deviations, 0.0080 and 0.0091 at 100); but from x_hat the output, which the next layers
         save, can be computed again.
         """
-        return not isinstance(compressor, _HOOKED)
+        return not isinstance(compressor, HOOKED)
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value, with the payload of x_hat in place of x."""

@@ -1,0 +1,174 @@
+"""Cross-entropy with a compressed log-softmax: torch's value, torch's gradient, fewer bytes."""
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memtrain
+from memtrain.activations.ops import cross_entropy as ours
+from memtrain.activations.ops.cross_entropy import Options, cross_entropy, recognise
+from memtrain.compressors import Group, Identity
+from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.meter import LiveStorages
+
+
+@dataclass(frozen=True)
+class Exact(Compressor):
+    """Loses nothing, and gives back a tensor of its own."""
+
+    def compress(self, x, *, key=Key(), previous=None):  # noqa: B008
+        return Packed({"x": x.clone()}, x.shape, x.dtype)
+
+    def decompress(self, packed):
+        return packed.tensors["x"].clone()
+
+
+SHAPES = {
+    "row": ((7,), ()),
+    "rows": ((5, 7), (5,)),
+    "map": ((2, 7, 3, 4), (2, 3, 4)),
+    "one": ((1, 1), (1,)),
+}
+CASES = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored": {"ignore_index": 2},
+    "smooth": {"label_smoothing": 0.1},
+    "smooth, ignored": {"label_smoothing": 0.3, "ignore_index": 1, "reduction": "sum"},
+    "weighted": {"weight": True},
+    "weighted none": {"weight": True, "reduction": "none", "ignore_index": 0},
+}
+
+
+def made(shape, targets, dtype, case):
+    x = (4 * torch.randn(shape)).to(dtype)
+    classes = shape[min(len(shape) - 1, 1)]
+    options = dict(case)
+    weight = torch.rand(classes, dtype=dtype) if options.pop("weight", False) else None
+    return x, torch.randint(classes, targets), weight, options
+
+
+def gradient(function, x):
+    x = x.clone().requires_grad_()
+    y = function(x)
+    y.backward(torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view_as(y))
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("shape", "targets"), SHAPES.values(), ids=SHAPES)
+def test_value_is_torchs_and_the_gradient_as_good(shape, targets, case, dtype):
+    x, target, weight, options = made(shape, targets, dtype, case)
+    mine, dx = gradient(
+        lambda t: cross_entropy(t, target, weight, Options(**options), compressor=Exact()), x
+    )
+    plain, expected = gradient(lambda t: F.cross_entropy(t, target, weight, **options), x)
+    assert torch.equal(mine, plain) or (mine.isnan().all() and plain.isnan().all())
+    wide = None if weight is None else weight.double()
+    _, true = gradient(lambda t: F.cross_entropy(t, target, wide, **options), x.double())
+    unit = 2 * torch.finfo(dtype).eps * true.abs().max()  # four roundings, by half a unit each
+    error = (dx.double() - true).abs().max()
+    assert error <= 2 * (expected.double() - true).abs().max() + unit
+
+
+def test_pieces_are_seams_that_nobody_sees(monkeypatch):
+    x, target, _, _ = made((64, 9), (64,), torch.float32, {})
+    _, whole = gradient(lambda t: cross_entropy(t, target, compressor=Exact()), x)
+    monkeypatch.setattr(ours, "_PIECE", 30)
+    _, pieces = gradient(lambda t: cross_entropy(t, target, compressor=Exact()), x)
+    assert torch.equal(whole, pieces)
+
+
+def test_nothing_to_learn_from_gives_zeros_as_in_torch():
+    x, target = torch.randn(4, 6), torch.full((4,), -100)
+    value, dx = gradient(lambda t: cross_entropy(t, target, compressor=Exact()), x)
+    assert value.isnan()
+    assert torch.equal(dx, torch.zeros(4, 6))
+
+
+def test_backward_allocates_the_gradient_and_a_piece():
+    rows, classes = 512, 16384
+    x = torch.randn(rows, classes, requires_grad=True)
+    target = torch.randint(classes, (rows,))
+    loss = cross_entropy(x, target, compressor=Group(bits=8))
+    gc.collect()
+    with LiveStorages(peak=True) as live:
+        loss.backward()
+    assert live.peak_nbytes < 1.05 * x.nbytes
+
+
+def test_memory_order_and_repeated_backward():
+    x = torch.randn(2, 4, 5, 7).permute(0, 3, 1, 2)
+    target = torch.randint(7, (2, 4, 5))
+    y = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    loss = cross_entropy(y, target, compressor=Exact())
+    first, second = (torch.autograd.grad(loss, y, retain_graph=True)[0] for _ in range(2))
+    F.cross_entropy(y, target).backward()
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, y.grad)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, t: ((x, x.softmax(1)), {}),
+        lambda x, t: ((x, t), {"size_average": True}),
+        lambda x, t: ((x, t, torch.ones(7, requires_grad=True)), {}),
+        lambda x, t: ((x, t, torch.ones(7)), {"label_smoothing": 0.1}),
+        lambda x, t: ((x[:0], t[:0]), {}),
+        lambda x, t: ((x, t[:3]), {}),
+        lambda x, t: ((x, t), {"reduction": "median"}),
+    ],
+)
+def test_other_calls_are_left_alone(call):
+    args, kwargs = call(torch.randn(5, 7), torch.randint(7, (5,)))
+    assert recognise("cross_entropy", args, kwargs) is None
+
+
+def test_identity_and_second_derivatives():
+    x, target = torch.randn(5, 7, requires_grad=True), torch.randint(7, (5,))
+    call = recognise("cross_entropy", (x, target), {"ignore_index": -1})
+    assert call is not None
+    assert not call.accepts(Identity())
+    with pytest.raises(RuntimeError, match="differentiate it twice"):
+        torch.autograd.grad(call.run(Group(bits=8), Key()), x, create_graph=True)
+
+
+class Scores(nn.Module):
+    """Gives its own loss, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Parameter(4 * torch.randn(64, 512))
+
+    def forward(self, labels):
+        return F.cross_entropy(self.scores + 0, labels)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_wrapped_models_loss_is_replaced(autocast):
+    model, labels = Scores(), torch.randint(512, (64,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gradients = []
+    for preset in ("exact", "balanced"):
+        _, wrapped = memtrain.wrap(model, optimizer, preset)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(labels)
+        loss.backward()
+        gradients.append((loss.detach(), model.scores.grad.clone()))
+        memtrain.unwrap(model, wrapped)
+        model.zero_grad()
+    (plain, expected), (mine, found) = gradients
+    assert torch.equal(plain, mine)
+    # A code is off by less than a step of 8 bits, whose bounds are rounded outwards to bfloat16.
+    saved = model.scores.detach().log_softmax(1)
+    step = (saved.max() - saved.min() + 2 * 2**-8 * saved.abs().max()) / 255
+    bound = saved.exp() / 64 * (step.exp() - 1)
+    assert ((found - expected).abs() <= bound + torch.finfo(torch.float32).eps / 64).all()
+    assert not torch.equal(found, expected)
