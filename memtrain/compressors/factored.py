@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
@@ -12,13 +13,19 @@ class Factored:
     """Row means and column means of a non-negative tensor, seen as [dimension 0, the rest].
 
     Decodes to `row[i] * col[j] / mean(row)`, exact for tensors of rank one. All zeros decode to
-    zeros, never NaN. A NaN or Inf spreads over the whole tensor, since `mean(row)` holds it.
+    zeros, never NaN. A NaN or Inf spreads over the whole matrix, since `mean(row)` holds it.
+
+    Attributes:
+        factor_dims: `"first"`: dimension 0 and the rest; `"last2"`: the last two, as in the
+            original, one matrix for each index of the others. Equal for two dimensions; of
+            convolutions' weights `"first"` takes far fewer bytes.
 
     Raises:
-        ValueError: When compressing a tensor of fewer than 2 dimensions.
+        ValueError: For unknown `factor_dims`, and when compressing a tensor of fewer than 2
+            dimensions.
 
     Memory:
-        4 * (rows + columns) bytes for the whole tensor: 0.002 a element at 4096 x 4096.
+        4 * (rows + columns) bytes for each matrix: 0.002 a element at 4096 x 4096.
 
     Example:
         >>> import torch
@@ -32,15 +39,26 @@ class Factored:
         section 4.3.
     """
 
+    factor_dims: str = "first"
+
+    def __post_init__(self) -> None:
+        if self.factor_dims not in ("first", "last2"):
+            raise ValueError(f"factor_dims={self.factor_dims!r}; allowed: first, last2")
+
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
-        """Row means float32 [shape[0]] and column means float32 [prod(shape[1:])]."""
+        """Row means float32 [shape[0]] and column means float32 [prod(shape[1:])].
+
+        Of `last2`: float32 [*shape[:-1]] and [*shape[:-2], shape[-1]].
+        """
         if x.dim() < 2:
             raise ValueError(f"factored needs at least 2 dimensions, got shape {tuple(x.shape)}")
-        matrix = x.float().reshape(x.shape[0], x.shape[1:].numel())
+        matrix = x.float()
+        if self.factor_dims == "first":
+            matrix = matrix.reshape(x.shape[0], x.shape[1:].numel())
         if not x.numel():
-            row, col = matrix.new_zeros(matrix.shape[0]), matrix.new_zeros(matrix.shape[1])
+            row, col = matrix.sum(-1), matrix.sum(-2)
         else:
-            row, col = matrix.mean(1), matrix.mean(0)
+            row, col = matrix.mean(-1), matrix.mean(-2)
         return Packed({"row": row, "col": col}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -50,7 +68,7 @@ class Factored:
 
 
 def decode(row: Tensor, col: Tensor) -> Tensor:
-    """The matrix `row[i] / mean(row) * col[j]`; zeros where the mean is zero."""
-    mean = row.mean() if row.numel() else row.sum()
+    """The matrices `row[i] / mean(row) * col[j]`; zeros where the mean is zero."""
+    mean = row.mean(-1, keepdim=True) if row.numel() else torch.zeros_like(row)
     ratio = (row / mean).masked_fill(mean == 0, 0.0)
-    return ratio.unsqueeze(1) * col
+    return ratio.unsqueeze(-1) * col.unsqueeze(-2)

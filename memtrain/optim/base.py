@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
-from memtrain.optim import layout, rows
+from memtrain.optim import flash, layout, rows
 from memtrain.optim.shards import is_sharded, local, place
 
 OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
@@ -94,7 +94,7 @@ class CompressedStates(Optimizer):
             if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
             if len(loaded["param_groups"]) == len(groups):
-                loaded = self._from_rows(loaded)
+                loaded = self._as_live(loaded)
                 self._check_payloads(loaded)
             seen.update(loaded)
             return loaded
@@ -144,10 +144,11 @@ class CompressedStates(Optimizer):
             return rows.to_rows(compressor, value, param)
         return layout.unpack(compressor, value, param, torch.float32)
 
-    def _from_rows(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with payloads as they live, in place of those laid out by rows."""
+    def _as_live(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with payloads as they live, in place of rows; FlashOptim's are plain."""
         states = dict(loaded["state"])
         for number, param, values in self._numbered(loaded):
+            values = flash.plain_states(values) if flash.is_flash(values) else values
             states[number] = dict(values)
             for name, value in values.items():
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
@@ -184,7 +185,7 @@ class CompressedStates(Optimizer):
         # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
         for old, new in zip(groups, self.param_groups, strict=True):
             old.clear()
-            old.update(new)
+            old.update({**self.defaults, **new})  # a peer's checkpoint may lack options
         self.param_groups = groups
         if self.original is not None:
             self.original.param_groups = groups

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim import layout
-from memtrain.optim.base import CompressedStates, closure_loss, refuse_sparse
+from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
 
 
 class CompressedOptimizer(CompressedStates):
@@ -31,8 +31,8 @@ class CompressedOptimizer(CompressedStates):
         min_elements: States of at most so many elements are kept.
 
     Raises:
-        TypeError: If the optimizer cannot work one parameter at a time (LBFGS), or is wrapped
-            already.
+        TypeError: If the optimizer cannot work one parameter at a time (LBFGS), is wrapped
+            already, or holds complex parameters.
 
     Memory:
         The compressors' bytes, and one parameter's states for the time of its step.
@@ -57,6 +57,8 @@ class CompressedOptimizer(CompressedStates):
         min_elements: int = layout.MIN_ELEMENTS,
     ) -> None:
         refuse(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_complex(params, type(self).__name__)
         self.choose = choose or layout.Choice()
         self.min_elements = min_elements
         super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})

@@ -118,12 +118,21 @@ def settle(param: Tensor, compressor: Compressor) -> tuple[Compressor, str]:
         return block, f"{kind} needs 2 dimensions, the parameter has {param.dim()}: block instead"
     if not param.numel():
         return compressor, ""
-    shape = param.shape
-    sides = sum(shape) if kind == "rank-1" else shape[0] + shape[1:].numel()
-    cost = 4 * sides / param.numel()
+    if isinstance(compressor, Factored) and param.dim() == 2:
+        compressor = Factored()  # its last two dimensions are its first and the rest
+    cost = 4 * _sides(compressor, param.shape) / param.numel()
     if cost > MAX_SIDE_BYTES:
         return block, f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
     return compressor, ""
+
+
+def _sides(compressor: Rank1 | Factored, shape: torch.Size) -> int:
+    """Numbers that a payload holds besides codes."""
+    if isinstance(compressor, Rank1):
+        return sum(shape)
+    if compressor.factor_dims == "last2":
+        return shape[:-2].numel() * (shape[-2] + shape[-1])
+    return shape[0] + shape[1:].numel()
 
 
 def decide(param: Tensor, chosen: Compressor | str) -> tuple[Compressor, str]:
@@ -217,7 +226,7 @@ def unpack(
     if isinstance(stored, Tensor):
         return stored
     shape, shard, dtype = shards.local(like).shape, shards.shard_of(like), dtype or like.dtype
-    if shard is not None and isinstance(compressor, Factored):
+    if shard is not None and compressor == Factored():
         whole = shards.unpack_factored(stored, shape, shard).to(dtype)
     else:
         whole = compressor.decompress(Packed(stored, shape, dtype))

@@ -24,7 +24,8 @@ FORMS = ({"codes", "scale", "start"}, {"codes", "row", "col"}, {"row", "col"})
 
 def can_be_rows(compressor: Compressor, param: Tensor) -> bool:
     """Whether a payload of a sharded parameter can be laid out by rows."""
-    return splits_rows_only(param) and isinstance(compressor, Block | Rank1 | Factored)
+    known = isinstance(compressor, Block | Rank1) or compressor == Factored()
+    return splits_rows_only(param) and known
 
 
 def is_rows(value: Any) -> bool:
@@ -57,7 +58,7 @@ def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -
     part = local(param)
     rows, cols = _size(part.shape)
     wrap = _wrapper(param)
-    if isinstance(compressor, Factored):
+    if compressor == Factored():
         return {"row": wrap(payload["row"]), "col": payload["col"].clone()}
     codes = {"codes": wrap(_codes_to_rows(payload["codes"], compressor.bits, rows, cols))}  # pyright: ignore[reportAttributeAccessIssue]
     scale = payload["scale"]
@@ -92,7 +93,7 @@ def from_rows(
     part = local(param)
     rows, cols = _size(part.shape)
     mine = {name: value if name == "col" else _own(value, param) for name, value in saved.items()}
-    if isinstance(compressor, Factored):
+    if compressor == Factored():
         _check(compressor, part, mine, {"row": (rows,), "col": (cols,)})
         return {name: t.clone() for name, t in mine.items()}
     if not isinstance(compressor, Block | Rank1):

@@ -110,7 +110,12 @@ def pack_part(compressor: Compressor, x: Tensor, key: Key, shard: Shard) -> dict
         seed = seed_of(key, compressor.rounding)
         codes = sides.quantize(x, rank1.inverses(scale, x.shape), book, seed)
         return {"codes": codes, "scale": scale}
-    if isinstance(compressor, Factored):
+    if isinstance(compressor, Factored) and compressor != Factored() and not shard.by_rows:
+        raise ValueError(
+            f"{compressor} of a parameter of shape {shard.shape} that is split along dimensions "
+            f"{[dim for dim, _ in shard.groups]}; allowed: 0"
+        )
+    if compressor == Factored():
         matrix = x.float().reshape(x.shape[0], x.shape[1:].numel())
         row, col = matrix.sum(1), matrix.sum(0)
         shards.all_reduce([*shards.of_rows(row, shard), *shards.of_columns(col, shard)], "sum")

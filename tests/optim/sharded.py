@@ -53,6 +53,10 @@ OPTIMIZERS = {
 }
 
 
+SHORT = ("AdamW4bit", "AdamW4bitFactor", "AdamW8bit", "not fused", "NAdam factored")
+"""What every run tries; the nightly one tries all."""
+
+
 def mesh_of(*sizes):
     return init_device_mesh("cpu", sizes, mesh_dim_names=tuple("ab"[: len(sizes)]))
 
@@ -106,11 +110,12 @@ def states(optimizer, param):
     }
 
 
-def whole_blocks(rank, world):
+def whole_blocks(rank, world, names=SHORT):
     """Rows that fill whole blocks: parts and the whole have the same blocks."""
     found = {}
     mesh = mesh_of(world)
-    for name, make in OPTIMIZERS.items():
+    for name in names:
+        make = OPTIMIZERS[name]
         pairs = [pair(shape, [Shard(0)], mesh) for shape in [(7, 256), (4, 8, 128), (1, 512)]]
         wholes, parts = zip(*pairs, strict=True)
         a, b = make(list(wholes)), make(list(parts))
@@ -329,12 +334,13 @@ def parameters(world):
     return [pair(shape, [Shard(0)], mesh, k)[1] for k, shape in enumerate(SHAPES)]
 
 
-def checkpoint(rank, world):
+def checkpoint(rank, world, names=SHORT):
     """Saved by `torch.distributed.checkpoint` and loaded by as many processes: bit for bit."""
     path = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(path)
     found = {}
-    for name, make in OPTIMIZERS.items():
+    for name in names:
+        make = OPTIMIZERS[name]
         a = make(parameters(world))
         run(a)
         dcp.save({"optim": a.state_dict()}, checkpoint_id=f"{path[0]}/{name}")
@@ -481,6 +487,12 @@ def plain_checkpoints(rank, world):
 
 def cut_codes(payload):
     payload["codes"] = payload["codes"].to_local()[:, :8]
+
+
+def all_optimizers(rank, world, path):
+    """The scenarios that every run tries with some optimizers, with all."""
+    found = [scenario(rank, world, OPTIMIZERS) for scenario in (whole_blocks, checkpoint)]
+    return {"whole_blocks": found[0], "checkpoint": found[1]}
 
 
 SCENARIOS = [

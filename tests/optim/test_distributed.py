@@ -107,11 +107,22 @@ SUMS = 2e-6
 
 def test_parts_whose_rows_fill_blocks_train_as_the_whole(found):
     for rank in found:
-        for name, distance in rank["whole_blocks"].items():
-            factored = "actor" in name
-            states = name.endswith("states")
-            allowed = SUMS if factored else 0.0 if states else 4 * ROUNDING
-            assert distance <= allowed, name
+        check_distances(rank["whole_blocks"])
+
+
+def check_distances(distances):
+    for name, distance in distances.items():
+        states = name.endswith("states")
+        allowed = SUMS if "actor" in name else 0.0 if states else 4 * ROUNDING
+        assert distance <= allowed, name
+
+
+@pytest.mark.nightly
+def test_every_optimizer_trains_as_the_whole_and_comes_back(tmp_path):
+    for rank in launch(2, tmp_path / "store", "all_optimizers"):
+        check_distances(rank["whole_blocks"])
+        assert len(rank["checkpoint"]) == 10
+        assert all(rank["checkpoint"].values()), rank["checkpoint"]
 
 
 def test_blocks_start_anew_in_each_part_of_any_shape(found):

@@ -1,0 +1,180 @@
+"""Contracts that no other file holds: peers' checkpoints, rules by name, single numbers, pauses."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.compressors import Factored, Identity
+from memtrain.optim import (
+    AdamW4bit,
+    AdamW8bit,
+    CompressedOptimizer,
+    compress,
+    describe,
+    layout,
+    state_bytes,
+)
+from memtrain.optim.flash import plain_states
+
+
+def flash_codes(x, signed):
+    """FlashOptim's codes and scales, by the formulas that `flash.plain_states` inverts."""
+    groups = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 32)).view(-1, 32)
+    groups = groups if signed else groups.sqrt()
+    scale = groups.abs().amax(1).half()
+    y = groups / scale.float().unsqueeze(1).clamp(min=1e-20)
+    y = 2 * y / (1 + y.abs()) if signed else y
+    code = (y * (127 if signed else 255)).round().clamp(-127 if signed else 0, 255)
+    dtype = torch.int8 if signed else torch.uint8
+    return code.to(dtype).flatten()[: x.numel()].view(x.shape), scale
+
+
+def flash_checkpoint(param):
+    """A state dict as FlashAdamW would write it for one bfloat16 parameter, and what it says."""
+    m, v = torch.randn(param.shape) * 0.1, torch.rand(param.shape) ** 4
+    (m_codes, m_scale), (v_codes, v_scale) = flash_codes(m, True), flash_codes(v, False)
+    state = {
+        "step": torch.tensor(7),
+        "exp_avg::quantized": m_codes,
+        "exp_avg::scales": m_scale.view(torch.bfloat16),
+        "exp_avg_sq::quantized": v_codes,
+        "exp_avg_sq::scales": v_scale.view(torch.bfloat16),
+    }
+    options = {"lr": 0.01, "initial_lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
+    group = {**options, "weight_decay": 0.0, "master_bytewidth": 2, "params": [0]}
+    return {"state": {0: state}, "param_groups": [group]}, (m, v)
+
+
+@pytest.mark.parametrize("kind", [AdamW4bit, AdamW8bit])
+def test_flashoptims_states_load(kind):
+    param = nn.Parameter(torch.randn(70, 100).bfloat16())
+    saved, (m, v) = flash_checkpoint(param)
+    decoded = plain_states(saved["state"][0])
+    # An int8 code is at most 1/127 of its scale off (its map's slope is 2 at the end), a uint8
+    # code's root 1/510; scales are float16, 2**-11 off.
+    assert (decoded["exp_avg"] - m).abs().max() <= (1 / 127 + 2**-11) * m.abs().max()
+    assert (decoded["exp_avg_sq"].sqrt() - v.sqrt()).abs().max() <= 1 / 510 + 2**-10
+    optimizer = kind([param], lr=0.01, min_elements=0)
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[param]
+    assert state["step"] == 7
+    assert state["step"].dtype == torch.float32
+    twin = kind([param], lr=0.01, min_elements=0)
+    plain = {**saved, "state": {0: decoded}}
+    twin.load_state_dict(plain)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(state[name][k], t) for k, t in twin.state[param][name].items())
+    param.grad = torch.randn(70, 100).bfloat16()
+    optimizer.step()
+    assert param.isfinite().all()
+
+
+def test_flashoptims_corrections_warn_and_wrong_scales_are_refused():
+    param = nn.Parameter(torch.randn(70, 100).bfloat16())
+    saved, _ = flash_checkpoint(param)
+    optimizer = AdamW4bit([param], min_elements=0)
+    saved["state"][0]["error_bits"] = torch.zeros(70, 100, dtype=torch.int8)
+    with pytest.warns(RuntimeWarning, match="error_bits"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][0]["error_bits"], saved["state"][0]["exp_avg::scales"]
+    before = dict(optimizer.state[param])
+    with pytest.raises(ValueError, match="no scales"):
+        optimizer.load_state_dict(saved)
+    assert all(optimizer.state[param][name] is value for name, value in before.items())
+
+
+def test_rules_by_name_keep_embeddings_norms_and_biases():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(100, 64)
+            self.norm = nn.LayerNorm(64)
+            self.out = nn.Linear(64, 100)
+
+    model = Model()
+    kept = [
+        {"parameter": "embed*", "compressor": "keep"},
+        {"parameter": "*norm*", "compressor": "identity"},
+        {"parameter": "*.bias", "compressor": "keep"},
+    ]
+    cfg = {"preset": "optimizer_only", "optim": {"min_elements": 0, "exceptions": kept}}
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+    names = {param: name for name, param in model.named_parameters()}
+    rows = {(names[row.param], row.state): row for row in describe(optimizer)}
+    exact = {name for (name, _), row in rows.items() if isinstance(row.compressor, Identity)}
+    assert exact == {"embed.weight", "norm.weight", "norm.bias", "out.bias"}
+    assert rows["embed.weight", "exp_avg"].reason == "its rule says keep"
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "Adagrad", "ASGD", "Adadelta"])
+def test_single_numbers_are_never_compressed(name):
+    """A parameter of one number has the shape of its `step`, which must stay a count."""
+    kind = getattr(torch.optim, name)
+    params = [nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(40, 40))]
+    choose = layout.Choice(min_elements=0)
+    optimizer = CompressedOptimizer(kind(params), choose, min_elements=0)
+    plain = kind([nn.Parameter(params[0].detach().clone())])
+    (twin,) = plain.param_groups[0]["params"]
+    for step in range(4):
+        for param in (*params, twin):
+            param.grad = torch.full_like(param, 0.5 + step)
+        optimizer.step()
+        plain.step()
+        if step == 1:  # a checkpoint in between
+            optimizer.load_state_dict(optimizer.state_dict())
+            saved = plain.state_dict()["state"][0]
+            assert all(
+                torch.equal(optimizer.state[params[0]][k], torch.as_tensor(x))
+                for k, x in saved.items()
+            )
+    assert torch.equal(params[0], twin)
+    assert optimizer.state[params[0]]["step"] == 4
+    assert any(isinstance(value, dict) for value in optimizer.state[params[1]].values())
+
+
+def test_the_general_wrapper_refuses_complex_parameters():
+    bad = nn.Parameter(torch.zeros(70, 70, dtype=torch.complex64))
+    original = torch.optim.RMSprop([bad])
+    with pytest.raises(TypeError, match="view_as_real"):
+        CompressedOptimizer(original)
+    assert "step" not in vars(original)
+
+
+def test_the_last_two_dimensions_are_factored_where_asked():
+    def choose(param, state):
+        return Factored(factor_dims="last2") if state == "exp_avg_sq" else Identity()
+
+    params = [nn.Parameter(torch.randn(3, 300, 200)), nn.Parameter(torch.randn(64, 3, 7, 7))]
+    optimizer = compress(torch.optim.AdamW(params, lr=0.01), choose, min_elements=0)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    before = params[0].detach().clone()
+    optimizer.step()
+    state = optimizer.state[params[0]]["exp_avg_sq"]
+    assert {k: tuple(t.shape) for k, t in state.items()} == {"row": (3, 300), "col": (3, 200)}
+    assert 0 < (params[0] - before).abs().max() < 0.5
+    reasons = [row.reason for row in describe(optimizer) if row.param is params[1]]
+    assert "factored vectors would cost 1.14 bytes per parameter: block instead" in reasons
+    assert state_bytes(optimizer) > 0
+
+
+def test_first_steps_compile_nothing():
+    """In a fresh process: torch's compiler is not even imported (its front end always is)."""
+    code = """
+import sys, torch
+from memtrain import optim
+w = torch.nn.Parameter(torch.randn(300, 300))
+for kind in (optim.AdamW4bit, optim.AdamW8bit, optim.AdamW4bitFactor, optim.Lion4bit):
+    optimizer = kind([w], lr=1e-3)
+    w.grad = torch.randn(300, 300)
+    optimizer.step()
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert result.stdout.strip() == "False"
