@@ -1,10 +1,11 @@
-"""`memtrain-report --gradients`: what a plan does to the gradient of one real batch."""
+"""`memtrain-report --gradients` and `--measure`: a model with its memory, and a real batch."""
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.quality import GradientQuality
-from memtrain.cli.models import Request, build
+from memtrain.cli.models import Built, Request, build
 from memtrain.config import Config
 from memtrain.quality import gradient_quality
 
@@ -24,15 +25,34 @@ def gradients(request: Request, config: Config) -> GradientQuality:
     Memory:
         A plain training step's, and five gradients.
     """
-    torch.manual_seed(config.seed)
-    built = build(request, real=True)
-    batch = built.batch
+    model, _, batch = real(request, config.seed)
+    return gradient_quality(model, batch, config)
+
+
+def real(request: Request, seed: int, device: str = "cpu") -> Built:
+    """Build a model with initial weights, and fill its batch with random data.
+
+    Args:
+        request: The model and its batch.
+        seed: Of the weights and the data.
+        device: Where it lies.
+
+    Returns:
+        Model, optimizer and batch; a `py:` builder's own weights and batch as they are.
+
+    Memory:
+        The model's and the batch's; for a named model, also a forward's.
+    """
+    torch.manual_seed(seed)
+    model, optimizer, batch = build(request, real=True)
+    model.to(device)
+    batch = tree_map_only(Tensor, lambda x: x.to(device), batch)
     if not request.model.startswith("py:") and isinstance(batch, dict):
         # Classes of an image model, tokens of a text model: the output says how many there are.
         with torch.no_grad():
-            classes = built.model(**batch).logits.shape[-1]
+            classes = model(**batch).logits.shape[-1]
         batch = {name: _random(x, classes) for name, x in batch.items()}
-    return gradient_quality(built.model, batch, config)
+    return Built(model, optimizer, batch)
 
 
 def _random(x: Tensor, classes: int) -> Tensor:

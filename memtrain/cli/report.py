@@ -2,33 +2,41 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
 from rich.console import Console
 
-from memtrain.audit import audit
 from memtrain.cli import paper_table, report_diff, report_json, report_png
 from memtrain.cli.console import consoles, drop_output, working
 from memtrain.cli.files import replaced
-from memtrain.cli.gradients import gradients
+from memtrain.cli.gradients import gradients, real
 from memtrain.cli.models import Built, build
+from memtrain.cli.report_audit import (
+    UntraceableError,
+    Working,
+    measured,
+    predicted,
+    unpredicted,
+)
 from memtrain.cli.report_csv import as_csv
+from memtrain.cli.report_fits import fits
 from memtrain.cli.report_help import help_text
 from memtrain.cli.report_html import as_html
 from memtrain.cli.report_limits import broken
+from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_request import STDOUT, files, parse, requested, settings
 from memtrain.cli.report_tables import show
+from memtrain.cli.request import Request
 from memtrain.config import Config
+from memtrain.peak import StepOptions
 from memtrain.report import Report
 from memtrain.sizes import format_size
 
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
-
-
-class _UntraceableError(Exception):
-    """The model cannot be run under fake tensors."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("memtrain-report: interrupted", markup=False)
         return INTERRUPTED
-    except _UntraceableError as error:
+    except UntraceableError as error:
         errors.print(f"memtrain-report: {error}", markup=False)
         return UNTRACEABLE
     except (ValueError, TypeError, ImportError, OSError) as error:
@@ -77,63 +85,79 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
 
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
     request, config = requested(options.overrides)
-    with working(errors, f"building {request.model} without its weights"):
-        built = build(request)
-    with working(errors, "tracing the step, plain and planned"):
-        report = _audit(built, config, peak=options.peak)
+    told = partial(working, errors)
+    step = _step(request, options, errors)
+    with told(f"building {request.model}{'' if options.measure else ' without its weights'}"):
+        built = real(request, config.seed, _place(step)) if options.measure else build(request)
+    report = _audited(options, built, config, step, told)
     asked = settings(request, options.overrides, built.batch)
-    with working(errors, "writing the files"):
-        _write(options, report, asked)
+    found = fits(built, request, config, step, told) if request.memory else None
+    outcome = Outcome(report, asked, found)
+    with told("writing the files"):
+        _write(options, outcome)
     lines = broken(report, options.fail_over, options.fail_under)
     for line in lines:
         errors.print(f"memtrain-report: {line}", markup=False)
-    status = LIMIT if lines else DONE
     try:
-        if not _printed(options, report, asked, console):
-            show(console, report, asked, top=options.top, by=options.by, depth=options.depth)
+        if not _printed(options, outcome, console):
+            show(console, outcome, top=options.top, by=options.by, depth=options.depth)
             if options.gradients:
-                with working(errors, "measuring the gradient"):
+                with told("measuring the gradient"):
                     quality = gradients(request, config)
                 console.print(quality.table(options.top))
     except BrokenPipeError:
         drop_output()  # the limits count whether anyone reads the tables or not
-    return status
+    return LIMIT if lines else DONE
 
 
-def _audit(built: Built, config: Config, *, peak: bool) -> Report:
+def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
+    """The step to predict: on the device of the one to measure, where one is."""
+    if options.measure and request.device != "cpu" and not torch.cuda.is_available():
+        errors.print("memtrain-report: no CUDA device here: predicted and measured on the CPU")
+        return replace(request.step, device="cpu")
+    return request.step
+
+
+def _place(step: StepOptions) -> str:
+    return "cuda" if (step.device or "").startswith("cuda") else "cpu"
+
+
+def _audited(
+    options: argparse.Namespace, built: Built, config: Config, step: StepOptions, told: Working
+) -> Report:
     try:
-        return audit(built.model, built.optimizer, built.batch, config, peak=peak)
-    # A user's model may raise anything under fake tensors: one line, not a traceback.
-    except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else ""
-        raise _UntraceableError(f"{type(error).__name__}: {why}") from error
+        with told("tracing the step, plain and planned"):
+            report = predicted(built, config, step, peak=options.peak)
+    except UntraceableError as error:
+        if not options.measure:
+            raise
+        report = unpredicted(error)
+    return measured(report, built, config, step, told) if options.measure else report
 
 
-def _write(options: argparse.Namespace, report: Report, asked: Mapping[str, Any]) -> None:
+def _write(options: argparse.Namespace, outcome: Outcome) -> None:
     """Write the files that are asked for."""
     for option, path in files(options):
         if option == "--png":
-            with replaced(path, option) as partial:
-                report_png.draw(partial, report, asked)
+            with replaced(path, option) as partly:
+                report_png.draw(partly, outcome.report, outcome.settings)
         elif path != STDOUT:
-            write(path, option, _text(option, report, asked))
+            write(path, option, _text(option, outcome))
 
 
-def _printed(
-    options: argparse.Namespace, report: Report, asked: Mapping[str, Any], console: Console
-) -> bool:
+def _printed(options: argparse.Namespace, outcome: Outcome, console: Console) -> bool:
     """Print what takes the place of the tables, if anything does."""
     for option, path in files(options):
         if path == STDOUT:
-            console.out(_text(option, report, asked), end="", highlight=False)
+            console.out(_text(option, outcome), end="", highlight=False)
             return True
     return False
 
 
-def _text(option: str, report: Report, asked: Mapping[str, Any]) -> str:
+def _text(option: str, outcome: Outcome) -> str:
     if option == "--html":
-        return as_html(report, asked)
-    return as_csv(report) if option == "--csv" else report_json.as_text(report, asked)
+        return as_html(outcome)
+    return as_csv(outcome.report) if option == "--csv" else report_json.as_text(outcome)
 
 
 def write(path: Path, option: str, text: str) -> None:
@@ -147,8 +171,8 @@ def write(path: Path, option: str, text: str) -> None:
     Raises:
         OSError: If it cannot be written; names the path.
     """
-    with replaced(path, option) as partial:
-        partial.write_text(text, encoding="utf-8")
+    with replaced(path, option) as partly:
+        partly.write_text(text, encoding="utf-8")
 
 
 def _paper_table(options: argparse.Namespace, console: Console, errors: Console) -> int:

@@ -32,6 +32,10 @@ examples:
   of transformers on disk:
     memtrain-report model=py:my_package.module:build
     memtrain-report model=hf:path/to/config.json
+  How large a batch, how long a sequence fit into 24 GiB?
+    memtrain-report model=gpt2 memory=24GiB
+  Is the prediction right? Run it:
+    memtrain-report model=resnet18 batch=4 device=cpu --measure
   A page with pictures for a colleague, data for a script:
     memtrain-report model=gpt2 --html gpt2.html --png gpt2.png
     memtrain-report model=gpt2 --json - | jq .categories
@@ -50,6 +54,10 @@ keys:
   attention  eager, sdpa
   dropout    0 turns every dropout of a transformers config off
   optimizer  {optimizers}
+  device     cuda, cuda:sm_90 or cpu: whose kernels and allocator the peak is of
+  autocast   bfloat16, float16: around the forward whose peak is predicted
+  memory     24GiB, 24GB ...: search the largest batch and the longest sequence
+             whose predicted peak fits (some minutes)
   preset     {presets}
   and any key of memtrain's config
 
@@ -66,6 +74,8 @@ options:
   --gradients  build the model for real, run one batch, and tell what the plan
                does to its gradient, as a whole and site by site (takes a
                training step's memory, and some passes a site)
+  --measure    build the model for real and run steps, plain and planned: their
+               peaks beside the predicted ones (takes a step's memory)
   --no-peak    leave out the peak: faster, as no backward and no update is
                simulated
   --fail-over SIZE    exit status 3 if the planned peak (with --no-peak: the

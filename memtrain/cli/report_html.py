@@ -1,10 +1,10 @@
 """`memtrain-report --html`: one page that stands alone, with pictures and the tables."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from memtrain.cli.report_groups import grouped
+from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import at_peak, described, timelines
 from memtrain.cli.report_tables import heading, remarks, sides
 from memtrain.cli.svg import COLOURS, bars, legend, tag
@@ -43,22 +43,21 @@ th { font-weight: 600; } tr.total td { font-weight: 600; }
 _ROWS = 40
 
 
-def as_html(report: Report, settings: Mapping[str, Any]) -> str:
+def as_html(outcome: Outcome) -> str:
     """The page: no script, no network, names escaped, light or dark as the reader has it.
 
     Args:
-        report: The audit.
-        settings: What it was made for.
+        outcome: What was found.
 
     Returns:
         The text of an HTML file.
 
     Example:
-        >>> as_html(Report(rows=(), kept=(), unmatched=(), loss=True), {})[:15]
+        >>> as_html(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {}))[:15]
         '<!doctype html>'
     """
-    asked = heading(settings)
-    title = f"memtrain-report: {settings.get('model', '')}"
+    report, asked = outcome.report, heading(outcome.settings)
+    title = f"memtrain-report: {outcome.settings.get('model', '')}"
     head = [
         tag("title", escape(title)),
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">',
@@ -68,8 +67,8 @@ def as_html(report: Report, settings: Mapping[str, Any]) -> str:
         tag("h1", "Where the bytes of a training step go"),
         *(tag("p", tag("code", escape(line)), class_="faint") for line in asked),
         _summary(report),
-        *_categories(report),
-        *_timelines(report),
+        *_categories(outcome),
+        *_timelines(outcome),
         *_treemaps(report),
         *_tables(report),
     ]
@@ -84,8 +83,8 @@ def _summary(report: Report) -> str:
     return tag("p", tag("strong", escape(words)), class_="large")
 
 
-def _categories(report: Report) -> Iterable[str]:
-    totals = report.totals()
+def _categories(outcome: Outcome) -> Iterable[str]:
+    totals = outcome.report.totals()
     names = [name for name in totals if name != "total"]
     both = {side: {n: getattr(totals[n], side) for n in names} for side in ("plain", "planned")}
     yield tag("h2", "By category")
@@ -93,12 +92,15 @@ def _categories(report: Report) -> Iterable[str]:
     yield legend(names)
     rows = [(name, *sides(total)) for name, total in totals.items()]
     yield _table(("", "plain", "planned", "ratio"), rows)
-    yield from (tag("p", escape(line), class_="faint") for line in remarks(report))
+    yield from (tag("p", escape(line), class_="faint") for line in remarks(outcome.report))
 
 
-def _timelines(report: Report) -> Iterable[str]:
+def _timelines(outcome: Outcome) -> Iterable[str]:
+    report = outcome.report
+    words = [*described(report), *(outcome.fits.lines() if outcome.fits else ())]
     lines = timelines(report)
     if not lines:
+        yield from (tag("p", escape(line)) for line in words)
         return
     yield tag("h2", "What is alive over the step, and the peak")
     ceiling = max(line.peak.nbytes for line in lines.values())
@@ -107,7 +109,7 @@ def _timelines(report: Report) -> Iterable[str]:
         yield tag("h3", name)
         yield timeline(line, name, ceiling)
     yield legend(part for part in COLOURS if part in seen)
-    yield from (tag("p", escape(line)) for line in described(report))
+    yield from (tag("p", escape(line)) for line in words)
     rows = [(name, *sides(pair)) for name, pair in at_peak(report).items()]
     yield _table(("alive at the peak", "plain", "planned", "ratio"), rows)
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memtrain.cli.report_peak import thinned, timelines
-from memtrain.report import Report
+from memtrain.cli.report_outcome import Outcome
+from memtrain.cli.report_peak import SIDES, thinned, timelines
+from memtrain.peak import Timeline
 
 SCHEMA = "memtrain-report"
 VERSION = 1
@@ -16,30 +17,37 @@ _SIDES = {"plain": int, "planned": int}
 _ROW = {**_SIDES, "name": str, "kind": str, "sites": list}
 
 
-def as_json(report: Report, settings: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(outcome: Outcome) -> dict[str, Any]:
     """The report as JSON values, version 1 of the schema in docs/report.md.
 
     Args:
-        report: The audit.
-        settings: What it was made for.
+        outcome: What was found.
 
     Returns:
         What `--json` writes.
 
     Example:
-        >>> as_json(Report(rows=(), kept=(), unmatched=(), loss=True), {})["version"]
+        >>> as_json(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
         1
     """
+    report, found = outcome.report, outcome.fits
     return {
         "schema": SCHEMA,
         "version": VERSION,
-        "settings": dict(settings),
+        "settings": dict(outcome.settings),
         "loss_counted": report.loss,
         "categories": {
             name: {**dataclasses.asdict(total), "ratio": total.ratio}
             for name, total in report.totals().items()
         },
-        "peak": as_peak(report),
+        "peak": _peak(timelines(report)),
+        "measured_peak": _peak(timelines(report, measured=True)),
+        "fits": None
+        if found is None
+        else {
+            "memory": found.memory,
+            **{what: dict(zip(SIDES, sizes, strict=True)) for what, sizes in found.sizes.items()},
+        },
         "timeline": {
             side: [dataclasses.asdict(moment) for moment in thinned(line.moments)]
             for side, line in timelines(report).items()
@@ -50,24 +58,22 @@ def as_json(report: Report, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def as_peak(report: Report) -> dict[str, Any] | None:
-    """The two peaks and their ratio; None if the report has no timelines."""
-    lines = timelines(report)
+def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
+    """The two peaks and their ratio; None without timelines."""
     if len(lines) < 2:
         return None
-    plain, planned = lines["plain"], lines["planned"]
+    peaks = {side: line.peak for side, line in lines.items()}
     return {
-        "plain": plain.peak.nbytes,
-        "planned": planned.peak.nbytes,
-        "ratio": planned.peak.nbytes / plain.peak.nbytes,
-        "requested": {"plain": plain.requested, "planned": planned.requested},
-        "moment": {side: dataclasses.asdict(line.peak) for side, line in lines.items()},
+        **{side: peak.nbytes for side, peak in peaks.items()},
+        "ratio": peaks["planned"].nbytes / peaks["plain"].nbytes,
+        "requested": {side: line.requested for side, line in lines.items()},
+        "moment": {side: dataclasses.asdict(peak) for side, peak in peaks.items()},
     }
 
 
-def as_text(report: Report, settings: Mapping[str, Any]) -> str:
+def as_text(outcome: Outcome) -> str:
     """The report as a JSON file's text."""
-    return json.dumps(as_json(report, settings), indent=1) + "\n"
+    return json.dumps(as_json(outcome), indent=1) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from memtrain.peak import PARTS, Moment, Timeline
 from memtrain.report import Report
 from memtrain.sizes import format_size
 
+SIDES = ("plain", "planned")
 MOST = 400
 """Moments of a step that are drawn or written, at most."""
 
@@ -25,10 +26,18 @@ class Alive:
         return self.planned / self.plain if self.plain else None
 
 
-def timelines(report: Report) -> dict[str, Timeline]:
-    """The timelines of a report by side, `plain` and `planned`; nothing if it has none."""
-    both = {"plain": report.timeline, "planned": report.planned_timeline}
-    return {side: line for side, line in both.items() if line is not None and line.moments}
+def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
+    """The timelines of a report by side; nothing if it has none.
+
+    Args:
+        report: The audit.
+        measured: Those of real steps, instead of the predicted ones.
+    """
+    both = (report.timeline, report.planned_timeline)
+    if measured:
+        both = (report.measured, report.planned_measured)
+    pairs = zip(SIDES, both, strict=True)
+    return {side: line for side, line in pairs if line is not None and line.moments}
 
 
 def at_peak(report: Report) -> dict[str, Alive]:
@@ -49,15 +58,23 @@ def at_peak(report: Report) -> dict[str, Alive]:
 
 
 def described(report: Report) -> list[str]:
-    """When the peaks are, and what tensors ask for against what the allocator takes, in lines."""
-    lines = []
-    for side, line in timelines(report).items():
-        peak = line.peak
-        words = f"{side}: {format_size(peak.nbytes)} at the peak, in the {peak.label}"
-        if line.requested != peak.nbytes:
-            words += f"; tensors ask for {format_size(line.requested)}"
+    """When the peaks are, what tensors ask for, and what was measured, in lines."""
+    lines = [_line(side, line) for side, line in timelines(report).items()]
+    for side, line in timelines(report, measured=True).items():
+        words = _line(f"{side}, measured", line)
+        if (predicted := timelines(report).get(side)) is not None:
+            off = predicted.peak.nbytes / line.peak.nbytes - 1
+            words += f"; predicted {off:+.1%}"
         lines.append(words)
     return lines
+
+
+def _line(side: str, line: Timeline) -> str:
+    peak = line.peak
+    words = f"{side}: {format_size(peak.nbytes)} at the peak, in the {peak.label}"
+    if line.requested != peak.nbytes:
+        words += f"; tensors ask for {format_size(line.requested)}"
+    return words
 
 
 def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:

@@ -47,6 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--by", choices=BY, default=BY[0])
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--no-peak", dest="peak", action="store_false")
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--fail-under", type=float)
     parser.add_argument("--fail-over")

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memtrain.cli.report_groups import grouped
+from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import at_peak, described, timelines
 from memtrain.report import Kept, Report
 from memtrain.sizes import format_size
@@ -28,33 +29,30 @@ class Sides(Protocol):
 
 
 def show(
-    console: Console,
-    report: Report,
-    settings: Mapping[str, Any],
-    *,
-    top: int = 10,
-    by: str = "pattern",
-    depth: int = 0,
+    console: Console, outcome: Outcome, *, top: int = 10, by: str = "pattern", depth: int = 0
 ) -> None:
-    """Print the tables: categories, largest sums, what was not compressed and why.
+    """Print the tables: categories, the peak, largest sums, what was not compressed and why.
 
     Args:
         console: Where to; 80 columns are enough.
-        report: The audit.
-        settings: What it was made for.
+        outcome: What was found.
         top: How many of the largest sums.
         by: What rows are summed by: `report_groups.BY`.
         depth: Of modules' paths; 0 cuts nothing.
     """
-    for line in heading(settings):
+    report = outcome.report
+    for line in heading(outcome.settings):
         console.print(line, markup=False)
     console.print(categories(report))
     for line in remarks(report):
         console.print(line, markup=False)
+    console.print()
     if timelines(report):
-        console.print(peak(report))
-        for line in described(report):
-            console.print(line, markup=False)
+        console.print(peak(outcome))
+    lines = [*described(report), *(outcome.fits.lines() if outcome.fits else ())]
+    for line in lines:
+        console.print(line, markup=False)
+    if lines:
         console.print()
     console.print(largest(report, top, by, depth))
     console.print(kept(report.kept))
@@ -79,10 +77,11 @@ def categories(report: Report) -> Table:
     return table
 
 
-def peak(report: Report) -> Table:
+def peak(outcome: Outcome) -> Table:
     """What is alive at the peak, plain and planned."""
-    table = _table("alive at the peak")
-    for name, pair in at_peak(report).items():
+    device = outcome.settings.get("device")
+    table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
+    for name, pair in at_peak(outcome.report).items():
         table.add_row(name, *sides(pair), style="bold" if name == "total" else "")
     return table
 
@@ -95,7 +94,7 @@ def remarks(report: Report) -> list[str]:
         if total.unknown and name != "total"
     ]
     counted = "counted (the batch has labels)" if report.loss else "not counted (no labels given)"
-    return [*lines, f"The loss's saved tensors are {counted}.\n"]
+    return [*lines, f"The loss's saved tensors are {counted}."]
 
 
 def largest(report: Report, top: int, by: str, depth: int = 0) -> Table:

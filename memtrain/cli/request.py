@@ -8,6 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from memtrain.config import nearest
+from memtrain.peak import StepOptions
+from memtrain.peak.step import DEVICES
+from memtrain.sizes import parse_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -17,6 +20,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
+}
+_ALLOWED = {
+    "dtype": tuple(DTYPES),
+    "optimizer": tuple(OPTIMIZERS),
+    "attention": (None, "eager", "sdpa"),
+    "device": DEVICES,
+    "autocast": (None, "bfloat16", "float16"),
 }
 
 
@@ -42,18 +52,34 @@ class Request:
     """Every dropout of the config; as the config says by default."""
     optimizer: str = "adamw"
     """A name of `OPTIMIZERS`."""
+    device: str = "cuda"
+    """Whose kernels and allocator the predicted peak is of: a name of `DEVICES`."""
+    autocast: str | None = None
+    """`bfloat16` or `float16` around the predicted peak's forward."""
+    memory: str | None = None
+    """A size such as 24GiB: search the largest batch and the longest sequence that fit."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
-            if getattr(self, name) not in allowed:
-                value = getattr(self, name)
-                raise ValueError(f"unknown {name} {value!r}; {nearest(value, list(allowed))}")
-        if self.attention not in (None, "eager", "sdpa"):
-            hint = nearest(str(self.attention), ["eager", "sdpa"])
-            raise ValueError(f"unknown attention {self.attention!r}; {hint}")
+        for name, allowed in _ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
+                hint = nearest(str(value), [one for one in allowed if one is not None])
+                raise ValueError(f"unknown {name} {value!r}; {hint}")
         for name in ("batch", "seq", "image"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1 or more")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is out of range; allowed: 0 to below 1")
+        if self.memory_nbytes == 0:
+            raise ValueError(f"memory={self.memory} is out of range; allowed: 1B or more")
+
+    @property
+    def memory_nbytes(self) -> int | None:
+        """Bytes of `memory`."""
+        return None if self.memory is None else parse_size(self.memory, "memory")
+
+    @property
+    def step(self) -> StepOptions:
+        """How the predicted step runs."""
+        autocast = DTYPES[self.autocast] if self.autocast else None
+        return StepOptions(device=self.device, autocast=autocast)

@@ -35,7 +35,7 @@ class Branch(nn.Module):
         return self.linear(x) if x.sum() > 0 else x
 
 def branch():
-    return Branch(), torch.zeros(4, 64)
+    return Branch(), torch.ones(4, 64)
 
 number = 3
 """

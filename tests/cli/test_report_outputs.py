@@ -16,6 +16,7 @@ from memtrain.cli.report_diff import compare, show_change
 from memtrain.cli.report_groups import BY, grouped
 from memtrain.cli.report_html import as_html
 from memtrain.cli.report_limits import broken
+from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_png import draw
 from memtrain.cli.report_tables import show
 from memtrain.report import Report, Row
@@ -33,11 +34,11 @@ def printed(show, *arguments, **options):
 
 @pytest.mark.parametrize("by", BY)
 def test_tables_are_those_on_file(by, report, settings, golden):
-    golden(f"report_{by}.txt", printed(show, report, settings, by=by, top=5))
+    golden(f"report_{by}.txt", printed(show, Outcome(report, settings), by=by, top=5))
 
 
 def test_a_depth_cuts_modules_paths(report, settings, golden):
-    text = printed(show, report, settings, by="module", depth=1)
+    text = printed(show, Outcome(report, settings), by="module", depth=1)
     golden("report_module_depth_1.txt", text)
 
 
@@ -86,7 +87,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_is_sound_and_stands_alone(report, settings):
-    text = as_html(report, settings)
+    text = as_html(Outcome(report, settings))
     page = Page(text)
     assert page.open == []
     assert page.links == []
@@ -109,7 +110,7 @@ def test_a_page_is_sound_and_stands_alone(report, settings):
 
 
 def test_a_page_of_nothing_is_sound():
-    assert Page(as_html(Report(rows=(), kept=(), unmatched=(), loss=False), {})).open == []
+    assert Page(as_html(Outcome(Report(rows=(), kept=(), unmatched=(), loss=False), {}))).open == []
 
 
 def test_a_picture_is_drawn(report, settings, tmp_path):
@@ -124,9 +125,9 @@ def test_a_picture_is_drawn(report, settings, tmp_path):
 
 def test_json_is_read_back(report, settings, tmp_path):
     path = tmp_path / "a.json"
-    path.write_text(report_json.as_text(report, settings))
+    path.write_text(report_json.as_text(Outcome(report, settings)))
     content = report_json.read(path)
-    assert content == json.loads(json.dumps(report_json.as_json(report, settings)))
+    assert content == json.loads(json.dumps(report_json.as_json(Outcome(report, settings))))
     assert [row["planned"] for row in content["rows"]] == [row.planned for row in report.rows]
 
 
@@ -175,8 +176,8 @@ def changed(report):
 
 
 def test_differences_are_those_on_file(report, settings, golden):
-    before = report_json.as_json(report, settings)
-    after = report_json.as_json(changed(report), {**settings, "batch": 3, "overrides": []})
+    before = report_json.as_json(Outcome(report, settings))
+    after = report_json.as_json(Outcome(changed(report), {**settings, "batch": 3, "overrides": []}))
     change = compare(before, after)
     assert sum(line.growth for line in change.sites) == change.growth
     assert {line.name for line in change.sites} == {
@@ -186,7 +187,7 @@ def test_differences_are_those_on_file(report, settings, golden):
 
 
 def test_equal_reports_have_no_differences(report, settings, golden):
-    same = report_json.as_json(report, settings)
+    same = report_json.as_json(Outcome(report, settings))
     change = compare(same, same)
     assert change.settings == change.sites == ()
     assert change.growth == 0
@@ -210,8 +211,8 @@ def test_limits():
 
 def test_a_growth_over_the_limit_is_exit_status_3(report, settings, tmp_path, capsys):
     one, other = tmp_path / "1.json", tmp_path / "2.json"
-    one.write_text(report_json.as_text(changed(report), settings))
-    other.write_text(report_json.as_text(report, settings))
+    one.write_text(report_json.as_text(Outcome(changed(report), settings)))
+    other.write_text(report_json.as_text(Outcome(report, settings)))
     growth = compare(report_json.read(one), report_json.read(other)).growth
     assert growth > 0
     diff = ["--diff", str(one), str(other), "--fail-over"]

@@ -14,6 +14,7 @@ from memtrain.cli import report_json
 from memtrain.cli.console import consoles, working
 from memtrain.cli.files import check_writable, replaced
 from memtrain.cli.report import main
+from memtrain.cli.report_outcome import Outcome
 
 COLOUR = re.compile(rb"\x1b\[(\d+;)*[39][0-7]m")  # bold and italics are none
 RUN = [sys.executable, "-c", "import sys; from memtrain.cli.report import main; sys.exit(main())"]
@@ -24,7 +25,7 @@ def two(report, settings, tmp_path):
     """The sample, written twice; the second with another name."""
     paths = tmp_path / "1.json", tmp_path / "2.json"
     for number, path in enumerate(paths):
-        path.write_text(report_json.as_text(report, {**settings, "model": f"né {number}"}))
+        path.write_text(report_json.as_text(Outcome(report, {**settings, "model": f"né {number}"})))
     return [str(path) for path in paths]
 
 

@@ -1,0 +1,84 @@
+"""What `memtrain-report` knows about a model: predicted, and measured where that is asked for."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from memtrain.audit import audit
+from memtrain.cli.models import Built
+from memtrain.config import Config
+from memtrain.peak import StepOptions
+from memtrain.peak.measure import measure
+from memtrain.report import CATEGORIES, Report
+
+Working = Callable[[str], AbstractContextManager[None]]
+
+
+class UntraceableError(Exception):
+    """The model cannot be run under fake tensors."""
+
+
+def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) -> Report:
+    """The audit of a model under a plan.
+
+    Args:
+        built: Model, optimizer and batch, fake or real.
+        config: The plan.
+        step: What the step behind the timelines is.
+        peak: Whether there shall be timelines.
+
+    Returns:
+        The report.
+
+    Raises:
+        UntraceableError: If the model cannot run without data; says why in a line.
+    """
+    try:
+        return audit(*built, config, peak=peak, options=step)
+    # A user's model may raise anything under fake tensors: one line, not a traceback.
+    except Exception as error:
+        raise UntraceableError(explained(error)) from error
+
+
+def explained(error: Exception) -> str:
+    """What went wrong with a model under fake tensors, in a line.
+
+    Example:
+        >>> explained(RuntimeError("shapes differ")), explained(ValueError("no weights"))
+        ('RuntimeError: shapes differ', 'no weights')
+    """
+    first = (str(error).strip().splitlines() or ["(no message)"])[0]
+    return (
+        first if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {first}"
+    )
+
+
+def unpredicted(error: UntraceableError) -> Report:
+    """A report that knows nothing yet."""
+    unknown = dict.fromkeys(CATEGORIES, str(error))
+    return Report(rows=(), kept=(), unmatched=(), loss=False, unknown=unknown)
+
+
+def measured(
+    report: Report, built: Built, config: Config, step: StepOptions, working: Working
+) -> Report:
+    """The report with the timelines of real steps, plain and planned.
+
+    Args:
+        report: Predicted, or `unpredicted`.
+        built: Real.
+        config: The plan.
+        step: What the step is.
+        working: Is told what goes on.
+
+    Returns:
+        The report, with what was measured.
+
+    Memory:
+        That of the steps.
+    """
+    with working("running a real step, plain"):
+        plain = measure(*built, None, step)
+    with working("running a real step, planned"):
+        planned = measure(*built, config, step)
+    return replace(report, measured=plain, planned_measured=planned)

@@ -1,0 +1,159 @@
+"""memtrain-report: the peak, real steps beside it, the sizes that fit a memory."""
+
+import json
+
+import pytest
+import torch
+
+from memtrain.cli.console import working
+from memtrain.cli.models import Request, build
+from memtrain.cli.report import main
+from memtrain.cli.report_fits import Fits, fits
+from memtrain.cli.report_peak import MOST, at_peak, described, thinned, timelines
+from memtrain.config import load
+from memtrain.peak import Moment, Timeline
+from memtrain.peak.largest import largest
+from memtrain.report import Report
+
+
+def test_the_peak_is_told_with_what_is_alive_then(report):
+    alive = at_peak(report)
+    assert (alive["total"].plain, alive["total"].planned) == (33554944, 20447744)
+    assert sum(pair.plain for name, pair in alive.items() if name != "total") == 33554944
+    assert described(report)[0].startswith(
+        "plain: 32.00 MiB at the peak, in the backward of h.1.mlp.act / gelu; tensors ask for"
+    )
+    bare = Report(rows=(), kept=(), unmatched=(), loss=True)
+    assert (at_peak(bare), described(bare), timelines(bare)) == ({}, [], {})
+
+
+def test_a_measured_peak_stands_beside_the_predicted_one():
+    def line(nbytes):
+        return Timeline((Moment("step", "step", nbytes, {"weights": nbytes}),))
+
+    report = Report(
+        rows=(), kept=(), unmatched=(), loss=True, timeline=line(1010), planned_timeline=line(99),
+        measured=line(1000), planned_measured=line(100),
+    )  # fmt: skip
+    assert [text.partition("; ")[2] for text in described(report)] == [
+        "", "", "predicted +1.0%", "predicted -1.0%",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 5 * MOST + 3])
+def test_thinning_keeps_the_peak_and_the_order(count):
+    sizes = torch.randperm(count).tolist()
+    moments = [Moment(str(index), "forward", size, {}) for index, size in enumerate(sizes)]
+    kept = thinned(moments)
+    assert len(kept) == min(count, MOST)
+    assert max(moment.nbytes for moment in kept) == count - 1
+    assert [int(moment.label) for moment in kept] == sorted(int(moment.label) for moment in kept)
+    assert thinned([]) == []
+
+
+def test_a_real_step_confirms_the_predicted_one(builder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["model=py:theirs:build", "batch=64", "device=cpu", "--measure", "--json", "a.json"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "planned, measured:" in text
+    content = json.loads((builder / "a.json").read_text())
+    for side in ("plain", "planned"):
+        predicted, measured = content["peak"][side], content["measured_peak"][side]
+        assert predicted == pytest.approx(measured, rel=0.03)
+    assert content["timeline"]["plain"][0]["phase"] == "forward"
+
+
+def test_a_model_that_reads_its_data_is_measured(builder, capsys):
+    assert main(["model=py:theirs:branch", "device=cpu", "--measure", "--json", "a.json"]) == 0
+    text = capsys.readouterr().out
+    assert "weights: unknown, left out: Branch reads a tensor's values" in " ".join(text.split())
+    content = json.loads((builder / "a.json").read_text())
+    assert content["peak"] is None
+    assert content["measured_peak"]["plain"] > 4 * 64 * 64
+
+
+def test_without_a_gpu_a_real_step_runs_on_the_cpu_and_says_so(builder, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["model=py:theirs:build", "--measure"]) == 0
+    assert "predicted and measured on the CPU" in capsys.readouterr().err
+
+
+def test_sizes_that_fit_are_those_of_the_search(builder, capsys):
+    memory = 2_000_000
+    assert (
+        main(["model=py:theirs:build", "device=cpu", f"memory={memory}", "--json", "a.json"]) == 0
+    )
+    content = json.loads((builder / "a.json").read_text())["fits"]
+    assert content["memory"] == memory
+    assert set(content) == {"memory", "batch"}
+    built = build(Request(model="py:theirs:build"))
+    step = Request(device="cpu").step
+    for side, cfg in (("plain", None), ("planned", load([]))):
+        found = largest(*built, memory, cfg, options=step)
+        assert content["batch"][side] == found.size > 1
+    assert content["batch"]["planned"] > content["batch"]["plain"]
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"in 1.91 MiB, largest batch: {content['batch']['plain']:,} plain" in words
+
+
+def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
+    pytest.importorskip("transformers")
+    asked = []
+
+    def search(model, optimizer, batch, memory, cfg, *, what, most, options):
+        asked.append((what, most, cfg is None))
+        return type("Found", (), {"size": min(most, 5000)})
+
+    monkeypatch.setattr("memtrain.cli.report_fits.largest", search)
+    from rich.console import Console
+
+    request = Request(model="gpt2", memory="24GB")
+    found = fits(
+        build(request), request, load([]), request.step, lambda what: working(Console(), what)
+    )
+    assert asked == [("batch", 2**20, True), ("batch", 2**20, False), ("seq", 1024, True),
+                     ("seq", 1024, False)]  # fmt: skip
+    assert found.lines() == [
+        "in 22.35 GiB, largest batch: 5,000 plain, 5,000 planned",
+        "in 22.35 GiB, longest sequence: 1,024 (the model's limit) plain, "
+        "1,024 (the model's limit) planned",
+    ]
+    assert Fits(1, {"batch": (0, 1)}, {"batch": 9}).lines() == [
+        "in 0.00 KiB, largest batch: none plain, 1 planned"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["memory=24 potatoes"],
+            "memory='24 potatoes' is not a size; allowed: a number and a unit",
+        ),
+        (["memory=0B"], "memory=0B is out of range"),
+        (["device=tpu"], "unknown device 'tpu'"),
+        (["autocast=fp8"], "unknown autocast 'fp8'; allowed: bfloat16, float16"),
+        (["--fail-over", "24 potatoes"], "--fail-over='24 potatoes' is not a size"),
+        (["--fail-under", "0"], "--fail-under 0.0 is out of range"),
+        (["--fail-under", "nan"], "--fail-under nan is out of range"),
+        (["--by", "colour"], "invalid choice: 'colour'"),
+        (["--depth", "-1"], "--depth -1 is out of range"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments, message, capsys):
+    assert main(["model=gpt2", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_batch_without_tensors_is_one_clear_line(builder, capsys):
+    (builder / "words.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(2, 2), ['a', 'b']\n"
+    )
+    assert main(["model=py:words:build"]) == 1
+    error = capsys.readouterr().err
+    assert "tensor" in error
+    assert error.count("\n") == 1
