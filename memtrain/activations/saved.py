@@ -162,7 +162,8 @@ class SavedTensors:
             return "its elements overlap in memory"
         if site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:
             return "a statistic: its last dimension is 1"
-        reads = [t.numel() for t in op.inputs if storage_id(t) not in self._parameters]
+        weights = self._parameters | self._weights.keys()
+        reads = [t.numel() for t in op.inputs if storage_id(t) not in weights]
         if x.numel() * SIDE_RATIO <= max(reads, default=0):
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""

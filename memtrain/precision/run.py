@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.payload import check_version
 from memtrain.activations.saved import SavedTensors
 from memtrain.compressors import Compressor, Float
+from memtrain.kernels.format_names import FORMATS
 from memtrain.kernels.formats import FloatFormat
 from memtrain.precision.boundary import Boundary, round_gradient
 from memtrain.precision.ops import QUESTIONS, writes
@@ -194,7 +195,7 @@ class Rounder:
         return y
 
     def _count(self, name: str, overflows: Tensor, numel: int) -> None:
-        if self._counts and self.state.is_low(name):
+        if self._counts and self.state.asked.promotion is not None and self.state.is_low(name):
             self.boundary.count(name, overflows, numel)
 
 
@@ -211,4 +212,4 @@ class _Again:
 
 @lru_cache
 def _codes(form: FloatFormat) -> Float:
-    return Float(format=form)
+    return Float(format=next((name for name, one in FORMATS.items() if one == form), form))
