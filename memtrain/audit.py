@@ -17,7 +17,7 @@ from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
 from memtrain.peak.measure import measure as measure_peak
-from memtrain.peak.predict import predict
+from memtrain.peak.predict import check_batch, conditions, predict, translated
 from memtrain.peak.step import StepOptions
 from memtrain.plan import Plan, make_plan
 from memtrain.report import Kept, Report, Row
@@ -53,14 +53,15 @@ def audit(
             (`memtrain.peak.predict` says how).
         measure: Also run two real steps, plain and planned, and put the model back
             (`memtrain.peak.measure`).
-        options: Of the steps behind the timelines: autocast, the loss.
+        options: Of the step: the device, autocast, and the timelines' loss.
 
     Returns:
         The report. Its rows sum to the bytes of each category, exactly.
 
     Raises:
-        ValueError: If the model has no parameters, or for a config that is not valid.
-        TypeError: For a config of the wrong type.
+        ValueError: If the model has no parameters, if fake tensors cannot run it (the message says
+            which op it is), or for a config that is not valid.
+        TypeError: For a config of the wrong type, or a batch without a tensor.
 
     Memory:
         That of the rows: seven billion parameters take no more than seven thousand.
@@ -72,13 +73,15 @@ def audit(
         >>> [(row.name, row.plain, row.planned) for row in report.largest(1, "activation")]
         [('1 / gelu / input', 32768, 3072)]
     """
+    check_batch(batch)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
     plan = make_plan(model, optimizer, cfg)
     again = recomputed(model, plan.options.recompute)
-    plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
     asked: set[Site] = set()
-    planned = _planned_trace(model, batch, plan, plain, asked)
+    with translated(model), conditions(model, options):
+        plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
+        planned = _planned_trace(model, batch, plan, plain, asked)
     entries = [*plan.entries("weight"), *_buffers(model)]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]

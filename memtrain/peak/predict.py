@@ -88,6 +88,14 @@ def predict(
     return replay(recorder.events, recorder.categories, unit=cuda.UNIT, workspaces=held)
 
 
+@contextmanager
+def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
+    """What a forward on fake tensors runs under: autocast, and the corrections for CUDA."""
+    corrections = cuda.AsOnCuda() if options.on_cuda(model) else nullcontext()
+    with corrections, options.autocasting("cpu"):
+        yield
+
+
 def check_batch(batch: Any) -> None:
     """Raise TypeError unless a batch holds a tensor or is empty."""
     leaves = tree_leaves(batch)
@@ -120,6 +128,10 @@ def translated(model: nn.Module) -> Iterator[None]:
         raise ValueError(
             f"{name} cannot run on fake tensors ({error.reason}): {MEASURE}"
         ) from error
+    except RuntimeError as error:
+        if ".numpy()" not in str(error):
+            raise
+        raise ValueError(f"{name} takes a tensor's values out with .numpy(): {MEASURE}") from error
 
 
 def _first_step(step: Step, *, full: bool) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.meter import storages
-from memtrain.peak.timeline import RECOMPUTED, TEMPORARIES, Event, Phase
+from memtrain.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
@@ -89,6 +89,7 @@ class Recorder(TorchDispatchMode):
         """A phase of the step begins."""
         self.phase = phase
         self._label = phase
+        self.events.append(Event(NO_STORAGE, 0, phase, phase))
 
     @contextmanager
     def modules(

@@ -40,6 +40,10 @@ class StepOptions:
         """Whether a predicted step of this model runs on CUDA."""
         return (self.device or next(model.parameters()).device.type).startswith("cuda")
 
+    def autocasting(self, device: str) -> AbstractContextManager[Any]:
+        """What a forward runs under."""
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -55,12 +59,13 @@ class Step:
     def run(self, recorder: Recorder | None = None) -> None:
         """One step: gradients from nothing, forward, backward, update."""
         self.optimizer.zero_grad(set_to_none=True)
+        device = next(self.model.parameters()).device.type
         begin = (lambda phase: None) if recorder is None else recorder.begin
 
         def closure() -> Tensor:
             begin("forward")
             args, kwargs = arguments(self.batch)
-            with self.corrections(), self._autocast():
+            with self.corrections(), self.options.autocasting(device):
                 loss = (self.options.loss or default_loss)(self.model(*args, **kwargs))
             if recorder is not None:
                 recorder.keep(SAVED)
@@ -103,10 +108,6 @@ class Step:
             for handle in handles:
                 handle.remove()
         return trained
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype, device = self.options.autocast, next(self.model.parameters()).device.type
-        return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
     def _adopt(self, recorder: Recorder) -> None:
         recorder.adopt(state_tensors(self.optimizer), STATES)
@@ -153,7 +154,10 @@ def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """A hook for a complete gradient, before the one that releases it."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: Any = parameter._post_accumulate_grad_hooks
-    hooks.move_to_end(handle.id, last=False)
+    others = [(number, other) for number, other in hooks.items() if number != handle.id]
+    for number, other in others:  # put in anew: torch goes by the order of insertion
+        del hooks[number]
+        hooks[number] = other
     return handle
 
 

@@ -28,13 +28,15 @@ PARTS = (
     ROUNDING,
 )
 """The parts that a moment may have, in the order to show them."""
+NO_STORAGE = -1
+"""In place of a storage's number where only another op begins."""
 
 
 class Event(NamedTuple):
     """A storage is born, dies or changes its size."""
 
     storage: int
-    """Its number."""
+    """Its number, or `NO_STORAGE`."""
     delta: int
     """Bytes that it takes more."""
     phase: Phase
@@ -122,12 +124,13 @@ def replay(
     sizes: dict[int, int] = {}
     moments: list[Moment] = []
     for event in events:
-        if categories[event.storage] == NOTHING:
-            continue
-        before = sizes.get(event.storage, 0)
-        sizes[event.storage] = after = before + event.delta
-        held[categories[event.storage]] += event.delta
-        held[ROUNDING] += -after % unit - -before % unit
+        if event.storage != NO_STORAGE:
+            if categories[event.storage] == NOTHING:
+                continue
+            before = sizes.get(event.storage, 0)
+            sizes[event.storage] = after = before + event.delta
+            held[categories[event.storage]] += event.delta
+            held[ROUNDING] += -after % unit - -before % unit
         held[WORKSPACES] = (workspaces or {}).get(event.phase, 0)
         now = sum(held.values())
         same = bool(moments) and moments[-1].label == event.label
