@@ -80,6 +80,9 @@ def _summary(report: Report) -> str:
     total = report.totals()["total"]
     plain, planned, ratio = sides(total)
     words = f"{plain} in plain PyTorch, {planned} with the plan (ratio {ratio})"
+    if peak := at_peak(report).get("total"):
+        plain, planned, ratio = sides(peak)
+        words += f"; {plain} and {planned} at the peak (ratio {ratio})"
     return tag("p", tag("strong", escape(words)), class_="large")
 
 

@@ -71,10 +71,9 @@ def described(report: Report) -> list[str]:
 
 def _line(side: str, line: Timeline) -> str:
     peak = line.peak
-    words = f"{side}: {format_size(peak.nbytes)} at the peak, in the {peak.label}"
-    if line.requested != peak.nbytes:
-        words += f"; tensors ask for {format_size(line.requested)}"
-    return words
+    shown, requested = format_size(peak.nbytes), format_size(line.requested)
+    words = f"{side}: {shown} at the peak, in the {peak.label}"
+    return words + (f"; tensors ask for {requested}" if requested != shown else "")
 
 
 def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:

@@ -19,6 +19,8 @@ from memtrain.sizes import parse_size
 
 FILES = ("json", "csv", "html", "png")
 """Options that write a file."""
+PLANNER = ("allow", "max_error", "objective", "rates")
+"""Keys that mean something with a budget."""
 STDOUT = Path("-")
 
 
@@ -43,6 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     for name in FILES:
         parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--plan", type=Path)
     parser.add_argument("--top", type=int, default=10)
     parser.add_argument("--by", choices=BY, default=BY[0])
     parser.add_argument("--depth", type=int, default=0)
@@ -58,6 +61,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, path in files(options):
         if path != STDOUT:
             check_writable(path, name)
+    if options.plan is not None:
+        check_writable(options.plan, "--plan")
     return options
 
 
@@ -137,6 +142,8 @@ def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str
     if isinstance(batch, dict):
         for name, tensor in (("seq", "input_ids"), ("image", "pixel_values")):
             own[name] = batch[tensor].shape[-1] if tensor in batch else own[name]
+    if request.budget is None:
+        own = {name: value for name, value in own.items() if name not in PLANNER}
     own = {name: value for name, value in own.items() if value is not None}
     rest = [item for item in overrides if item.partition("=")[0] not in names]
     preset = [item.partition("=")[2] for item in rest if item.startswith("preset=")]

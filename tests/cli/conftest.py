@@ -68,7 +68,7 @@ def _timeline(saved):
                 "gradients": (2 - layer if phase == "backward" else 2) * 2**20,
                 "saved activations": 0 if phase == "step" else saved * (layer + 1),
                 "temporaries": saved // 2 if phase == "backward" else 0,
-                "allocator rounding": 512,
+                "allocator rounding": 2**19,
             }
             if phase == "forward":
                 parts["gradients"] = 0
