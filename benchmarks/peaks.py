@@ -65,7 +65,7 @@ def compare(family: str, preset: str, step: str, device: str = "cpu") -> Row:
     """One row: a family under a preset, stepped so; predicted beside measured."""
     torch.manual_seed(0)
     case = build(family)
-    model = case.model.to(device)
+    model: Any = case.model.to(device)
     if step in ("checkpoint", "reentrant"):
         model.activation_checkpointing_enable({"use_reentrant": step == "reentrant"})
     optimizer = torch.optim.AdamW(model.parameters())

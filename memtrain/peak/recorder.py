@@ -138,7 +138,8 @@ class Recorder(TorchDispatchMode):
             return "step"
         if self._path or self.phase == "forward":
             where = f"{self._path[-1] if self._path else ''} / {_op_name(func)}".removeprefix(" / ")
-            node = torch._C._autograd._get_sequence_nr() - 1  # taken before the op runs
+            made: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+            node = made._get_sequence_nr() - 1  # taken before the op runs
             if not self._nodes or node > self._nodes[-1]:
                 self._nodes.append(node)
                 self._ops.append(where)

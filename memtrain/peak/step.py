@@ -76,7 +76,7 @@ class Step:
 
         with torch.enable_grad():
             if wants_closure(self.optimizer):
-                self.optimizer.step(closure)
+                self.optimizer.step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
             else:
                 closure()
                 begin("step")

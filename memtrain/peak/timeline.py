@@ -120,7 +120,7 @@ def replay(
         >>> [(moment.label, moment.nbytes) for moment in timeline.moments]
         [('a', 100), ('b', 130)]
     """
-    held = dict.fromkeys(PARTS, 0)
+    held: dict[str, int] = dict.fromkeys(PARTS, 0)
     sizes: dict[int, int] = {}
     moments: list[Moment] = []
     for event in events:
