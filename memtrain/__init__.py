@@ -12,7 +12,8 @@ from memtrain.api import (
 from memtrain.audit import audit
 from memtrain.config import Config
 from memtrain.parameters import fp32_state_dict, load_fp32_state_dict
-from memtrain.plan import Plan, make_plan
+from memtrain.plan import Plan
+from memtrain.planner import make_plan
 from memtrain.quality import gradient_quality
 
 __all__ = [

@@ -67,7 +67,7 @@ def wrap(
         optimizer: Its optimizer; all its parameters must be the model's.
         cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"all_four"`, `"exact"`,
             `"optimizer_only"`, `"activations_only"`), the YAML path of a config or of a plan
-            (`Plan.save`), a list of Hydra overrides, a dict, a DictConfig or a `Config`.
+            (`Plan.save`), a list of Hydra overrides, a dict, a DictConfig, a `Config` or a `Plan`.
         batch: What the model is called with (a tensor, a tuple of arguments or a dict of keyword
             arguments): settles the plan's activation sites at once, without running the model on
             it. Without it the first training forward settles them.

@@ -213,7 +213,7 @@ def make_plan(
     Args:
         model: The model.
         optimizer: Its optimizer.
-        cfg: Anything that `memtrain.config.load` takes.
+        cfg: Anything that `memtrain.config.load` takes, a plan file's path, or a plan.
         batch: What the model is called with: settles the activation sites by a forward on fake
             tensors. Without it the first training forward of a wrapped model settles them.
 
@@ -225,7 +225,7 @@ def make_plan(
             rule of the user's) whose module or parameter does not exist.
         TypeError: For values of the wrong type.
     """
-    config = load(cfg)
+    config = planfile.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
     modules = [name for name, _ in model.named_modules()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     plan = Plan(

@@ -54,7 +54,9 @@ def gradient_quality(
         (True, ['1 / gelu / input', '2 / linear / input'])
     """
     plan = _plan(model, cfg)
-    closure = closure_or_batch if callable(closure_or_batch) else _closure(model, closure_or_batch)
+    closure = (
+        closure_or_batch if callable(closure_or_batch) else closure_of(model, closure_or_batch)
+    )
     return measure(
         model,
         closure,
@@ -71,7 +73,17 @@ def _plan(model: nn.Module, cfg: Any) -> Plan:
     return activation_plan(model, cfg)
 
 
-def _closure(model: nn.Module, batch: Any) -> Callable[[], None]:
+def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
+    """A forward and a backward on a batch.
+
+    Args:
+        model: Is called with the batch.
+        batch: A tensor, a tuple of arguments or a dict of keyword arguments.
+
+    Returns:
+        A function of no arguments; the loss is the output's own `loss`, or else a random
+        projection of the floats in the output.
+    """
     args, kwargs = arguments(batch)
 
     def run() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from memtrain.cli import paper_table, report_diff, report_json, report_png
+from memtrain.cli import paper_table, report_budget, report_diff, report_json, report_png
 from memtrain.cli.console import consoles, drop_output, working
 from memtrain.cli.files import replaced
 from memtrain.cli.gradients import gradients, real
@@ -33,6 +33,7 @@ from memtrain.cli.report_tables import show
 from memtrain.cli.request import Request
 from memtrain.config import Config
 from memtrain.peak import StepOptions
+from memtrain.planner import DoesNotFit
 from memtrain.report import Report
 from memtrain.sizes import format_size
 
@@ -66,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UntraceableError as error:
         errors.print(f"memtrain-report: {error}", markup=False)
         return UNTRACEABLE
+    except DoesNotFit as error:
+        report_budget.show_misfit(errors, error)
+        return LIMIT
     except (ValueError, TypeError, ImportError, OSError) as error:
         errors.print(f"memtrain-report: {error}", markup=False)
         return WRONG
@@ -85,10 +89,16 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
 
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
     request, config = requested(options.overrides)
+    config = report_budget.chosen(request, config)
     told = partial(working, errors)
     step = _step(request, options, errors)
     with told(f"building {request.model}{'' if options.measure else ' without its weights'}"):
         built = real(request, config.seed, _place(step)) if options.measure else build(request)
+    with told("planning"):
+        planned = report_budget.planned(request, config, built, step)
+    config = config if planned is None else planned.plan.config
+    if options.plan is not None:
+        report_budget.save(options.plan, built, config)
     report = _audited(options, built, config, step, told)
     asked = settings(request, options.overrides, built.batch)
     found = fits(built, request, config, step, told) if request.memory else None
@@ -100,6 +110,8 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
         errors.print(f"memtrain-report: {line}", markup=False)
     try:
         if not _printed(options, outcome, console):
+            if planned is not None:
+                report_budget.show_fit(console, planned)
             show(console, outcome, top=options.top, by=options.by, depth=options.depth)
             if options.gradients:
                 with told("measuring the gradient"):

@@ -58,6 +58,18 @@ class Request:
     """`bfloat16` or `float16` around the predicted peak's forward."""
     memory: str | None = None
     """A size such as 24GiB: search the largest batch and the longest sequence that fit."""
+    budget: str | None = None
+    """A size such as 24GiB: plan so that the peak fits."""
+    allow: str = "quantise,recompute"
+    """What such a plan may do: names of `memtrain.planner.ALLOWED`."""
+    max_error: float = 1.0
+    """The most noise that it may bring, in units of the preset `balanced`'s."""
+    objective: str = "time"
+    """What it is for: `time` or `error`."""
+    rates: str | None = None
+    """A file of this device's throughputs (`memtrain.planner.write_rates`)."""
+    plan: str | None = None
+    """A plan file, in place of memtrain's keys."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():

@@ -23,6 +23,7 @@ examples:
   memtrain-train preset=smallest training.steps=50  another preset, a shorter run
   memtrain-train training.runs=[wrapped]            one run only
   memtrain-train model.layers=6 optimizer.lr=1e-3   any key of the config
+  memtrain-train budget=200MiB                      a plan whose peak fits, and whether it did
   memtrain-train resume=outputs/gpt_stdlib/<time>   continue to the last bit (Ctrl-C saved it)
   memtrain-train experiment=precision_tradeoff      many short runs into one CSV; goes on where it
                                                     stopped

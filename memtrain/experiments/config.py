@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import config as base
+from memtrain.experiments.budget import PlannerConfig
 from memtrain.experiments.grid import SweepConfig
 
 RUNS = ("plain", "wrapped")
@@ -125,6 +126,11 @@ class TrainConfig(base.Config):
     """Files and display."""
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Many runs instead of two, where it names families."""
+    budget: str | None = None
+    """Bytes for the peak of the wrapped run's step, such as `24GiB`: its plan is made to fit, and
+    the preset's rules do not count. Empty: they do."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """How, with a budget."""
     resume: str | None = None
     """An output folder or a checkpoint to continue."""
 

@@ -16,6 +16,7 @@ from memtrain import api
 from memtrain import config as base
 from memtrain.activations.adapt import Adapter
 from memtrain.experiments import checkpoint
+from memtrain.experiments.budget import planned
 from memtrain.experiments.config import TrainConfig
 from memtrain.experiments.data import Source
 from memtrain.experiments.measure import (
@@ -27,6 +28,7 @@ from memtrain.experiments.measure import (
 from memtrain.experiments.models import build_model
 from memtrain.experiments.optimizers import build_optimizer, learning_rate
 from memtrain.meter import LiveStorages, storage_nbytes
+from memtrain.planner import Fit
 
 
 class Row(NamedTuple):
@@ -52,12 +54,16 @@ class Run:
         name: `"plain"` or `"wrapped"`.
         config: The whole config.
         source: Gives the batches.
+        fit: The wrapped run's plan, where a budget made one before.
 
     Raises:
-        ValueError: For a model, optimizer, plan or device that the config gets wrong.
+        ValueError: For a model, optimizer, plan or device that the config gets wrong, or a budget
+            that nothing fits.
     """
 
-    def __init__(self, name: str, config: TrainConfig, source: Source) -> None:
+    def __init__(
+        self, name: str, config: TrainConfig, source: Source, fit: Fit | None = None
+    ) -> None:
         self.name, self.config, self.source = name, config, source
         self.device = pick_device(config.training.device)
         self._adapter: Adapter | None = None
@@ -68,10 +74,12 @@ class Run:
             if own.gradients == "release" and own.release.clip == "none" and config.training.clip:
                 # no gradient is left to clip after backward
                 own.release = base.Release(clip="previous", limit=config.training.clip)
-            model, optimizer = api.wrap(model, optimizer, own)
+            fit = fit or self._fit(model, optimizer, own)
+            model, optimizer = api.wrap(model, optimizer, own if fit is None else fit.plan.config)
             bits = api.plan_of(model).bits
             if bits is not None and own.activations.sensitivity == "passes":
                 self._adapter = api.adapter(model)
+        self.fit = fit if name == "wrapped" else None
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self.step = 0
@@ -170,6 +178,12 @@ class Run:
             "train_loss": _mean([row.loss for row in train[-max(1, len(train) // 10) :]]),
             "validation_loss": validation[-1].loss if validation else None,
         }
+
+    def _fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> Fit | None:
+        training = self.config.training
+        inputs, _ = self._batch("train", 0, training.batch)
+        budget, how, autocast = self.config.budget, self.config.planner, training.autocast
+        return planned(budget, how, model, optimizer, inputs, own, autocast=autocast)
 
     def _rate(self) -> float:
         training = self.config.training

@@ -16,11 +16,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from memtrain.experiments import checkpoint, plot, results
+from memtrain.experiments.budget import promise
 from memtrain.experiments.config import TrainConfig
 from memtrain.experiments.data import Source, build_source
 from memtrain.experiments.display import Display
 from memtrain.experiments.loop import Row, Run, is_due
 from memtrain.meter import storage_nbytes
+from memtrain.planner import Fit
 
 
 class Interrupted(Exception):
@@ -69,9 +71,11 @@ class Session:
     ) -> None:
         self.config, self.state, self.console = config, state, console or Console(quiet=True)
         self.source: Source = build_source(config.data, config.seed)
+        self.fit: Fit | None = None
         nbytes = 0
         for name in config.training.runs:  # wrong plans show now, not after the plain run
             run = Run(name, config, self.source)
+            self.fit = run.fit or self.fit
             nbytes = max(nbytes, storage_nbytes(run.model.parameters()))
         self.summaries: dict[str, dict[str, Any]] = dict(state["summaries"]) if state else {}
         self.rows: list[Row] = [Row(*row) for row in state["finished_rows"]] if state else []
@@ -127,7 +131,7 @@ class Session:
         self, name: str, state: dict[str, Any] | None, metrics: results.Metrics, display: Display
     ) -> None:
         training = self.config.training
-        run = Run(name, self.config, self.source)
+        run = Run(name, self.config, self.source, self.fit)
         if state:
             run.load_state(state)
         display.begin(name, run.step, training.steps)
@@ -196,6 +200,10 @@ class Session:
             torch=torch.__version__,
         )
         self.console.print(results.table(str(self.config.experiment), self.summaries))
+        if self.fit is not None and "wrapped" in self.summaries:
+            peak = self.summaries["wrapped"]["bytes"]["peak"]
+            self.console.print(promise(self.fit, peak), highlight=False, soft_wrap=True)
+            self.fit.plan.save(self.folder / "plan.yaml")
         self.console.print(f"results: {self.folder}", highlight=False, soft_wrap=True)
 
     @contextmanager

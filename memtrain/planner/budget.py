@@ -1,0 +1,168 @@
+"""The least step time, or error, whose peak fits a budget of bytes: from candidates to a plan."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.sites import Site
+from memtrain.compressors import Compressor
+from memtrain.config import KEEP, Config
+from memtrain.peak import Moment
+from memtrain.peak.predict import predict
+from memtrain.plan import Plan, make_plan
+from memtrain.planfile import load
+from memtrain.planner.candidates import gather
+from memtrain.planner.fit import DoesNotFit, Fit, advice
+from memtrain.planner.goal import ALLOWED, Goal
+from memtrain.planner.levels import LEVELS, STATES, TORCH
+from memtrain.planner.offers import (
+    Offer,
+    best_offers,
+    config_of,
+    count_levels,
+    lay_ground,
+    least_seconds,
+    make_offers,
+    plain_seconds,
+)
+from memtrain.planner.sensitivity import analytic, is_real, measured
+from memtrain.quality import closure_of
+from memtrain.sizes import parse_size
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    budget: str | int,
+    cfg: Any = None,
+    *,
+    goal: Goal = Goal(),  # noqa: B008 (a frozen value)
+) -> Fit:
+    """Choose what to compress and what to run again, so that a training step's peak fits.
+
+    For each group of saved tensors: keep, lossless, or 8 to 2 bits; for each block of layers
+    instead of these: run it again; for the optimizer: torch's states, 8 bits, 4 bits or factored;
+    where allowed, released gradients and weights in two bytes. All plans that trade step time
+    against bytes best are listed without asking for the budget, and the fastest is taken whose
+    peak, predicted by a whole step on fake tensors, fits. So more budget never plans a slower step.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Its optimizer; not changed.
+        batch: What the model is called with.
+        budget: Bytes: `"24GiB"`, `"24GB"` or a number.
+        cfg: Anything that `memtrain.wrap` takes: its exceptions, options, `weights` and
+            `gradients` hold; its rules do not.
+        goal: What is allowed, and what for.
+
+    Returns:
+        The plan, the promised peak, step time and error.
+
+    Raises:
+        DoesNotFit: If no plan fits: with the smallest peak, what holds it, and what would help.
+        ValueError: For a malformed size or a config that is not valid.
+
+    Memory:
+        No tensor is allocated, but for sensitivities that are measured: a step and two gradients.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> found = fit(model, optimizer, torch.randn(256, 64), "1.2MB")
+        >>> found.peak.nbytes <= 1_200_000
+        True
+    """
+    size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
+    measure = goal.sensitivity == "measured"
+    measure |= goal.sensitivity == "auto" and is_real(model, batch)
+    offers = _all_offers(model, optimizer, config, batch, goal, measure=measure)
+    listed = best_offers(offers, goal.objective)
+
+    @cache
+    def peak(index: int) -> Moment:
+        return predict(model, optimizer, batch, config_of(listed[index]), goal.options).peak
+
+    place = _search(len(listed), lambda index: peak(index).nbytes <= size)
+    if place is None:
+        smallest = peak(len(listed) - 1)
+        raise DoesNotFit(size, smallest, advice(size, smallest, batch, ALLOWED, goal.names))
+    offer = listed[place]
+    surplus = peak(place).nbytes - offer.peak
+    least = None
+    if goal.objective == "time":
+        least = least_seconds(offers, size - surplus, goal.max_error, offer)
+    return Fit(
+        plan=_plan(model, optimizer, config_of(offer), batch),
+        budget=size,
+        peak=peak(place),
+        seconds=offer.seconds,
+        plain_seconds=plain_seconds(optimizer, offer.ground.candidates, goal.rates),
+        least_seconds=least,
+        error=offer.error,
+        exact=all(other.ground.exact for other in offers),
+        states=offer.mode.states,
+        chosen=count_levels(offer),
+        rates=goal.rates.name,
+        sensitivity="measured" if measure else "analytic",
+    )
+
+
+def _all_offers(
+    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, goal: Goal, *, measure: bool
+) -> list[Offer]:
+    names, offers = goal.names, []
+    for weights in _options(config.weights, "bf16+8", "weights" in names):
+        held = replace(config, weights=weights)
+        levels = LEVELS if "quantise" in names else (KEEP,)
+        recompute = "recompute" in names
+        found = gather(model, optimizer, held, batch, levels=levels, recompute=recompute)
+        if measure:
+            run = goal.closure or closure_of(model, batch)
+            errors = measured(model, run, found, found.plans[KEEP].options)
+        else:
+            errors = analytic(found)
+        for gradients in _options(config.gradients, "release", "release" in names):
+            own = replace(held, gradients=gradients)
+            ground = lay_ground(own, found, errors, goal)
+            variants = STATES if "quantise" in names else (TORCH,)
+            offers += make_offers(model, optimizer, ground, variants, goal)
+    return offers
+
+
+def _options(now: str, other: str, allowed: bool) -> list[str]:
+    return [now, other] if allowed and now == KEEP else [now]
+
+
+def _search(count: int, fits: Callable[[int], bool]) -> int | None:
+    """By bisection the first that fits.
+
+    What it asks depends on the answers alone, so that a larger budget, to which more says yes,
+    never ends further down the list.
+    """
+    if not fits(count - 1):
+        return None
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return high
+
+
+def _plan(model: nn.Module, optimizer: Optimizer, config: Config, batch: Any) -> Plan:
+    """The plan without the sites that only other levels have."""
+    plan, asked = make_plan(model, optimizer, config), set[str]()
+
+    def choose(site: Site) -> Compressor | str:
+        asked.add(site.name)
+        return plan.choose_activation(site)
+
+    asked |= {record.site.name for record in plan.trace(model, batch, choose)}
+    sites = {name: own for name, own in config.activations.sites.items() if name in asked}
+    activations = replace(config.activations, sites=sites)
+    return make_plan(model, optimizer, replace(config, activations=activations), batch=batch)

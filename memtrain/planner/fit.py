@@ -1,0 +1,144 @@
+"""What the planner found, or why it found nothing, as a person reads it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from memtrain.peak import Moment
+from memtrain.peak.timeline import GRADIENTS, SAVED, STATES, WEIGHTS
+from memtrain.plan import Plan
+from memtrain.sizes import format_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A plan that fits a budget, and what it promises."""
+
+    plan: Plan
+    """Give it, or the file that it saves, to `memtrain.wrap`."""
+    budget: int
+    """Bytes."""
+    peak: Moment
+    """The moment when most is alive, by a step on fake tensors."""
+    seconds: float
+    """Of a step, by the rates."""
+    plain_seconds: float
+    """Of a step of plain PyTorch, by the same."""
+    least_seconds: float | None
+    """What no plan of these candidates with these temporaries can be faster than; None where time
+    was not the objective."""
+    error: float
+    """Noise in units of the preset `balanced`'s; of saved tensors or of states, the larger."""
+    exact: bool
+    """Whether all plans were listed; else those of a relaxation."""
+    states: str
+    """What is done to optimizer states."""
+    chosen: Mapping[str, int]
+    """Level -> how many groups of saved tensors have it; `recompute`: how many blocks."""
+    rates: str
+    """Of which device."""
+    sensitivity: str
+    """`measured` or `analytic`."""
+
+    @property
+    def slower(self) -> float:
+        """Step time over that of plain PyTorch, less 1."""
+        return self.seconds / self.plain_seconds - 1
+
+    def lines(self) -> list[str]:
+        """The plan in a few lines of at most 80 columns."""
+        config = self.plan.config
+        chosen = ", ".join(f"{count} {_named(level)}" for level, count in self.chosen.items())
+        found = "all plans compared" if self.exact else "a relaxation's plans compared"
+        if self.least_seconds is not None:
+            gap = max(0.0, self.seconds / self.least_seconds - 1) if self.least_seconds > 0 else 0.0
+            found += f"; none is faster by more than {gap:.1%}"
+        return [
+            f"budget        {format_size(self.budget)}",
+            f"promised peak {format_size(self.peak.nbytes)}, in the {self.peak.label}",
+            f"step time     {self.slower:+.1%} against plain PyTorch, by {self.rates}",
+            f"              {found}",
+            f"noise         {self.error:.2f} of balanced's ({self.sensitivity})",
+            f"states        {self.states}; weights: {config.weights}; "
+            f"gradients: {config.gradients}",
+            f"activations   {chosen or 'nothing to choose'}",
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+class DoesNotFit(ValueError):
+    """No plan fits the budget.
+
+    Args:
+        budget: Bytes.
+        smallest: The smallest peak that was reached.
+        help: What would help, a line each.
+    """
+
+    def __init__(self, budget: int, smallest: Moment, help: Iterable[str]) -> None:
+        self.budget, self.smallest, self.help = budget, smallest, tuple(help)
+        super().__init__("\n".join(self.lines()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.budget, self.smallest, self.help)
+
+    def lines(self) -> list[str]:
+        """The message, line by line."""
+        holds = sorted(self.smallest.parts.items(), key=lambda pair: -pair[1])
+        return [
+            f"budget={format_size(self.budget)} is too small: the smallest peak found is "
+            f"{format_size(self.smallest.nbytes)}, in the {self.smallest.label}",
+            "there it is held by "
+            + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in holds if nbytes),
+            *(f"what would help: {line}" for line in self.help),
+        ]
+
+
+def advice(
+    budget: int, smallest: Moment, batch: Any, allowed: Iterable[str], names: Iterable[str]
+) -> list[str]:
+    """What would make a step fit, from what holds its smallest peak.
+
+    Args:
+        budget: Bytes.
+        smallest: That moment.
+        batch: What the model is called with; its first tensor's first size counts samples.
+        allowed: Everything that could be allowed.
+        names: What was.
+
+    Returns:
+        Lines.
+    """
+    fixed = sum(smallest.parts.get(name, 0) for name in (WEIGHTS, GRADIENTS, STATES))
+    rest = smallest.nbytes - fixed
+    lines: list[str] = []
+    sizes = [x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    samples = sizes[0] if sizes else 1
+    fits = int((budget - fixed) / rest * samples) if rest > 0 else samples
+    if 1 <= fits < samples:
+        lines.append(f"a batch of about {fits} in place of {samples} (and accumulated gradients)")
+    elif rest > 0 and budget > fixed:
+        share = (budget - fixed) / rest
+        lines.append(f"shorter sequences or smaller images: about {share:.0%} of what a sample has")
+    if fixed and rest < budget:
+        lines.append(
+            f"weights, gradients and states ({format_size(fixed)}) sharded over "
+            f"{-(-fixed // (budget - rest))} devices"
+        )
+    missing = [name for name in allowed if name not in set(names)]
+    if missing:
+        lines.append(f"allow={','.join(missing)}")
+    if smallest.parts.get(SAVED, 0) > rest // 2 and "recompute" not in missing:
+        lines.append("a larger max_error")
+    return lines
+
+
+def _named(level: str) -> str:
+    if level == "recompute":
+        return "blocks recomputed"
+    return f"at {level} bits" if level.isdigit() else level

@@ -1,0 +1,146 @@
+"""How fast a device is: what turns bytes and arithmetic into seconds of a training step."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from memtrain.compressors import Group, Key
+from memtrain.planner.candidates import Option
+from memtrain.planner.forward import Work
+from memtrain.planner.levels import BITS4, FACTORED, TORCH
+
+_REREAD = {BITS4: 4.5, FACTORED: 4.1}
+"""Bytes per parameter that two passes over a tensor read again (docs/design.md, section 5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Throughputs of a device.
+
+    The defaults stand for none in particular: they count bytes at 4.3 TB/s, an H200's copy, and
+    arithmetic at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone.
+
+    Example:
+        >>> Rates().seconds(Work(flops=0.0, nbytes=4.3e12))
+        1.0
+    """
+
+    name: str = "byte counts"
+    """Of the device; told beside a plan."""
+    copy: float = 4.3e12
+    """Bytes per second, read plus written."""
+    flops: float = 1e14
+    """Of matrix products, per second."""
+    pack: float = 4.3e12
+    """Bytes per second, read plus written, of compressing and decompressing in groups."""
+
+    def __post_init__(self) -> None:
+        for name in ("copy", "flops", "pack"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r} is out of range; allowed: above 0")
+
+    def seconds(self, work: Work) -> float:
+        """Of a part of a forward: arithmetic and traffic do not overlap."""
+        return work.flops / self.flops + work.nbytes / self.copy
+
+    def packing(self, option: Option) -> float:
+        """Of compressing in the forward and decompressing in the backward.
+
+        A tensor is read and written once more, and its payload written and read; an op that is
+        replaced writes and reads its payload only.
+        """
+        return (2 * (option.plain - option.replaced) + 2 * option.nbytes) / self.pack
+
+    def step(self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int) -> float:
+        """Of an optimizer's step.
+
+        Args:
+            optimizer: The user's; kinds without a fused step are decompressed, run and compressed.
+            variant: What is done to its states.
+            n_params: That it updates.
+            nbytes: Of its states under the variant.
+        """
+        moved = 12.0 * n_params + 2 * nbytes + _REREAD.get(variant, 0.0) * n_params
+        if variant != TORCH and type(optimizer) not in (Adam, AdamW, SGD):
+            moved += 16.0 * n_params
+        return moved / self.copy
+
+
+def read_rates(path: str | Path) -> Rates:
+    """Read the rates that `measure_rates` found, from a YAML file.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        The rates.
+
+    Raises:
+        ValueError: For unknown keys, or values that are not above 0.
+        FileNotFoundError: If there is no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"rates {str(path)!r} do not exist; measure_rates makes them")
+    values = yaml.safe_load(Path(path).read_text())
+    allowed = [item.name for item in fields(Rates)]
+    if not isinstance(values, dict) or set(values) - set(allowed):
+        raise ValueError(f"rates {str(path)!r} hold {values!r}; allowed: {', '.join(allowed)}")
+    return Rates(**values)
+
+
+def write_rates(rates: Rates, path: str | Path) -> None:
+    """Write rates as YAML, for `read_rates`."""
+    Path(path).write_text(yaml.safe_dump(asdict(rates), sort_keys=False))
+
+
+def measure_rates(
+    device: str | torch.device = "cpu", *, n_elements: int = 1 << 24, dtype: Any = torch.float32
+) -> Rates:
+    """Time a copy, a matrix product and a group code on a device; about a second.
+
+    Args:
+        device: Where.
+        n_elements: Of the tensors, as large as saved activations are.
+        dtype: Of the training run.
+
+    Returns:
+        Its rates, best of three.
+
+    Memory:
+        About 4 tensors of `n_elements`.
+    """
+    x = torch.randn(n_elements, device=device, dtype=dtype)
+    y, size = torch.empty_like(x), x.element_size() * n_elements
+    side = max(1, int(n_elements**0.5))
+    square = x[: side * side].view(side, side)
+    code = Group()
+    packed = code.compress(x, key=Key())
+    kind = torch.device(device)
+    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else "this CPU"
+    both = 2 * (size + packed.nbytes)
+    return Rates(
+        name=name,
+        copy=2 * size / _best(lambda: y.copy_(x), kind),
+        flops=2 * side**3 / _best(lambda: square @ square, kind),
+        pack=both / _best(lambda: code.decompress(code.compress(x, key=Key())), kind),
+    )
+
+
+def _best(run: Callable[[], Tensor], device: torch.device) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    return min(once() for _ in range(3))

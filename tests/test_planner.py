@@ -1,0 +1,479 @@
+"""From a budget of bytes to a plan: exact where it says so, monotone, and true to its promise."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import memtrain
+from memtrain.config import ActivationRule, Activations, Config
+from memtrain.peak import Moment
+from memtrain.planner import (  # fmt: skip
+    DoesNotFit,
+    Goal,
+    Rates,
+    budget,
+    fit,
+    make_plan,
+    measure_rates,
+    read_rates,
+    write_rates,
+)
+from memtrain.planner.candidates import gather
+from memtrain.planner.forward import Work, blocks_of, measure_forward
+from memtrain.planner.levels import (
+    LEVELS,
+    STATES,
+    activation_rules,
+    relative_error,
+    state_error,
+    state_rules,
+)
+from memtrain.planner.offers import Ground, Mode, Offer, best_offers, config_of
+from memtrain.planner.sensitivity import analytic, measured, of_balanced
+from memtrain.planner.solve import Choice, Part, bound, frontier
+from memtrain.planner.sweep import evaluate, sweep
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(width), nn.Linear(width, 256), nn.GELU()
+        self.down, self.drop = nn.Linear(256, width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, depth=3, width=64):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, width), nn.Linear(width, 8)
+        self.h = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.h:
+            x = block(x)
+        return self.last(x)
+
+
+X = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
+
+
+def make(depth=3):
+    torch.manual_seed(0)
+    model = Net(depth)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+# -- the solver ---------------------------------------------------------------------------------
+
+integers = st.integers(0, 9)
+choices = st.builds(Choice, integers.map(float), integers.map(float), st.integers(0, 3).map(float))
+parts_of = st.lists(
+    st.builds(
+        Part,
+        st.lists(st.lists(choices, min_size=1, max_size=3), min_size=1, max_size=2),
+        st.none() | choices,
+        integers.map(float),
+        integers.map(float),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def everything(parts, max_error):
+    """All plans, by brute force."""
+    ways = [
+        [*itertools.product(*(range(len(item)) for item in part.items))]
+        + ([None] if part.again is not None else [])
+        for part in parts
+    ]
+    plans = [evaluate(parts, own) for own in itertools.product(*ways)]
+    return [plan for plan in plans if plan.error <= max_error]
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts_of, st.integers(0, 9))
+def test_the_frontier_is_that_of_all_plans(parts, max_error):
+    plans = {plan[:4] for plan in everything(parts, max_error)}
+    best = {
+        plan
+        for plan in plans
+        if not any(other != plan and all(map(float.__le__, other, plan)) for other in plans)
+    }
+    found = frontier(parts, max_error)
+    assert {plan[:4] for plan in found} == best
+    for plan in found:  # and they are what their choices come to
+        assert evaluate(parts, plan.choices)[:4] == plan[:4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts_of, st.integers(0, 9), st.integers(0, 40))
+def test_no_plan_is_faster_than_the_bound(parts, max_error, room):
+    fits = [plan.seconds for plan in everything(parts, max_error) if plan.saved <= room]
+    if fits:
+        assert bound(parts, room, max_error, min(fits)) <= min(fits) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts_of, st.integers(0, 9))
+def test_what_the_sweep_finds_exists(parts, max_error):
+    plans = {plan[:4] for plan in everything(parts, max_error)}
+    found = sweep(parts, max_error)
+    assert {plan[:4] for plan in found} <= plans
+    assert all(plan.error <= max_error for plan in found)
+
+
+def blocks(n_blocks, n_items):
+    """Transformer-like: items of different sizes, 8 to 2 bits, blocks that may run again."""
+    sizes = torch.rand(n_blocks, n_items, generator=torch.Generator().manual_seed(0)).tolist()
+    return [
+        Part(
+            [
+                [Choice(0.0, 32 * size, 0.0)]
+                + [Choice(size * (1 + b / 32), b * size, 4.0 ** (2 - b)) for b in (8, 6, 4, 3, 2)]
+                for size in row
+            ],
+            Choice(6.0, 1.0, 0.0),
+            32 * sum(row),
+            1.0,
+        )
+        for row in sizes
+    ]
+
+
+def test_the_sweep_comes_close_to_the_bound_where_plans_are_too_many():
+    parts = blocks(6, 8)
+    max_error = 48 * 4.0**-2
+    assert frontier(parts, max_error) is None
+    found = sweep(parts, max_error)
+    low, high = min(p.saved for p in found), max(p.saved for p in found)
+    for share in (0.2, 0.5, 0.8):
+        room = low + share * (high - low)
+        best = min(plan.seconds for plan in found if plan.saved <= room)
+        least = bound(parts, room, max_error, best)
+        assert 0 < least <= best <= 1.05 * least
+
+
+def test_the_bound_is_tight_on_a_case_by_hand():
+    keep, half = Choice(0.0, 8.0, 0.0), Choice(1.0, 4.0, 0.0)
+    parts = [Part([[keep, half]]), Part([[keep, half]])]
+    # 4 bytes less take a second; 6 bytes less 1.5, if there were halves of choices
+    assert bound(parts, 10.0, 1.0, known=2.0) == pytest.approx(1.5, rel=1e-3)
+
+
+# -- more budget is never slower ------------------------------------------------------------------
+
+
+def offers_of(parts, max_error, heuristic):
+    solutions = sweep(parts, max_error) if heuristic else frontier(parts, max_error)
+    ground = Ground(Config(), None, {}, 1.0, parts, solutions, not heuristic)  # type: ignore[arg-type]
+    mode = Mode("keep", "keep", "torch")
+    return [Offer(s.seconds, 0.0, s.highest, s.error, mode, ground, s) for s in solutions]
+
+
+@settings(max_examples=80, deadline=None)
+@given(parts_of, st.booleans(), st.lists(st.integers(0, 60), min_size=2, max_size=6), st.randoms())
+def test_more_budget_never_plans_a_slower_step(parts, heuristic, budgets, random):
+    """Whatever the true peaks turn out to be, and also where the solver is not exact."""
+    listed = best_offers(offers_of(parts, 4.0, heuristic), "time")
+    if not listed:
+        return
+    peaks = [offer.peak + random.randint(-9, 9) for offer in listed]
+    seconds = math.inf
+    for size in sorted(budgets):
+        place = budget._search(len(listed), lambda index, size=size: peaks[index] <= size)
+        if place is not None:
+            assert peaks[place] <= size
+            assert listed[place].seconds <= seconds
+            seconds = listed[place].seconds
+        else:
+            assert seconds == math.inf
+
+
+@pytest.fixture
+def proxy(monkeypatch, gathered):
+    """Peaks from the plan's own bytes, and traces that are made once: both take seconds."""
+
+    def gather_once(model, optimizer, config, batch, **asked):
+        key = (str(config), *asked["levels"], asked["recompute"])
+        if key not in gathered:
+            gathered[key] = gather(model, optimizer, config, batch, **asked)
+        return gathered[key]
+
+    def predict(model, optimizer, batch, cfg, options):
+        plan = memtrain.plan.make_plan(model, optimizer, cfg)
+        records = plan.trace(model, batch)
+        parts = {
+            "weights": sum(e.planned for e in plan.entries("weight")),
+            "gradients": sum(e.planned for e in plan.entries("gradient")),
+            "optimizer states": sum(e.planned for e in plan.entries("state")),
+            "saved activations": sum(record.planned for record in records),
+        }
+        moment = Moment("backward of last", "backward", sum(parts.values()), parts)
+        return type("Timeline", (), {"peak": moment})
+
+    monkeypatch.setattr(budget, "predict", predict)
+    monkeypatch.setattr(budget, "gather", gather_once)
+
+
+@pytest.fixture(scope="module")
+def gathered():
+    return {}
+
+
+ANALYTIC = Goal(sensitivity="analytic")
+
+
+def test_budgets_of_a_real_model(proxy):
+    model, optimizer = make()
+    found = [fit(model, optimizer, X, size, goal=ANALYTIC) for size in ("20MB", "3MB", "1.4MB")]
+    assert all(one.peak.nbytes <= one.budget for one in found)
+    assert found[0].seconds <= found[1].seconds <= found[2].seconds
+    assert found[0].chosen == {"keep": found[0].chosen["keep"]}
+    assert found[0].error <= found[2].error <= 1
+    for one in found:
+        assert one.least_seconds <= one.seconds * (1 + 1e-9)
+    text = str(found[1])
+    assert "promised peak" in text
+    assert "byte counts" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_the_proposed_plan_is_one_that_wrap_takes_and_files_hold(proxy, tmp_path):
+    model, optimizer = make()
+    plan = make_plan(model, optimizer, batch=X, budget="1.5MB", sensitivity="analytic")
+    plan.save(tmp_path / "plan.yaml")
+    again = make_plan(model, optimizer, tmp_path / "plan.yaml", batch=X)
+    assert plan.diff(again) == []
+    model, optimizer = memtrain.wrap(model, optimizer, plan)
+    for _ in range(2):
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    settled = {entry.site: entry.planned for entry in memtrain.plan_of(model).entries("activation")}
+    assert settled == {entry.site: entry.planned for entry in plan.entries("activation")}
+
+
+@pytest.mark.nightly
+def test_only_what_is_allowed_is_done(proxy):
+    model, optimizer = make()
+    goal = Goal(allow="recompute", sensitivity="analytic")
+    found = fit(model, optimizer, X, "3.6MB", goal=goal)
+    assert found.chosen["recompute"] >= 1
+    assert set(found.chosen) <= {"recompute", "keep"}
+    assert found.states == "torch"
+    assert found.error == 0
+    assert found.plan.config.activations.recompute[0].startswith("h.")
+    goal = Goal(allow=("quantise",), sensitivity="analytic")
+    assert not fit(model, optimizer, X, "2MB", goal=goal).plan.config.activations.recompute
+    goal = Goal(allow=("release", "weights"), sensitivity="analytic")
+    config = fit(model, optimizer, X, "5.8MB", goal=goal).plan.config
+    assert (config.gradients, config.weights) != ("keep", "keep")
+    assert not config.activations.sites or set(config.activations.sites.values()) == {"keep"}
+
+
+@pytest.mark.nightly
+def test_less_error_allowed_is_less_error_made(proxy):
+    model, optimizer = make()
+    free = fit(model, optimizer, X, "2.8MB", goal=ANALYTIC)
+    strict = fit(model, optimizer, X, "2.8MB", goal=Goal(max_error=0.01, sensitivity="analytic"))
+    assert strict.error <= 0.01
+    assert strict.seconds >= free.seconds
+    none = fit(model, optimizer, X, "3.6MB", goal=Goal(max_error=0, sensitivity="analytic"))
+    assert none.error == 0
+    assert none.states == "torch"
+
+
+@pytest.mark.nightly
+def test_the_other_objective(proxy):
+    model, optimizer = make()
+    fast = fit(model, optimizer, X, "2MB", goal=ANALYTIC)
+    exact = fit(model, optimizer, X, "2MB", goal=Goal(objective="error", sensitivity="analytic"))
+    assert exact.error <= fast.error
+    assert exact.seconds >= fast.seconds
+    assert exact.least_seconds is None
+
+
+@pytest.mark.nightly
+def test_exceptions_of_the_user_hold(proxy):
+    model, optimizer = make()
+    rule = ActivationRule(module="h.1.*", compressor="keep")
+    cfg = Config(activations=Activations(exceptions=[rule]))
+    goal = Goal(allow="quantise", sensitivity="analytic")
+    plan = fit(model, optimizer, X, "2.7MB", cfg, goal=goal).plan
+    rows = {entry.site: entry for entry in plan.entries("activation")}
+    assert rows["h.1.act / gelu / input"].compressor == ""
+    assert rows["h.2.act / gelu / input"].compressor != ""
+
+
+def test_what_does_not_fit_says_why_and_what_would_help(proxy):
+    model, optimizer = make()
+    with pytest.raises(DoesNotFit) as caught:
+        fit(model, optimizer, X, "400KB", goal=ANALYTIC)
+    text = str(caught.value)
+    assert "the smallest peak found is" in text
+    assert "held by" in text
+    assert "weights" in text
+    assert "allow=release,weights" in text
+    assert caught.value.smallest.nbytes > 400_000
+    with pytest.raises(DoesNotFit, match="a batch of about"):
+        fit(model, optimizer, X, "1.1MB", goal=ANALYTIC)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_promise_is_kept_by_a_real_step():
+    from memtrain.peak.measure import measure
+
+    model, optimizer = make()
+    plain = measure(model, optimizer, X).peak.nbytes
+    size = int(0.55 * plain)
+    found = fit(model, optimizer, X, size, goal=ANALYTIC)
+    assert found.peak.nbytes <= size
+    model, optimizer = make()
+    wrapped = memtrain.wrap(model, optimizer, found.plan)
+    real = measure(*wrapped, X).peak.nbytes
+    assert real == pytest.approx(found.peak.nbytes, rel=0.03)
+
+
+# -- candidates, levels, errors, rates ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def candidates():
+    model, optimizer = make()
+    return gather(model, optimizer, Config(), X, levels=LEVELS, recompute=True)
+
+
+def test_items_add_up_to_every_trace(candidates):
+    model, _ = make()
+    for level, plan in candidates.plans.items():
+        total = sum(record.planned for record in plan.trace(model, X))
+        at = [
+            [
+                o.nbytes
+                for name, o in item.options.items()
+                if LEVELS.index(name) <= LEVELS.index(level)
+            ]
+            for item in candidates.items
+        ]
+        assert sum(own[-1] for own in at) <= total
+        if level == "keep":
+            assert sum(own[-1] for own in at) == total
+
+
+def test_blocks_and_their_work(candidates):
+    model, _ = make()
+    assert blocks_of(model) == ["h.0", "h.1", "h.2"]
+    work = measure_forward(model, X, ["h.0", "h.1"])
+    assert work["h.0"].flops == 2 * 512 * (64 * 256 + 256 * 64)
+    assert work[""].flops == 3 * work["h.0"].flops + 2 * 512 * (32 * 64 + 64 * 8)
+    again = [block for block in candidates.blocks if block.recompute]
+    assert [block.name for block in again] == ["h.0", "h.1", "h.2"]
+    assert {block.inputs for block in again} == {512 * 64 * 4}
+    later = [block.later_gradients for block in again]
+    one = sum(p.nbytes for p in model.h[0].parameters())
+    assert later == [2 * one + (64 * 8 + 8) * 4, one + (64 * 8 + 8) * 4, (64 * 8 + 8) * 4]
+
+
+def test_levels_lose_more_the_fewer_bits_they_have():
+    errors = [relative_error(memtrain.build.build({"name": "group", "bits": b}), "linear")
+              for b in (8, 6, 5, 4, 3, 2)]  # fmt: skip
+    assert errors == sorted(errors)
+    # uniform noise of a step of (max - min) / 15, stochastically rounded: between 1/12 and 1/4
+    assert 0.2 > errors[3] / (2 * 2.8 / 15) ** 2 > 1 / 12
+    names = frozenset({"exp_avg", "exp_avg_sq", "step"})
+    assert state_error("torch", names) == 0
+    assert 0 < state_error("8-bit", names) < state_error("factored", names)
+    assert state_error("4-bit", frozenset({"square_avg"})) == 0
+    assert [len(state_rules(name)) for name in STATES] == [0, 2, 2, 2]
+
+
+def test_level_4_is_balanced():
+    balanced = memtrain.config.load("balanced").activations.rules
+    assert activation_rules("4") == balanced
+
+
+def test_sensitivities_are_measured_and_leave_no_trace(candidates):
+    model, _ = make()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure():
+        model(X).square().mean().backward()
+
+    found = measured(model, closure, candidates, candidates.plans["keep"].options)
+    by_analysis = analytic(candidates)
+    for item in candidates.items:
+        own = [*found[item.name].values()]
+        assert own == sorted(own)
+        assert own[0] == 0
+    assert found != by_analysis
+    assert 0 < of_balanced(found) < 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_rates(tmp_path):
+    rates = measure_rates(n_elements=1 << 16)
+    assert rates.copy > 1e6
+    assert rates.flops > 1e6
+    write_rates(rates, tmp_path / "rates.yaml")
+    assert read_rates(tmp_path / "rates.yaml") == rates
+    (tmp_path / "bad.yaml").write_text("copy: 3\nspeed: 4\n")
+    with pytest.raises(ValueError, match="allowed: name, copy, flops, pack"):
+        read_rates(tmp_path / "bad.yaml")
+    with pytest.raises(FileNotFoundError, match="measure_rates"):
+        read_rates(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match="copy=0"):
+        Rates(copy=0)
+    assert Rates(copy=10.0, flops=2.0).seconds(Work(4.0, 50.0)) == 7.0
+    by_hand = Rates(copy=1.0).step(torch.optim.AdamW([torch.ones(1)]), "torch", 10, 80)
+    assert by_hand == 12 * 10 + 2 * 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": "24 potatoes"}, "24 potatoes"),
+        ({"budget": "-3GiB"}, "-3GiB"),
+        ({"budget": "1GiB", "allow": ("quantize",)}, "did you mean 'quantise'"),
+        ({"budget": "1GiB", "max_error": -1.0}, "max_error=-1"),
+        ({"budget": "1GiB", "objective": "speed"}, "unknown objective 'speed'"),
+        ({"budget": "1GiB", "sensitivity": "guessed"}, "unknown sensitivity"),
+        ({"budget": "1GiB", "batch": None}, "needs batch="),
+        ({"allow": ("quantise",)}, "without a budget"),
+    ],
+)
+def test_bad_input_is_named(arguments, message):
+    model, optimizer = make(1)
+    with pytest.raises(ValueError, match=r"allowed|batch=|budget") as caught:
+        make_plan(model, optimizer, **{"batch": X, **arguments})
+    assert message in str(caught.value)
+
+
+def test_an_offer_becomes_the_config_that_it_says(candidates):
+    names = [item.name for item in candidates.items]
+    assert "h.0.act / gelu / input" in names
+    parts = [
+        Part([[Choice(0.0, o.nbytes, 0.0) for o in item.options.values()] for item in block.items])
+        for block in candidates.blocks
+    ]
+    last = [tuple(len(item) - 1 for item in part.items) for part in parts]
+    solution = evaluate(parts, last)._replace(choices=(last[0], None, *last[2:]))
+    ground = Ground(Config(seed=4), candidates, {}, 1.0, parts, [solution], True)
+    mode = Mode("keep", "keep", "4-bit")
+    config = config_of(Offer(0.0, 0.0, 0.0, 0.0, mode, ground, solution))
+    assert config.seed == 4
+    assert config.activations.recompute == ["h.0"]
+    assert not any(site.startswith("h.0.") for site in config.activations.sites)
+    assert config.activations.sites["h.1.act / gelu / input"]["name"] == "derivative"
+    assert config.activations.rules == []
+    assert config.optim.rules == state_rules("4-bit")
