@@ -1,6 +1,5 @@
 """The peak of a training step, measured on a real one."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from memtrain.peak.predict import check_batch
 from memtrain.peak.recorder import Recorder
 from memtrain.peak.step import Step, StepOptions
 from memtrain.peak.timeline import Timeline, replay
+from memtrain.peak.twin import copied
 
 
 def measure(
@@ -72,7 +72,7 @@ def measure(
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cuda]
     own = storage_nbytes([*(x for x in weight_tensors(model) if x.is_cuda), *given])
     with _put_back(model):
-        optimizer = _copy(optimizer)
+        optimizer = copied(optimizer, {id(p): p for p in model.parameters()})
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
         try:
@@ -105,12 +105,6 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         set_random_state(random)
-
-
-def _copy(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with copies of its states, on the same parameters."""
-    memo: dict[int, Any] = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    return copy.deepcopy(optimizer, memo)
 
 
 def _allocated(step: Step, snapshot: Path | None) -> int:

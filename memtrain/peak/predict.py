@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.api import plan_of, wrap
@@ -52,7 +52,7 @@ def predict(
 
     Raises:
         ValueError: If the model's control flow depends on data or an op cannot run on fake
-            tensors (the message names it), or for a config that is not valid.
+            tensors (the message names it), for LBFGS, or for a config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -68,6 +68,8 @@ def predict(
         'backward of 0 / addmm'
     """
     check_batch(batch)
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     on_cuda = options.on_cuda(model)
     with translated(model), twin(model, optimizer, batch) as own, cpu.without_data():
         model, optimizer = own.model, own.optimizer

@@ -28,7 +28,7 @@ class Recorder(TorchDispatchMode):
     Args:
         model: Names the modules in labels.
         fake: Whether tensors have no data: a number read from one after the forward (an
-            optimizer's step counter, a norm) is then 1.
+            optimizer's step counter, a norm) is then 0.5, or 1 of integers.
     """
 
     def __init__(self, model: nn.Module, *, fake: bool = False) -> None:
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
         """Run one op, and register the storages that it makes."""
         kwargs = kwargs or {}
         if self._fake and func is _SCALAR and self.phase != "forward":
-            return 1.0 if args[0].is_floating_point() else 1
+            return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
         made = list(storages(tree_leaves(result)))
         if any(storage._cdata not in self._numbers for storage in made):

@@ -40,9 +40,28 @@ def twin(model: nn.Module, optimizer: Optimizer, batch: Any) -> Iterator[Twin]:
                 memo[id(x)] = _fake(x)
         yield Twin(
             copy.deepcopy(model, memo),
-            copy.deepcopy(optimizer, memo),
+            copied(optimizer, memo),
             tree_map_only(Tensor, lambda x: memo[id(x)], batch),
         )
+
+
+def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A deep copy, with what a subclass holds besides groups and states (which torch leaves out).
+
+    Args:
+        optimizer: Not changed.
+        memo: As for `copy.deepcopy`: id of a parameter -> what stands for it in the copy.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> copied(torch.optim.LBFGS([weight]), {id(weight): weight})._params[0] is weight
+        True
+    """
+    new = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        if name not in vars(new) and name != "step":  # a scheduler's, bound to the original
+            vars(new)[name] = copy.deepcopy(value, memo)
+    return new
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
