@@ -209,7 +209,7 @@ def _diff(options: argparse.Namespace, console: Console, errors: Console) -> int
         errors.print(f"memtrain-report: grew by {format_size(change.growth)}, {limit}")
         status = LIMIT
     try:
-        report_diff.show_change(console, change, options.top)
+        report_diff.show_change(console, change, top=options.top, by=options.by)
     except BrokenPipeError:
         drop_output()
     return status

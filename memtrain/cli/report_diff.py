@@ -1,13 +1,14 @@
 """`memtrain-report --diff`: what changed between two reports, by category and by site."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from memtrain.cli.report_groups import pattern
 from memtrain.sizes import format_size
 
 
@@ -142,14 +143,45 @@ def _name(rows: Sequence[Mapping[str, Any]]) -> str:
     return largest["name"] + (f" ({kind})" if kind in ("weight", "gradient") else "")
 
 
-def show_change(console: Console, change: Change, top: int) -> None:
+def summed(lines: Iterable[Line]) -> list[Line]:
+    """Lines whose names differ in layer numbers only, as one; the largest change first.
+
+    Example:
+        >>> lines = [Line(name=f"h.{i}.act / gelu / input", before=Pair(8, 4), after=Pair(8, 1))
+        ...          for i in range(3)]
+        >>> [(line.name, line.growth) for line in summed(lines)]
+        [('h.*.act / gelu / input', -9)]
+    """
+    sums: dict[str, Line] = {}
+    for line in lines:
+        name = pattern(line.name)
+        if (one := sums.get(name)) is not None:
+            before, after = _sum(one.before, line.before), _sum(one.after, line.after)
+            sums[name] = Line(name=name, before=before, after=after)
+        else:
+            sums[name] = replace(line, name=name)
+    return sorted(sums.values(), key=lambda line: -abs(line.growth))
+
+
+def _sum(one: Pair, other: Pair) -> Pair:
+    return Pair(one.plain + other.plain, one.planned + other.planned)
+
+
+def show_change(console: Console, change: Change, *, top: int = 10, by: str = "pattern") -> None:
     """Print the tables; they fit 80 columns.
 
     Args:
         console: Where to.
         change: What to.
-        top: How many of the sites.
+        top: How many of the changes.
+        by: `pattern`: layers summed; `site`: each by itself.
+
+    Raises:
+        ValueError: For another `by`.
     """
+    if by not in ("pattern", "site"):
+        raise ValueError(f"--by {by} is not for --diff; allowed: pattern, site")
+    sites = summed(change.sites) if by == "pattern" else change.sites
     for line in change.settings:
         console.print(line, markup=False, highlight=False)
     console.print(_table("planned bytes by category", change.categories, planned=True))
@@ -158,8 +190,8 @@ def show_change(console: Console, change: Change, top: int) -> None:
     if not change.sites:
         console.print("no site changed")
         return
-    shown = change.sites[:top]
-    title = f"\nplanned bytes of the {len(shown)} largest of {len(change.sites)} changes"
+    shown = sites[:top]
+    title = f"\nplanned bytes of the {len(shown)} largest of {len(sites)} changes by {by}"
     console.print(_table(title, shown, planned=True))
 
 

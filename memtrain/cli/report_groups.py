@@ -96,5 +96,15 @@ def _name(row: Row, by: str, depth: int) -> str:
     kind = f" ({row.kind})" if row.kind in ("weight", "gradient") else ""
     if by == "site":
         return row.name + kind
-    site, *rest = _MORE.sub("", row.name).split(" / ")
-    return " / ".join([_NUMBER.sub("*", site), *rest]) + kind
+    return pattern(row.name) + kind
+
+
+def pattern(name: str) -> str:
+    """A row's name with `*` for the numbers in its module's path.
+
+    Example:
+        >>> pattern("h.0.fc1 / linear / input (+1)")
+        'h.*.fc1 / linear / input'
+    """
+    site, *rest = _MORE.sub("", name).split(" / ")
+    return " / ".join([_NUMBER.sub("*", site), *rest])

@@ -183,7 +183,10 @@ def test_differences_are_those_on_file(report, settings, golden):
     assert {line.name for line in change.sites} == {
         "h.1.mlp.weight (weight)", "h.1.mlp.weight (gradient)", "new (weight)", report.rows[8].name,
     }  # fmt: skip
-    golden("diff.txt", printed(show_change, change, 10))
+    golden("diff.txt", printed(show_change, change, by="site"))
+    golden("diff_pattern.txt", printed(show_change, change, top=3))
+    with pytest.raises(ValueError, match="--by op is not for --diff; allowed: pattern, site"):
+        show_change(Console(file=io.StringIO()), change, by="op")
 
 
 def test_equal_reports_have_no_differences(report, settings, golden):
@@ -191,7 +194,7 @@ def test_equal_reports_have_no_differences(report, settings, golden):
     change = compare(same, same)
     assert change.settings == change.sites == ()
     assert change.growth == 0
-    golden("diff_equal.txt", printed(show_change, change, 10))
+    golden("diff_equal.txt", printed(show_change, change))
 
 
 def test_limits():
