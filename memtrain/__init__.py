@@ -12,6 +12,7 @@ from memtrain.api import (
 from memtrain.audit import audit
 from memtrain.config import Config
 from memtrain.parameters import fp32_state_dict, load_fp32_state_dict
+from memtrain.peak.largest import largest
 from memtrain.plan import Plan
 from memtrain.planner import make_plan
 from memtrain.quality import gradient_quality
@@ -23,6 +24,7 @@ __all__ = [
     "audit",
     "fp32_state_dict",
     "gradient_quality",
+    "largest",
     "load_fp32_state_dict",
     "load_state_dict",
     "make_plan",
