@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ def identity(site):
 
 def lossy(site):
     return DerivativeCode(bits=3) if site.op in NONLINEAR else Group(bits=4)
+
+
+def in_groups(groups, site):
+    return Identity() if site.op in NONLINEAR else groups
 
 
 def intercept(model, choose=lossy, records=None):
@@ -106,18 +111,32 @@ def test_identity_is_bit_identical_and_holds_the_same_bytes(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_lossy_holds_what_its_records_say_and_a_fraction_of_plain(name):
     model, x = MODELS[name]()
+    wide = train(copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x)[0]
     out, grads, held = train(model, x)
     records = []
     interception = intercept(model, lossy, records)
     out2, grads2, held2 = train(model, x)
     interception.detach()
     # gelu_new written out in ops and F.gelu round differently; all else is the same forward
-    torch.testing.assert_close(out2, out, rtol=1e-4, atol=1e-5)
+    assert (out2 - wide).norm() <= 2 * (out - wide).norm()
     assert held2 == sum(record.planned for record in records)
     assert held2 < 0.3 * held
-    whole = torch.cat([g.flatten() for g in grads.values()])
-    error = torch.cat([(grads2[key] - grads[key]).flatten() for key in grads])
-    assert 0 < error.norm() < 0.5 * whole.norm()
+    assert any(not torch.equal(grads[key], grads2[key]) for key in grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradients_error_is_a_multiple_of_the_groups_steps(name):
+    model, x = MODELS[name]()
+    _, grads, _ = train(model, x)
+    errors = []
+    for bits in (4, 8):
+        interception = intercept(model, partial(in_groups, Group(bits=bits)))
+        _, lossy_grads, _ = train(model, x)
+        interception.detach()
+        error = torch.cat([(lossy_grads[key] - grads[key]).flatten() for key in grads])
+        errors.append(float(error.norm()))
+    # 1/15 of a group's range, and 1/255.
+    assert 0 < errors[1] < 2 * 15 / 255 * errors[0]
 
 
 def test_sites_have_readable_names():
@@ -422,7 +441,7 @@ def test_overlapping_windows_are_kept_and_give_the_plain_gradient():
     x = torch.randn(64, 64)
     plain, _ = gradient(windows, x)
     packed, _ = gradient(windows, x, choose=lambda site: Group(bits=8))
-    assert (packed - plain).norm() < 0.02 * plain.norm()
+    assert torch.equal(packed, plain)
 
 
 def test_a_negated_view_does_not_share_the_payload_of_its_base():
@@ -431,8 +450,11 @@ def test_a_negated_view_does_not_share_the_payload_of_its_base():
 
     z = torch.randn(64, 64, dtype=torch.complex64) * 1
     plain, _ = gradient(both_signs, z)
-    packed, _ = gradient(both_signs, z, choose=lambda site: Group(bits=8))
-    assert (packed - plain).norm() < 0.02 * plain.norm()
+    coarse, fine = (
+        (gradient(both_signs, z, choose=lambda site, b=b: Group(bits=b))[0] - plain).norm()
+        for b in (4, 8)
+    )
+    assert 0 < fine < 2 * 15 / 255 * coarse  # of the groups' ranges
 
 
 @pytest.mark.parametrize("choose", [identity, lossy])
