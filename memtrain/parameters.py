@@ -15,6 +15,7 @@ from memtrain.optim.around import Link
 from memtrain.optim.formats import CastInputs, keeps_float32, parse
 from memtrain.optim.release import ReleaseGradients
 from memtrain.optim.release_hooks import FollowDDP
+from memtrain.optim.shards import local
 from memtrain.optim.weights import SplitWeights, check_unsharded
 
 ATTRIBUTE = "_memtrain"
@@ -54,22 +55,25 @@ def predict_weights(model: nn.Module, optimizer: Optimizer, config: Asked) -> li
         config: `weights` is read.
 
     Returns:
-        Entries of kind `weight`, corrections among the planned bytes.
+        Entries of kind `weight`, corrections among the planned bytes; of sharded parameters this
+        process's part, here and in `predict_gradients`.
     """
     dtypes, held = training_dtypes(model, config), _held(optimizer)
     kept = keeps_float32(model)
     entries = []
     for name, p in model.named_parameters():
         if config.weights == KEEP:
-            entries.append(Entry(name, "weight", p.nbytes, p.nbytes, reason=NOT_REQUESTED))
+            entries.append(
+                Entry(name, "weight", local(p).nbytes, local(p).nbytes, reason=NOT_REQUESTED)
+            )
         elif p not in dtypes:
             why = kept.get(p, f"kept: {p.dtype}")
-            entries.append(Entry(name, "weight", p.nbytes, p.nbytes, reason=why))
+            entries.append(Entry(name, "weight", local(p).nbytes, local(p).nbytes, reason=why))
         else:
             size = parse(config.weights).nbytes if p in held else dtypes[p].itemsize
             why = "" if p in held else NOT_HELD
-            planned = p.numel() * size
-            entries.append(Entry(name, "weight", p.nbytes, planned, config.weights, why))
+            planned = local(p).numel() * size
+            entries.append(Entry(name, "weight", local(p).nbytes, planned, config.weights, why))
     return entries
 
 
@@ -93,21 +97,21 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        planned = p.numel() * dtypes.get(p, p.dtype).itemsize
+        planned = local(p).numel() * dtypes.get(p, p.dtype).itemsize
         if config.gradients == RELEASE and p in held and parallel:
-            entries.append(Entry(name, "gradient", p.nbytes, planned, reason=IN_BUCKETS))
+            entries.append(Entry(name, "gradient", local(p).nbytes, planned, reason=IN_BUCKETS))
         elif config.gradients == RELEASE and p in held:
             largest = max(largest, planned)
             entries.append(_released(name, p, config.release.accumulate))
-        elif planned < p.nbytes:
+        elif planned < local(p).nbytes:
             why = "in its weight's dtype"
-            entries.append(Entry(name, "gradient", p.nbytes, planned, config.weights, why))
+            entries.append(Entry(name, "gradient", local(p).nbytes, planned, config.weights, why))
         else:
-            entries.append(Entry(name, "gradient", p.nbytes, planned, reason=NOT_REQUESTED))
+            entries.append(Entry(name, "gradient", local(p).nbytes, planned, reason=NOT_REQUESTED))
     if largest:
         entries.append(Entry(WORKSPACE, "gradient", 0, largest, RELEASE, "workspace"))
     if parallel and not model.gradient_as_bucket_view:
-        total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        total = sum(local(p).nbytes for p in model.parameters() if p.requires_grad)
         why = "a second copy: gradient_as_bucket_view=True spares it"
         entries.append(Entry(BUCKETS, "gradient", total, total, reason=why))
     return entries
@@ -115,9 +119,9 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
 
 def _released(name: str, param: Tensor, passes: int) -> Entry:
     if passes == 1:
-        return Entry(name, "gradient", param.nbytes, 0, RELEASE)
+        return Entry(name, "gradient", local(param).nbytes, 0, RELEASE)
     why = f"the sum of up to {passes - 1} backward passes"
-    return Entry(name, "gradient", param.nbytes, sum_bytes(param), repr(BUFFER), why)
+    return Entry(name, "gradient", local(param).nbytes, sum_bytes(param), repr(BUFFER), why)
 
 
 def training_dtypes(model: nn.Module, config: Asked) -> dict[Tensor, torch.dtype]:

@@ -1,16 +1,16 @@
 """What an optimizer's states will take, without data: its own first step on tensors of no bytes."""
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain import optim
 from memtrain.compressors import Compressor, Identity
 from memtrain.entry import UNKNOWN, Entry
+from memtrain.optim.first import first_states, twin
+from memtrain.optim.shards import local
 
 NO_COUNTER = "a counter: not of the parameter's shape"
 NO_RULES = "no rule matches"
@@ -63,6 +63,7 @@ def predict_states(model: nn.Module, optimizer: Optimizer, plan: StatePlan) -> l
         No tensor is allocated besides step counters.
 
     Example:
+        >>> import torch
         >>> from memtrain.plan import make_plan
         >>> model = nn.Linear(128, 64)
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -99,7 +100,7 @@ def _entry(site: str, value: Tensor, row: optim.StateRow | None, kept: str) -> E
 
 def _kept(use: _Use, state: str, value: Tensor, plan: StatePlan) -> str:
     """Why the state is kept if it is; "" where identity was asked for."""
-    if value.shape != use.param.shape:
+    if value.shape != local(use.param).shape:
         return NO_COUNTER
     if not plan.state_rules:
         return NO_RULES
@@ -118,23 +119,12 @@ def _uses(optimizer: Optimizer, names: dict[Any, str]) -> Iterator[_Use]:
             state = optimizer.state.get(param)
             if not state and not param.requires_grad:
                 continue
-            key = (index, tuple(param.shape), param.dtype)
+            own = local(param)
+            key = (index, tuple(own.shape), param.dtype)
             if not state and key not in known:
-                known[key] = _first_step(optimizer, group, param)
+                known[key] = _tensors(first_states(optimizer, own, group))
             plain = _tensors(state) if state else known[key]
             yield _Use(param, names.get(param, f"{index}.{number}"), group, plain)
-
-
-def _first_step(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-    """The states that the optimizer's first step makes for a parameter of this shape."""
-    like = torch.empty(param.shape, dtype=param.dtype, device="meta", requires_grad=True)
-    like.grad = torch.empty_like(like)
-    alone = _twin(optimizer)
-    # Fused and capturable steps keep the same states, but refuse this device.
-    options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
-    alone.param_groups = [{**group, **options, "params": [like]}]
-    alone.step()
-    return _tensors(alone.state[like])
 
 
 def _planned(
@@ -145,21 +135,10 @@ def _planned(
         return Identity() if isinstance(chosen, str) else chosen
 
     least = plan.config.optim.min_elements
-    compressed = optim.compress(_twin(optimizer), choose, min_elements=least)
+    compressed = optim.compress(twin(optimizer), choose, min_elements=least)
     return {(row.param, row.state): row for row in optim.describe(compressed)}
 
 
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same kind and groups, without states or hooks."""
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # a scheduler's, bound to the real optimizer
-    twin.state = defaultdict(dict)
-    twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin
-
-
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    """A parameter's states that are tensors; of sharded ones this process's part."""
+    return {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}

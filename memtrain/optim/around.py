@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim.base import CompressedStates, _refuse_step
+from memtrain.optim.first import raw_step
 
 T = TypeVar("T")
 FORMAT = 1
@@ -77,7 +78,7 @@ def step_members(optimizer: Optimizer, members: Sequence[Member]) -> None:
             optimizer.state[seen] = optimizer.state.pop(param)
     optimizer.param_groups = [alone for alone, _ in groups]
     try:
-        _raw_step(optimizer)
+        raw_step(optimizer)
     finally:
         optimizer.param_groups = whole
         for param, seen, _ in members:
@@ -90,14 +91,6 @@ def step_members(optimizer: Optimizer, members: Sequence[Member]) -> None:
 def _settled(member: Member) -> Member:
     param, _, grad = member
     return member if grad is None else stand_in(param, param.detach(), grad.to(param.dtype))
-
-
-def _raw_step(optimizer: Optimizer) -> None:
-    """The class's step without the hooks and the profiler: those belong to the outer step."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-    step(optimizer)
 
 
 class Around(Optimizer):

@@ -1,7 +1,5 @@
 """Compressed states for any torch optimizer: decompress, let it step, compress."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim import layout
 from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
+from memtrain.optim.first import raw_step
 
 
 class CompressedOptimizer(CompressedStates):
@@ -103,7 +102,7 @@ class CompressedOptimizer(CompressedStates):
                 if param.grad is None:
                     continue
                 with _only(inner, param, options, self.unpacked(param)) as alone:
-                    _raw_step(inner)
+                    raw_step(inner)
                     self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self.tell_schedulers()
@@ -141,31 +140,6 @@ class CompressedOptimizer(CompressedStates):
         return self._packed(param, {name: value.detach().to(param.device, copy=True)})[name]
 
 
-def first_states(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-    """The states that a plain optimizer's first step would make, without data.
-
-    Args:
-        optimizer: A plain torch optimizer; it is not changed.
-        param: One of its parameters.
-        group: The parameter's group.
-
-    Returns:
-        State name -> value, tensors on the meta device; {} where such a step cannot run.
-    """
-    like = torch.empty_like(param, device="meta").requires_grad_()
-    like.grad = torch.empty_like(like)
-    alone = copy.copy(optimizer)
-    alone.state = defaultdict(dict)
-    plain = {**group, "params": [like]}
-    plain |= {name: False for name in ("foreach", "fused", "capturable") if name in group}
-    alone.param_groups = [plain]
-    try:
-        _raw_step(alone)
-    except (RuntimeError, NotImplementedError, ValueError):
-        return {}
-    return dict(alone.state[like])
-
-
 def refuse(optimizer: Optimizer) -> None:
     """Raise for an optimizer that cannot have compressed states."""
     if isinstance(optimizer, CompressedStates):
@@ -181,14 +155,6 @@ def _inner(optimizer: CompressedStates) -> Optimizer:
     if optimizer.original is None:
         raise RuntimeError("this optimizer was restored: use the original one")
     return optimizer.original
-
-
-def _raw_step(optimizer: Optimizer) -> None:
-    """The class's step without the hooks and the profiler: those belong to the outer step."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-    step(optimizer)
 
 
 @contextmanager

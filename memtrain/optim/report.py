@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from memtrain.compressors.identity import Identity
 from memtrain.optim import layout
 from memtrain.optim.base import CompressedStates, on_each
-from memtrain.optim.compressed import CompressedOptimizer, first_states
+from memtrain.optim.compressed import CompressedOptimizer
 from memtrain.optim.convert import Bounded, becomes_fused
+from memtrain.optim.first import first_states
 from memtrain.optim.fused import FusedStates, moment_dtype
 from memtrain.optim.shards import local
 
@@ -155,4 +156,7 @@ def _values(
         like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
         return dict.fromkeys(fused.state_names(group), like)
     inner = optimizer.original if isinstance(optimizer, CompressedStates) else optimizer
-    return first_states(inner, param, group) if inner is not None else {}
+    try:
+        return first_states(inner, param, group) if inner is not None else {}
+    except (RuntimeError, NotImplementedError, ValueError):
+        return {}

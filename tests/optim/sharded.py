@@ -20,6 +20,7 @@ from memtrain import optim
 from memtrain.compressors.codebook import Block
 from memtrain.kernels import bits, codebook
 from memtrain.optim import layout, shards
+from memtrain.plan import make_plan
 
 STEPS = 3
 layout.MAX_SIDE_BYTES = 1e9  # rank-1 and factored states of small tensors too
@@ -258,6 +259,14 @@ def curves(rank, world):
     return found
 
 
+def planned_bytes(model, optimizer, cfg):
+    """This process's bytes of weights, gradients, states and compressed states, as planned."""
+    plan = make_plan(model, optimizer, cfg)
+    kinds = [plan.entries(kind) for kind in ("weight", "gradient", "state")]
+    planned = sum(entry.planned for entry in kinds[2])
+    return [*(sum(entry.nbytes for entry in entries) for entries in kinds), planned]
+
+
 def wrapped(rank, world):
     """`memtrain.wrap` around a sharded model, and back."""
     plain = model_of(True)
@@ -273,6 +282,10 @@ def wrapped(rank, world):
         got = losses(model, optimizer, rank, world)
         found[name] = max(abs(a - b) for a, b in zip(got, expected, strict=True))
         if name == "states":
+            own = sum(shards.local(p).nbytes for p in model.parameters())
+            taken = [own, own, optim.state_bytes(kept), optim.state_bytes(optimizer)]
+            fresh = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+            found["planned"] = [planned_bytes(plain, o, cfg) == taken for o in (kept, fresh)]
             found["bytes"] = optim.state_bytes(optimizer) / optim.state_bytes(kept)
             model, optimizer = memtrain.unwrap(model, optimizer)
             state = optimizer.state[next(model.parameters())]["exp_avg"]
@@ -288,8 +301,10 @@ def everything(rank, world):
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    inner = OPTIMIZERS["AdamW4bit"](model.parameters())
-    optimizer = optim.ReleaseGradients(optim.SplitWeights(inner, "bf16+8"))
+    cfg = {"preset": "optimizer_only", "optim": {"min_elements": 0}, "weights": "bf16+8"}
+    cfg |= {"gradients": "release", "release": {"clip": "previous", "limit": 10.0}}
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memtrain.wrap(model, plain, cfg)
     got = []
     for step in range(8):
         x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -298,7 +313,48 @@ def everything(rank, world):
         optimizer.step()
         got.append(loss.item())
     corrections = optimizer.state_dict()["memtrain"]["weights"]["corrections"]
-    return {"first": got[0], "last": got[-1], "kind": type(corrections[0]).__name__}
+    kind = type(corrections[0]).__name__
+    model, back = memtrain.unwrap(model, optimizer)
+    return {"first": got[0], "last": got[-1], "kind": kind, "back": back is plain}
+
+
+def replicas(rank, world):
+    """Stochastic rounding draws alike in replicas, and otherwise in each part."""
+    found = {}
+    for name, sizes in {"replicas": (world, 1), "parts": (1, world)}.items():
+        mesh = mesh_of(*sizes)
+        half = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).repeat(world, 1)
+        whole = half if name == "parts" else half[:4]
+        part = nn.Parameter(
+            distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None).bfloat16()
+        )
+        inner = optim.AdamW4bit([part], lr=1e-2, min_elements=0, first="B128/DE+SR")
+        optimizer = optim.SplitWeights(inner, "bf16+sr")
+        for _ in range(STEPS):
+            part.grad = part.detach().clone()
+            optimizer.step()
+        own = shards.local(part.detach()).float().contiguous()
+        others = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(others, own)
+        found[name] = all(torch.equal(own, other) for other in others)
+    return found
+
+
+def checkpoint_of_columns(rank, world):
+    """A parameter split along its second dimension: saved in float32, and within a step."""
+    part = pair((6, 262), [Shard(1)], mesh_of(world))[1]
+    optimizer = OPTIMIZERS["AdamW4bit"]([part])
+    run(optimizer)
+    before = states(optimizer, part)
+    saved = optimizer.state_dict()
+    found = [type(saved["state"][0][key]).__name__ for key in before]
+    optimizer.load_state_dict(saved)
+    after = states(optimizer, part)
+    moved = [
+        distance(before[key], after[key]) / full(before[key]).abs().max().item() for key in before
+    ]
+    run(optimizer, 1, STEPS)
+    return {"types": found, "moved": moved}
 
 
 def accumulated(rank, world):
@@ -504,8 +560,10 @@ SCENARIOS = [
     curves,
     wrapped,
     everything,
+    replicas,
     accumulated,
     checkpoint,
     checkpoint_by_names,
+    checkpoint_of_columns,
     plain_checkpoints,
 ]

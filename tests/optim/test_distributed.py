@@ -169,6 +169,7 @@ def test_wrap_takes_a_sharded_model(found):
         assert 0 < result["both"] < 0.05
         assert result["bytes"] < 0.25  # 1.03 of 8, and the vectors of a small model
         assert result["back"] == ["AdamW", "DTensor"]
+        assert result["planned"] == [True, True]  # the bytes of this process, before and after
 
 
 def test_states_weights_and_gradients_of_a_sharded_model_together(found):
@@ -176,6 +177,12 @@ def test_states_weights_and_gradients_of_a_sharded_model_together(found):
         result = rank["everything"]
         assert result["last"] < 0.6 * result["first"]
         assert result["kind"] == "DTensor"
+        assert result["back"]
+
+
+def test_stochastic_rounding_keeps_replicas_equal_and_parts_apart(found):
+    for rank in found:
+        assert rank["replicas"] == {"replicas": True, "parts": False}
 
 
 def test_released_gradients_of_parts_add_up(found):
@@ -190,6 +197,12 @@ def test_distributed_checkpoints_come_back_bit_for_bit(found):
     for rank in found:
         assert all(rank["checkpoint"].values()), rank["checkpoint"]
         assert rank["checkpoint_by_names"]["equal"]
+
+
+def test_parts_of_columns_are_saved_in_float32(found):
+    for rank in found:
+        assert rank["checkpoint_of_columns"]["types"] == ["DTensor", "DTensor"]
+        assert max(rank["checkpoint_of_columns"]["moved"]) <= 0.225  # the DE map's widest gap
 
 
 def test_plain_checkpoints_load_into_parts_and_wrong_ones_change_nothing(found):

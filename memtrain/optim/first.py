@@ -1,0 +1,57 @@
+"""What a plain optimizer's first step would make, without data."""
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def raw_step(optimizer: Optimizer) -> None:
+    """The class's step without the hooks and the profiler: those belong to the outer step."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+    step(optimizer)
+
+
+def twin(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same kind and groups, without states or hooks."""
+    alone = object.__new__(type(optimizer))
+    vars(alone).update(vars(optimizer))
+    vars(alone).pop("step", None)  # a scheduler's, bound to the real optimizer
+    alone.state = defaultdict(dict)
+    alone.param_groups = [dict(group) for group in optimizer.param_groups]
+    alone._optimizer_step_pre_hooks = OrderedDict()
+    alone._optimizer_step_post_hooks = OrderedDict()
+    return alone
+
+
+def first_states(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """The states that a plain optimizer's first step makes for a parameter.
+
+    Args:
+        optimizer: A plain torch optimizer; it is not changed.
+        param: One of its parameters; only shape and dtype are read.
+        group: The parameter's group.
+
+    Returns:
+        State name -> value, tensors on the meta device; of a sharded parameter those of the whole.
+
+    Raises:
+        Exception: Whatever the optimizer's step raises on tensors without data.
+
+    Example:
+        >>> adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+        >>> first_states(adamw, torch.ones(2), adamw.param_groups[0])["exp_avg"].device
+        device(type='meta')
+    """
+    like = torch.empty(param.shape, dtype=param.dtype, device="meta", requires_grad=True)
+    like.grad = torch.empty_like(like)
+    alone = twin(optimizer)
+    # Fused and capturable steps keep the same states, but refuse this device.
+    options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
+    alone.param_groups = [{**group, **options, "params": [like]}]
+    raw_step(alone)
+    return dict(alone.state[like])
