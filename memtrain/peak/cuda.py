@@ -23,15 +23,18 @@ CUBLAS_SM90 = 4096 * 1024 * 8
 FLASH_ROWS = 128
 """Flash attention's backward pads the sequence to a multiple of so many rows."""
 HALVES = (torch.float16, torch.bfloat16)
-# torch's documentation, "CUDA Ops that can autocast to float32"; what a CPU's list has too is left
-# out. Those in the second set take float32 as the dtype of their result.
+# torch's documentation, "CUDA Ops that can autocast to float32"; those of the second set take
+# float32 as the dtype of their result.
 _FLOAT32 = {
-    "layer_norm", "group_norm", "pow", "exp", "expm1", "log", "log10", "log1p", "log2", "rsqrt",
-    "reciprocal", "sinh", "tan", "acos", "asin", "cosh", "erfinv", "norm", "nll_loss",
-    "binary_cross_entropy_with_logits", "cosine_similarity", "kl_div", "l1_loss", "mse_loss",
-    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "renorm", "dist", "cdist",
+    "pow", "rpow", "rdiv", "rtruediv", "acos", "asin", "binary_cross_entropy_with_logits", "cosh",
+    "cosine_embedding_loss", "cdist", "cosine_similarity", "cross_entropy", "dist", "erfinv", "exp",
+    "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log",
+    "log10", "log1p", "log2", "margin_ranking_loss", "mse_loss", "multilabel_margin_loss",
+    "multi_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss", "reciprocal",
+    "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softplus", "renorm", "tan",
+    "triplet_margin_loss",
 }  # fmt: skip
-_FLOAT32_RESULT = {"softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"}
+_FLOAT32_RESULT = {"softmax", "log_softmax", "softmin", "cumsum", "cumprod", "prod", "sum"}
 
 
 def workspaces(device: str) -> dict[Phase, int]:
@@ -62,7 +65,7 @@ class AsOnCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one torch function."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
         if name in CORRECTIONS:
             result = CORRECTIONS[name](*args, **kwargs)
             if result is not None:
