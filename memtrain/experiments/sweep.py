@@ -111,15 +111,20 @@ class Sweep:
         Raises:
             OSError: If a line cannot be written.
         """
-        done = {tuple(row[key] for key in Cell._fields) for row in self.rows()}
-        left = [cell for cell in self.cells if tuple(map(str, cell)) not in done]
+        done = {_key(row): row for row in self.rows()}
+        left = [cell for cell in self.cells if _key(cell._asdict()) not in done]
         display = Display(self.console, "images", quiet=self.config.output.quiet)
         display.say(f"{len(left)} of {len(self.cells)} runs to do, into {self.results}")
         gc.freeze()  # looking through all that is loaded took a fifth of a small run's time
         for number, cell in enumerate(left, 1):
-            outcome = run_cell(self.config_of(cell), Images(self.source.parts, cell.seed))
-            self._append({**cell._asdict(), **self.settings(), **outcome})
-            display.say(f"{number}/{len(left)} {_words(cell)}: accuracy {outcome['accuracy']:.3f}")
+            outcome = _same(cell, done)
+            if outcome is None:
+                outcome = run_cell(self.config_of(cell), Images(self.source.parts, cell.seed))
+            row = {**cell._asdict(), **self.settings(), **outcome}
+            self._append(row)
+            done[_key(row)] = row
+            accuracy = float(outcome["accuracy"])
+            display.say(f"{number}/{len(left)} {_words(cell)}: accuracy {accuracy:.3f}")
         if self.config.output.plot:
             try:
                 sweep_plot.draw(self.folder / "tradeoff.png", self.rows())
@@ -135,6 +140,19 @@ class Sweep:
             if new:
                 writer.writeheader()
             writer.writerow(row)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cell of a line, as the CSV file writes it."""
+    return tuple(str(row[name]) for name in Cell._fields)
+
+
+def _same(cell: Cell, done: Mapping[tuple[str, ...], Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What a run without promotion gives, if the one with it promoted nothing: the same."""
+    if cell.promotion:
+        return None
+    row = done.get(_key(cell._replace(promotion=True)._asdict()), {})
+    return {name: row[name] for name in RESULTS} if str(row.get("promoted")) == "0" else None
 
 
 def run_cell(config: TrainConfig, source: Images) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def counted(monkeypatch):
     def run_cell(config, source):
         precision = config.precision
         runs.append((precision.assignment, precision.ratio, source.seed))
-        return {"accuracy": precision.ratio / 2, "low_ratio": precision.ratio}
+        outcome = dict.fromkeys(sweep.RESULTS, "")
+        return {**outcome, "accuracy": precision.ratio / 2, "low_ratio": precision.ratio}
 
     monkeypatch.setattr(sweep, "run_cell", run_cell)
     return runs
@@ -93,6 +94,24 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, counted, monkeypatch):
     assert len(counted) == len(read(first.results)) == whole
     assert sweep.Sweep(config(tmp_path, "output.plot=true")).train() == 0
     assert (first.folder / "tradeoff.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("promoted", [0, 3])
+def test_a_run_that_promoted_nothing_is_also_the_one_without(tmp_path, monkeypatch, promoted):
+    runs = []
+
+    def run_cell(config, source):
+        runs.append(config.precision.promotion)
+        outcome = dict.fromkeys(sweep.RESULTS, "")
+        return {**outcome, "accuracy": len(runs) / 8, "low_ratio": 1.0, "promoted": promoted}
+
+    monkeypatch.setattr(sweep, "run_cell", run_cell)
+    own = sweep.Sweep(config(tmp_path))
+    own.cells = [Cell("squeezenet", 0.05, "uniform", 1.0, on, 0) for on in (True, False)]
+    own.train()
+    accuracies = [row["accuracy"] for row in own.rows()]
+    assert accuracies == (["0.125", "0.125"] if promoted == 0 else ["0.125", "0.25"])
+    assert runs == ([0.01] if promoted == 0 else [0.01, None])
 
 
 def test_other_settings_are_other_runs(tmp_path, counted):
