@@ -22,7 +22,7 @@ from memtrain.entry import UNKNOWN, Entry
 from memtrain.optim.layout import is_unsigned
 from memtrain.parameters import predict_gradients, predict_weights, training_dtypes
 from memtrain.planfile import Decision, load
-from memtrain.precision.graph import check_dtypes, graph_of
+from memtrain.precision.graph import check, graph_of
 from memtrain.precision.run import Rounder
 from memtrain.precision.state import PrecisionState
 from memtrain.rules import (
@@ -236,7 +236,7 @@ def make_plan(
     )
     precision = PrecisionState(config.precision) if config.precision.active else None
     if precision is not None:
-        check_dtypes(model)
+        check(model)
     plan = replace(plan, bits=automatic_bits(plan), precision=precision)
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)

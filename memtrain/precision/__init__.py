@@ -1,4 +1,4 @@
-"""Precision: floating-point formats."""
+"""Mixed precision: float formats, and which tensors of training are rounded to which."""
 
 from memtrain.kernels.format_names import FORMATS, named_format
 from memtrain.kernels.formats import (
@@ -11,6 +11,7 @@ from memtrain.kernels.formats import (
     IEEE_FP16,
     FloatFormat,
 )
+from memtrain.precision.options import Precision
 
 __all__ = [
     "BF16",
@@ -22,5 +23,6 @@ __all__ = [
     "FP16",
     "IEEE_FP16",
     "FloatFormat",
+    "Precision",
     "named_format",
 ]

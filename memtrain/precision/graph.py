@@ -145,8 +145,14 @@ def graph_of(
     return graph
 
 
-def check_dtypes(model: nn.Module) -> None:
-    """Raise ValueError for parameters of a dtype that is not rounded."""
+def check(model: nn.Module) -> None:
+    """Raise ValueError for parameters of a dtype that is not rounded, and for compiled modules."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"precision: {name or 'the model'} is compiled, so that its ops are not seen; "
+                "allowed: what is not, or precision.assignment=fp32"
+            )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)

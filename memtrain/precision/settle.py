@@ -2,11 +2,18 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from memtrain.activations.origin import in_transform
 from memtrain.activations.trace import Given
 from memtrain.precision.state import PrecisionState
+
+UNSEEN = (
+    "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
+    "hide; allowed there: precision.assignment=fp32"
+)
 
 
 class Settles(Protocol):
@@ -33,7 +40,13 @@ class Settle:
         self.plan, self._tracing = plan, False
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Trace the forward that begins, unless that has been done."""
+        """Trace the forward that begins, unless that has been done.
+
+        Raises:
+            RuntimeError: Where ops are not seen one by one.
+        """
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
+            raise RuntimeError(UNSEEN)
         state = self.plan.precision
         if state is None or state.graph is not None or self._tracing:
             return

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memtrain.config import load, options
 from memtrain.precision.assign import assign, sizes
 from memtrain.precision.graph import Graph, Value
 from memtrain.precision.options import Precision
@@ -144,3 +145,21 @@ MISTAKES = {
 def test_mistakes_name_the_value_and_what_is_allowed(fields, message):
     with pytest.raises(ValueError, match=message):
         Precision(**fields)
+
+
+@pytest.mark.parametrize("name", options("precision"))
+def test_every_config_file_composes(name):
+    found = load([f"precision={name}", "activations=none", "optim=none"]).precision
+    assert found.assignment == name
+    assert (found.promotion is None) == (name in ("uniform", "operator", "operator_out"))
+    assert (found.keep_first, found.keep_last) == ((name.startswith("operator"),) * 2)
+
+
+def test_fields_are_given_in_every_form():
+    expected = Precision(assignment="size_ordered", ratio=0.3)
+    assert load(["precision=size_ordered", "precision.ratio=0.3"]).precision == expected
+    assert load({"precision": {"assignment": "size_ordered", "ratio": 0.3}}).precision == expected
+    with pytest.raises(ValueError, match=r"precision\.ratio=3.0; allowed: 0 to 1"):
+        load({"precision": {"ratio": 3.0}})
+    with pytest.raises(ValueError, match=r"unknown key 'precision\.rato'; did you mean 'ratio'"):
+        load({"precision": {"rato": 0.3}})

@@ -347,9 +347,12 @@ def test_models_in_two_bytes_and_autocast(dtype):
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-def test_float64_models_and_models_without_a_gemm_are_refused():
+def test_models_that_cannot_be_rounded_are_refused():
     with pytest.raises(ValueError, match=r"0.weight has dtype torch.float64; allowed: torch.float"):
         wrapped(mlp().double())
+    compiled = nn.Sequential(nn.Linear(32, 10), torch.compile(nn.Linear(10, 10), backend="eager"))
+    with pytest.raises(ValueError, match="precision: 1 is compiled"):
+        wrapped(compiled)
     model, _ = wrapped(nn.Sequential(nn.LayerNorm(32)))
     with pytest.raises(ValueError, match="has no GEMM"):
         model(data()[0])

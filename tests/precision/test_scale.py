@@ -279,3 +279,73 @@ def test_a_static_scale_stays():
     scale.update(overflow=False)
     assert (scale.value, scale.overflows) == (4.0, 1)
     assert LossScale("none", 4.0, 1).value == 1.0
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn = nn.Embedding(16, 16), nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x):
+        ids = (x.abs() * 5).long().clamp(max=15)
+        return self.rnn(self.table(ids))[0] @ self.table.weight.T
+
+
+MODELS = {
+    "lstm_and_tied_table": Tied,
+    "encoder": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.PReLU(8),
+        nn.ConvTranspose1d(8, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool1d(2), nn.Flatten(),
+    ),
+    "parametrised": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), nn.SiLU(),
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), nn.RMSNorm(8),
+    ),
+    "bilinear": lambda: nn.Sequential(nn.Linear(16, 16), nn.GLU(), nn.LayerNorm(8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_every_weight_loses_the_scale_once(make):
+    """With nothing rounded, gradients are plain PyTorch's: a scale left in or lost would show."""
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    model, _ = wrapped(model, high="fp32", loss_scale="static", initial_scale=2.0**10)
+    x = torch.randn(4, 16)
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7), name
+    low = copy.deepcopy(plain)
+    low, _ = wrapped(low, assignment="uniform")
+    low(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in low.parameters())
+
+
+@pytest.mark.parametrize("preset", ["balanced", "all_four", "exact"])
+def test_it_goes_with_the_presets_and_skips_their_steps(preset):
+    x, y = data()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 8))
+    cfg = {"preset": preset, "precision": {"assignment": "size_ordered", "ratio": 0.5}}
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    (F.cross_entropy(model(x), y) * 1e12).backward()
+    optimizer.step()
+    assert memtrain.precision_state(model).scale.overflows == 1
+    for old, p in zip(before, model.parameters(), strict=True):
+        assert p.isfinite().all()
+        if preset != "all_four":  # there each weight is skipped whose own gradient overflowed
+            assert torch.equal(old, p)
+    memtrain.unwrap(model, optimizer)
