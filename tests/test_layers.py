@@ -14,7 +14,7 @@ ALLOWED = {
     "meter": set(),
     "held": {"meter"},
     "report": {"peak"},
-    "peak": {"api", "activations", "held", "kernels", "meter", "optim"},
+    "peak": {"api", "activations", "held", "kernels", "meter", "optim", "parameters"},
     "sizes": set(),
     "entry": set(),
     "activations": {"kernels", "compressors"},
@@ -104,6 +104,7 @@ ALLOWED = {
         "held",
         "peak",
         "planner",
+        "planfile",
         "report",
     },
 }

@@ -80,7 +80,7 @@ options:
                then no table is printed
   --html FILE  write a page that stands alone: bars, treemap, timeline
   --png FILE   draw bars, and the timeline of the peak (needs matplotlib)
-  --plan FILE  write the plan, for plan= and memtrain.wrap(model, optimizer, FILE)
+  --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
   --gradients  build the model for real, run one batch, and tell what the plan
                does to its gradient, as a whole and site by site (takes a
                training step's memory, and some passes a site)
