@@ -17,8 +17,8 @@ from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
 from memtrain.peak.measure import measure as measure_peak
-from memtrain.peak.predict import check_batch, conditions, predict, translated
-from memtrain.peak.step import StepOptions
+from memtrain.peak.predict import conditions, predict, translated
+from memtrain.peak.step import StepOptions, check_batch
 from memtrain.plan import Plan, make_plan
 from memtrain.report import Kept, Report, Row
 from memtrain.rules import NO_RULE, expand

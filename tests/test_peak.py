@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memtrain import audit
+from memtrain import audit, wrap
 from memtrain.optim import AdamW4bit
 from memtrain.peak import Moment, StepOptions, Timeline, cuda
 from memtrain.peak.largest import largest, resized, search
@@ -506,6 +506,15 @@ def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, mat
         with pytest.raises(ValueError, match=rf"{kind.__name__} .*{match}.*measure a real step"):
             run(model, optimizer, torch.ones(2, 8))
     assert measure(model, optimizer, torch.ones(2, 8), "balanced").peak.nbytes > 288
+
+
+def test_a_wrapped_model_is_refused():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = wrap(model, optimizer, "activations_only")
+    for run in (predict, measure):
+        with pytest.raises(ValueError, match="wrapped already"):
+            run(model, optimizer, torch.ones(2, 64))
 
 
 def test_an_op_without_a_fake_form_is_named():

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.peak.predict import check_batch, predict
-from memtrain.peak.step import StepOptions
+from memtrain.peak.predict import predict
+from memtrain.peak.step import StepOptions, check_batch
 from memtrain.peak.timeline import Timeline
 
 WHAT = ("batch", "seq")

@@ -17,9 +17,8 @@ from memtrain.held import weight_tensors
 from memtrain.meter import storage_nbytes
 from memtrain.optim.release_hooks import random_state, set_random_state
 from memtrain.peak import cuda
-from memtrain.peak.predict import check_batch
 from memtrain.peak.recorder import Recorder
-from memtrain.peak.step import Step, StepOptions
+from memtrain.peak.step import Step, StepOptions, check
 from memtrain.peak.timeline import Timeline, replay
 from memtrain.peak.twin import copied
 
@@ -64,7 +63,7 @@ def measure(
         >>> measure(model, optimizer, torch.ones(32, 64), "balanced").peak.label
         'backward of 0 / addmm'
     """
-    check_batch(batch)
+    check(model, batch)
     if any(isinstance(x, FakeTensor) or x.is_meta for x in weight_tensors(model)):
         raise ValueError(f"{type(model).__name__} has no data: only a real model can be measured")
     on_cuda = next(model.parameters()).is_cuda

@@ -19,7 +19,7 @@ from memtrain.api import plan_of, wrap
 from memtrain.kernels import cpu
 from memtrain.peak import cuda
 from memtrain.peak.recorder import Recorder
-from memtrain.peak.step import Step, StepOptions, wants_closure
+from memtrain.peak.step import Step, StepOptions, check, wants_closure
 from memtrain.peak.timeline import NOTHING, Timeline, replay
 from memtrain.peak.twin import twin
 
@@ -52,7 +52,8 @@ def predict(
 
     Raises:
         ValueError: If the model's control flow depends on data or an op cannot run on fake
-            tensors (the message names it), for LBFGS, or for a config that is not valid.
+            tensors (the message names it), for LBFGS, if the model is wrapped already, or for a
+            config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -67,7 +68,7 @@ def predict(
         >>> predict(model, optimizer, torch.ones(32, 64), "balanced").peak.label
         'backward of 0 / addmm'
     """
-    check_batch(batch)
+    check(model, batch)
     if isinstance(optimizer, LBFGS):
         raise ValueError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     on_cuda = options.on_cuda(model)
@@ -96,17 +97,6 @@ def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
     corrections = cuda.AsOnCuda() if options.on_cuda(model) else nullcontext()
     with corrections, options.autocasting("cpu"):
         yield
-
-
-def check_batch(batch: Any) -> None:
-    """Raise TypeError unless a batch holds a tensor or is empty."""
-    leaves = tree_leaves(batch)
-    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
-        kinds = sorted({type(leaf).__name__ for leaf in leaves})
-        raise TypeError(
-            f"the batch is a {type(batch).__name__} of {', '.join(kinds)}; allowed: a tensor, a "
-            "tuple of arguments or a dict of keyword arguments with tensors among them"
-        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from memtrain.activations.trace import arguments
 from memtrain.held import gradient_tensors, state_tensors, weight_tensors
 from memtrain.optim.release import ReleaseGradients
 from memtrain.optim.weights import SplitWeights
+from memtrain.parameters import ATTRIBUTE
 from memtrain.peak.recorder import Recorder
 from memtrain.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
 
@@ -142,6 +143,36 @@ def default_loss(output: Any) -> Tensor:
         f"the model returned a {type(output).__name__} without a tensor to differentiate; "
         "loss= takes a function from what it returns to the loss"
     )
+
+
+def check(model: nn.Module, batch: Any) -> None:
+    """Raise for a model that is wrapped already, and for a batch that is no batch.
+
+    Args:
+        model: What is to be stepped.
+        batch: What it is to be called with.
+
+    Raises:
+        ValueError: If the model is wrapped.
+        TypeError: If the batch holds no tensor (and is not empty).
+    """
+    if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} is wrapped already; unwrap(model, optimizer) undoes it, "
+            "and cfg= says what to wrap a copy with"
+        )
+    check_batch(batch)
+
+
+def check_batch(batch: Any) -> None:
+    """Raise TypeError unless a batch holds a tensor or is empty."""
+    leaves = tree_leaves(batch)
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        raise TypeError(
+            f"the batch is a {type(batch).__name__} of {', '.join(kinds)}; allowed: a tensor, a "
+            "tuple of arguments or a dict of keyword arguments with tensors among them"
+        )
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
