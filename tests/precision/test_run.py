@@ -358,6 +358,7 @@ def test_models_that_cannot_be_rounded_are_refused():
         model(data()[0])
 
 
+@pytest.mark.nightly
 def test_gpt2_trains_in_mixed_precision():
     from transformers import GPT2Config, GPT2LMHeadModel
 
