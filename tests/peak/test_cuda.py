@@ -1,0 +1,87 @@
+"""Each correction of a trace on the CPU, by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memtrain.peak import StepOptions, cuda
+from memtrain.peak.predict import predict
+
+
+def saved_bytes(forward, x):
+    """Bytes of what autograd keeps, besides what is older."""
+    found = {}
+
+    def pack(tensor):
+        found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), cuda.AsOnCuda():
+        y = forward(x)
+    older = {t.untyped_storage()._cdata for t in (x, y)}
+    return sum(size for key, size in found.items() if key not in older), y
+
+
+def test_a_dropout_mask_takes_one_byte_on_cuda():
+    x = torch.ones(64, 32, requires_grad=True)
+    for dropout in (lambda x: F.dropout(x, 0.25), nn.Dropout(0.25)):
+        nbytes, y = saved_bytes(dropout, x)
+        assert nbytes == 64 * 32
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, y.detach())
+    for off in (lambda x: F.dropout(x, 0.5, training=False), lambda x: F.dropout(x, 0.0)):
+        assert saved_bytes(off, x)[0] == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_is_one_kernel_on_cuda_with_dropout_and_mask_too(dropout):
+    x = torch.ones(2, 4, 100, 16, requires_grad=True)
+    mask = torch.ones(100, 100, dtype=torch.bool)
+
+    def attend(x):
+        q, k, v = x * 1, x * 2, x * 3
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+    nbytes, y = saved_bytes(attend, x)
+    assert nbytes == 3 * x.nbytes + 4 * 2 * 4 * 100 + mask.nbytes
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+
+
+def test_autocast_keeps_on_cuda_in_float32_what_it_keeps_there():
+    x = torch.ones(4, 32, requires_grad=True)
+    weight = torch.ones(32, 32)
+    with cuda.AsOnCuda(), torch.autocast("cpu", torch.bfloat16):
+        low = F.linear(x, weight)
+        found = {
+            "linear": low,
+            "layer_norm": F.layer_norm(low, (32,)),
+            "softmax": low.softmax(-1),
+            "pow": low**3,
+            "gelu": F.gelu(low),
+            "attention": F.scaled_dot_product_attention(*3 * [x.view(1, 4, 4, 8)]),
+        }
+    assert {name for name, y in found.items() if y.dtype == torch.float32} == {
+        "layer_norm",
+        "softmax",
+        "pow",
+    }
+
+
+def test_a_step_on_cuda_by_hand():
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = torch.ones(10, 100)
+    options = StepOptions(device="cuda")
+    found = {m.label: m for m in predict(model, optimizer, batch, None, options).moments}
+    forward = found["forward of 1 / dropout"]
+    # 40,000 bytes of weights and 4,000 of inputs, outputs and result, 1,000 of the mask
+    assert forward.parts["allocator rounding"] == (40448 - 40000) + 3 * (4096 - 4000) + 1024 - 1000
+    assert forward.parts["workspaces"] == cuda.CUBLAS
+    assert forward.parts["saved activations"] == 1000
+    assert found["step"].parts["workspaces"] == 2 * cuda.CUBLAS
+    sm90 = predict(model, optimizer, batch, None, StepOptions(device="cuda:sm_90"))
+    assert sm90.peak.nbytes - found["step"].nbytes >= 2 * (cuda.CUBLAS_SM90 - cuda.CUBLAS)
+    with pytest.raises(ValueError, match="allowed: cpu, cuda, cuda:sm_90"):
+        StepOptions(device="tpu")

@@ -1,0 +1,83 @@
+"""What cannot be predicted is said, and can be measured."""
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain import audit, wrap
+from memtrain.peak.measure import measure
+from memtrain.peak.predict import predict
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+class Selecting(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y[(y.detach() > 0).nonzero()[:, 0]]
+
+
+class Leaving(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(x.numpy().sum())
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Branching, "_local_scalar_dense"),
+        (Selecting, "nonzero"),
+        (Leaving, "numpy"),
+    ],
+)
+def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, match):
+    model = kind(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    for run in (predict, audit):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} .*{match}.*measure a real step"):
+            run(model, optimizer, torch.ones(2, 8))
+    assert measure(model, optimizer, torch.ones(2, 8), "balanced").peak.nbytes > 288
+
+
+def test_a_wrapped_model_is_refused():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = wrap(model, optimizer, "activations_only")
+    for run in (predict, measure):
+        with pytest.raises(ValueError, match="wrapped already"):
+            run(model, optimizer, torch.ones(2, 64))
+
+
+def test_an_op_without_a_fake_form_is_named():
+    library = torch.library.Library("test_peak", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.ops.test_peak.twice(x)
+
+    model = Twice(8, 8)
+    with pytest.raises(ValueError, match=r"test_peak\.twice"):
+        predict(model, torch.optim.SGD(model.parameters()), torch.ones(2, 8))
+    library._destroy()
+
+
+def test_batches_without_tensors_and_outputs_without_gradients_are_refused():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    for batch in ({"text": ["a", "b"]}, ["a"], 3):
+        for run in (predict, measure, audit):
+            with pytest.raises(TypeError, match="allowed: a tensor, a tuple"):
+                run(model, optimizer, batch)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    with pytest.raises(TypeError, match="without a tensor to differentiate"):
+        predict(frozen, torch.optim.SGD(frozen.parameters()), torch.ones(2, 8))
