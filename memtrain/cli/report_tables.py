@@ -7,6 +7,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from memtrain.cli.report_advice import advice
 from memtrain.cli.report_groups import grouped
 from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import at_peak, described, timelines
@@ -52,7 +53,11 @@ def show(
     lines = [*described(report), *(outcome.fits.lines() if outcome.fits else ())]
     for line in lines:
         console.print(line, markup=False)
-    if lines:
+    if hints := list(advice(report)):
+        console.print("what is left with the plan, and what would shrink it")
+        for line in hints:
+            console.print(f"  {line}", markup=False)
+    if lines or hints:
         console.print()
     console.print(largest(report, top, by, depth))
     console.print(kept(report.kept))

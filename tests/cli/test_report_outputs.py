@@ -11,6 +11,7 @@ from rich.console import Console
 
 from memtrain.cli import report_json
 from memtrain.cli.report import main
+from memtrain.cli.report_advice import advice
 from memtrain.cli.report_csv import COLUMNS, as_csv
 from memtrain.cli.report_diff import compare, show_change
 from memtrain.cli.report_groups import BY, grouped
@@ -195,6 +196,18 @@ def test_equal_reports_have_no_differences(report, settings, golden):
     assert change.settings == change.sites == ()
     assert change.growth == 0
     golden("diff_equal.txt", printed(show_change, change))
+
+
+def test_what_is_left_is_told_with_what_would_shrink_it(report):
+    assert [line.partition(":")[0] for line in advice(report)] == [
+        "weights, 80%", "saved activations, 10%",
+    ]  # fmt: skip
+    rows = [Row(name=kind, kind=kind, plain=100, planned=planned)
+            for kind, planned in (("weight", 75), ("gradient", 100), ("state", 100),
+                                  ("activation", 20))]  # fmt: skip
+    bare = Report(rows=tuple(rows), kept=(), unmatched=(), loss=True)
+    assert [line.partition(",")[0] for line in advice(bare)] == ["gradients", "optimizer states"]
+    assert list(advice(Report(rows=(), kept=(), unmatched=(), loss=True))) == []
 
 
 def test_limits():

@@ -1,0 +1,44 @@
+"""What to do about what is left: the parts of the planned bytes that something would shrink."""
+
+from collections.abc import Iterator
+
+from memtrain.cli.report_peak import at_peak
+from memtrain.report import Report
+
+LEAST = 0.1
+"""A smaller share of the planned bytes is not worth a line."""
+_REMEDIES = {
+    "weights": "weights=bf16+8 keeps float32 weights in 3 bytes",
+    "gradients": "gradients=release lets each go as soon as it is used",
+    "optimizer states": "preset=balanced keeps them in 4 bits",
+    "saved activations": "preset=smallest, activations.recompute, or a smaller batch",
+    "temporaries": "a smaller batch or a shorter sequence",
+}
+_ONCE = ("weights", "gradients", "optimizer states")
+"""Where nothing is advised that the plan does already."""
+
+
+def advice(report: Report) -> Iterator[str]:
+    """The largest parts of the planned peak (of the planned total without one), with remedies.
+
+    Args:
+        report: The audit.
+
+    Yields:
+        Lines, the largest share first; what the plan compresses already is not advised again.
+
+    Example:
+        >>> from memtrain.report import Row
+        >>> row = Row(name="w", kind="gradient", plain=8, planned=8)
+        >>> list(advice(Report(rows=(row,), kept=(), unmatched=(), loss=True)))
+        ['gradients, 100%: gradients=release lets each go as soon as it is used']
+    """
+    parts = at_peak(report) or report.totals()
+    whole = parts["total"].planned
+    ordered = sorted(_REMEDIES, key=lambda name: -parts[name].planned if name in parts else 0)
+    for name in ordered:
+        if name not in parts or not whole or parts[name].planned / whole < LEAST:
+            continue
+        if name in _ONCE and (parts[name].ratio or 1.0) < 1:
+            continue
+        yield f"{name}, {parts[name].planned / whole:.0%}: {_REMEDIES[name]}"
