@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from memtrain.cli.models import Built
+from memtrain.cli.report_audit import UntraceableError, explained
 from memtrain.cli.request import Request
 from memtrain.config import Config
 from memtrain.peak import StepOptions
@@ -49,6 +50,7 @@ def planned(request: Request, config: Config, built: Built, step: StepOptions) -
     Raises:
         DoesNotFit: If nothing fits.
         ValueError: For values that are not allowed.
+        UntraceableError: If the model cannot run without data.
     """
     if request.budget is None:
         return None
@@ -59,7 +61,13 @@ def planned(request: Request, config: Config, built: Built, step: StepOptions) -
         rates=Rates() if request.rates is None else read_rates(request.rates),
         options=step,
     )
-    return fit(built.model, built.optimizer, built.batch, request.budget, config, goal=goal)
+    try:
+        return fit(built.model, built.optimizer, built.batch, request.budget, config, goal=goal)
+    except (ValueError, TypeError):
+        raise
+    # A user's model may raise anything under fake tensors: one line, not a traceback.
+    except Exception as error:
+        raise UntraceableError(explained(error)) from error
 
 
 def save(path: Path, built: Built, config: Config) -> None:

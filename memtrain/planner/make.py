@@ -47,7 +47,7 @@ def make_plan(
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> plan = make_plan(model, optimizer, batch=torch.randn(256, 64), budget="1.2MB")
+        >>> plan = make_plan(model, optimizer, batch=torch.randn(256, 64), budget="2MB")
         >>> plan.config.activations.sites["1 / gelu / input"]["name"]
         'derivative'
     """
