@@ -339,8 +339,7 @@ def test_the_promise_is_kept_by_a_real_step():
     found = fit(model, optimizer, X, size, goal=ANALYTIC)
     assert found.peak.nbytes <= size
     model, optimizer = make()
-    wrapped = memtrain.wrap(model, optimizer, found.plan)
-    real = measure(*wrapped, X).peak.nbytes
+    real = measure(model, optimizer, X, found.plan).peak.nbytes
     assert real == pytest.approx(found.peak.nbytes, rel=0.03)
 
 
