@@ -145,7 +145,7 @@ def step(options: Options) -> Job:
             exact, _ = make({"assignment": "fp32"})
             require(torch.equal(exact(), plain()), "precision=fp32 is not plain")
             near = torch.allclose(loss(), plain(), rtol=0.2)
-            require(near, f"the loss is {float(loss()):.4g}, plain {float(plain()):.4g}")
+            require(near, f"the loss is {loss().item():.4g}, plain {plain().item():.4g}")
 
         saved = {"saved_bytes": saved_nbytes(loss)[0], "plain_saved_bytes": saved_nbytes(plain)[0]}
         return Trial(ours, theirs, gate, len(x), labels={**saved, "width": width})

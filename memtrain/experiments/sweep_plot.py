@@ -88,7 +88,9 @@ def draw(path: Path, rows: Rows) -> None:
             label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
     if handles:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
+        figure.legend(
+            handles.values(), handles, loc="outside lower center", ncols=2 * columns, fontsize=8
+        )
     figure.savefig(path, dpi=120)
 
 
