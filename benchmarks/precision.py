@@ -42,33 +42,34 @@ def _ops(options: Options) -> Iterator[Job]:
     for name in CASTS:
         for dtype in DTYPES:
             for n in sizes(options):
-                for op in ("round", "encode", "decode"):
+                for op in ("round", "round in place", "encode", "decode"):
                     yield one(op, name, n, dtype, options)
 
 
 def one(op: str, name: str, n: int, dtype: torch.dtype, options: Options) -> Job:
     """One op of one format beside torch's cast to its nearest type (and back, for rounding)."""
     form, cast = FORMATS[name], CASTS[name]
-    baseline = {
-        "round": f"to {cast} and back", "encode": f"to {cast}", "decode": f"from {cast}"
-    }[op].replace("torch.", "")  # fmt: skip
+    baseline = {"encode": f"to {cast}", "decode": f"from {cast}"}.get(op, f"to {cast} and back")
+    baseline = baseline.replace("torch.", "")
     labels = _labels(op, baseline, name, str((n,)), dtype)
 
     def build() -> Trial:
         # Within every format's range: torch's casts of what lies past it differ by version.
         x = torch.randn(n, device=options.device).clamp(-28, 28).to(dtype)
-        codes, theirs = form.encode(x), x.to(cast)
+        codes, theirs, own = form.encode(x), x.to(cast), x.clone()
         ours: dict[str, Callable[[], Any]] = {
             "round": lambda: form.round_count(x),
+            "round in place": lambda: form.round_count_(own),
             "encode": lambda: form.encode_count(x),
             "decode": lambda: form.decode(codes, dtype),
         }
         torchs: dict[str, Callable[[], Any]] = {
             "round": lambda: x.to(cast).to(dtype),
+            "round in place": lambda: x.to(cast).to(dtype),
             "encode": lambda: x.to(cast),
             "decode": lambda: theirs.to(dtype),
         }
-        moved = {"round": 2 * x.nbytes}.get(op, x.nbytes + codes.nbytes)
+        moved = x.nbytes + (x.nbytes if op.startswith("round") else codes.nbytes)
         return Trial(
             ours[op],
             torchs[op] if cast != dtype else None,
