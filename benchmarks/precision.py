@@ -110,7 +110,7 @@ def _labels(op: str, baseline: str, form: str, shape: str, dtype: torch.dtype) -
 
 def step(options: Options) -> Job:
     """A training step of the CIFAR ResNet-18 at `size_ordered(0.5)` beside fp32's."""
-    batch, width = (4, 0.1) if options.quick else (32, 0.5)
+    batch, width = (4, 0.1) if options.quick else (32, 1.0)
     labels = _labels(
         "resnet18 step", "fp32", "size_ordered 0.5", str((batch, 3, 32, 32)), torch.float32
     )
