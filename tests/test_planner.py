@@ -232,6 +232,7 @@ def gathered():
 ANALYTIC = Goal(sensitivity="analytic")
 
 
+@pytest.mark.nightly
 def test_budgets_of_a_real_model(proxy):
     model, optimizer = make()
     found = [fit(model, optimizer, X, size, goal=ANALYTIC) for size in ("20MB", "3MB", "1.4MB")]

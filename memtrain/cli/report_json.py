@@ -27,6 +27,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         What `--json` writes.
 
     Example:
+        >>> from memtrain.report import Report
         >>> as_json(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
         1
     """

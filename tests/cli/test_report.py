@@ -307,8 +307,9 @@ def test_every_named_model_is_traced(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options", [["--no-peak"], pytest.param([], marks=pytest.mark.nightly, id="peak")]
+    "options", [pytest.param(["--no-peak"], id="sums"), pytest.param([], id="peak")]
 )
+@pytest.mark.nightly
 def test_llama_7b_takes_under_two_gib_of_memory(options):
     pytest.importorskip("transformers")
     command = [

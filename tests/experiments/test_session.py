@@ -116,6 +116,7 @@ def test_both_runs_see_the_same_start_and_batches(smoke):
     assert plain == wrapped  # `exact` is plain PyTorch, to the last bit
 
 
+@pytest.mark.nightly
 def test_equal_seeds_repeat_and_others_do_not(smoke):
     finals = []
     for seed in (1, 1, 2):
@@ -130,9 +131,9 @@ def test_equal_seeds_repeat_and_others_do_not(smoke):
     ("run_name", "step", "number"),
     [
         ("plain", 4, signal.SIGINT),
-        ("wrapped", 1, signal.SIGINT),
+        pytest.param("wrapped", 1, signal.SIGINT, marks=pytest.mark.nightly),
         ("wrapped", 5, signal.SIGTERM),
-        ("plain", 8, signal.SIGINT),
+        pytest.param("plain", 8, signal.SIGINT, marks=pytest.mark.nightly),
     ],
 )
 def test_interrupted_and_resumed_equals_straight(smoke, monkeypatch, run_name, step, number):
@@ -166,7 +167,7 @@ def test_interrupted_and_resumed_equals_straight(smoke, monkeypatch, run_name, s
         assert counted[0]["saved"] == counted[1]["saved"]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.nightly), "adamw"])
 def test_resume_from_a_periodic_checkpoint_after_a_crash(smoke, monkeypatch, optimizer):
     overrides = ["training.runs=[wrapped]", f"optimizer.name={optimizer}", "output.plot=false"]
     straight = Session(smoke(*overrides))

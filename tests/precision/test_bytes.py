@@ -66,6 +66,7 @@ def test_the_audit_predicts_what_is_measured():
     assert all(row.compressor.startswith("Float(") for row in rows)
 
 
+@pytest.mark.nightly
 def test_a_resnet_keeps_a_quarter_of_its_saved_bytes():
     x = torch.randn(4, 3, 32, 32)
     cfg = UNIFORM
