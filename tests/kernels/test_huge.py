@@ -37,6 +37,7 @@ BYTES = {
     "scaled": (torch.bfloat16, ceil(N, 128) * 64 + 4),
     "factored": (torch.bfloat16, 4 * sum(SHAPE)),
     "projection": (torch.bfloat16, 2 * round(0.2 * SHAPE[0]) * SHAPE[1] + 8),
+    "float": (torch.float32, N),
 }
 FIELDS = {"host": {"inner": Group()}}
 TWO = ("samples", "rank1", "factored", "projection")
