@@ -1,6 +1,7 @@
 """Float formats by the names that configs and papers give them."""
 
 import re
+from dataclasses import replace
 
 from memtrain.kernels.formats import (
     BF16,
@@ -10,6 +11,7 @@ from memtrain.kernels.formats import (
     FP8_FORWARD,
     FP16,
     IEEE_FP16,
+    ROUNDINGS,
     FloatFormat,
 )
 
@@ -32,7 +34,8 @@ def named_format(name: str) -> FloatFormat:
 
     Args:
         name: One of `FORMATS`, or `1-E-M` or `1-E-M+bias`, as papers write widths: E exponent and M
-            mantissa bits, without special codes, saturating, ties away from zero.
+            mantissa bits, without special codes, saturating, ties away from zero. `:away`, `:even`
+            or `:stochastic` after any of these is another rounding.
 
     Returns:
         The format.
@@ -43,11 +46,21 @@ def named_format(name: str) -> FloatFormat:
     Example:
         >>> named_format("1-4-3+4") == named_format("fp8_forward") == FP8_FORWARD
         True
+        >>> named_format("fp8_forward:stochastic").rounding
+        'stochastic'
     """
+    form, colon, rounding = name.partition(":")
+    if colon:
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"format {name!r}: {rounding!r}; allowed: {', '.join(ROUNDINGS)}")
+        return replace(named_format(form), rounding=rounding)
     if name in FORMATS:
         return FORMATS[name]
     if not (match := _WIDTHS.fullmatch(name)):
         allowed = ", ".join(FORMATS)
-        raise ValueError(f"format {name!r} is unknown; allowed: {allowed}, 1-E-M, 1-E-M+bias")
+        raise ValueError(
+            f"format {name!r} is unknown; allowed: {allowed}, 1-E-M, 1-E-M+bias; "
+            "with :even or :stochastic"
+        )
     exponent_bits, mantissa_bits, bias = (int(number or 0) for number in match.groups())
     return FloatFormat(exponent_bits, mantissa_bits, bias)

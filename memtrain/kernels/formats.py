@@ -9,9 +9,10 @@ from torch import Tensor
 
 from memtrain.kernels import floats
 
-OVERFLOWS = ("saturate", "inf")
 ROUNDINGS = ("away", "even", "stochastic")
-SPECIALS = ("none", "nan", "ieee")
+_CHOICES = {
+    "overflow": ("saturate", "inf"), "rounding": ROUNDINGS, "specials": ("none", "nan", "ieee")
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,7 @@ class FloatFormat:
         if not 3 <= self.bits <= 16:
             fields = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}"
             raise ValueError(f"{fields}: {self.bits} bits with the sign; allowed: 3 to 16")
-        for name, allowed in (
-            ("overflow", OVERFLOWS),
-            ("rounding", ROUNDINGS),
-            ("specials", SPECIALS),
-        ):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         if self.specials == "ieee" and not self.mantissa_bits:
@@ -218,12 +215,7 @@ class FloatFormat:
         return self.encode_count(x, seed=seed)[0]
 
     def encode_count(self, x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """`encode`, and how many elements overflow (int64, []), counted in the same pass.
-
-        Example:
-            >>> FP8_FORWARD.encode_count(torch.tensor([1.0, 99.0]))
-            (tensor([ 88, 127], dtype=torch.uint8), tensor(1))
-        """
+        """`encode`, and how many elements overflow (int64, []), counted in the same pass."""
         return floats.encode_count(x, self.layout, seed)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -253,17 +245,14 @@ class FloatFormat:
     def layout(self) -> floats.Layout:
         """The format as the kernels take it."""
         mark, limit = 1 << (self.bits - 1), self._limit()
+        top = mark - (1 << self.mantissa_bits) // 2  # IEEE's NaN
         return floats.Layout(
             width=self.bits,
             mantissa_bits=self.mantissa_bits,
             least=self._least(),
             limit=limit,
             infinity=limit + 1 if self.specials == "ieee" else -1,
-            nan={
-                "none": mark,
-                "nan": mark - 1,
-                "ieee": mark - (1 << self.mantissa_bits) // 2,
-            }[self.specials],
+            nan={"none": mark, "nan": mark - 1, "ieee": top}[self.specials],
             saturate=int(self.overflow == "saturate"),
             rounding=ROUNDINGS.index(self.rounding),
         )
