@@ -92,14 +92,14 @@ class Boundary:
     # -- on the way out ----------------------------------------------------------------------
 
     def enter(
-        self, x: Tensor, rounded: Callable[[Tensor], Tensor], form: FloatFormat | None
+        self, x: Tensor, name: str, rounded: Callable[[Tensor], Tensor], form: FloatFormat | None
     ) -> Tensor:
         """`x` rounded; its gradient is rounded to `form`, and loses the scale."""
-        return _Enter.apply(x, rounded, form, self)
+        return _Enter.apply(x, name, rounded, form, self)
 
-    def true(self, grad: Tensor, form: FloatFormat | None) -> Tensor:
+    def true(self, grad: Tensor, name: str, form: FloatFormat | None) -> Tensor:
         """The gradient of a weight or an input, rounded, without the scale."""
-        grad = grad.clone() if form is None else form.round(grad)
+        grad = grad.clone() if form is None else self.round(grad, name, form)
         scale = self.state.scale
         if not scale.active or not self._scaled:
             return grad
@@ -108,6 +108,15 @@ class Boundary:
         inverse = torch.full((), 1 / scale.value, device=grad.device)
         torch._amp_foreach_non_finite_check_and_unscale_([grad], self._found[grad.device], inverse)
         return grad
+
+    def round(self, grad: Tensor, name: str, form: FloatFormat) -> Tensor:
+        """A gradient in its format.
+
+        Raises:
+            RuntimeError: Under `create_graph=True`: rounding has no derivative.
+        """
+        _only_once()
+        return form.round(grad, seed=self.state.seed(f"gradient of {name}", form))
 
     # -- at the end of a backward pass -------------------------------------------------------
 
@@ -126,16 +135,6 @@ class Boundary:
         self.state.scale.update(overflow=overflow)
 
 
-def round_gradient(form: FloatFormat, grad: Tensor) -> Tensor:
-    """A tensor hook: the gradient in its format.
-
-    Raises:
-        RuntimeError: Under `create_graph=True`: rounding has no derivative.
-    """
-    _only_once()
-    return form.round(grad)
-
-
 def _only_once() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -149,17 +148,18 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        name: str,
         rounded: Callable[[Tensor], Tensor],
         form: FloatFormat | None,
         boundary: Boundary,
     ) -> Tensor:
-        ctx.form, ctx.boundary = form, boundary
+        ctx.site, ctx.form, ctx.boundary = name, form, boundary
         return rounded(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _only_once()
-        return ctx.boundary.true(grads[0], ctx.form), None, None, None
+        return ctx.boundary.true(grads[0], ctx.site, ctx.form), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):

@@ -28,13 +28,14 @@ class Precision:
     ratio: float = 1.0
     """Of the elements of all tensors of training, 0 to 1; for the ordered assignments."""
     seed: int = 0
-    """Of the order of `random`."""
+    """Of the order of `random`, and of stochastic rounding."""
     keep_first: bool = False
     """The first GEMM's input, weights and output gradient stay high."""
     keep_last: bool = False
     """The last GEMM's output and all that comes after it stay high."""
     low: str = "fp8_forward"
-    """Low activations and weights: a name of `memtrain.precision.FORMATS`, or `1-E-M+bias`."""
+    """Low activations and weights: a name of `memtrain.precision.FORMATS`, or `1-E-M+bias`; with
+    `:even` or `:stochastic` after it for another rounding."""
     low_backward: str = "fp8_backward"
     """Low gradients of activations."""
     high: str = "fp16"

@@ -15,7 +15,7 @@ from memtrain.activations.saved import SavedTensors
 from memtrain.compressors import Compressor, Float
 from memtrain.kernels.format_names import FORMATS
 from memtrain.kernels.formats import FloatFormat
-from memtrain.precision.boundary import Boundary, round_gradient
+from memtrain.precision.boundary import Boundary
 from memtrain.precision.ops import QUESTIONS, writes
 from memtrain.precision.paths import Outliving, past_rounding, within
 from memtrain.precision.state import PrecisionState
@@ -85,7 +85,7 @@ class Rounder:
         form = self.state.forward_format(name) if known else None
         back = self.state.backward_format(name) if known else None
         if self.boundary.inside():
-            y = self.boundary.enter(x, partial(self._round, name, form), back)
+            y = self.boundary.enter(x, name, partial(self._round, name, form), back)
         else:  # in a recomputation gradients pass on as they are
             y = x if form is None else self._round(name, form, x)
         if form is not None:
@@ -118,14 +118,15 @@ class Rounder:
             return known
         form = self.state.forward_format(name)
         back = self.state.gradient_format
-        y = self.boundary.enter(x, partial(self._round, name, form), back)
+        seed = self.state.seed(name, form, weight=True)
+        y = self.boundary.enter(x, name, partial(self._round, name, form, seed=seed), back)
         if form is None:
             return y
         self._names.own(y, name)
         if x._base is None:
             self._rounded[name] = weakref.ref(y)
             if self.saved is not None and torch.is_grad_enabled():
-                self.saved.remake(y, _Again(x, form))
+                self.saved.remake(y, _Again(x, form, seed))
         return y
 
     def result(
@@ -143,9 +144,10 @@ class Rounder:
                 self._names.forget(y)
             else:
                 # Not in autograd's eyes: a softmax's saved result shall be the rounded one.
-                self._count(name, form.round_count_(y.data), y.numel())
+                seed = self.state.seed(name, form)
+                self._count(name, form.round_count_(y.data, seed=seed), y.numel())
             if back is not None and y.requires_grad:
-                y.register_hook(partial(round_gradient, back))
+                y.register_hook(partial(self.boundary.round, name=name, form=back))
         if self._outliving is not None:
             self._outliving.note(f"{module or '(root)'} / {op}", result)
         return result
@@ -187,10 +189,13 @@ class Rounder:
         form = self.state.forward_format(name) if name and reason == self.no_rule else None
         return None if form is None else _codes(form)
 
-    def _round(self, name: str, form: FloatFormat | None, x: Tensor) -> Tensor:
+    def _round(
+        self, name: str, form: FloatFormat | None, x: Tensor, *, seed: int | None = None
+    ) -> Tensor:
         if form is None:
             return x.detach()
-        y, count = form.round_count(x)
+        seed = self.state.seed(name, form) if seed is None else seed
+        y, count = form.round_count(x, seed=seed)
         self._count(name, count, x.numel())
         return y
 
@@ -202,12 +207,13 @@ class Rounder:
 class _Again:
     """Rounds a parameter as the forward did, for the backward."""
 
-    def __init__(self, parameter: Tensor, form: FloatFormat) -> None:
-        self.parameter, self.form, self.version = parameter, form, parameter._version
+    def __init__(self, parameter: Tensor, form: FloatFormat, seed: int) -> None:
+        self.parameter, self.form, self.seed = parameter, form, seed
+        self.version = parameter._version
 
     def __call__(self) -> Tensor:
         check_version(self.parameter, self.version)
-        return self.form.round(self.parameter.detach())
+        return self.form.round(self.parameter.detach(), seed=self.seed)
 
 
 @lru_cache

@@ -1,8 +1,12 @@
 """What a run in mixed precision has come to: which tensors are low now, and what was promoted."""
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
+from memtrain.compressors import Key
 from memtrain.kernels.formats import FloatFormat
 from memtrain.precision.assign import Assignment, assign
 from memtrain.precision.graph import Graph
@@ -80,6 +84,17 @@ class PrecisionState:
     def backward_format(self, name: str) -> FloatFormat | None:
         """What its gradient is rounded to; None: nothing."""
         return self._backward[name in self.assignment.backward]
+
+    def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
+        """What feeds stochastic rounding to `form`: another one in each gradient computation.
+
+        Forwards of one computation draw alike, so that a recomputation rounds as the first time;
+        ranks differ, but for weights, which are replicated.
+        """
+        if form is None or form.rounding != "stochastic":
+            return 0
+        rank = 0 if weight else _rank()
+        return Key(self.asked.seed, zlib.crc32(name.encode()), self.step, rank=rank).bits()
 
     @property
     def gradient_format(self) -> FloatFormat | None:
@@ -186,6 +201,11 @@ class PrecisionState:
 
 
 _WITH_RATIO = ("size_ordered", "increasing", "random")
+
+
+def _rank() -> int:
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _bits(form: FloatFormat | None) -> int:
