@@ -30,6 +30,7 @@ from memtrain.planner.offers import (
     plain_seconds,
 )
 from memtrain.planner.sensitivity import analytic, is_real, measured
+from memtrain.planner.states import gather_states
 from memtrain.quality import closure_of
 from memtrain.sizes import parse_size
 
@@ -106,7 +107,7 @@ def fit(
         least_seconds=least,
         error=offer.error,
         exact=all(other.ground.exact for other in offers),
-        states=offer.mode.states,
+        states=offer.ground.states.counts(offer.mixture),
         chosen=count_levels(offer),
         rates=goal.rates.name,
         sensitivity="measured" if measure else "analytic",
@@ -127,11 +128,12 @@ def _all_offers(
             errors = measured(model, run, found, found.plans[KEEP].options)
         else:
             errors = analytic(found)
+        variants = STATES if "quantise" in names else (TORCH,)
+        states = gather_states(model, optimizer, held, variants, goal)
         for gradients in _options(config.gradients, "release", "release" in names):
             own = replace(held, gradients=gradients)
-            ground = lay_ground(own, found, errors, goal)
-            variants = STATES if "quantise" in names else (TORCH,)
-            offers += make_offers(model, optimizer, ground, variants, goal)
+            ground = lay_ground(own, found, errors, states, goal)
+            offers += make_offers(model, optimizer, ground, goal)
     return offers
 
 

@@ -15,7 +15,6 @@ from memtrain.config import KEEP, Config
 from memtrain.plan import Plan, make_plan
 from memtrain.planner.forward import Work, blocks_of, measure_forward
 from memtrain.planner.levels import activation_rules, relative_error
-from memtrain.rules import state_site
 
 _DERIVED = "derived"
 _SINCE = "computed again from what "
@@ -74,12 +73,6 @@ class Candidates:
     """Of the whole forward."""
     plans: dict[str, Plan]
     """By level: a plan with its rules."""
-
-    @property
-    def states(self) -> frozenset[str]:
-        """Names of the optimizer's states."""
-        entries = self.plans[KEEP].entries("state")
-        return frozenset(state_site(entry.site)[1] for entry in entries)
 
     @property
     def items(self) -> list[Item]:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from memtrain.peak import Moment
 from memtrain.peak.timeline import GRADIENTS, SAVED, STATES, WEIGHTS
 from memtrain.plan import Plan
+from memtrain.planner.levels import TORCH
 from memtrain.sizes import format_size
 
 
@@ -34,8 +35,9 @@ class Fit:
     """Noise in units of the preset `balanced`'s; of saved tensors or of states, the larger."""
     exact: bool
     """Whether all plans were listed; else those of a relaxation."""
-    states: str
-    """What is done to optimizer states."""
+    states: Mapping[str, int]
+    """What is done to optimizer states -> of how many parameters; those too small for a choice are
+    left out."""
     chosen: Mapping[str, int]
     """Level -> how many groups of saved tensors have it; `recompute`: how many blocks."""
     rates: str
@@ -62,7 +64,7 @@ class Fit:
             f"step time     {self.slower:+.1%} against plain PyTorch, by {self.rates}",
             f"              {found}",
             f"noise         {self.error:.2f} of balanced's ({self.sensitivity})",
-            f"states        {self.states}; weights: {config.weights}; "
+            f"states        {_mixture(self.states)}; weights: {config.weights}; "
             f"gradients: {config.gradients}",
             f"activations   {chosen or 'nothing to choose'}",
         ]
@@ -136,6 +138,14 @@ def advice(
     if smallest.parts.get(SAVED, 0) > rest // 2 and "recompute" not in missing:
         lines.append("a larger max_error")
     return lines
+
+
+def _mixture(states: Mapping[str, int]) -> str:
+    """One variant by its name; several with how many parameters each."""
+    if len(states) < 2:
+        return next(iter(states), TORCH)
+    ordered = sorted(states.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{count} {name}" for name, count in ordered)
 
 
 def _named(level: str) -> str:

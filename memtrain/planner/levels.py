@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memtrain.build import build
 from memtrain.compressors import Compressor, DerivativeCode, Integers, Key, Mask
 from memtrain.config import KEEP, ActivationRule, StateRule
 from memtrain.optim.layout import is_unsigned
@@ -92,29 +91,28 @@ def state_rules(variant: str) -> list[StateRule]:
     ]
 
 
-def state_error(variant: str, states: frozenset[str]) -> float:
-    """The share of an update's square that a variant's rounding of the states adds.
+def moment_error(state: str, compressor: Compressor | str) -> float:
+    """The share of an update's square that rounding one of Adam's moments adds.
 
-    By analysis, of Adam's steady state under normal gradients: the first moment m is normal, with
+    By analysis, of its steady state under normal gradients: the first moment m is normal, with
     scales that are log-normal by rows (deviation 1), columns (1/2) and elements (1/4), the second
     moment v is their square, and the update is m / sqrt(v). The relative squared errors of both
     factors add up.
 
     Args:
-        variant: One of `STATES`.
-        states: Names of the states that the optimizer has.
+        state: `exp_avg_sq` is the second moment; others count as a first.
+        compressor: What is done to it; a reason to keep it adds nothing.
 
     Returns:
-        A share, 0 for `torch`.
+        A share.
 
     Example:
-        >>> names = frozenset({"exp_avg", "exp_avg_sq"})
-        >>> 0 < state_error("8-bit", names) < state_error("4-bit", names) < 1
+        >>> from memtrain.compressors import Block
+        >>> few, many = Block(bits=4), Block(bits=8)
+        >>> 0 < moment_error("exp_avg", many) < moment_error("exp_avg", few) < 1
         True
     """
-    rules = state_rules(variant)
-    chosen = {name: rule.compressor for rule in rules for name in rule.state.split("|")}
-    return sum(_moment_error(name, chosen[name]) for name in states if name in chosen)
+    return 0.0 if isinstance(compressor, str) else _moment_error(is_unsigned(state), compressor)
 
 
 def relative_error(compressor: Compressor, op: str) -> float:
@@ -155,18 +153,15 @@ def _slope(x: Tensor) -> Tensor:
 
 
 @cache
-def _moment_error(state: str, compressor: str) -> float:
+def _moment_error(unsigned: bool, compressor: Compressor) -> float:
     generator = torch.Generator().manual_seed(0)
     rows, columns = (torch.randn(n, generator=generator) for n in (128, 512))
     noise = torch.randn(128, 512, generator=generator)
     scale = (rows[:, None] + columns / 2 + noise.flip(0, 1) / 4).exp()
-    chosen = build(compressor, signed=not is_unsigned(state))
-    if isinstance(chosen, str):
-        return 0.0
-    if not is_unsigned(state):
-        return _share(_again(chosen, noise * scale) / scale, noise)
+    if not unsigned:
+        return _share(_again(compressor, noise * scale) / scale, noise)
     v = scale.square()
-    again = _again(chosen, v).clamp_min(v.min() * 1e-3)  # what rounds to 0, eps stands in for
+    again = _again(compressor, v).clamp_min(v.min() * 1e-3)  # what rounds to 0, eps stands in for
     return _share((v / again).sqrt(), torch.ones_like(v))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,22 +13,15 @@ from memtrain.plan import make_plan
 from memtrain.planfile import spec
 from memtrain.planner.candidates import Block, Candidates
 from memtrain.planner.goal import Goal, Objective
-from memtrain.planner.levels import BITS4, TORCH, state_error, state_rules
+from memtrain.planner.levels import TORCH
 from memtrain.planner.rates import Rates
 from memtrain.planner.sensitivity import Errors, of_balanced
 from memtrain.planner.solve import Choice, Part, Solution, bound, frontier
+from memtrain.planner.states import States
 from memtrain.planner.sweep import sweep
 
 PLANS = 256
 """Of the trade between the objective and the peak, so many plans are told apart."""
-
-
-class Mode(NamedTuple):
-    """What holds for the whole model."""
-
-    weights: str
-    gradients: str
-    states: str
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,11 @@ class Ground:
     errors: Errors
     unit: float
     """The error of `balanced`: what errors are told in."""
+    states: States
     parts: list[Part]
     solutions: list[Solution]
     exact: bool
+    """Whether all plans were listed; else those of a relaxation."""
 
 
 class Offer(NamedTuple):
@@ -53,20 +49,24 @@ class Offer(NamedTuple):
     peak: float
     """Bytes at the peak, without temporaries."""
     error: float
-    mode: Mode
     ground: Ground
     solution: Solution
+    """Of saved tensors."""
+    mixture: Solution
+    """Of optimizer states."""
 
 
-def lay_ground(config: Config, candidates: Candidates, errors: Errors, goal: Goal) -> Ground:
+def lay_ground(
+    config: Config, candidates: Candidates, errors: Errors, states: States, goal: Goal
+) -> Ground:
     """Turn candidates into parts, and list how they trade time, bytes and error."""
     unit = of_balanced(errors) or 1.0
     released = config.gradients != KEEP
     parts = [_part(block, errors, unit, goal.rates, released) for block in candidates.blocks]
     listed = frontier(parts, goal.max_error)
-    exact = listed is not None
+    exact = listed is not None and states.exact
     solutions = listed if listed is not None else sweep(parts, goal.max_error, goal.objective)
-    return Ground(config, candidates, errors, unit, parts, solutions, exact)
+    return Ground(config, candidates, errors, unit, states, parts, solutions, exact)
 
 
 def _part(block: Block, errors: Errors, unit: float, rates: Rates, released: bool) -> Part:
@@ -87,41 +87,29 @@ def _part(block: Block, errors: Errors, unit: float, rates: Rates, released: boo
     return Part(items, again if block.recompute else None, plain, later)
 
 
-def make_offers(
-    model: nn.Module,
-    optimizer: Optimizer,
-    ground: Ground,
-    variants: Sequence[str],
-    goal: Goal,
-) -> list[Offer]:
-    """Each trade of saved tensors with each way to keep the optimizer's states."""
-    names = ground.candidates.states
-    unit, offers = state_error(BITS4, names) or 1.0, []
+def make_offers(model: nn.Module, optimizer: Optimizer, ground: Ground, goal: Goal) -> list[Offer]:
+    """Each trade of saved tensors with each mixture of states, where no other is better."""
+    plan = make_plan(model, optimizer, ground.config)
+    weights = sum(entry.planned for entry in plan.entries("weight"))
+    gradients = sum(entry.planned for entry in plan.entries("gradient"))
     base = 3 * goal.rates.seconds(ground.candidates.work)
-    n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    for variant in variants:
-        error = state_error(variant, names) / unit
-        if error > goal.max_error * (1 + 1e-9):
-            continue
-        own = replace(ground.config.optim, rules=state_rules(variant), sites={})
-        plan = make_plan(model, optimizer, replace(ground.config, optim=own))
-        states = sum(entry.planned for entry in plan.entries("state"))
-        held = states + sum(entry.planned for entry in plan.entries("weight"))
-        gradients = sum(entry.planned for entry in plan.entries("gradient"))
-        seconds = base + goal.rates.step(optimizer, variant, n_params, states)
-        mode = Mode(ground.config.weights, ground.config.gradients, variant)
-        offers += [
-            Offer(
-                seconds + solution.seconds,
-                held,
-                held + max(solution.highest, solution.saved, gradients),
-                max(error, solution.error),
-                mode,
-                ground,
-                solution,
-            )
-            for solution in ground.solutions
+    saved = np.array(
+        [
+            (one.seconds, max(one.highest, one.saved, gradients), one.error)
+            for one in ground.solutions
         ]
+    ).reshape(-1, 3)
+    offers: list[Offer] = []
+    for mixture in ground.states.mixtures:
+        held = weights + mixture.saved
+        seconds, peak = base + mixture.seconds + saved[:, 0], held + saved[:, 1]
+        error = np.maximum(mixture.error, saved[:, 2])
+        first, second = (seconds, error) if goal.objective == "time" else (error, seconds)
+        order = np.lexsort((peak, second, first))
+        lowest = np.minimum.accumulate(np.concatenate([[np.inf], peak[order][:-1]]))
+        for row in order[peak[order] < lowest].tolist():
+            totals = float(seconds[row]), held, float(peak[row]), float(error[row])
+            offers.append(Offer(*totals, ground, ground.solutions[row], mixture))
     return offers
 
 
@@ -160,18 +148,19 @@ def config_of(offer: Offer) -> Config:
             option = [*item.options.values()][index]
             sites |= {site.name: spec(chosen) for site, chosen in option.choices.items()}
     activations = replace(ground.config.activations, rules=[], sites=sites, recompute=again)
-    states = replace(ground.config.optim, rules=state_rules(offer.mode.states), sites={})
+    states = ground.states.config(ground.config.optim, offer.mixture)
     return replace(ground.config, activations=activations, optim=states)
 
 
 def least_seconds(offers: Sequence[Offer], room: float, max_error: float, best: Offer) -> float:
     """Seconds that no plan beats, if its temporaries are those of the one that was found."""
-    grounds = {id(offer.ground): offer.ground for offer in offers}
     least = best.seconds
-    for offer in {(id(o.ground), o.mode): o for o in offers}.values():
-        ground = grounds[id(offer.ground)]
-        fixed = offer.seconds - offer.solution.seconds
-        lower = bound(ground.parts, room - offer.held, max_error, best.seconds - fixed)
+    for offer in {id(offer.ground): offer for offer in offers}.values():
+        ground = offer.ground
+        fixed = offer.seconds - offer.solution.seconds - offer.mixture.seconds
+        inside = room - (offer.held - offer.mixture.saved)
+        states = ground.states.parts
+        lower = bound(ground.parts, inside, max_error, best.seconds - fixed, states)
         least = min(least, fixed + lower)
     return least
 

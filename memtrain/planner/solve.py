@@ -97,14 +97,21 @@ def frontier(parts: Sequence[Part], max_error: float) -> list[Solution] | None:
     ]
 
 
-def bound(parts: Sequence[Part], room: float, max_error: float, known: float) -> float:
-    """What no plan can be faster than, by Lagrange multipliers for bytes and error.
+def bound(
+    parts: Sequence[Part],
+    room: float,
+    max_error: float,
+    known: float,
+    states: Sequence[Part] = (),
+) -> float:
+    """What no plan can be faster than, by Lagrange multipliers for bytes and errors.
 
     Args:
         parts: As for `frontier`; transients and gradients are left out, which only lowers it.
-        room: Bytes for what is kept when the forward has ended.
-        max_error: The most that errors may sum to.
+        room: Bytes for what is kept when the forward has ended, and for states.
+        max_error: The most that errors may sum to: those of `parts`, and those of `states`.
         known: Seconds of a plan that fits.
+        states: Parts that share the bytes, and whose errors are summed apart.
 
     Returns:
         Seconds, at most `known`.
@@ -114,10 +121,10 @@ def bound(parts: Sequence[Part], room: float, max_error: float, known: float) ->
         >>> round(bound([Part([[keep, half]])] * 2, room=12.0, max_error=1.0, known=1.0), 6)
         1.0
     """
-    tables = _tables(parts)
-    limits = np.array([room, max_error])
+    tables = _tables([*parts, *states], len(parts))
+    limits = np.array([room, max_error, max_error])
     scale = np.maximum(np.abs(limits), 1e-30)
-    prices, best = np.zeros(2), -np.inf
+    prices, best = np.zeros(3), -np.inf
     pace = 1.0
     for _ in range(400):
         value, used = _dual(tables, prices / scale)
@@ -127,6 +134,7 @@ def bound(parts: Sequence[Part], room: float, max_error: float, known: float) ->
         else:
             pace *= 0.97
         slope = (used - limits) / scale
+        slope[(prices <= 0) & (slope < 0)] = 0.0  # a limit that does not bind stays out
         norm = float(slope @ slope)
         if norm < 1e-24 or known - value <= 1e-12 * abs(known):
             break
@@ -220,22 +228,27 @@ def _beaten(
 class _Tables(NamedTuple):
     """All choices, padded: [items, choices]; and what each part may do instead."""
 
-    choices: np.ndarray  # [items, choices, 3]
+    choices: np.ndarray  # [items, choices, 4]: seconds, bytes, error, error of a state
     owners: np.ndarray  # [items]: the part
-    again: np.ndarray  # [parts, 3]
+    again: np.ndarray  # [parts, 4]
 
 
-def _tables(parts: Sequence[Part]) -> _Tables:
+def _tables(parts: Sequence[Part], first_state: int) -> _Tables:
     items = [(n, item) for n, part in enumerate(parts) for item in part.items]
     width = max((len(item) for _, item in items), default=1)
-    choices = np.full((len(items), width, 3), np.inf)
-    for row, (_, item) in enumerate(items):
-        choices[row, : len(item)] = item
-    again = np.full((len(parts), 3), np.inf)
+    choices = np.full((len(items), width, 4), np.inf)
+    for row, (n, item) in enumerate(items):
+        choices[row, : len(item)] = [_columns(choice, n >= first_state) for choice in item]
+    again = np.full((len(parts), 4), np.inf)
     for n, part in enumerate(parts):
         if part.again is not None:
-            again[n] = part.again
+            again[n] = _columns(part.again, n >= first_state)
     return _Tables(choices, np.array([n for n, _ in items], dtype=np.int64), again)
+
+
+def _columns(choice: Choice, state: bool) -> tuple[float, ...]:
+    error = (0.0, choice.error) if state else (choice.error, 0.0)
+    return choice.seconds, choice.nbytes, *error
 
 
 def _dual(tables: _Tables, prices: np.ndarray) -> tuple[float, np.ndarray]:
