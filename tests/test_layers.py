@@ -63,9 +63,9 @@ ALLOWED = {
     },
     "planner": {
         "activations",
-        "build",
         "compressors",
         "config",
+        "entry",
         "optim",
         "peak",
         "plan",
@@ -73,6 +73,7 @@ ALLOWED = {
         "quality",
         "rules",
         "sizes",
+        "states",
     },
     "experiments": {
         "",
