@@ -71,6 +71,7 @@ class Performer:
         if self.rounding is None or self._whole:
             return self._run(func, name, args, kwargs)
         args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
+        func = self.rounding.function(func, self.module, name, args, kwargs)
         result = self._run(func, name, args, kwargs)
         return self._rounded(_op_name(name, args), args, kwargs, result)
 

@@ -25,6 +25,12 @@ class Rounding(Protocol):
         """A torch function of this `__name__` begins; gives its arguments."""
         ...
 
+    def function(
+        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What runs in its place on these arguments, saving the same tensors: mostly itself."""
+        ...
+
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:

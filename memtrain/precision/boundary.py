@@ -35,6 +35,7 @@ class Boundary:
         self._counts: dict[str, tuple[Tensor, int]] = {}  # overflows and elements
         self._found: dict[torch.device, Tensor] = {}  # 1 where a weight's gradient is not finite
         self._given: list[Tensor] = []  # of gradients that came from outside: are they finite
+        self._halved: list[Tensor] = []  # of operands of FP8 GEMMs: did they lose a bit
         self._scaled = False  # whether the gradients of the pass that runs carry the scale
 
     def __getstate__(self) -> dict[str, object]:
@@ -49,6 +50,10 @@ class Boundary:
         before = self._counts.get(name)
         both = (before[0] + overflows, before[1] + numel) if before else (overflows, numel)
         self._counts[name] = both
+
+    def note(self, halved: Tensor) -> None:
+        """Whether an operand of an FP8 GEMM was halved."""
+        self._halved.append(halved)
 
     def inside(self) -> bool:
         """Whether a forward runs that will be trained: no evaluation, no recomputation."""
@@ -121,7 +126,8 @@ class Boundary:
     # -- at the end of a backward pass -------------------------------------------------------
 
     def _finish(self) -> None:
-        counts, found, given = self._counts, self._found, self._given
+        counts, found, given, halved = self._counts, self._found, self._given, self._halved
+        self.state.halved += sum(map(int, halved))
         self._clear()
         overflows = torch.stack([one for one, _ in counts.values()]).tolist() if counts else []
         pairs = zip(counts.items(), overflows, strict=True)

@@ -196,6 +196,12 @@ class Recorder:
         self._names.before(args, kwargs)
         return args, kwargs
 
+    def function(
+        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The op runs as it is."""
+        return func
+
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:

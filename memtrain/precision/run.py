@@ -15,6 +15,7 @@ from memtrain.activations.saved import SavedTensors
 from memtrain.compressors import Compressor, Float
 from memtrain.kernels.format_names import FORMATS
 from memtrain.kernels.formats import FloatFormat
+from memtrain.precision import gemm
 from memtrain.precision.boundary import Boundary
 from memtrain.precision.ops import QUESTIONS, writes
 from memtrain.precision.paths import Outliving, past_rounding, within
@@ -129,6 +130,31 @@ class Rounder:
                 self.saved.remake(y, _Again(x, form, seed))
         return y
 
+    def function(
+        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """An FP8 GEMM in place of a linear layer whose operands are low, where that is asked."""
+        if not self.state.asked.fp8_gemm or self.trial or name != "linear":
+            return func
+        x, weight, _ = _linear(*args, **kwargs)
+        site = f"{module or '(root)'} / {name}"
+        high = [what for what, y in (("input", x), ("weight", weight)) if not self._is_low(y)]
+        if why := f"high: {', '.join(high)}" if high else gemm.unfit(x, weight):
+            self.state.gemms[site] = why
+            return func
+        back = self.state.low_gradient(self._names.upcoming(module, name))
+        halved = self.boundary.note if self._counts else _ignore
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            self.state.gemms[site] = ""
+            form = self.state.asked.low_format
+            return gemm.linear(*_linear(*args, **kwargs), form, back, halved)
+
+        return run
+
+    def _is_low(self, x: Tensor) -> bool:
+        return self.state.is_low(self._names.name_of(x))
+
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
@@ -202,6 +228,16 @@ class Rounder:
     def _count(self, name: str, overflows: Tensor, numel: int) -> None:
         if self._counts and self.state.asked.promotion is not None and self.state.is_low(name):
             self.boundary.count(name, overflows, numel)
+
+
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+def _ignore(halved: Tensor) -> None:
+    pass
 
 
 class _Again:

@@ -53,6 +53,10 @@ class PrecisionState:
         """Gradient computations so far."""
         self.unseen: dict[str, None] = {}
         """Tensors that the traced forward did not have: they are high."""
+        self.gemms: dict[str, str] = {}
+        """Linear layers -> why they do not run on FP8 GEMMs, empty where they do."""
+        self.halved = 0
+        """Operands of FP8 GEMMs that held the format's largest numbers, and lost a bit below."""
         self._ratios = 0.0  # summed over the gradient computations
         self._tables()
 
@@ -84,6 +88,10 @@ class PrecisionState:
     def backward_format(self, name: str) -> FloatFormat | None:
         """What its gradient is rounded to; None: nothing."""
         return self._backward[name in self.assignment.backward]
+
+    def low_gradient(self, name: str) -> FloatFormat | None:
+        """What an activation's gradient is rounded to, if it is low."""
+        return self._backward[True] if name in self.assignment.backward else None
 
     def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
         """What feeds stochastic rounding to `form`: another one in each gradient computation.
@@ -197,6 +205,13 @@ class PrecisionState:
             lines.append(f"loss scale {self.scale.value:g}, {self.scale.overflows} overflows")
         elif self.scale.off:
             lines.append(f"loss scale: {self.scale.off}")
+        if asked.fp8_gemm:
+            plain = [f"{site}: {why}" for site, why in self.gemms.items() if why]
+            lines.append(
+                f"FP8 GEMMs: {len(self.gemms) - len(plain)} of {len(self.gemms)} linear layers, "
+                f"{self.halved} operands halved"
+            )
+            lines += [f"    not {one}" for one in plain]
         return "\n".join([*lines, *_several("not in the traced forward, so high", self.unseen)])
 
 

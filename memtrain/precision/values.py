@@ -57,6 +57,10 @@ class Values:
         found = self._owner.get(storage_id(x))
         return found[1] if found else ""
 
+    def upcoming(self, module: str, op: str) -> str:
+        """The name that the next result of an op will get."""
+        return Site(module, op, f"output{self._calls[module, op] or ''}").name
+
     def inputs(self, module: str, values: Any) -> list[Made]:
         """The inputs of the outermost module that are tensors of training."""
         found = []
