@@ -66,7 +66,7 @@ def trace(
         rounding=rounding,
     )
     args, kwargs = arguments(batch)
-    with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row():
+    with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row(kwargs):
         state = {
             name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())

@@ -1,32 +1,64 @@
 """Keeps transformers from building, under fake tensors, masks that a real run does not have."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-_MODULE, _FUNCTION = "transformers.masking_utils", "find_packed_sequence_indices"
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+_MODULE = "transformers.masking_utils"
+_PACKED = "find_packed_sequence_indices"
+_IGNORED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextmanager
-def one_sequence_per_row() -> Iterator[None]:
-    """Take every row of a batch as one sequence, as it mostly is.
+def one_sequence_per_row(given: Mapping[str, Any]) -> Iterator[None]:
+    """Take every row of a batch as one whole sequence, as it mostly is.
 
-    transformers reads position ids to find several sequences packed in one row. Where it cannot
-    read them it plays safe: it builds a mask of sequence x sequence, which attention then saves.
-    Without transformers, or one that has no such function, nothing happens.
+    transformers reads position ids to find several sequences packed in one row, and the attention
+    mask to find padding. Where it cannot read them it plays safe: it builds a mask of sequence x
+    sequence, which attention then saves. Without transformers, or one that has no such functions,
+    nothing happens.
+
+    Args:
+        given: What the model is called with, by name. An `attention_mask` with data that holds
+            padding is left to transformers: a real run builds that mask too.
 
     Example:
-        >>> with one_sequence_per_row():
+        >>> with one_sequence_per_row({}):
         ...     pass
     """
     module: Any = sys.modules.get(_MODULE)
-    original = getattr(module, _FUNCTION, None)
-    if original is None:
-        yield
-        return
-    setattr(module, _FUNCTION, lambda position_ids: None)
+    changes: dict[str, Callable[..., Any]] = {_PACKED: lambda position_ids: None}
+    if not any(_padded(name, value) for name, value in given.items()):
+        changes |= {name: _unpadded(getattr(module, name, None)) for name in _IGNORED}
+    originals = {name: getattr(module, name) for name in changes if hasattr(module, name)}
+    for name in originals:
+        setattr(module, name, changes[name])
     try:
         yield
     finally:
-        setattr(module, _FUNCTION, original)
+        for name, original in originals.items():
+            setattr(module, name, original)
+
+
+def _padded(name: str, value: Any) -> bool:
+    """Whether this is a mask of tokens, with data, that leaves some out."""
+    if not name.endswith("attention_mask") or not isinstance(value, Tensor):
+        return False
+    if isinstance(value, FakeTensor) or value.is_meta:
+        return False
+    with unset_fake_temporarily():
+        return not bool(value.all())
+
+
+def _unpadded(original: Any) -> Callable[..., Any]:
+    """The same question of a batch without padding."""
+
+    def ignore(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        return original(None, *args, **kwargs)
+
+    return ignore

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memtrain.activations.trace import arguments
 from memtrain.activations.unpacked import one_sequence_per_row
 
 
@@ -33,7 +34,7 @@ def twin(model: nn.Module, optimizer: Optimizer, batch: Any) -> Iterator[Twin]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
-    with mode, one_sequence_per_row():
+    with mode, one_sequence_per_row(arguments(batch)[1]):
         leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
         for x in (*_tensors(model, optimizer), *leaves):
             if id(x) not in memo:
