@@ -1,6 +1,7 @@
 """Where every byte of a training step goes, without and with a plan, before anything runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +18,7 @@ from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
 from memtrain.peak.measure import measure as measure_peak
-from memtrain.peak.predict import conditions, predict, translated
+from memtrain.peak.predict import UnpredictableError, conditions, predict, translated
 from memtrain.peak.step import StepOptions, check_batch
 from memtrain.plan import Plan, make_plan
 from memtrain.report import Kept, Report, Row
@@ -51,8 +52,9 @@ def audit(
         cfg: Anything that `memtrain.config.load` takes; `balanced` by default.
         peak: Also simulate a whole step, plain and planned, for the report's timelines
             (`memtrain.peak.predict` says how).
-        measure: Also run two real steps, plain and planned, and put the model back
-            (`memtrain.peak.measure`).
+        measure: Also run real steps, plain and planned, and put the model back
+            (`memtrain.peak.measure`). What cannot be predicted is then left out instead of being
+            an error: saved activations (the report says why) and predicted timelines.
         options: Of the step: the device, autocast, and the timelines' loss.
 
     Returns:
@@ -60,7 +62,7 @@ def audit(
 
     Raises:
         ValueError: If the model has no parameters, if fake tensors cannot run it (the message says
-            which op it is), or for a config that is not valid.
+            which op it is) and nothing is measured, or for a config that is not valid.
         TypeError: For a config of the wrong type, or a batch without a tensor.
 
     Memory:
@@ -79,27 +81,35 @@ def audit(
     plan = make_plan(model, optimizer, cfg)
     again = recomputed(model, plan.options.recompute)
     asked: set[Site] = set()
-    with translated(model), conditions(model, options):
-        plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
-        planned = _planned_trace(model, batch, plan, plain, asked)
+    plain, planned, unseen = list[Record](), list[Record](), ""
+    try:
+        with translated(model), conditions(model, options):
+            plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
+            planned = _planned_trace(model, batch, plan, plain, asked)
+    except UnpredictableError as error:
+        if not measure:
+            raise
+        plain, planned, unseen = [], [], str(error)
     entries = [*plan.entries("weight"), *_buffers(model)]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
     report = Report(
         rows=(*map(_entry_row, known), *_activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
-        unmatched=tuple(_unmatched(plan.config, asked, known)),
+        unmatched=() if unseen else tuple(_unmatched(plan.config, asked, known)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
         unknown={
             entry.kind: entry.reason.removeprefix(UNKNOWN)
             for entry in entries
             if entry.reason.startswith(UNKNOWN)
-        },
+        }
+        | ({"activation": unseen} if unseen else {}),
     )
-    if peak:
-        timeline = predict(model, optimizer, batch, None, options)
-        planned_timeline = predict(model, optimizer, batch, plan.config, options)
-        report = replace(report, timeline=timeline, planned_timeline=planned_timeline)
+    if peak and not unseen:
+        with suppress(UnpredictableError) if measure else nullcontext():
+            timeline = predict(model, optimizer, batch, None, options)
+            planned_timeline = predict(model, optimizer, batch, plan.config, options)
+            report = replace(report, timeline=timeline, planned_timeline=planned_timeline)
     if measure:
         measured = measure_peak(model, optimizer, batch, None, options)
         planned_measured = measure_peak(model, optimizer, batch, plan.config, options)

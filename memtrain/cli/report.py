@@ -28,12 +28,19 @@ from memtrain.cli.report_help import help_text
 from memtrain.cli.report_html import as_html
 from memtrain.cli.report_limits import broken
 from memtrain.cli.report_outcome import Outcome
-from memtrain.cli.report_request import STDOUT, files, parse, requested, settings
+from memtrain.cli.report_request import (
+    STDOUT,
+    files,
+    of_device,
+    parse,
+    requested,
+    settings,
+)
 from memtrain.cli.report_tables import show
 from memtrain.cli.request import Request
 from memtrain.config import Config
 from memtrain.peak import StepOptions
-from memtrain.planner import DoesNotFit
+from memtrain.planner import DoesNotFit, write_rates
 from memtrain.report import Report
 from memtrain.sizes import format_size
 
@@ -84,6 +91,8 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
         return _diff(options, console, errors)
     if options.paper_table:
         return _paper_table(options, console, errors)
+    if options.measure_rates:
+        return _rates(options, console, errors)
     return _report(options, console, errors)
 
 
@@ -102,7 +111,7 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     report = _audited(options, built, config, step, told)
     asked = settings(request, options.overrides, built.batch)
     found = fits(built, request, config, step, told) if request.memory else None
-    outcome = Outcome(report, asked, found)
+    outcome = Outcome(report, asked, found, planned)
     with told("writing the files"):
         _write(options, outcome)
     lines = broken(report, options.fail_over, options.fail_under)
@@ -196,6 +205,16 @@ def _paper_table(options: argparse.Namespace, console: Console, errors: Console)
             rows.append((name, paper_table.measured(name)))
     console.print(paper_table.table(rows), highlight=False)
     console.out(paper_table.CONVENTION, end="", highlight=False)
+    return DONE
+
+
+def _rates(options: argparse.Namespace, console: Console, errors: Console) -> int:
+    request = of_device(options.overrides)
+    with working(errors, "measuring this device"):
+        rates = report_budget.measured_rates(request)
+    with replaced(options.measure_rates, "--measure-rates") as partly:
+        write_rates(rates, partly)
+    report_budget.show_rates(console, rates)
     return DONE
 
 

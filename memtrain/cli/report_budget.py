@@ -3,16 +3,17 @@
 import textwrap
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from memtrain.cli.models import Built
 from memtrain.cli.report_audit import UntraceableError, explained
-from memtrain.cli.request import Request
+from memtrain.cli.request import DTYPES, Request
 from memtrain.config import Config
 from memtrain.peak import StepOptions
 from memtrain.plan import make_plan
 from memtrain.planfile import load
-from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, read_rates
+from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, measure_rates, read_rates
 
 
 def chosen(request: Request, config: Config) -> Config:
@@ -58,7 +59,7 @@ def planned(request: Request, config: Config, built: Built, step: StepOptions) -
         allow=[name.strip() for name in request.allow.split(",") if name.strip()],
         max_error=request.max_error,
         objective=request.objective,  # type: ignore[arg-type]
-        rates=Rates() if request.rates is None else read_rates(request.rates),
+        rates=rates_of(request),
         options=step,
     )
     try:
@@ -70,6 +71,42 @@ def planned(request: Request, config: Config, built: Built, step: StepOptions) -
         raise UntraceableError(explained(error)) from error
 
 
+def rates_of(request: Request) -> Rates:
+    """The throughputs that step times are told by.
+
+    Args:
+        request: Its `rates`: none (byte counts), a file, or `measure`.
+
+    Returns:
+        The rates.
+
+    Raises:
+        ValueError: If the CUDA device to measure is not here, or for a file that holds no rates.
+        FileNotFoundError: If there is no such file.
+    """
+    if request.rates is None:
+        return Rates()
+    return measured_rates(request) if request.rates == "measure" else read_rates(request.rates)
+
+
+def measured_rates(request: Request) -> Rates:
+    """Measure this device.
+
+    Args:
+        request: Its `device`; its `autocast` or `dtype` is that of the arithmetic.
+
+    Returns:
+        Its rates.
+
+    Raises:
+        ValueError: If there is no CUDA device and one is asked for.
+    """
+    device = "cpu" if request.device == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here to measure; device=cpu measures this CPU")
+    return measure_rates(device, dtype=DTYPES[request.autocast or request.dtype])
+
+
 def save(path: Path, built: Built, config: Config) -> None:
     """Write the plan that a config makes of a model and a batch."""
     make_plan(built.model, built.optimizer, config, batch=built.batch).save(path)
@@ -77,13 +114,21 @@ def save(path: Path, built: Built, config: Config) -> None:
 
 def show_fit(console: Console, found: Fit) -> None:
     """Print what the planner found, in 80 columns."""
-    for line in found.lines():
-        head, rest = line[:14], line[14:]
-        lines = textwrap.wrap(rest, 66) or [""]
-        console.print(f"{head}{lines[0]}", markup=False, highlight=False)
-        for more in lines[1:]:
-            console.print(f"{'':14}{more}", markup=False, highlight=False)
+    for head, text in found.rows():
+        for number, line in enumerate(textwrap.wrap(text, 66)):
+            console.print(f"{'' if number else head:14}{line}", markup=False, highlight=False)
     console.print()
+
+
+def show_rates(console: Console, rates: Rates) -> None:
+    """Print what was measured."""
+    console.print(f"{rates.name}:", markup=False, highlight=False)
+    for what, rate, unit in (
+        ("copying", rates.copy, "GB/s, read plus written"),
+        ("matrix products", rates.flops, "GFLOP/s"),
+        ("group codes", rates.pack, "GB/s, read plus written"),
+    ):
+        console.print(f"  {what:16}{rate / 1e9:,.1f} {unit}", markup=False, highlight=False)
 
 
 def show_misfit(errors: Console, error: DoesNotFit) -> None:

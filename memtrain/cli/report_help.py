@@ -37,6 +37,9 @@ examples:
   What must be compressed, or run again, to fit into 4 GiB? Keep that plan:
     memtrain-report model=gpt2 batch=8 budget=4GiB --plan plan.yaml
     memtrain-report model=gpt2 batch=8 plan=plan.yaml
+  The same with step times by what this machine really does:
+    memtrain-report --measure-rates rates.yaml
+    memtrain-report model=gpt2 batch=8 budget=4GiB rates=rates.yaml
   Is the prediction right? Run it:
     memtrain-report model=resnet18 batch=4 device=cpu --measure
   A page with pictures for a colleague, data for a script:
@@ -61,11 +64,13 @@ keys:
   autocast   bfloat16, float16: around the forward whose peak is predicted
   memory     24GiB, 24GB ...: search the largest batch and the longest sequence
              whose predicted peak fits (some minutes)
-  budget     24GiB, 24GB ...: plan so that the peak fits (some minutes), with
+  budget     24GiB, 24GB ...: plan so that the peak fits (some minutes); what a
+             preset's rules say does not count then; with
     allow      quantise,recompute (also: release, weights)
     max_error  1: the most noise, in units of balanced's
     objective  time, error
-    rates      a file of this device's throughputs (docs/planner.md)
+    rates      a file of --measure-rates, or measure: step times by what this
+               device does (without: by bytes and work alone)
   plan       a plan file in place of the keys below
   preset     {presets}
   and any key of memtrain's config
@@ -81,6 +86,8 @@ options:
   --html FILE  write a page that stands alone: bars, treemap, timeline
   --png FILE   draw bars, and the timeline of the peak (needs matplotlib)
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
+  --measure-rates FILE  time copies, matrix products and codes on this device
+               (device=, dtype=), for rates=
   --gradients  build the model for real, run one batch, and tell what the plan
                does to its gradient, as a whole and site by site (takes a
                training step's memory, and some passes a site)

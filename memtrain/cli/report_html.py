@@ -10,6 +10,7 @@ from memtrain.cli.report_tables import heading, remarks, sides
 from memtrain.cli.svg import COLOURS, bars, legend, tag
 from memtrain.cli.svg_timeline import timeline
 from memtrain.cli.svg_treemap import treemap
+from memtrain.planner import Fit
 from memtrain.report import Report
 from memtrain.sizes import format_size
 
@@ -67,6 +68,7 @@ def as_html(outcome: Outcome) -> str:
         tag("h1", "Where the bytes of a training step go"),
         *(tag("p", tag("code", escape(line)), class_="faint") for line in asked),
         _summary(report),
+        *_planner(outcome.fit),
         *_categories(outcome),
         *_timelines(outcome),
         *_treemaps(report),
@@ -84,6 +86,12 @@ def _summary(report: Report) -> str:
         plain, planned, ratio = sides(peak)
         words += f"; {plain} and {planned} at the peak (ratio {ratio})"
     return tag("p", tag("strong", escape(words)), class_="large")
+
+
+def _planner(fit: Fit | None) -> Iterable[str]:
+    if fit is not None:
+        yield tag("h2", "The plan for a budget")
+        yield _table(("", "what the planner found"), fit.rows())
 
 
 def _categories(outcome: Outcome) -> Iterable[str]:

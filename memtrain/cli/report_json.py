@@ -9,6 +9,7 @@ from typing import Any
 from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import SIDES, thinned, timelines
 from memtrain.peak import Timeline
+from memtrain.planner import Fit
 
 SCHEMA = "memtrain-report"
 VERSION = 1
@@ -49,6 +50,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "memory": found.memory,
             **{what: dict(zip(SIDES, sizes, strict=True)) for what, sizes in found.sizes.items()},
         },
+        "planner": None if outcome.fit is None else _planner(outcome.fit),
         "timeline": {
             side: [dataclasses.asdict(moment) for moment in thinned(line.moments)]
             for side, line in timelines(report).items()
@@ -69,6 +71,21 @@ def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
         "ratio": peaks["planned"].nbytes / peaks["plain"].nbytes,
         "requested": {side: line.requested for side, line in lines.items()},
         "moment": {side: dataclasses.asdict(peak) for side, peak in peaks.items()},
+    }
+
+
+def _planner(fit: Fit) -> dict[str, Any]:
+    """What a plan for a budget promises, and what it chose."""
+    names = (
+        "budget", "seconds", "plain_seconds", "least_seconds", "error", "exact", "states", "chosen",
+        "rates", "sensitivity",
+    )  # fmt: skip
+    return {
+        "promised_peak": fit.peak.nbytes,
+        "moment": dataclasses.asdict(fit.peak),
+        **{name: getattr(fit, name) for name in names},
+        "weights": fit.plan.config.weights,
+        "gradients": fit.plan.config.gradients,
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memtrain.cli.report_fits import Fits
+from memtrain.planner import Fit
 from memtrain.report import Report
 
 
@@ -17,3 +18,5 @@ class Outcome:
     """Key -> value, as `report_request.settings` says."""
     fits: Fits | None = None
     """The sizes that fit a memory, if one was given."""
+    fit: Fit | None = None
+    """What the planner found, if there was a budget."""

@@ -56,13 +56,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fail-over")
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--paper-table", action="store_true")
+    parser.add_argument("--measure-rates", type=Path)
     options = parser.parse_intermixed_args(argv)
     _check(options)
     for name, path in files(options):
         if path != STDOUT:
             check_writable(path, name)
-    if options.plan is not None:
-        check_writable(options.plan, "--plan")
+    for name in ("plan", "measure_rates"):
+        if (path := getattr(options, name)) is not None:
+            check_writable(path, f"--{name.replace('_', '-')}")
     return options
 
 
@@ -119,11 +121,35 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
     if not request.model:
         raise ValueError(f"model= is missing; allowed: {', '.join(known_models())}")
     rest = [item for item in overrides if item not in mine]
+    if request.plan is not None and rest:
+        raise ValueError(f"plan= takes the place of memtrain's keys; {rest[0]!r} is not for it")
     preset = [item for item in rest if item.startswith("preset=")]
     if preset and preset[-1].partition("=")[2] not in options("preset"):
         value = preset[-1].partition("=")[2]
         raise ValueError(f"unknown preset {value!r}; {nearest(value, options('preset'))}")
     return request, load(rest)
+
+
+def of_device(overrides: Sequence[str]) -> Request:
+    """What `--measure-rates` is asked for: `device` and `dtype`.
+
+    Args:
+        overrides: key=value, each.
+
+    Returns:
+        The device and the dtype, checked.
+
+    Raises:
+        ValueError: For another key, or an unknown value.
+
+    Example:
+        >>> of_device(["device=cpu"]).device
+        'cpu'
+    """
+    for item in overrides:
+        if item.partition("=")[0] not in ("device", "dtype"):
+            raise ValueError(f"--measure-rates takes device= and dtype=; {item!r} is not for it")
+    return typed(Request, OmegaConf.from_dotlist([*overrides]), "")  # type: ignore[arg-type]
 
 
 def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str, Any]:
@@ -147,5 +173,7 @@ def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str
     own = {name: value for name, value in own.items() if value is not None}
     rest = [item for item in overrides if item.partition("=")[0] not in names]
     preset = [item.partition("=")[2] for item in rest if item.startswith("preset=")]
+    if not preset and request.budget is None and request.plan is None:
+        preset = ["balanced"]  # what `load` takes by itself
     others = [item for item in rest if not item.startswith("preset=")]
-    return {**own, "preset": [*preset, "balanced"][0], "overrides": others}
+    return {**own, **({"preset": preset[-1]} if preset else {}), "overrides": others}

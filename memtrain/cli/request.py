@@ -67,7 +67,7 @@ class Request:
     objective: str = "time"
     """What it is for: `time` or `error`."""
     rates: str | None = None
-    """A file of this device's throughputs (`memtrain.planner.write_rates`)."""
+    """A file of a device's throughputs (`--measure-rates` writes it), or `measure`: of this one."""
     plan: str | None = None
     """A plan file, in place of memtrain's keys."""
 

@@ -26,6 +26,10 @@ from memtrain.peak.twin import twin
 MEASURE = "measure a real step instead: audit(..., measure=True), or memtrain-report --measure"
 
 
+class UnpredictableError(ValueError):
+    """Only data can tell what a step runs: it can be measured."""
+
+
 def predict(
     model: nn.Module,
     optimizer: Optimizer,
@@ -51,9 +55,9 @@ def predict(
         One moment for each op.
 
     Raises:
-        ValueError: If the model's control flow depends on data or an op cannot run on fake
-            tensors (the message names it), for LBFGS, if the model is wrapped already, or for a
-            config that is not valid.
+        UnpredictableError: If the model's control flow depends on data or an op cannot run on
+            fake tensors (the message names it), and for LBFGS.
+        ValueError: If the model is wrapped already, or for a config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -70,7 +74,7 @@ def predict(
     """
     check(model, batch)
     if isinstance(optimizer, LBFGS):
-        raise ValueError(f"how often LBFGS runs the model depends on data: {MEASURE}")
+        raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     on_cuda = options.on_cuda(model)
     with translated(model), twin(model, optimizer, batch) as own, cpu.without_data():
         model, optimizer = own.model, own.optimizer
@@ -106,24 +110,28 @@ def translated(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except DataDependentOutputException as error:
-        raise ValueError(
+        raise UnpredictableError(
             f"{name} reads a tensor's values ({error.func}), so what it runs depends on data and "
             f"cannot be told before: {MEASURE}"
         ) from error
     except DynamicOutputShapeException as error:
-        raise ValueError(
+        raise UnpredictableError(
             f"{name} runs {error.func}, whose result's shape depends on data: {MEASURE}"
         ) from error
     except UnsupportedOperatorException as error:
-        raise ValueError(f"{name} runs {error.func}, which has no fake form: {MEASURE}") from error
+        raise UnpredictableError(
+            f"{name} runs {error.func}, which has no fake form: {MEASURE}"
+        ) from error
     except UnsupportedFakeTensorException as error:
-        raise ValueError(
+        raise UnpredictableError(
             f"{name} cannot run on fake tensors ({error.reason}): {MEASURE}"
         ) from error
     except RuntimeError as error:
         if ".numpy()" not in str(error):
             raise
-        raise ValueError(f"{name} takes a tensor's values out with .numpy(): {MEASURE}") from error
+        raise UnpredictableError(
+            f"{name} takes a tensor's values out with .numpy(): {MEASURE}"
+        ) from error
 
 
 def _first_step(step: Step, *, full: bool) -> None:

@@ -50,24 +50,28 @@ class Fit:
         """Step time over that of plain PyTorch, less 1."""
         return self.seconds / self.plain_seconds - 1
 
-    def lines(self) -> list[str]:
-        """The plan in a few lines of at most 80 columns."""
+    def rows(self) -> list[tuple[str, str]]:
+        """What is promised and what was chosen: a name, and a line about it."""
         config = self.plan.config
         chosen = ", ".join(f"{count} {_named(level)}" for level, count in self.chosen.items())
         found = "all plans compared" if self.exact else "a relaxation's plans compared"
         if self.least_seconds is not None:
             gap = max(0.0, self.seconds / self.least_seconds - 1) if self.least_seconds > 0 else 0.0
             found += f"; none is faster by more than {gap:.1%}"
+        kept = f"weights: {config.weights}; gradients: {config.gradients}"
         return [
-            f"budget        {format_size(self.budget)}",
-            f"promised peak {format_size(self.peak.nbytes)}, in the {self.peak.label}",
-            f"step time     {self.slower:+.1%} against plain PyTorch, by {self.rates}",
-            f"              {found}",
-            f"noise         {self.error:.2f} of balanced's ({self.sensitivity})",
-            f"states        {_mixture(self.states)}; weights: {config.weights}; "
-            f"gradients: {config.gradients}",
-            f"activations   {chosen or 'nothing to choose'}",
+            ("budget", format_size(self.budget)),
+            ("promised peak", f"{format_size(self.peak.nbytes)}, in the {self.peak.label}"),
+            ("step time", f"{self.slower:+.1%} against plain PyTorch, by {self.rates}"),
+            ("", found),
+            ("noise", f"{self.error:.2f} of balanced's ({self.sensitivity})"),
+            ("states", f"{_mixture(self.states)}; {kept}"),
+            ("activations", chosen or "nothing to choose"),
         ]
+
+    def lines(self) -> list[str]:
+        """The same as text."""
+        return [f"{name:14}{text}" for name, text in self.rows()]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

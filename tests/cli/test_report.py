@@ -86,6 +86,7 @@ def test_json_has_the_documented_schema():
         },
         "measured_peak": None,
         "fits": None,
+        "planner": None,
         "timeline": {"plain": [moment], "planned": [moment]},
         "rows": [
             {"name": "w", "kind": "weight", "plain": 64, "planned": 64, "compressor": "",

@@ -1,12 +1,19 @@
 """`memtrain-report budget=...` and plan files on the command line."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+import memtrain
 from memtrain import planner
 from memtrain.cli import report_budget
 from memtrain.cli.models import Built
+from memtrain.cli.report import main
+from memtrain.cli.report_html import as_html
+from memtrain.cli.report_json import as_text
+from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_request import requested, settings
 from memtrain.config import Config
 from memtrain.peak import Moment, StepOptions
@@ -44,6 +51,17 @@ def test_the_keys_are_shown_where_they_mean_something():
     assert settings(request, ["model=gpt2"], None)["allow"] == "quantise,recompute"
 
 
+def test_a_preset_is_shown_where_it_decides():
+    for overrides, shown in (
+        ([], "balanced"),
+        (["preset=exact"], "exact"),
+        (["budget=24GiB"], None),
+        (["plan=a.yaml"], None),
+    ):
+        request, _ = asked(*overrides)
+        assert settings(request, ["model=gpt2", *overrides], None).get("preset") == shown
+
+
 def test_a_plan_file_takes_the_place_of_the_keys(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("memtrain_plan: 1\nseed: 7\n")
@@ -53,6 +71,8 @@ def test_a_plan_file_takes_the_place_of_the_keys(tmp_path):
     request, _ = asked("plan=nowhere.yaml")
     with pytest.raises(ValueError, match="is no file"):
         report_budget.chosen(request, config)
+    with pytest.raises(ValueError, match=r"plan= takes the place .* 'seed=3' is not for it"):
+        asked(f"plan={path}", "seed=3")
 
 
 def test_a_plan_is_written(tmp_path):
@@ -87,3 +107,58 @@ def test_what_does_not_fit_is_told_in_lines(capsys):
     )
     assert "gradients 2.00 GiB, weights 1.00 GiB" in lines[1]
     assert lines[2].endswith("what would help: a smaller model")
+
+
+RATES = planner.Rates(name="a machine", copy=2e9, flops=3e9, pack=1e9)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A device that is measured at once; what it was asked for."""
+    given = []
+
+    def measure_rates(device, *, dtype):
+        given.append((device, dtype))
+        return RATES
+
+    monkeypatch.setattr(report_budget, "measure_rates", measure_rates)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return given
+
+
+def test_rates_are_measured_by_a_command_and_read_by_the_planner(machine, tmp_path, capsys):
+    path = tmp_path / "rates.yaml"
+    assert main(["--measure-rates", str(path), "device=cpu", "dtype=bfloat16"]) == 0
+    assert machine == [("cpu", torch.bfloat16)]
+    text = capsys.readouterr().out
+    assert text.splitlines()[:2] == ["a machine:", "  copying         2.0 GB/s, read plus written"]
+    assert report_budget.rates_of(asked(f"rates={path}")[0]) == RATES
+    assert report_budget.rates_of(asked("rates=measure", "device=cpu")[0]) == RATES
+    assert report_budget.rates_of(asked()[0]) == planner.Rates()
+    assert main(["--measure-rates", str(path)]) == 2
+    assert "no CUDA device here to measure" in capsys.readouterr().err
+    assert main(["--measure-rates", str(path), "model=gpt2"]) == 2
+    assert "'model=gpt2' is not for it" in capsys.readouterr().err
+
+
+def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings):
+    model = nn.Linear(8, 8)
+    plan = memtrain.make_plan(model, torch.optim.SGD(model.parameters()), Config())
+    found = planner.Fit(
+        plan=plan, budget=2**21, peak=Moment("step", "step", 2**20, {"weights": 2**20}),
+        seconds=1.2, plain_seconds=1.0, least_seconds=1.0, error=0.5, exact=False,
+        states={"8-bit": 3, "factored": 1}, chosen={"4": 2, "recompute": 1}, rates="byte counts",
+        sensitivity="analytic",
+    )  # fmt: skip
+    outcome = Outcome(report, settings, fit=found)
+    content = json.loads(as_text(outcome))["planner"]
+    assert (content["budget"], content["promised_peak"]) == (2**21, 2**20)
+    assert content["states"] == {"8-bit": 3, "factored": 1}
+    assert content["chosen"] == {"4": 2, "recompute": 1}
+    assert (content["seconds"], content["least_seconds"], content["exact"]) == (1.2, 1.0, False)
+    assert (content["error"], content["weights"], content["gradients"]) == (0.5, "keep", "keep")
+    page = as_html(outcome)
+    for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 at 4 bits",
+                  "3 8-bit, 1 factored", "none is faster by more than 20.0%"):  # fmt: skip
+        assert words in page
+    assert "The plan for a budget" not in as_html(Outcome(report, settings))

@@ -47,6 +47,25 @@ def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, mat
     assert measure(model, optimizer, torch.ones(2, 8), "balanced").peak.nbytes > 288
 
 
+def test_a_measured_audit_tells_all_but_what_needs_fake_tensors():
+    model = Branching(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = audit(model, optimizer, torch.ones(2, 64), "balanced", peak=True, measure=True)
+    totals = report.totals()
+    assert totals["weights"].plain == totals["gradients"].plain == 65 * 64 * 4
+    assert totals["optimizer states"].plain == 2 * 65 * 64 * 4 + 8
+    assert "_local_scalar_dense" in totals["saved activations"].unknown
+    assert report.timeline is None
+    assert report.measured is not None
+    assert report.planned_measured is not None
+    assert report.measured.peak.nbytes > totals["total"].plain
+    plain, batch = mlp(), torch.ones(2, 64)
+    lbfgs = torch.optim.LBFGS(plain.parameters())
+    report = audit(plain, lbfgs, batch, "activations_only", peak=True, measure=True)
+    assert report.timeline is None
+    assert report.measured is not None
+
+
 def test_a_wrapped_model_is_refused():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters())
