@@ -1,13 +1,15 @@
 """Where gradients enter the model and leave it: scaled on the way in, true on the way out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from memtrain.kernels.formats import FloatFormat
@@ -19,7 +21,7 @@ class Boundary:
 
     What reaches a parameter past the model (a penalty on the weights) never carries the scale. At
     the end of each backward pass through an output, overflows are counted: activations and weights
-    may be promoted, the scale may change.
+    may be promoted, the scale may change; under DistributedDataParallel, of all processes alike.
 
     Args:
         state: Is told of every pass.
@@ -29,6 +31,9 @@ class Boundary:
         self.state = state
         self.overflowed = False
         """Whether a gradient since the last step has overflowed: the step must be skipped."""
+        self.group: Any = None
+        """Of processes that train replicas of the model, and decide together."""
+        self.device = torch.device("cpu")
         self._clear()
 
     def _clear(self) -> None:
@@ -39,10 +44,11 @@ class Boundary:
         self._scaled = False  # whether the gradients of the pass that runs carry the scale
 
     def __getstate__(self) -> dict[str, object]:
-        return {"state": self.state, "overflowed": self.overflowed}
+        return {"state": self.state, "overflowed": self.overflowed, "device": self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.group = None
         self._clear()
 
     def count(self, name: str, overflows: Tensor, numel: int) -> None:
@@ -58,6 +64,12 @@ class Boundary:
     def inside(self) -> bool:
         """Whether a forward runs that will be trained: no evaluation, no recomputation."""
         return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    def begin(self, model: nn.Module) -> None:
+        """A forward that will be trained begins: look whether it is a replica's."""
+        ddp = DistributedDataParallel._active_ddp_module
+        self.group = None if ddp is None else ddp.process_group
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     # -- on the way in -----------------------------------------------------------------------
 
@@ -127,18 +139,35 @@ class Boundary:
 
     def _finish(self) -> None:
         counts, found, given, halved = self._counts, self._found, self._given, self._halved
-        self.state.halved += sum(map(int, halved))
         self._clear()
+        self.state.halved += sum(map(int, halved))
         overflows = torch.stack([one for one, _ in counts.values()]).tolist() if counts else []
         pairs = zip(counts.items(), overflows, strict=True)
-        self.state.promote({name: count / numel for (name, (_, numel)), count in pairs})
+        shares = {name: (count, numel) for (name, (_, numel)), count in pairs}
+        overflow = any(bool(one) for one in found.values())
+        theirs = not all(bool(ok) for ok in given)
+        if self.group is not None:
+            overflow, theirs, shares = self._agree(overflow, theirs, shares)
+        self.state.promote({name: count / numel for name, (count, numel) in shares.items()})
         if not self.state.scale.active:
             return
         # A loss that is not finite is the user's: no scale would mend it.
-        mine = all(bool(ok) for ok in given)
-        overflow = mine and any(bool(one) for one in found.values())
+        overflow = overflow and not theirs
         self.overflowed |= overflow
         self.state.scale.update(overflow=overflow)
+
+    def _agree(
+        self, overflow: bool, theirs: bool, shares: Mapping[str, tuple[float, float]]
+    ) -> tuple[bool, bool, dict[str, tuple[float, float]]]:
+        """The same of all processes together, by one sum of a few numbers."""
+        names = [value.name for value in self.state.graph.values] if self.state.graph else []
+        own = [shares.get(name, (0, 0)) for name in names]
+        numbers = [float(overflow), float(theirs), *(number for pair in own for number in pair)]
+        table = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table, group=self.group)
+        anywhere, lost, *rest = table.tolist()
+        pairs = zip(names, zip(rest[::2], rest[1::2], strict=True), strict=True)
+        return anywhere > 0, lost > 0, {name: pair for name, pair in pairs if pair[1]}
 
 
 def _only_once() -> None:

@@ -1,5 +1,6 @@
 """The tensors of training of a model, in groups between two GEMMs, told by one traced forward."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -146,7 +147,8 @@ def graph_of(
 
 
 def check(model: nn.Module) -> None:
-    """Raise ValueError for parameters of a dtype that is not rounded, and for compiled modules."""
+    """Raise ValueError for a dtype that is not rounded, and for compiled or sharded modules."""
+    refuse_shards(model)
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
             raise ValueError(
@@ -159,6 +161,20 @@ def check(model: nn.Module) -> None:
             raise ValueError(
                 f"precision: {name} has dtype {parameter.dtype}; allowed: {allowed}, "
                 "or precision.assignment=fp32"
+            )
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Raise ValueError for modules under `fully_shard`: each forward has other weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, fsdp.FSDPModule):
+            raise ValueError(
+                f"precision: {name or 'the model'} is under fully_shard (FSDP2), which gives "
+                "forwards other weights than the model has; allowed: DistributedDataParallel, or "
+                "precision.assignment=fp32"
             )
 
 

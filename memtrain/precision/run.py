@@ -73,6 +73,8 @@ class Rounder:
         self._names.begin(model)
         self._model, self._module = model, module
         self._counts = self.boundary.inside() and not self.trial
+        if self._counts:
+            self.boundary.begin(model)
         if self._counts and module not in self._checked:
             self._outliving = Outliving()
         given = (args, kwargs)

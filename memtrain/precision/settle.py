@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.origin import in_transform
 from memtrain.activations.trace import Given
+from memtrain.precision.graph import refuse_shards
 from memtrain.precision.state import PrecisionState
 
 UNSEEN = (
@@ -44,9 +45,11 @@ class Settle:
 
         Raises:
             RuntimeError: Where ops are not seen one by one.
+            ValueError: If `fully_shard` has been applied to the model.
         """
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
+        if _compiles() or torch.jit.is_tracing() or in_transform():
             raise RuntimeError(UNSEEN)
+        refuse_shards(model)
         state = self.plan.precision
         if state is None or state.graph is not None or self._tracing:
             return
@@ -56,6 +59,14 @@ class Settle:
             self.plan.settle_precision(model, given)
         finally:
             self._tracing = False
+
+
+def _compiles() -> bool:
+    """Whether Dynamo traces this call, or has given up on it and waits for the frames within."""
+    if torch.compiler.is_compiling():
+        return True
+    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    return frames.get_eval_frame_callback() is not None
 
 
 def _alone(x: Tensor) -> Tensor:

@@ -358,6 +358,22 @@ def test_models_that_cannot_be_rounded_are_refused():
         model(data()[0])
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how", "ignore:The .grad attribute")
+@pytest.mark.parametrize("settled", [False, True], ids=["first", "settled"])
+def test_compiling_a_wrapped_model_is_an_error_and_disabling_works(settled):
+    x, _ = data()
+    torch._dynamo.reset()
+    model, _ = wrapped(mlp())
+    if settled:
+        model(x)
+    with pytest.raises(RuntimeError, match=r"rounded op by op, which torch\.compile.*hide"):
+        torch.compile(model, backend="eager")(x)
+    around = torch.compile(lambda x: torch.compiler.disable(model)(x).sum(), backend="eager")
+    around(x).backward()
+    assert memtrain.precision_state(model).step == 1
+    assert torch.equal(around(x), model(x).sum())
+
+
 @pytest.mark.nightly
 def test_gpt2_trains_in_mixed_precision():
     from transformers import GPT2Config, GPT2LMHeadModel
