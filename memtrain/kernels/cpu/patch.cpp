@@ -3,7 +3,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "patch_avx512.h"
+#include "patch_channels_avx512.h"
+#include "patch_quads_avx512.h"
 #include "philox.h"
 
 namespace memtrain {
@@ -111,37 +112,7 @@ struct Cursor {
     column = 0;
     if (++row == job.down()) row = 0, ++plane;
   }
-  void next(const Job& job) {  // with one channel, and without its division
-    if (++column < job.across()) return;
-    column = 0;
-    if (++row == job.down()) row = 0, ++plane;
-  }
 };
-
-#ifdef MT_PATCH_AVX512
-// Maps so narrow that runs of patches are short: a row of each patch is read by itself.
-static bool by_rows(const Job& job) {
-  return job.inner == 1 && job.across() < 8 && mt_isa() >= 2;
-}
-
-// Of lanes without a patch nothing is stored; they load the first one's.
-static Cursor find_places(const Job& job, Cursor cursor, int64_t count, avx512::Places& p,
-                          bool storing) {
-  p.step = job.columns;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t row = cursor.row * kSide, column = cursor.column * kSide;
-    p.at[i] = (cursor.plane * job.rows + row) * job.columns + column;
-    p.mask[i] = (1 << std::min<int64_t>(job.columns - column, kSide)) - 1;
-    p.height[i] = std::min<int64_t>(job.rows - row, kSide);
-    cursor.next(job);
-  }
-  for (int64_t i = count; i < kLanes; ++i) {
-    p.at[i] = p.at[0], p.mask[i] = p.mask[0];
-    p.height[i] = storing ? 0 : p.height[0];
-  }
-  return cursor;
-}
-#endif
 
 // Calls line(lane, run, width, height, at) for the runs of up to kLanes patches that lie side by
 // side, of `width` columns and `height` rows each; at[r] is where row r of the first one starts.
@@ -184,17 +155,10 @@ MT_INLINE void load_row(const uint16_t* __restrict from, float (*__restrict to)[
   }
 }
 
-template <typename F, bool kByRows>
+template <typename F>
 MT_INLINE void load(const Job& job, Cursor& cursor, int64_t count,
                     float (*__restrict cells)[kLanes]) {
   const auto* from = static_cast<const typename F::Raw*>(job.from);
-#ifdef MT_PATCH_AVX512
-  if constexpr (kByRows) {
-    avx512::Places places;
-    cursor = find_places(job, cursor, count, places, false);
-    return avx512::load(from, places, cells, std::is_same_v<F, Float16>);
-  }
-#endif
   over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t,
                                      const int64_t* at) __attribute__((always_inline)) {
     for (int r = 0; r < kSide; ++r) {
@@ -293,7 +257,7 @@ MT_INLINE void encode(const float (*__restrict cells)[kLanes], const Levels& l, 
   }
 }
 
-template <typename F, bool kByRows = false>
+template <typename F>
 MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
   const uint32_t patches = static_cast<uint32_t>(job.patches());
   float cells[kCells][kLanes] = {};
@@ -303,7 +267,7 @@ MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
   Cursor cursor(job, begin);
   for (int64_t at = begin; at < end; at += kLanes) {
     const int64_t count = std::min<int64_t>(end - at, kLanes);
-    load<F, kByRows>(job, cursor, count, cells);
+    load<F>(job, cursor, count, cells);
     find_ends<F>(cells, levels, words);
     inner_levels<F>(levels);
     const uint32_t counter = static_cast<uint32_t>(at);
@@ -329,18 +293,11 @@ MT_INLINE void store_row(const uint32_t (*__restrict from)[kLanes], Raw* __restr
   }
 }
 
-template <typename F, bool kByRows>
+template <typename F>
 MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count,
                      const uint32_t (*__restrict cells)[kLanes]) {
   using Raw = typename F::Raw;
   auto* to = static_cast<Raw*>(job.to);
-#ifdef MT_PATCH_AVX512
-  if constexpr (kByRows) {
-    avx512::Places places;
-    cursor = find_places(job, cursor, count, places, true);
-    return avx512::store(to, places, cells);
-  }
-#endif
   over_lines(job, cursor, count, [&](int64_t lane, int64_t run, int64_t width, int64_t height,
                                      const int64_t* at) __attribute__((always_inline)) {
     for (int r = 0; r < height; ++r) {
@@ -364,7 +321,7 @@ MT_INLINE void store(const Job& job, Cursor& cursor, int64_t count,
   });
 }
 
-template <typename F, bool kByRows = false>
+template <typename F>
 MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
   uint64_t words[kLanes] = {};
   uint32_t codes[kLanes], raw[4][kLanes], cells[kCells][kLanes];
@@ -389,7 +346,7 @@ MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
         const uint32_t high = code & 1 ? raw[3][i] : raw[2][i];
         cells[k][i] = code & 2 ? high : low;
       }
-    store<F, kByRows>(job, cursor, count, cells);
+    store<F>(job, cursor, count, cells);
   }
 }
 
@@ -409,42 +366,51 @@ using Range = void (*)(const Job&, int64_t, int64_t);
 constexpr Range kQuantize[] = {quantize_Float32, quantize_BFloat16, quantize_Float16};
 constexpr Range kDequantize[] = {dequantize_Float32, dequantize_BFloat16, dequantize_Float16};
 
-#ifdef MT_PATCH_AVX512
-#define MT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")))
-template <typename F>
-MT_AVX512 void quantize_rows(const Job& job, int64_t begin, int64_t end) {
-  quantize<F, true>(job, begin, end);
-}
-template <typename F>
-MT_AVX512 void dequantize_rows(const Job& job, int64_t begin, int64_t end) {
-  dequantize<F, true>(job, begin, end);
-}
-constexpr Range kQuantizeRows[] = {quantize_rows<Float32>, quantize_rows<BFloat16>,
-                                   quantize_rows<Float16>};
-constexpr Range kDequantizeRows[] = {dequantize_rows<Float32>, dequantize_rows<BFloat16>,
-                                     dequantize_rows<Float16>};
-#endif
-
-static Range quantize_range(const Job& job, int64_t kind) {
-#ifdef MT_PATCH_AVX512
-  if (by_rows(job)) return kQuantizeRows[kind];
-#endif
-  return kQuantize[kind];
-}
-
-static Range dequantize_range(const Job& job, int64_t kind) {
-#ifdef MT_PATCH_AVX512
-  if (by_rows(job)) return kDequantizeRows[kind];
-#endif
-  return kDequantize[kind];
-}
-
 static void over_patches(const Job& job, Range range, int64_t threads) {
   const int64_t groups = (job.patches() + kLanes - 1) / kLanes;
   parallel_for(groups, 128, threads, [&](int64_t begin, int64_t end) {
     range(job, begin * kLanes, std::min(end * kLanes, job.patches()));
   });
 }
+
+#ifdef MT_PATCH_AVX512
+template <typename F>
+void quantize_fast(const Job& job, int64_t begin, int64_t end) {
+  if (job.inner > 1)
+    job.stochastic ? avx512::quantize_channels<F, true>(job, begin, end)
+                   : avx512::quantize_channels<F, false>(job, begin, end);
+  else
+    job.stochastic ? avx512::quantize_quads<F, true>(job, begin, end)
+                   : avx512::quantize_quads<F, false>(job, begin, end);
+}
+
+template <typename F>
+void dequantize_fast(const Job& job, int64_t begin, int64_t end) {
+  job.inner > 1 ? avx512::dequantize_channels<F>(job, begin, end)
+                : avx512::dequantize_quads<F>(job, begin, end);
+}
+
+constexpr Range kQuantizeFast[] = {quantize_fast<avx512::Floats>, quantize_fast<avx512::Bfloats>,
+                                   quantize_fast<avx512::Halves>};
+constexpr Range kDequantizeFast[] = {dequantize_fast<avx512::Floats>,
+                                     dequantize_fast<avx512::Bfloats>,
+                                     dequantize_fast<avx512::Halves>};
+
+// Quads, or positions and sixteen channels.
+static int64_t pieces_of(const Job& job) {
+  const int64_t bands = job.outer * job.down();
+  return job.inner > 1 ? bands * job.across() * ((job.inner + 15) / 16)
+                       : bands * ((job.across() + 3) / 4);
+}
+
+// False where the machine or the tensor leaves nothing to do.
+static bool over_pieces(const Job& job, Range range, int64_t threads) {
+  if (mt_isa() < 2 || job.patches() == 0) return false;
+  parallel_for(pieces_of(job), 512, threads,
+               [&](int64_t begin, int64_t end) { range(job, begin, end); });
+  return true;
+}
+#endif
 
 }  // namespace memtrain
 
@@ -454,12 +420,18 @@ MT_EXPORT void mt_patch_quantize(const void* x, int64_t kind, uint64_t* words, i
   using namespace memtrain;
   const Job job{x, words, outer, rows, columns, inner, static_cast<uint64_t>(seed),
                 stochastic != 0};
-  over_patches(job, quantize_range(job, kind), threads);
+#ifdef MT_PATCH_AVX512
+  if (over_pieces(job, kQuantizeFast[kind], threads)) return;
+#endif
+  over_patches(job, kQuantize[kind], threads);
 }
 
 MT_EXPORT void mt_patch_dequantize(const uint64_t* words, void* out, int64_t kind, int64_t outer,
                                    int64_t rows, int64_t columns, int64_t inner, int64_t threads) {
   using namespace memtrain;
   const Job job{words, out, outer, rows, columns, inner, 0, false};
-  over_patches(job, dequantize_range(job, kind), threads);
+#ifdef MT_PATCH_AVX512
+  if (over_pieces(job, kDequantizeFast[kind], threads)) return;
+#endif
+  over_patches(job, kDequantize[kind], threads);
 }

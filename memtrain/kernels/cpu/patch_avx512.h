@@ -1,5 +1,5 @@
-// Rows of sixteen patches, wherever they lie, to cells and back with AVX-512: four values a load,
-// masked where a patch is partial, and turned in registers. Cells as in patch.cpp.
+// What 4x4 patches need with AVX-512, sixteen at a time: dtypes, levels, codes; results as in
+// patch.cpp. Where the values lie: patch_quads_avx512.h (one channel), patch_channels_avx512.h.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "common.h"
+#include "philox_avx512.h"
 
 // Defined in codebook.cpp: 2 where the machine has AVX-512 and it is not switched off.
 MT_EXPORT int mt_isa();
@@ -21,127 +22,173 @@ MT_EXPORT int mt_isa();
 namespace memtrain::avx512 {
 namespace {
 
-// Where sixteen patches begin, and how much of each there is: a bit a column, and the rows; `step`
-// from a row to the next.
-struct Places {
-  int64_t at[16], step;
-  uint8_t mask[16], height[16];
-};
+MT_INLINE __m512i splat(int x) { return _mm512_set1_epi32(x); }
+MT_INLINE __m512 splat(float x) { return _mm512_set1_ps(x); }
+MT_INLINE __m512i as_bits(__m512 x) { return _mm512_castps_si512(x); }
+MT_INLINE __m512 as_floats(__m512i x) { return _mm512_castsi512_ps(x); }
+MT_INLINE __m512i lanes() {
+  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
 
-// Four values of a row; what is missing repeats the first.
+// -- what the dtypes differ in -------------------------------------------------------------------
+
 struct Floats {
   using T = uint32_t;
-  MT_INLINE __m128 four(const T* from, __mmask8 mask) {
-    const __m128 x = _mm_maskz_loadu_ps(mask, from);
-    return _mm_mask_broadcastss_ps(x, static_cast<__mmask8>(~mask), x);
+  MT_INLINE __m512 load(const T* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+  MT_INLINE __m512 load(const T* from) { return _mm512_loadu_ps(from); }
+  MT_INLINE void store(T* to, __mmask16 mask, __m512i raw) {
+    _mm512_mask_storeu_epi32(to, mask, raw);
   }
+  // To bf16 away from the inside, and no further than bf16 goes.
+  MT_INLINE __m512 end(__m512 x, bool up) {
+    const __m512i bits = as_bits(x), low = splat(0xFFFF);
+    const __mmask16 negative = _mm512_movepi32_mask(bits);
+    const __mmask16 enlarge = _mm512_mask_test_epi32_mask(
+        static_cast<__mmask16>(up ? ~negative : negative), bits, low);
+    const __m512i kept = _mm512_andnot_si512(low, bits);
+    x = as_floats(_mm512_mask_add_epi32(kept, enlarge, kept, splat(0x10000)));
+    const __m512 limit = splat(0x1.FEp127f);
+    return _mm512_min_ps(_mm512_max_ps(x, splat(-0x1.FEp127f)), limit);
+  }
+  MT_INLINE __m512i end_bits(__m512 x) { return _mm512_srli_epi32(as_bits(x), 16); }
+  MT_INLINE __m512 end_value(__m512i bits) { return as_floats(_mm512_slli_epi32(bits, 16)); }
+  MT_INLINE __m512 rounded(__m512 x) { return x; }
+  MT_INLINE __m512i raw(__m512 x) { return as_bits(x); }
 };
 
-MT_INLINE __m128i four_halves(const uint16_t* from, __mmask8 mask) {
-  const __m128i x = _mm_maskz_loadu_epi16(mask, from);
-  return _mm_mask_broadcastw_epi16(x, static_cast<__mmask8>(~mask), x);
+MT_INLINE __m256i load_halves(const uint16_t* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-struct Bfloats {
+struct Bfloats : Floats {
   using T = uint16_t;
-  MT_INLINE __m128 four(const T* from, __mmask8 mask) {
-    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(four_halves(from, mask)), 16));
+  MT_INLINE __m512 load(const T* from, __mmask16 mask) {
+    return end_value(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)));
   }
+  MT_INLINE __m512 load(const T* from) {
+    return end_value(_mm512_cvtepu16_epi32(load_halves(from)));
+  }
+  MT_INLINE void store(T* to, __mmask16 mask, __m512i raw) {
+    _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(raw));
+  }
+  MT_INLINE __m512 end(__m512 x, bool) { return x; }
+  // To the nearest, ties to even; NaN stays NaN, for those here have no more bits than a bf16's.
+  MT_INLINE __m512 rounded(__m512 x) {
+    const __m512i bits = as_bits(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, splat(0x7FFF)), odd);
+    return as_floats(_mm512_andnot_si512(splat(0xFFFF), sum));
+  }
+  MT_INLINE __m512i raw(__m512 x) { return _mm512_srli_epi32(as_bits(x), 16); }
 };
 
-struct Halves {
-  using T = uint16_t;
-  MT_INLINE __m128 four(const T* from, __mmask8 mask) {
-    return _mm_cvtph_ps(four_halves(from, mask));
+struct Halves : Bfloats {
+  MT_INLINE __m512 load(const T* from, __mmask16 mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
   }
+  MT_INLINE __m512 load(const T* from) { return _mm512_cvtph_ps(load_halves(from)); }
+  MT_INLINE __m512i end_bits(__m512 x) {
+    return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
+  MT_INLINE __m512 end_value(__m512i bits) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)); }
+  MT_INLINE __m512 rounded(__m512 x) {
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
+  MT_INLINE __m512i raw(__m512 x) { return end_bits(x); }
 };
 
-MT_INLINE __m512 low_pairs(__m512 a, __m512 b) {
-  return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-}
+// -- levels and codes ----------------------------------------------------------------------------
 
-MT_INLINE __m512 high_pairs(__m512 a, __m512 b) {
-  return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-}
-
-// In each quarter of the registers, four rows of four to four columns of four, or back.
-MT_INLINE void turn(__m512* z) {
-  const __m512 low01 = _mm512_unpacklo_ps(z[0], z[1]), high01 = _mm512_unpackhi_ps(z[0], z[1]);
-  const __m512 low23 = _mm512_unpacklo_ps(z[2], z[3]), high23 = _mm512_unpackhi_ps(z[2], z[3]);
-  z[0] = low_pairs(low01, low23);
-  z[1] = high_pairs(low01, low23);
-  z[2] = low_pairs(high01, high23);
-  z[3] = high_pairs(high01, high23);
-}
+struct Levels {
+  __m512 of[4];
+};
 
 template <typename F>
-MT_INLINE __m128 row_of(const typename F::T* from, const Places& p, int r, int i) {
-  return F::four(from + p.at[i] + (r < p.height[i] ? r * p.step : 0), p.mask[i]);
+MT_INLINE Levels levels_between(__m512 lo, __m512 hi) {
+  const __m512 half = splat(0.5f);
+  const __m512 range = _mm512_sub_ps(_mm512_mul_ps(half, hi), _mm512_mul_ps(half, lo));
+  const __m512 third = _mm512_mul_ps(range, splat(0.6666666865348816f));
+  return {lo, F::rounded(_mm512_add_ps(lo, third)), F::rounded(_mm512_sub_ps(hi, third)), hi};
 }
+
+// `lo` and `hi` are right where there is no NaN.
+template <typename F>
+MT_INLINE Levels levels_of(__m512 lo, __m512 hi, __mmask16 nan) {
+  const __m512 infinite = splat(__builtin_inff());
+  const __m512 least = _mm512_min_ps(_mm512_sub_ps(splat(0.0f), hi), lo);
+  nan |= _mm512_cmp_ps_mask(least, _mm512_sub_ps(splat(0.0f), infinite), _CMP_LE_OQ);
+  const __m512 none = as_floats(splat(0x7FC00000));
+  // Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
+  lo = _mm512_mask_mov_ps(_mm512_add_ps(F::end(lo, false), splat(0.0f)), nan, none);
+  hi = _mm512_mask_mov_ps(_mm512_add_ps(F::end(hi, true), splat(0.0f)), nan, none);
+  return levels_between<F>(lo, hi);
+}
+
+// What a value is compared with: where its interval begins, and how wide it is. Halves, since a
+// difference may overflow.
+struct Steps {
+  __m512 base[3], width[3];
+};
+
+MT_INLINE Steps steps_of(const Levels& l, bool stochastic) {
+  const __m512 half = splat(0.5f);
+  Steps s;
+#pragma GCC unroll 3
+  for (int k = 0; k < 3; ++k) {
+    s.base[k] = _mm512_mul_ps(half, l.of[k]);
+    s.width[k] = _mm512_sub_ps(_mm512_mul_ps(half, l.of[k + 1]), s.base[k]);
+    if (!stochastic) s.width[k] = _mm512_mul_ps(half, s.width[k]);
+  }
+  return s;
+}
+
+// Adds to `codes`, in units of `one`, how many levels lie far enough below x.
+MT_INLINE __m512i add_codes(__m512i codes, __m512 x, const Steps& s, __m512i one) {
+  const __m512 value = _mm512_mul_ps(x, splat(0.5f));
+#pragma GCC unroll 3
+  for (int k = 0; k < 3; ++k) {
+    const __m512 above = _mm512_sub_ps(value, s.base[k]);
+    const __mmask16 more = _mm512_cmp_ps_mask(above, s.width[k], _CMP_GE_OQ);
+    codes = _mm512_mask_add_epi32(codes, more, codes, one);
+  }
+  return codes;
+}
+
+MT_INLINE Steps scaled(const Steps& s, __m512i draw) {
+  // (draw + 0.5) / 2**16: exact, so fused or not is the same.
+  const __m512 u = _mm512_fmadd_ps(_mm512_cvtepi32_ps(draw), splat(0x1p-16f), splat(0x1p-17f));
+  Steps scaled = s;
+#pragma GCC unroll 3
+  for (int k = 0; k < 3; ++k) scaled.width[k] = _mm512_mul_ps(u, s.width[k]);
+  return scaled;
+}
+
+MT_INLINE __m512 smaller(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
+MT_INLINE __m512 larger(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+
+MT_INLINE __mmask16 unordered(__m512 a, __m512 b) {
+  return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+}
+
+struct Draws {
+  __m512i word[2][4];
+};
+
+constexpr int kTogether = 4;
+
+// Sixteen patches on their way to words.
+struct Patches {
+  __m512 x[4][4], lo, hi;
+  __mmask16 nan;
+  __m512i ends;
+  Steps steps;
+};
 
 template <typename F>
-MT_INLINE void load_cells(const typename F::T* from, const Places& p, float (*cells)[16]) {
-  for (int r = 0; r < 4; ++r) {
-    __m512 z[4];
-    // Patch 4 q + k goes to quarter q of register k.
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      z[k] = _mm512_castps128_ps512(row_of<F>(from, p, r, k));
-      z[k] = _mm512_insertf32x4(z[k], row_of<F>(from, p, r, k + 4), 1);
-      z[k] = _mm512_insertf32x4(z[k], row_of<F>(from, p, r, k + 8), 2);
-      z[k] = _mm512_insertf32x4(z[k], row_of<F>(from, p, r, k + 12), 3);
-    }
-    turn(z);
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) _mm512_storeu_ps(cells[4 * r + k], z[k]);
-  }
-}
-
-template <typename T>
-MT_INLINE void put_row(T* to, const Places& p, int r, int i, __m128i four) {
-  if (r >= p.height[i]) return;
-  T* at = to + p.at[i] + r * p.step;
-  if constexpr (sizeof(T) == 2)
-    _mm_mask_storeu_epi16(at, p.mask[i], _mm_cvtepi32_epi16(four));
-  else
-    _mm_mask_storeu_epi32(at, p.mask[i], four);
-}
-
-template <typename T>
-MT_INLINE void store_cells(T* to, const Places& p, const uint32_t (*cells)[16]) {
-  for (int r = 0; r < 4; ++r) {
-    __m512 z[4];
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) z[k] = _mm512_loadu_ps(cells[4 * r + k]);
-    turn(z);
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      const __m512i patch = _mm512_castps_si512(z[k]);
-      put_row(to, p, r, k, _mm512_castsi512_si128(patch));
-      put_row(to, p, r, k + 4, _mm512_extracti32x4_epi32(patch, 1));
-      put_row(to, p, r, k + 8, _mm512_extracti32x4_epi32(patch, 2));
-      put_row(to, p, r, k + 12, _mm512_extracti32x4_epi32(patch, 3));
-    }
-  }
-}
-
-void load(const uint32_t* from, const Places& p, float (*cells)[16], bool) {
-  load_cells<Floats>(from, p, cells);
-}
-
-void load(const uint16_t* from, const Places& p, float (*cells)[16], bool half) {
-  if (half)
-    load_cells<Halves>(from, p, cells);
-  else
-    load_cells<Bfloats>(from, p, cells);
-}
-
-void store(uint32_t* to, const Places& p, const uint32_t (*cells)[16]) {
-  store_cells(to, p, cells);
-}
-
-void store(uint16_t* to, const Places& p, const uint32_t (*cells)[16]) {
-  store_cells(to, p, cells);
+MT_INLINE void find_ends(Patches& p, bool stochastic) {
+  const Levels l = levels_of<F>(p.lo, p.hi, p.nan);
+  p.ends = _mm512_or_si512(F::end_bits(l.of[0]), _mm512_slli_epi32(F::end_bits(l.of[3]), 16));
+  p.steps = steps_of(l, stochastic);
 }
 
 }  // namespace

@@ -40,18 +40,14 @@ struct Keys {
   return keys;
 }
 
-// The words of 16 * N counters: two at a time hide each other's waits.
+// Ten rounds on the counters in words[n][0]: two at a time hide each other's waits.
 template <int N>
-MT_INLINE void draw(uint32_t first, const Keys& keys, __m512i (*words)[4]) {
+MT_INLINE void draw_at(const Keys& keys, __m512i (*words)[4]) {
   const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u));
   const __m512i m1 = _mm512_set1_epi32(static_cast<int>(0xCD9E8D57u));
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 #pragma GCC unroll 2
-  for (int n = 0; n < N; ++n) {
-    const __m512i start = _mm512_set1_epi32(static_cast<int>(first + 16u * n));
-    words[n][0] = _mm512_add_epi32(start, lane);
+  for (int n = 0; n < N; ++n)
     words[n][1] = words[n][2] = words[n][3] = _mm512_setzero_si512();
-  }
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
     const __m512i key0 = _mm512_set1_epi32(static_cast<int>(keys.of[2 * round]));
@@ -66,6 +62,16 @@ MT_INLINE void draw(uint32_t first, const Keys& keys, __m512i (*words)[4]) {
       c[3] = p0.low;
     }
   }
+}
+
+// The words of 16 * N counters from `first` on.
+template <int N>
+MT_INLINE void draw(uint32_t first, const Keys& keys, __m512i (*words)[4]) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n)
+    words[n][0] = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first + 16u * n)), lane);
+  draw_at<N>(keys, words);
 }
 
 }  // namespace
