@@ -190,10 +190,12 @@ def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[Kept]:
 
 
 def _unmatched(config: Config, asked: Iterable[Site], entries: Iterable[Entry]) -> list[str]:
-    """Rules that won at no site, as they would be written."""
+    """Rules that won at no site, and sites of a plan file that no op asks for."""
     states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]
     pairs = [(site[0], site[-1]) for site in states]
+    known = {site.name for site in asked}
     return [
+        *(f"activations.sites: {name}" for name in config.activations.sites if name not in known),
         *_losers("activations", ("module", "op", "tensor"), config.activations, asked),
         *(_losers("optim", ("parameter", "state"), config.optim, pairs) if pairs else ()),
     ]

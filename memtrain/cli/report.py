@@ -101,10 +101,12 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     config = report_budget.chosen(request, config)
     told = partial(working, errors)
     step = _step(request, options, errors)
+    with told("reading the goal"):
+        goal = report_budget.goal(request, step)
     with told(f"building {request.model}{'' if options.measure else ' without its weights'}"):
         built = real(request, config.seed, _place(step)) if options.measure else build(request)
     with told("planning"):
-        planned = report_budget.planned(request, config, built, step)
+        planned = report_budget.planned(request, config, built, goal)
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
         report_budget.save(options.plan, built, config)

@@ -9,6 +9,7 @@ from memtrain.cli.models import Built
 from memtrain.config import Config
 from memtrain.peak import StepOptions
 from memtrain.peak.measure import measure
+from memtrain.plan import make_plan
 from memtrain.report import CATEGORIES, Report
 
 Working = Callable[[str], AbstractContextManager[None]]
@@ -31,8 +32,10 @@ def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) ->
         The report.
 
     Raises:
+        ValueError: For a plan of another model: names the sites that do not exist.
         UntraceableError: If the model cannot run without data; says why in a line.
     """
+    make_plan(built.model, built.optimizer, config)  # what is wrong in a plan is not the model's
     try:
         return audit(*built, config, peak=peak, options=step)
     # A user's model may raise anything under fake tensors: one line, not a traceback.

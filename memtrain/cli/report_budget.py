@@ -11,6 +11,7 @@ from memtrain.cli.report_audit import UntraceableError, explained
 from memtrain.cli.request import DTYPES, Request
 from memtrain.config import Config
 from memtrain.peak import StepOptions
+from memtrain.peak.predict import UnpredictableError
 from memtrain.plan import make_plan
 from memtrain.planfile import load
 from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, measure_rates, read_rates
@@ -36,34 +37,54 @@ def chosen(request: Request, config: Config) -> Config:
     return load(request.plan)
 
 
-def planned(request: Request, config: Config, built: Built, step: StepOptions) -> Fit | None:
-    """The plan that fits the budget, if there is one to fit.
+def goal(request: Request, step: StepOptions) -> Goal | None:
+    """What a plan is asked for, checked before a model is built.
 
     Args:
         request: Its `budget`, `allow`, `max_error`, `objective` and `rates`.
-        config: Whose exceptions and options hold.
-        built: Model, optimizer and batch.
         step: The step whose peak must fit.
 
     Returns:
-        What the planner found; None without a budget.
+        The goal; None without a budget.
 
     Raises:
-        DoesNotFit: If nothing fits.
         ValueError: For values that are not allowed.
-        UntraceableError: If the model cannot run without data.
+        FileNotFoundError: If there is no such file of rates.
     """
     if request.budget is None:
         return None
-    goal = Goal(
+    return Goal(
         allow=[name.strip() for name in request.allow.split(",") if name.strip()],
         max_error=request.max_error,
         objective=request.objective,  # type: ignore[arg-type]
         rates=rates_of(request),
         options=step,
     )
+
+
+def planned(request: Request, config: Config, built: Built, goal: Goal | None) -> Fit | None:
+    """The plan that fits the budget, if there is one to fit.
+
+    Args:
+        request: Its `budget`.
+        config: Whose exceptions and options hold.
+        built: Model, optimizer and batch.
+        goal: What is asked of the plan.
+
+    Returns:
+        What the planner found; None without a goal.
+
+    Raises:
+        DoesNotFit: If nothing fits.
+        ValueError: For values that are not allowed.
+        UntraceableError: If the model cannot run without data.
+    """
+    if goal is None or request.budget is None:
+        return None
     try:
         return fit(built.model, built.optimizer, built.batch, request.budget, config, goal=goal)
+    except UnpredictableError as error:
+        raise UntraceableError(explained(error)) from error
     except (ValueError, TypeError):
         raise
     # A user's model may raise anything under fake tensors: one line, not a traceback.

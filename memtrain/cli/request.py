@@ -82,8 +82,10 @@ class Request:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1 or more")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is out of range; allowed: 0 to below 1")
-        if self.memory_nbytes == 0:
-            raise ValueError(f"memory={self.memory} is out of range; allowed: 1B or more")
+        for name in ("memory", "budget"):
+            value = getattr(self, name)
+            if value is not None and parse_size(value, name) == 0:
+                raise ValueError(f"{name}={value} is out of range; allowed: 1B or more")
 
     @property
     def memory_nbytes(self) -> int | None:

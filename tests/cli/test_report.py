@@ -176,6 +176,33 @@ def test_a_model_that_reads_its_data_is_exit_status_1(capsys, builder):
     assert error.count("\n") == 1
 
 
+TWICE = """
+import torch
+
+library = torch.library.Library("test_report", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: x * 2, "CPU")
+
+
+class Twice(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.ops.test_report.twice(x))
+
+
+def build():
+    return Twice(8, 8), torch.ones(2, 8)
+"""
+
+
+def test_an_op_that_fake_tensors_cannot_run_is_named(capsys, builder):
+    (builder / "op_of_theirs.py").write_text(TWICE)
+    for more in ([], ["budget=1MB", "device=cpu"]):
+        assert main(["model=py:op_of_theirs:build", *more]) == 1
+        error = capsys.readouterr().err
+        assert "test_report.twice" in error
+        assert error.count("\n") == 1
+
+
 def test_a_users_builder_gives_model_batch_and_optimizer(capsys, builder):
     assert main(["model=py:theirs:build", "batch=32", "optimizer=sgd", "--json", "a.json"]) == 0
     content = json.loads((builder / "a.json").read_text())

@@ -35,13 +35,15 @@ def test_the_keys_of_a_budget_reach_the_planner(monkeypatch):
         "budget=24GiB", "allow='recompute, release'", "max_error=0.5", "objective=error", "seed=3"
     )
     built, step = Built(*[None] * 3), StepOptions(device="cpu")  # type: ignore[arg-type]
-    assert report_budget.planned(request, config, built, step) == "found"
+    found = report_budget.planned(request, config, built, report_budget.goal(request, step))
+    assert found == "found"
     assert given["budget"] == "24GiB"
     assert given["cfg"].seed == 3
     goal = given["goal"]
     assert (goal.names, goal.max_error, goal.objective) == ({"recompute", "release"}, 0.5, "error")
     assert goal.options is step
-    assert report_budget.planned(asked()[0], config, built, step) is None
+    assert report_budget.goal(asked()[0], step) is None
+    assert report_budget.planned(asked()[0], config, built, None) is None
 
 
 def test_the_keys_are_shown_where_they_mean_something():
@@ -82,16 +84,41 @@ def test_a_plan_is_written(tmp_path):
     assert "seed: 5" in (tmp_path / "plan.yaml").read_text()
 
 
-def test_wrong_values_are_named():
-    built, step = Built(*[None] * 3), StepOptions()  # type: ignore[arg-type]
-    for key, message in (
-        ("allow=everything", "unknown allow 'everything'"),
-        ("objective=joy", "unknown objective 'joy'"),
-        ("max_error=-1", "max_error=-1"),
-    ):
-        request, config = asked("budget=1GiB", key)
-        with pytest.raises(ValueError, match=message):
-            report_budget.planned(request, config, built, step)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["budget=24 potatoes"], "budget='24 potatoes' is not a size; allowed: a number and a un"),
+        (["budget=0B"], "budget=0B is out of range"),
+        (["budget=1GiB", "allow=everything"], "unknown allow 'everything'"),
+        (["budget=1GiB", "objective=joy"], "unknown objective 'joy'"),
+        (["budget=1GiB", "max_error=-1"], "max_error=-1"),
+        (["budget=1GiB", "rates=none.yaml"], "rates 'none.yaml' do not exist"),
+        (["plan=corrupt.yaml"], "corrupt.yaml"),
+        (["plan=none.yaml"], "is no file"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_before_anything_is_built(
+    arguments, message, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("memtrain.cli.report.build", lambda request: pytest.fail("built"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corrupt.yaml").write_text("memtrain_plan: 1\nseed: [3\n")
+    assert main(["model=gpt2", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_plan_of_another_model_names_its_sites(builder, capsys):
+    lines = "{name: group, bits: 4}"
+    head = "memtrain_plan: 1\nactivations:\n  sites:\n"
+    (builder / "a.yaml").write_text(f"{head}    h.9 / gelu / input: {lines}\n")
+    assert main(["model=py:theirs:build", "plan=a.yaml", "--no-peak"]) == 2
+    error = capsys.readouterr().err
+    assert "do not exist (the model has no such modules): h.9 / gelu / input" in error
+    (builder / "b.yaml").write_text(f"{head}    1 / silu / input: {lines}\n")
+    assert main(["model=py:theirs:build", "plan=b.yaml", "--no-peak"]) == 0
+    assert "matched nothing: activations.sites: 1 / silu / input" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_told_in_lines(capsys):

@@ -110,7 +110,7 @@ def test_where_one_may_not_write_nothing_is_left(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "closed"
     folder.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    for option in ("--json", "--csv", "--html", "--png"):
+    for option in ("--json", "--csv", "--html", "--png", "--plan", "--measure-rates"):
         assert main(["model=gpt2", option, str(folder / "a")]) == 2
         assert f"cannot write {option}" in (error := capsys.readouterr().err)
         assert "no permission" in error
