@@ -7,14 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.kernels import codebook, cpu, rank1
+from memtrain.kernels import codebook, cpu, entries, rank1
 from memtrain.kernels.dispatch import choose
+from memtrain.kernels.entries import FLOAT_TYPES
 from memtrain.kernels.shards import Shard
+from memtrain.kernels.split import PLAIN, Beside
 
 KINDS = ("exact", "block", "rank1", "factored")
 BLOCK = 128
-FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu/halves.h has them
-_FIELDS, _MAX_DIMS = 24, 8
+_FIELDS, _MAX_DIMS = 28, 8
 
 
 class Hyper(NamedTuple):
@@ -86,7 +87,8 @@ class Entry(NamedTuple):
     blocks of 128 (`"block"`), rank-1 (`"rank1"`, at least 2 dimensions) or factored
     (`"factored"`, `{"row", "col"}`, at least 2 dimensions). The maps are of `codebook.MAPS`.
     With a `shard` everything is a process's part, but for what rank-1 and factored know of the
-    whole: see `adamw_sharded.step`.
+    whole: see `adamw_sharded.step`. `beside` is what a bfloat16 or float16 parameter has besides
+    itself; on CUDA nothing (`split.PLAIN`).
     """
 
     param: Tensor
@@ -98,9 +100,10 @@ class Entry(NamedTuple):
     first_map: str = "DE"
     second_map: str = "Linear"
     shard: Shard | None = None
+    beside: Beside = PLAIN
 
 
-def adamw_step(entries: Sequence[Entry]) -> None:
+def adamw_step(given: Sequence[Entry]) -> None:
     """Decompress both moments, take one AdamW step, compress them again: for all entries.
 
     The step uses the new moments before they are quantised (factored: the new second moment as
@@ -114,7 +117,7 @@ def adamw_step(entries: Sequence[Entry]) -> None:
     as `rank1.quantize` says), or of the whole tensor (factored).
 
     Args:
-        entries: What to update. Parameters without elements are skipped.
+        given: What to update. Parameters without elements are skipped.
 
     Memory:
         No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
@@ -134,21 +137,11 @@ def adamw_step(entries: Sequence[Entry]) -> None:
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1.
     """
-    together: list[Entry] = []
-    split: list[Entry] = []
-    for entry in entries:
+    for entry in given:
         _check(entry)
-    for entry in entries:
-        if entry.shard is not None and entry.kind in ("rank1", "factored"):
-            split.append(entry)
-            continue
-        if not entry.param.numel():
-            continue
-        backend = choose(entry.param)
-        if backend != "reference" and fits(entry):
-            together.append(entry._replace(grad=entry.grad.contiguous()))
-        else:
-            step_reference(entry)
+    split = [e for e in given if e.shard is not None and e.kind in ("rank1", "factored")]
+    whole = [e for e in given if not any(e is other for other in split)]
+    together = entries.gather(whole, step_reference, fits)
     if split:
         from memtrain.kernels import adamw_sharded
 
@@ -158,7 +151,7 @@ def adamw_step(entries: Sequence[Entry]) -> None:
     if choose(together[0].param) == "cpu":
         # Every tensor of `table`, `kept` must outlive the call: C++ sees only addresses.
         table, kept = _table(together)
-        cpu.call("mt_adamw", table, len(together))
+        cpu.call("mt_adamw_step", table, len(together))
         del kept
     else:
         from memtrain.kernels import adamw_launch
@@ -176,23 +169,21 @@ def _check(entry: Entry) -> None:
 
 def fits(entry: Entry) -> bool:
     """Whether the kernels serve an entry, but for the strides of its gradient."""
-    if not entry.param.is_contiguous() or entry.param.dim() > _MAX_DIMS:
-        return False
-    return entry.param.dtype in FLOAT_TYPES and entry.grad.dtype in FLOAT_TYPES
+    return entry.param.dim() <= _MAX_DIMS and entries.fits(entry)
 
 
 def step_reference(entry: Entry) -> None:
     """One entry of `adamw_step` in pure torch."""
-    p, h = entry.param, entry.hyper
-    work = torch.float64 if p.dtype == torch.float64 else torch.float32
-    new, g = p.detach().to(work), entry.grad.to(work) * h.sign
+    new, h = entries.read(entry), entry.hyper
+    work = new.dtype
+    g = entry.grad.to(work) * h.sign
     if h.l2:
         g = g + h.l2 * new
     m = decode_first(entry).to(work)
     m = m + h.w1 * (g - m)
     v = _next_second(entry, g)
     new = new * h.decay - (h.step_size * m) / (v.sqrt() + h.eps)
-    p.detach().copy_(new)
+    entries.write(entry, new)
     _store(entry, m, v)
 
 
@@ -256,16 +247,16 @@ def payload_parts(kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return coded, ("row", "col") if kind == "factored" else coded
 
 
-def _table(entries: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
-    """The C++ kernel's table, int64 [n, 24] (struct Row in cpu/adamw.cpp), and what it points to.
+def _table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
+    """The C++ kernel's table, int64 [n, 28] (struct Row in cpu/adamw.cpp), and what it points to.
 
     Hyperparameters are rows of one float32 tensor [n, 8].
     """
-    numbers = torch.tensor([entry.hyper for entry in entries], dtype=torch.float32)
-    device = entries[0].param.device
+    numbers = torch.tensor([entry.hyper for entry in given], dtype=torch.float32)
+    device = given[0].param.device
     kept = [numbers]
     rows = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(given):
         first, second = payload_parts(entry.kind)
         pointers = [0, 0, 0, 0]
         for k, tensor in enumerate(entry.first[name] for name in first):
@@ -281,7 +272,8 @@ def _table(entries: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
         row = [entry.param.data_ptr(), entry.grad.data_ptr(), *pointers, *maps]
         row += [numbers.data_ptr() + 32 * i, entry.param.numel(), row_count]
         row += [entry.param.numel() // row_count, KINDS.index(entry.kind), len(shape), *shape]
-        row += [0] * (_FIELDS - 2 - len(row))
-        rows.append([*row, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]])
-    kept += [entry.grad for entry in entries]
+        row += [0] * (_FIELDS - 6 - len(row))
+        row += [FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]]
+        rows.append([*row, *entry.beside.fields()])
+    kept += [entry.grad for entry in given]
     return torch.tensor(rows, dtype=torch.int64), kept

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import adamw, codebook, rank1, shards, sides
+from memtrain.kernels import entries as stepped
 from memtrain.kernels.adamw import BLOCK, Entry
 from memtrain.kernels.book import Book
 from memtrain.kernels.dispatch import choose
@@ -77,10 +78,10 @@ def _shard(entry: Entry) -> Shard:
 
 
 def _gradient(entry: Entry) -> Tensor:
-    p, h = entry.param.detach(), entry.hyper
+    p, h = entry.param, entry.hyper
     work = torch.float64 if p.dtype == torch.float64 else torch.float32
     g = entry.grad.to(work) * h.sign
-    return g + h.l2 * p.to(work) if h.l2 else g
+    return g + h.l2 * stepped.read(entry) if h.l2 else g
 
 
 def _look(entry: Entry) -> Sums:
@@ -137,7 +138,7 @@ def _update(entry: Entry, sums: Sums) -> None:
     else:
         row, col = ratio(entry.second["row"], sums["mean"]), entry.second["col"]
         v = (row.unsqueeze(1) * col).view(p.shape).to(g.dtype)
-    p.copy_(p.to(g.dtype) * h.decay - (h.step_size * m) / (v.sqrt() + h.eps))
+    stepped.write(entry, stepped.read(entry) * h.decay - (h.step_size * m) / (v.sqrt() + h.eps))
     codes, scale = codebook.quantize_reference(m, entry.first_map, 4, True, BLOCK)
     entry.first["codes"].copy_(codes)
     entry.first["scale"].copy_(scale)

@@ -7,13 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.kernels import codebook, cpu
-from memtrain.kernels.adamw import FLOAT_TYPES, Hyper
+from memtrain.kernels import codebook, cpu, entries
+from memtrain.kernels.adamw import Hyper
 from memtrain.kernels.dispatch import choose
+from memtrain.kernels.entries import FLOAT_TYPES
+from memtrain.kernels.split import PLAIN, Beside
 
 RULES = {"adamw": 2, "sgd": 1, "lion": 1}  # and how many states each keeps
 BLOCKS = {4: 128, 8: 256}  # bits -> elements a scale
 EXACT = 32
+NONE = 0  # bits of SGD without momentum
 MAPS8 = ("DE", "DE-0")  # of 8 bits: what `buckets` serves
 _LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucket
 _BUCKETS = 26 * 128 + 2
@@ -127,7 +130,8 @@ class Entry(NamedTuple):
 
     `states` are the rule's (AdamW: both moments; SGD, Lion: the momentum), each in blocks of
     `BLOCKS[bits]` (`{"codes", "scale"}`), signed but for AdamW's second moment; or, with 32
-    `bits`, `{"tensor": float32}` (SGD and Lion; `kernels.adamw` has the exact AdamW).
+    `bits`, `{"tensor": float32}` (SGD and Lion; `kernels.adamw` has the exact AdamW); or, with 0
+    `bits`, none (SGD without momentum). `beside` is as in `kernels.adamw`.
     """
 
     param: Tensor
@@ -137,9 +141,10 @@ class Entry(NamedTuple):
     bits: int
     numbers: Hyper | SGD | Lion
     maps: tuple[str, ...] = ("DE", "DE")
+    beside: Beside = PLAIN
 
 
-def block_step(entries: Sequence[Entry]) -> None:
+def block_step(given: Sequence[Entry]) -> None:
     """Decompress the states, take one step, compress them again: for all entries.
 
     The step uses the new states before they are quantised, in float32, and rounds the new
@@ -153,7 +158,7 @@ def block_step(entries: Sequence[Entry]) -> None:
     element's block. Lion's sign of NaN is NaN.
 
     Args:
-        entries: What to update. Parameters without elements are skipped.
+        given: What to update. Parameters without elements are skipped.
 
     Memory:
         No temporaries in the C++ and Triton forms, besides a table of a few hundred bytes for
@@ -172,22 +177,15 @@ def block_step(entries: Sequence[Entry]) -> None:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861;
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
     """
-    for entry in entries:
+    for entry in given:
         _check(entry)
-    together: list[Entry] = []
-    for entry in entries:
-        if not entry.param.numel():
-            continue
-        if choose(entry.param) != "reference" and _fits(entry):
-            together.append(entry._replace(grad=entry.grad.contiguous()))
-        else:
-            step_reference(entry)
+    together = entries.gather(given, step_reference)
     if not together:
         return
     if choose(together[0].param) == "cpu":
         # Every tensor of `rows`, `kept` must outlive the call: C++ sees only addresses.
         rows, kept = table(together)
-        cpu.call("mt_block_step", rows, len(together))
+        cpu.call("mt_blockstep", rows, len(together))
         del kept
     else:
         from memtrain.kernels import blockstep_triton
@@ -200,6 +198,7 @@ def _check(entry: Entry) -> None:
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; allowed: {', '.join(RULES)}")
     allowed = (8,) if rule == "adamw" else (EXACT, *BLOCKS)
+    allowed += (NONE,) if rule == "sgd" else ()
     if bits not in allowed:
         raise ValueError(
             f"rule {rule!r} has no {bits} bits; allowed: {', '.join(map(str, allowed))}"
@@ -211,23 +210,22 @@ def _check(entry: Entry) -> None:
             raise ValueError(f"map {name!r} has no fast encoder; allowed: {', '.join(MAPS8)}")
 
 
-def _fits(entry: Entry) -> bool:
-    dtypes = entry.param.dtype, entry.grad.dtype
-    return entry.param.is_contiguous() and all(dtype in FLOAT_TYPES for dtype in dtypes)
-
-
 def step_reference(entry: Entry) -> None:
     """One entry of `block_step` in pure torch."""
-    p = entry.param.detach()
-    work = torch.float64 if p.dtype == torch.float64 else torch.float32
-    new, g = p.to(work), entry.grad.to(work) * entry.numbers.sign
+    new = entries.read(entry)
+    work = new.dtype
+    g = entry.grad.to(work) * entry.numbers.sign
     if entry.numbers.l2:
         g = g + entry.numbers.l2 * new
-    states = [_decode(entry, k).to(work) for k in range(RULES[entry.rule])]
+    if entry.bits == NONE:
+        states = [torch.zeros_like(g)]
+    else:
+        states = [_decode(entry, k).to(work) for k in range(RULES[entry.rule])]
     new, states = _advance(new, g, states, entry.numbers)
-    p.copy_(new)
-    for k, state in enumerate(states):
-        _encode(entry, k, state)
+    entries.write(entry, new)
+    if entry.bits != NONE:
+        for k, state in enumerate(states):
+            _encode(entry, k, state)
 
 
 def _advance(
@@ -309,25 +307,25 @@ def buckets(map: str, signed: bool) -> Tensor:
     return torch.cat([above, below, torch.zeros(4)]).to(torch.uint8)
 
 
-def table(entries: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
-    """The kernels' table, int64 [n, 16] (struct BlockRow in cpu/blockstep.cpp), and what it needs.
+def table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
+    """The kernels' table, int64 [n, 20] (struct BlockRow in cpu/blockstep.cpp), and what it needs.
 
     Args:
-        entries: With contiguous parameters and gradients.
+        given: With contiguous parameters and gradients.
 
     Returns:
         The table, on the CPU, and the tensors that must outlive its use.
     """
-    device = entries[0].param.device
-    numbers = torch.tensor([entry.numbers for entry in entries], dtype=torch.float32).to(device)
+    device = given[0].param.device
+    numbers = torch.tensor([entry.numbers for entry in given], dtype=torch.float32).to(device)
     kept, rows = [numbers], []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(given):
         row = [entry.param.data_ptr(), entry.grad.data_ptr()]
         for k in range(2):
             row += _state_pointers(entry, k, device)
         row += [numbers.data_ptr() + 32 * i, entry.param.numel(), list(RULES).index(entry.rule)]
         row += [entry.bits, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]]
-        rows.append(row)
+        rows.append([*row, *entry.beside.fields()])
         kept.append(entry.grad)
     return torch.tensor(rows, dtype=torch.int64), kept
 

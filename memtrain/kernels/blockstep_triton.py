@@ -11,7 +11,7 @@ from memtrain.kernels.adamw_triton import _rounded
 from memtrain.kernels.blockstep import BLOCKS, RULES, table
 from memtrain.kernels.codebook_triton import encode, magnitude
 
-FIELDS = tl.constexpr(16)
+FIELDS = tl.constexpr(20)
 P, G, M, V, NUMBERS, NUMEL = (tl.constexpr(k) for k in (0, 1, 2, 6, 10, 11))
 ADAMW, SGD = tl.constexpr(0), tl.constexpr(1)
 ELEMENTS = 1024  # of a program: 8 blocks of 128, or 4 of 256

@@ -1,5 +1,7 @@
 """A float32 weight as a low-precision weight and a correction: contract, reference, dispatch."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,48 @@ CORRECTIONS = {torch.int8: 8, torch.int16: 16}
 """A correction's dtype -> its bits."""
 
 _INF = 0x7F800000
+
+
+class Beside(NamedTuple):
+    """What a step needs, besides a bfloat16 or float16 weight, to know and to keep its master.
+
+    Example:
+        >>> weight, own = torch.empty(1, dtype=torch.bfloat16), Beside(torch.empty(1).short())
+        >>> own.write(torch.tensor([0.1]), weight)
+        >>> own.read(weight).item() == torch.tensor(0.1).item()
+        True
+    """
+
+    correction: Tensor | None = None
+    """As `split` takes it."""
+    stochastic: bool = False
+    seed: int = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether the weight is not its own master."""
+        return self.correction is not None or self.stochastic
+
+    def is_contiguous(self) -> bool:
+        """Whether the kernels can read it."""
+        return self.correction is None or self.correction.is_contiguous()
+
+    def read(self, weight: Tensor) -> Tensor:
+        """The float32 master, by the definition."""
+        return merge_reference(weight, self.correction)
+
+    def write(self, master: Tensor, weight: Tensor) -> None:
+        """Split a master again, by the definition."""
+        split_reference(master, weight, self.correction, seed=self.seed, stochastic=self.stochastic)
+
+    def fields(self) -> list[int]:
+        """Struct Beside of cpu/weights.h."""
+        at = 0 if self.correction is None else self.correction.data_ptr()
+        return [at, _bits(self.correction), int(self.stochastic), self.seed]
+
+
+PLAIN = Beside()
+"""Of a weight that is its own master."""
 
 
 def split(

@@ -17,6 +17,10 @@ OWN = "memtrain"
 """Where an optimizer around another keeps what is its own in a `state_dict`."""
 
 
+BUNDLE = 2**22
+"""Elements whose float32 masters may exist at once; a larger parameter exists alone."""
+
+
 class Link(Generic[T]):
     """A weak reference that copies and pickles as an empty one."""
 
@@ -56,6 +60,20 @@ def stand_in(param: Tensor, value: Tensor, grad: Tensor) -> Member:
     seen.grad = grad
     seen._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
     return Member(param, seen)
+
+
+def bundles(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in order, in lists of at most `BUNDLE` elements; a larger one is alone."""
+    bundle: list[Tensor] = []
+    held = 0
+    for param in params:
+        if bundle and held + param.numel() > BUNDLE:
+            yield bundle
+            bundle, held = [], 0
+        bundle.append(param)
+        held += param.numel()
+    if bundle:
+        yield bundle
 
 
 def step_members(optimizer: Optimizer, members: Sequence[Member]) -> None:

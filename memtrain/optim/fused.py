@@ -1,6 +1,7 @@
 """Optimizers whose kernels decompress, step and compress all parameters at once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import adamw, blockstep, cpu
+from memtrain.kernels.split import PLAIN, Beside
 from memtrain.optim import layout
 from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
 from memtrain.optim.shards import local, sharded_like
@@ -74,6 +76,19 @@ class FusedStates(CompressedStates):
         """Whether a kernel serves these compressors of a parameter's states."""
         return all(block_bits(compressor, signed=True) is not None for compressor in compressors)
 
+    @contextmanager
+    def beside(self, found: Mapping[Tensor, Beside]) -> Iterator[None]:
+        """Steps inside the block read and write masters of these parameters.
+
+        Args:
+            found: Parameter -> what it has besides itself.
+        """
+        self._beside = found
+        try:
+            yield
+        finally:
+            del self._beside
+
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` for a group's options that are out of range or not supported."""
         for name, why in REFUSED.items():
@@ -121,7 +136,7 @@ class FusedStates(CompressedStates):
         for group in self.param_groups:
             self.check(group)
         entries: list[Entry] = []
-        watched = self._stall.before(self.param_groups)
+        watched = self._stall.before(self.param_groups, self._masters())
         for group in self.param_groups:
             numbers: dict[float, Any] = {}
             names = self.state_names(group)
@@ -138,6 +153,12 @@ class FusedStates(CompressedStates):
         self.tell_schedulers()
         return loss
 
+    def _of(self, param: Tensor) -> Beside:
+        return self.__dict__.get("_beside", {}).get(param, PLAIN)
+
+    def _masters(self) -> set[Tensor]:
+        return {param for param, own in self.__dict__.get("_beside", {}).items() if own.any}
+
     def _first_states(self, param: Tensor, names: tuple[str, ...]) -> None:
         for name in names:
             state = self.state[param]
@@ -153,7 +174,7 @@ class FusedStates(CompressedStates):
         payloads = [_as_payload(state[name]) for name in names]
         entry = self.entry(param, payloads, compressors, numbers)
         if entry is not None:
-            entries.append(entry)
+            entries.append(entry._replace(beside=self._of(param)))
             return
         # A combination without a fused kernel: its states exist in float32 for a moment.
         whole = [
@@ -163,7 +184,7 @@ class FusedStates(CompressedStates):
         entry = self.entry(
             param, [{"tensor": local(x)} for x in whole], [Identity()] * len(names), numbers
         )
-        _run([entry] if entry is not None else [])
+        _run([entry._replace(beside=self._of(param))] if entry is not None else [])
         layout.count_rounding(state, compressors)
         for name, compressor, x in zip(names, compressors, whole, strict=True):
             key = layout.state_key(self, compressor, param, name, state)

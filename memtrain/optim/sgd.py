@@ -109,12 +109,16 @@ class SGDStates(FusedStates):
     def _add(
         self, entries: list[Entry], param: Tensor, names: tuple[str, ...], numbers: Any
     ) -> None:
+        own, grad, beside = local(param), local_gradient(param), self._of(param)
         if names:
             super()._add(entries, param, names, numbers)
             return
+        if beside.any:
+            h = blockstep.sgd(**numbers)
+            entries.append(blockstep.Entry(own, grad, (), "sgd", 0, h, beside=beside))
+            return
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
         options = {k: v for k, v in numbers.items() if k != "first"}
-        own, grad = local(param), local_gradient(param)
         plain_sgd([own], [grad], [None], foreach=False, **options)
 
 

@@ -1,6 +1,7 @@
 """A warning where a learning rate is too small for what the weights' dtype can hold."""
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ class StallWatch:
         self.steps = 0
         self.warned = False
 
-    def before(self, groups: list[dict[str, Any]]) -> tuple[Tensor, Tensor, float] | None:
-        """What `after` compares with, on the steps that are looked at."""
+    def before(
+        self, groups: list[dict[str, Any]], masters: Collection[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, float] | None:
+        """What `after` compares with, on the steps that are looked at; `masters` cannot stall."""
         self.steps += 1
         if self.warned or self.steps < FIRST_LOOK or self.steps & (self.steps - 1):
             return None
@@ -35,6 +38,7 @@ class StallWatch:
             if param.grad is not None
             and param.numel()
             and param.dtype in (torch.bfloat16, torch.float16)
+            and param not in masters
             and float(group["lr"]) > 0
         ]
         if not halves:

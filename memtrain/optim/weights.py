@@ -1,6 +1,6 @@
 """Weights in 2 bytes, with what rounding loses in 0, 1 or 2 more, around any optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,14 +8,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Key
-from memtrain.kernels.split import merge, split
-from memtrain.optim.around import Around, Member, stand_in
+from memtrain.kernels.dispatch import choose
+from memtrain.kernels.split import Beside, merge, split
+from memtrain.optim.around import Around, Member, bundles, stand_in
 from memtrain.optim.base import closure_loss, refuse_sparse
 from memtrain.optim.formats import parse
+from memtrain.optim.fused import FusedStates
 from memtrain.optim.shards import local, part_number, sharded_like
-
-BUNDLE = 2**22
-"""Elements whose float32 masters may exist at once; a larger parameter exists alone."""
 
 
 class SplitWeights(Around):
@@ -24,7 +23,9 @@ class SplitWeights(Around):
     A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
     put together from it and its correction, the inner optimizer steps that in float32 with the
     gradient in float32, and the master is split again (`kernels.split`, which states what is
-    lost). So `bf16+16` trains as float32 masters do, `bf16+8` as 24-bit masters, `bf16+sr` with
+    lost). The fused optimizers' C++ kernels do all that a block at a time; on CUDA, around other
+    optimizers, and where a released gradient was clipped, masters are whole tensors for their
+    step. So `bf16+16` trains as float32 masters do, `bf16+8` as 24-bit masters, `bf16+sr` with
     unbiased rounding, and `bf16` as plain bfloat16 parameters with float32 optimizer states.
 
     A weight that something else writes in place (`model.load_state_dict`, an average, DDP's first
@@ -44,8 +45,9 @@ class SplitWeights(Around):
         ValueError: If `weights` is unknown, or a float32 parameter is sharded (a DTensor) already.
 
     Memory:
-        2 bytes per parameter, and 0, 1 or 2 of correction; in `step()` 8 bytes for each of 4 Mi
-        elements (master and gradient in float32), or of the largest parameter.
+        2 bytes per parameter, and 0, 1 or 2 of correction. In `step()` no more with a fused
+        optimizer's C++ kernels; else 8 bytes for each of 4 Mi elements (master and gradient in
+        float32), or of the largest parameter.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -96,7 +98,10 @@ class SplitWeights(Around):
         loss = closure_loss(closure)
         ready = [p for p in self.params() if p.grad is not None]
         refuse_sparse(ready, type(self).__name__)
-        for bundle in bundles(ready):
+        members = [Member(p, p) for p in ready]
+        fused = [m for m in members if self._is_fused(m)]
+        self._step_fused(fused)
+        for bundle in bundles([m.param for m in members if not self._is_fused(m)]):
             self.step_members([Member(p, p) for p in bundle])
         self.advance()
         self.tell_schedulers()
@@ -105,7 +110,10 @@ class SplitWeights(Around):
     @torch.no_grad()
     def step_members(self, members: Sequence[Member]) -> None:
         """Step some parameters now, from their gradients."""
-        masters = [self._enter(member) for member in members]
+        self._step_fused([member for member in members if self._is_fused(member)])
+        masters = [self._enter(member) for member in members if not self._is_fused(member)]
+        if not masters:
+            return
         super().step_members(masters)
         for param, seen, _ in masters:
             if seen is not param:
@@ -219,6 +227,30 @@ class SplitWeights(Around):
                 _set_dtype(param, low)
             self._write(param, whole.float())
 
+    def _is_fused(self, member: Member) -> bool:
+        """Whether a kernel steps the weight together with what it has besides."""
+        param, seen, grad = member
+        if not isinstance(self.inner, FusedStates) or param not in self.corrections:
+            return False
+        own = seen is param and param.grad is not None and (grad is None or grad is param.grad)
+        return own and choose(local(param)) != "triton"
+
+    def _step_fused(self, members: Sequence[Member]) -> None:
+        inner: Any = self.inner
+        if not members:
+            return
+        found: dict[Tensor, Beside] = {}
+        for param, _, _ in members:
+            self._drop_stale(param)
+            stochastic = self.format.stochastic
+            seed = self._key(param).bits() if stochastic else 0
+            found[param] = Beside(self.corrections[param], stochastic, seed)
+        with inner.beside(found):
+            super().step_members([Member(param, param) for param in found])
+        for param in found:
+            torch.autograd.graph.increment_version(param)  # kernels write past autograd
+            self._versions[param] = param._version
+
     def _enter(self, member: Member) -> Member:
         param = member.param
         grad = param.grad if member.grad is None else member.grad
@@ -240,20 +272,6 @@ class SplitWeights(Around):
             numbers.update((p, i) for i, p in enumerate(self.params()))
         rank = part_number(param)
         return Key(self.seed, site=numbers[param], step=self._count, rank=rank)
-
-
-def bundles(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in order, in lists of at most `BUNDLE` elements; a larger one is alone."""
-    bundle: list[Tensor] = []
-    held = 0
-    for param in params:
-        if bundle and held + param.numel() > BUNDLE:
-            yield bundle
-            bundle, held = [], 0
-        bundle.append(param)
-        held += param.numel()
-    if bundle:
-        yield bundle
 
 
 def check_unsharded(params: Iterable[Tensor]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from memtrain import optim
 from memtrain.meter import LiveStorages
+from memtrain.optim.formats import FORMATS
 
 MOST = 64 * 2**20
 LAYER = [(768,)] * 4 + [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,)]
@@ -55,6 +56,33 @@ def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
     with LiveStorages(peak=True) as meter:
         optimizer.step()
     assert meter.peak_nbytes <= MOST
+
+
+EVERY = {**FUSED, "SGD4bit-plain": lambda p: optim.SGD4bit(p, lr=0.1)}
+COMMON = {("AdamW4bit", form) for form in FORMATS if form.startswith("bf16")} | {
+    (name, "bf16+8") for name in EVERY
+}
+SPLIT = [
+    pytest.param(name, form, marks=[] if (name, form) in COMMON else pytest.mark.nightly)
+    for name in EVERY
+    for form in FORMATS
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("name", "form"), SPLIT)
+def test_split_weights_are_stepped_without_masters(name, form):
+    """A master of this weight and its gradient in float32 would take 160 MB."""
+    weight = nn.Parameter(torch.zeros(26000, 768, dtype=FORMATS[form].dtype))
+    weight.grad = torch.full_like(weight, 1e-3)
+    optimizer = optim.SplitWeights(EVERY[name]([weight]), form)
+    for turn in ("first", "second"):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before, held = resident("VmRSS"), optim.state_bytes(optimizer)
+        optimizer.step()
+        made = optim.state_bytes(optimizer) - held
+        assert resident("VmHWM") - before - made <= MOST, turn
+    assert (weight[:2] < 0).all()
 
 
 def test_the_general_wrapper_holds_one_parameters_states():

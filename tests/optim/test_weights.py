@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from memtrain.optim import AdamW4bit, CompressedOptimizer
+from memtrain.optim.around import BUNDLE, bundles
 from memtrain.optim.formats import FORMATS, keeps_float32
-from memtrain.optim.weights import BUNDLE, SplitWeights, bundles
+from memtrain.optim.weights import SplitWeights
 
 BF16 = torch.bfloat16
 

@@ -3,12 +3,12 @@
 #include <atomic>
 #include <memory>
 
-#include "halves.h"
+#include "weights.h"
 
 namespace memtrain {
 
 enum Kind : int64_t { kExact, kBlock, kRank1, kFactored };
-constexpr int64_t kFields = 24, kMaxDims = 8, kItem = 256, kGroup = 4 << 20;
+constexpr int64_t kFields = 28, kMaxDims = 8, kItem = 256, kGroup = 4 << 20;
 constexpr int64_t kPart = 1024;  // of a row, where it goes through a buffer
 
 // One row of the table that Python sends; the order is that of `_table` in kernels/adamw.py.
@@ -21,8 +21,9 @@ struct Row {
   float* v_scale;  // scales, or the column means
   const float *m_table, *v_table, *hyper;
   int64_t n, rows, cols, kind, dims, shape[kMaxDims], p_type, g_type;  // FloatType
+  Beside beside;
 };
-static_assert(sizeof(Row) == kFields * 8, "the table's rows have 24 fields of 8 bytes");
+static_assert(sizeof(Row) == kFields * 8, "the table's rows have 28 fields of 8 bytes");
 
 struct Hyper {
   float decay, l2, sign, w1, b2, w2, step, eps;
@@ -168,8 +169,8 @@ static void work(std::vector<Task>& tasks, std::vector<std::unique_ptr<Group>>& 
 
 }  // namespace memtrain
 
-// `table`: int64 [n, 24], see Row.
-MT_EXPORT void mt_adamw(const int64_t* table, int64_t n, int64_t threads) {
+// `table`: int64 [n, 28], see Row.
+MT_EXPORT void mt_adamw_step(const int64_t* table, int64_t n, int64_t threads) {
   using namespace memtrain;
   std::vector<Task> tasks(n);
   std::vector<int64_t> offset(n + 1, 0);

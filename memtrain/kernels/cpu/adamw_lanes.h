@@ -30,12 +30,13 @@ inline void update_exact(const Task& t, int64_t begin, int64_t end) {
   const Step s = splat_all(t.h);
   float *m = static_cast<float*>(t.m), *v = static_cast<float*>(t.v);
   float tail[4][16] = {};
+  Draws draws;
   for (int64_t i = begin * 128; i < std::min(end * 128, t.n); i += 16) {
     const int64_t n = std::min<int64_t>(16, t.n - i);
     const bool apart = n < 16 || !t.direct();
     float *at[4] = {t.p + i, m + i, v + i, const_cast<float*>(t.g) + i};
     if (apart) {
-      read_floats(t.p, t.p_type, i, n, tail[0]);
+      read_weights(t.p, t.p_type, t.beside, i, n, tail[0]);
       std::copy(m + i, m + i + n, tail[1]);
       std::copy(v + i, v + i + n, tail[2]);
       read_floats(t.g, t.g_type, i, n, tail[3]);
@@ -48,7 +49,7 @@ inline void update_exact(const Task& t, int64_t begin, int64_t end) {
     store(at[1], next);
     store(at[2], square);
     if (apart) {
-      write_floats(t.p, t.p_type, i, n, tail[0]);
+      write_weights(t.p, t.p_type, t.beside, i, n, tail[0], draws);
       std::copy(tail[1], tail[1] + n, m + i);
       std::copy(tail[2], tail[2] + n, v + i);
     }
@@ -66,6 +67,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
   const float* col_scale = kKind == kFactored ? t.v_scale : t.col_old;
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   float g_tail[128] = {}, p_tail[128] = {}, r[128], c[128], ri[128], ci[128];
+  Draws draws;
   Place place(begin, kAligned ? t.cols : 1);
   for (int64_t b = begin; b < end; ++b) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
@@ -73,7 +75,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
     float* p = t.p + from;
     if (kApart) {
       read_floats(t.g, t.g_type, from, n, g_tail);
-      read_floats(t.p, t.p_type, from, n, p_tail);
+      read_weights(t.p, t.p_type, t.beside, from, n, p_tail);
       g = g_tail, p = p_tail;
     }
     F old_row = {}, inv_row = {};
@@ -119,7 +121,7 @@ inline void update_blocks(const Task& t, int64_t begin, int64_t end) {
         m[x] = first, v[x] = square;
       }
     }
-    if (kApart) write_floats(t.p, t.p_type, from, n, p_tail);
+    if (kApart) write_weights(t.p, t.p_type, t.beside, from, n, p_tail, draws);
     t.m_scale[b] = as_float(top_of(m_top));
     const Book m_book = scaled(t.m_table, t.m_scale[b]);
     Book book = v_book;

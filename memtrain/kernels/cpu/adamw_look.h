@@ -124,7 +124,7 @@ inline void look_rank1(const Task& t, int64_t begin, int64_t end, std::vector<in
     const float *g = t.g + from, *p = t.p + from;
     if (n < 128 || !t.direct()) {
       read_floats(t.g, t.g_type, from, n, g_tail);
-      read_floats(t.p, t.p_type, from, n, p_tail);
+      read_weights(t.p, t.p_type, t.beside, from, n, p_tail);
       g = g_tail, p = p_tail;
     }
     if (!kAligned) gather(t.v_scale, t.col_old, from, t.rows, t.cols, r, c);
@@ -195,7 +195,7 @@ inline void look_factored(const Task& t, int64_t begin, int64_t end) {
       const float *g = t.g + at, *p = t.p + at;
       if (!t.direct()) {
         read_floats(t.g, t.g_type, at, n, g_part);
-        read_floats(t.p, t.p_type, at, n, p_part);
+        read_weights(t.p, t.p_type, t.beside, at, n, p_part);
         g = g_part, p = p_part;
       }
       add_squares<kPlain>(s, t.h, g, p, n, partial + from, sum, rest);

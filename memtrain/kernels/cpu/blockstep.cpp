@@ -1,7 +1,7 @@
 // SGD, Lion and AdamW over many tensors with states in blocks (contract: kernels/blockstep.py).
 #ifndef MT_LANES
 #define MT_SELF "blockstep.cpp"
-#include "halves.h"
+#include "weights.h"
 
 namespace memtrain {
 namespace {
@@ -23,10 +23,11 @@ struct BlockRow {
   State state[2];
   const float* numbers;
   int64_t n, rule, bits, p_type, g_type;
+  Beside beside;
   bool direct() const { return p_type == kFloat32 && g_type == kFloat32; }
   int64_t block() const { return bits == 8 ? 256 : 128; }
 };
-static_assert(sizeof(BlockRow) == 16 * 8, "the table's rows have 16 fields of 8 bytes");
+static_assert(sizeof(BlockRow) == 20 * 8, "the table's rows have 20 fields of 8 bytes");
 
 struct Piece {
   const BlockRow* row;
@@ -38,8 +39,8 @@ struct Piece {
 
 #include "foreach_isa.h"
 
-// `table`: int64 [n, 16], see BlockRow.
-MT_EXPORT void mt_block_step(const memtrain::BlockRow* table, int64_t n, int64_t threads) {
+// `table`: int64 [n, 20], see BlockRow.
+MT_EXPORT void mt_blockstep(const memtrain::BlockRow* table, int64_t n, int64_t threads) {
   using namespace memtrain;
   std::vector<Piece> pieces;
   int64_t elements = 0;
@@ -97,20 +98,14 @@ inline void count8(const State& s, const float* x, float scale, uint8_t* codes) 
 }
 
 // The block's part of a state, as floats.
-template <int kBits, bool kSigned>
-inline void fetch(const State& s, const Dynamic& d, int64_t b, int64_t n, float* x) {
-  constexpr int64_t kSize = kBits == 8 ? 256 : 128;
+template <int kBits>
+inline void fetch(const State& s, int64_t b, int64_t n, float* x) {
   if (kBits == 32) {
-    std::memcpy(x, static_cast<const float*>(s.data) + b * kSize, n * 4);
+    std::memcpy(x, static_cast<const float*>(s.data) + b * 128, n * 4);
     return;
   }
-  const uint8_t* codes = static_cast<const uint8_t*>(s.data) + b * (kBits == 8 ? 256 : 64);
-  const F scale = splat(s.scale[b]);
-  if (kBits == 8) {
-    for (int64_t i = 0; i < 256; i += 64) decode8<kSigned>(d, codes + i, scale, x + i);
-    return;
-  }
-  const F values = load(s.book);
+  const uint8_t* codes = static_cast<const uint8_t*>(s.data) + b * 64;
+  const F scale = splat(s.scale[b]), values = load(s.book);
   for (int64_t i = 0; i < 64; i += 16) {
     const I byte = widen(codes + i);
     store(x + i, decode(values, byte) * scale);
@@ -118,80 +113,147 @@ inline void fetch(const State& s, const Dynamic& d, int64_t b, int64_t n, float*
   }
 }
 
-template <int kBits, bool kSigned>
-inline void keep(const State& s, const Dynamic& d, int64_t b, const float* x, float scale) {
-  uint8_t* codes = static_cast<uint8_t*>(s.data) + b * (kBits == 8 ? 256 : 64);
+// A block of 8 bits that has its new values, and waits for its codes.
+struct Waiting {
+  uint8_t* codes;
+  F scale, inverse;
+  bool usual;
+};
+
+// What no loop serves is done at once.
+MT_HELPER Waiting wait_for(const State& s, int64_t b, const float* x, float scale) {
+  uint8_t* codes = static_cast<uint8_t*>(s.data) + b * 256;
   s.scale[b] = scale;
-  if (kBits == 4) {
-    const Book book = scaled(s.book, scale);
-    MT_UNROLL(1)
-    for (int64_t i = 0; i < 64; i += 16)
-      narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
-    return;
-  }
+  const bool usual = scale >= 0x1p-90f && scale <= 0x1p90f;
   // Nothing is above a bound times 0 or NaN, and a scale of Inf counts as NaN.
-  if (!(scale > 0.0f && scale <= 0x1.fffffep127f)) return static_cast<void>(std::memset(codes, 0, 256));
-  if (!(scale >= 0x1p-90f && scale <= 0x1p90f)) return count8(s, x, scale, codes);
-  const F wide = splat(scale), inverse = splat(1.0f / scale);
-  for (int64_t i = 0; i < 256; i += 64) encode8<kSigned>(d, x + i, wide, inverse, codes + i);
+  if (!(scale > 0.0f && scale <= 0x1.fffffep127f)) std::memset(codes, 0, 256);
+  else if (!usual) count8(s, x, scale, codes);
+  return {codes, splat(scale), splat(1.0f / scale), usual};
 }
 
-template <int kRule, int kBits>
-inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
-  constexpr int64_t kSize = kBits == 8 ? 256 : 128;
+struct Room {  // for a block that is not whole, or not float32
+  float g[256], p[256];
+};
+
+// The codes of a block are made in the loop of the next one: its arithmetic does not wait for the
+// roots and quotients, which take a third of the time.
+template <int kRule>
+inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
   constexpr int kStates = kRule == kAdamW ? 2 : 1;
   const Numbers h = splat_all(t.numbers);
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  Dynamic first{}, second{};
-  if (kBits == 8) first = dynamic_of<true>(t.state[0].book, t.state[0].buckets);
+  const Dynamic first = dynamic_of<true>(t.state[0].book, t.state[0].buckets);
+  Dynamic second{};
   if (kStates == 2) second = dynamic_of<false>(t.state[1].book, t.state[1].buckets);
-  float g_part[kSize] = {}, p_part[kSize] = {}, held[2][kSize] = {};
+  Room part = {};
+  Draws draws;
+  float held[2][2][256] = {};
+  Waiting waiting[2] = {};
+  for (int64_t b = begin; b <= end; ++b) {
+    float (*now)[256] = held[b & 1], (*then)[256] = held[~b & 1];
+    const int64_t from = b * 256, n = std::min<int64_t>(256, t.n - from);
+    const bool apart = n < 256 || !t.direct();
+    const float* g = t.g + from;
+    float* p = t.p + from;
+    if (b < end && apart) {
+      read_floats(t.g, t.g_type, from, n, part.g);
+      read_weights(t.p, t.p_type, t.beside, from, n, part.p);
+      g = part.g, p = part.p;
+    }
+    I top[2] = {};
+    MT_UNROLL(1)
+    for (int64_t at = 0; at < 256; at += 64) {
+      if (b < end) {
+        __builtin_prefetch(static_cast<uint8_t*>(t.state[0].data) + from + at + 512, 1);
+        if (kStates == 2) __builtin_prefetch(static_cast<uint8_t*>(t.state[1].data) + from + at + 512, 1);
+        decode8<true>(first, static_cast<uint8_t*>(t.state[0].data) + from + at, splat(t.state[0].scale[b]), now[0] + at);
+        if (kStates == 2) decode8<false>(second, static_cast<uint8_t*>(t.state[1].data) + from + at, splat(t.state[1].scale[b]), now[1] + at);
+        MT_UNROLL(4)
+        for (int64_t i = at; i < at + 64; i += 16) {
+          if (!apart) __builtin_prefetch(g + i + 512), __builtin_prefetch(p + i + 512, 1);
+          F grad = load(g + i) * h.sign, x[2] = {};
+          const F old = load(p + i);
+          if (h.has_l2) grad = grad + h.l2 * old;
+          for (int k = 0; k < kStates; ++k) x[k] = load(now[k] + i);
+          store(p + i, advance<kRule>(h, old, grad, x[0], x[1]));
+          for (int k = 0; k < kStates; ++k) {
+            if (n < 256) {  // what lies past the end is zero, as the reference pads
+              const I inside = lane + static_cast<int32_t>(i) < static_cast<int32_t>(n);
+              x[k] = (F)((I)x[k] & inside);
+            }
+            top[k] = imax(top[k], magnitude(x[k]));
+            store(now[k] + i, x[k]);
+          }
+        }
+      }
+      if (waiting[0].usual) encode8<true>(first, then[0] + at, waiting[0].scale, waiting[0].inverse, waiting[0].codes + at);
+      if (kStates == 2 && waiting[1].usual) encode8<false>(second, then[1] + at, waiting[1].scale, waiting[1].inverse, waiting[1].codes + at);
+    }
+    if (b == end) break;
+    if (apart) write_weights(t.p, t.p_type, t.beside, from, n, part.p, draws);
+    for (int k = 0; k < kStates; ++k) waiting[k] = wait_for(t.state[k], b, now[k], as_float(top_of(top[k])));
+  }
+}
+
+template <int kBits>
+inline void keep(const State& s, int64_t b, const float* x, float scale) {
+  uint8_t* codes = static_cast<uint8_t*>(s.data) + b * 64;
+  s.scale[b] = scale;
+  const Book book = scaled(s.book, scale);
+  MT_UNROLL(1)
+  for (int64_t i = 0; i < 64; i += 16)
+    narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
+}
+
+// SGD and Lion with 4 or 32 bits, or without a state: held stays zero.
+template <int kRule, int kBits>
+inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
+  const Numbers h = splat_all(t.numbers);
+  const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  float g_part[128] = {}, p_part[128] = {}, held[128] = {};
+  Draws draws;
   for (int64_t b = begin; b < end; ++b) {
-    const int64_t from = b * kSize, n = std::min(kSize, t.n - from);
-    const bool apart = n < kSize || !t.direct();
+    const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
+    const bool apart = n < 128 || !t.direct();
     const float* g = t.g + from;
     float* p = t.p + from;
     if (apart) {
       read_floats(t.g, t.g_type, from, n, g_part);
-      read_floats(t.p, t.p_type, from, n, p_part);
+      read_weights(t.p, t.p_type, t.beside, from, n, p_part);
       g = g_part, p = p_part;
     }
-    fetch<kBits, true>(t.state[0], first, b, n, held[0]);
-    if (kStates == 2) fetch<kBits, false>(t.state[1], second, b, n, held[1]);
-    I top[2] = {};
+    if (kBits > 0) fetch<kBits>(t.state[0], b, n, held);
+    I top = {};
     MT_UNROLL(1)
-    for (int64_t at = 0; at < kSize; at += 16) {
-      if (!apart) __builtin_prefetch(g + at + 2 * kSize), __builtin_prefetch(p + at + 2 * kSize);
-      F grad = load(g + at) * h.sign, x[2] = {};
+    for (int64_t at = 0; at < 128; at += 16) {
+      if (!apart) __builtin_prefetch(g + at + 256), __builtin_prefetch(p + at + 256);
+      F grad = load(g + at) * h.sign, x = load(held + at), none = {};
       const F old = load(p + at);
       if (h.has_l2) grad = grad + h.l2 * old;
-      for (int k = 0; k < kStates; ++k) x[k] = load(held[k] + at);
-      store(p + at, advance<kRule>(h, old, grad, x[0], x[1]));
-      for (int k = 0; k < kStates; ++k) {
-        if (n < kSize) {  // what lies past the end is zero, as the reference pads
-          const I inside = lane + static_cast<int32_t>(at) < static_cast<int32_t>(n);
-          x[k] = (F)((I)x[k] & inside);
-        }
-        top[k] = imax(top[k], magnitude(x[k]));
-        store(held[k] + at, x[k]);
+      store(p + at, advance<kRule>(h, old, grad, x, none));
+      if (n < 128) {  // what lies past the end is zero, as the reference pads
+        const I inside = lane + static_cast<int32_t>(at) < static_cast<int32_t>(n);
+        x = (F)((I)x & inside);
       }
+      top = imax(top, magnitude(x));
+      if (kBits > 0) store(held + at, x);
     }
-    if (apart) write_floats(t.p, t.p_type, from, n, p_part);
-    if (kBits == 32) std::memcpy(static_cast<float*>(t.state[0].data) + from, held[0], n * 4);
-    if (kBits < 32) keep<kBits, true>(t.state[0], first, b, held[0], as_float(top_of(top[0])));
-    if (kStates == 2) keep<kBits, false>(t.state[1], second, b, held[1], as_float(top_of(top[1])));
+    if (apart) write_weights(t.p, t.p_type, t.beside, from, n, p_part, draws);
+    if (kBits == 32) std::memcpy(static_cast<float*>(t.state[0].data) + from, held, n * 4);
+    if (kBits == 4) keep<kBits>(t.state[0], b, held, as_float(top_of(top)));
   }
 }
 
 template <int kRule>
 inline void step_rule(const BlockRow& t, int64_t begin, int64_t end) {
-  if (t.bits == 8) step_blocks<kRule, 8>(t, begin, end);
+  if (t.bits == 8) step_bytes<kRule>(t, begin, end);
   if (t.bits == 4) step_blocks<kRule, 4>(t, begin, end);
   if (t.bits == 32) step_blocks<kRule, 32>(t, begin, end);
+  if (t.bits == 0) step_blocks<kRule, 0>(t, begin, end);
 }
 
 inline void step_piece(const BlockRow& t, int64_t begin, int64_t end) {
-  if (t.rule == kAdamW) step_blocks<kAdamW, 8>(t, begin, end);
+  if (t.rule == kAdamW) step_bytes<kAdamW>(t, begin, end);
   if (t.rule == kSgd) step_rule<kSgd>(t, begin, end);
   if (t.rule == kLion) step_rule<kLion>(t, begin, end);
 }

@@ -8,13 +8,16 @@
 
 #ifdef MT_AVX512
 
+// Tables of 32 are for octaves: from 2**-30 (at 1) to 1.0 (at 31).
 struct Dynamic {
-  F high, low;       // of decade e, at lane (e - 1) % 16: 0.05 times its power of 10, in two parts
-  F first;           // its first bound
-  F slope, shift;    // of its position, at lane e for signed maps, e - 1 for unsigned ones
-  F edges[2];        // of each power of 2: the power of 10 in the octave above it, if any
-  I decades[2];      // and how many are below
+  F high, low;  // of decade e, at lane (e - 1) % 16: 0.05 times its power of 10, in two parts
+  F edge[2];    // the first bound of a decade that lies in an octave, or Inf
+  F slope[2], shift[2], last[2];  // of the decade where an octave begins: to positions, at most
+  const float* bounds;            // from the one at position 1 on
 };
+
+constexpr float kBase = 512.0f;  // added to positions: the sum has 14 bits after the point
+constexpr int32_t kBaseCount = 0x44000000 >> 14;
 
 MT_INLINE F permute(I at, F table) {
   return (F)_mm512_permutexvar_ps((__m512i)at, (__m512)table);
@@ -28,36 +31,33 @@ MT_INLINE I plus_one(I x, __mmask16 where) {
 
 template <bool kSigned>
 inline Dynamic dynamic_of(const float* book, const uint8_t*) {
-  constexpr int kZero = kSigned ? 127 : -1, kLast = kSigned ? 7 : 8;  // e of 1.0
-  float high[16] = {}, low[16] = {}, first[16] = {}, slope[16] = {}, shift[16] = {}, edges[32];
-  int32_t decades[32];
+  constexpr int kFirst = !kSigned, kLast = kFirst + 7;  // e of 1e-7 to 1e-6, and of 1.0 alone
+  float high[16] = {}, low[16] = {}, edge[32], slope[32], shift[32], last[32];
   const auto put = [&](int e, double x) {
     high[(e + 15) % 16] = static_cast<float>(x);
     low[(e + 15) % 16] = static_cast<float>(x - high[(e + 15) % 16]);
   };
-  double unit[8] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
-  for (int i = 0; i < 7; ++i) {
-    const int e = i + !kSigned, size = 1 << e;
-    put(e, unit[i] / 20);
-    slope[i] = static_cast<float>(size / (0.9 * unit[i]));
-    shift[i] = static_cast<float>(size * (8.0 / 9.0) - 0.125);
-  }
-  for (int e = !kSigned; e <= kLast; ++e) first[(e + 15) % 16] = book[256 + kZero + (1 << e) - 1];
+  const double unit[7] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
+  for (int i = 0; i < 7; ++i) put(i + kFirst, unit[i] / 20);
   // The largest value, and the unsigned smallest, lie on no decade's line: lines of their own.
   put(kLast, 1.0 / (2 + 9.0 / (1 << kLast)));
   if (!kSigned) put(0, book[0] / 11.0);
+  Dynamic d{};
+  d.bounds = book + 256 + (kSigned ? 127 : -1);
+  int e = kFirst;  // the next decade to begin
   for (int k = 0; k < 32; ++k) {
-    const double octave = 1.0 / (1u << (31 - k));
-    edges[k] = __builtin_inff();
-    decades[k] = 0;
-    for (int i = 0; i < 6; ++i) {
-      if (unit[i] <= octave) ++decades[k];
-      if (unit[i] > octave && unit[i] < 2 * octave) edges[k] = static_cast<float>(unit[i]);
-    }
+    const double octave = 1.0 / (1u << (31 - k)), whole = 1 << e, half = 1 << e >> 1;
+    edge[k] = __builtin_inff();
+    slope[k] = e > kFirst && e <= kLast ? static_cast<float>(half / (0.9 * unit[e - 1 - kFirst])) : 0.0f;
+    shift[k] = kBase + static_cast<float>(slope[k] != 0.0f ? half * (8.0 / 9.0) : e > kLast ? half + 0.5 : kFirst + 0.5);
+    last[k] = kBase + static_cast<float>(e > kLast ? half + 0.5 : whole - 0.5);
+    if (e <= kLast && d.bounds[(1 << e) - 1] < 2 * octave) edge[k] = d.bounds[(1 << e++) - 1];
   }
-  Dynamic d{load(high), load(low), load(first), load(slope), load(shift),
-            {load(edges), load(edges + 16)}, {}};
-  __builtin_memcpy(d.decades, decades, sizeof decades);
+  d.high = load(high), d.low = load(low);
+  for (int i = 0; i < 2; ++i) {
+    d.edge[i] = load(edge + 16 * i), d.slope[i] = load(slope + 16 * i);
+    d.shift[i] = load(shift + 16 * i), d.last[i] = load(last + 16 * i);
+  }
   return d;
 }
 
@@ -89,59 +89,59 @@ MT_INLINE void decode8(const Dynamic& d, const uint8_t* codes, F scale, float* o
   MT_FOUR store(out + 16 * k, y[k] * scale);
 }
 
-// How many decades begin below r, at 2**-30 at least.
-MT_INLINE void decades_of(const Dynamic& d, const F* r, I* decade) {
-  __m512i octave[4];
-  __mmask16 next[4];
-  MT_FOUR octave[k] = _mm512_srli_epi32((__m512i)r[k], 23);
-  MT_FOUR next[k] = _mm512_cmp_ps_mask(
-      (__m512)r[k],
-      _mm512_permutex2var_ps((__m512)d.edges[0], octave[k], (__m512)d.edges[1]), _CMP_GE_OQ);
-  MT_FOUR decade[k] = (I)_mm512_permutex2var_epi32((__m512i)d.decades[0], octave[k],
-                                                   (__m512i)d.decades[1]);
-  MT_FOUR decade[k] = plus_one(decade[k], next[k]);
+MT_INLINE F choose(const F* table, I at) {
+  return (F)_mm512_permutex2var_ps((__m512)table[0], (__m512i)at, (__m512)table[1]);
 }
 
-// The bounds at whole positions.
-MT_INLINE void bounds_at(const Dynamic& d, const F* position, F* bound) {
-  lines_at(d, position, bound);
-  MT_FOUR {
-    const __m512i bits = (__m512i)position[k];
-    const __mmask16 starts = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7fffff));
-    bound[k] = (F)_mm512_mask_permutexvar_ps((__m512)bound[k], starts, _mm512_srli_epi32(bits, 23),
-                                             (__m512)d.first);
+// The counts in doubt of 64 values: their bound is computed and compared.
+static __attribute__((noinline, unused)) void settle(const Dynamic& d, uint64_t doubt, const float* position,
+                                             const int32_t* size, float scale, int32_t* count) {
+  for (; doubt; doubt &= doubt - 1) {
+    const int i = __builtin_ctzll(doubt);
+    const int32_t near = static_cast<int32_t>(position[i] + 0.5f - kBase);
+    const float bound = d.bounds[near - 1] * scale;
+    int32_t bits;
+    __builtin_memcpy(&bits, &bound, 4);
+    count[i] = kBaseCount + near - (size[i] <= bits);
   }
 }
 
-// The 8-bit codes of 64 values: how many bounds (times the scale) are below each. A first guess of
-// the position, wrong by far less than 0.1, tells which bound is in doubt; that one is computed and
-// compared. Bounds lie -0.25 (1.0's) to 0.5 (DE-0's first) from whole positions: `shift` holds
-// their middle.
+// The 8-bit codes of 64 values: how many bounds (times the scale) are below each. The position,
+// wrong by less than 2**-12.5, tells unless it is nearly whole.
 template <bool kSigned>
 MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uint8_t* codes) {
-  const F round = splat(0x1.8p23f);  // its sum with a small number is whole
-  I size[4], decade[4], count[4];
-  F r[4], position[4], bound[4];
+  const F edge[2] = {d.edge[0] * scale, d.edge[1] * scale};
+  I size[4], count[4], at[4];
+  F r[4];
+  __mmask16 minus[4] = {}, near[4];
   MT_FOUR size[k] = kSigned ? magnitude(load(x + 16 * k)) : (I)load(x + 16 * k);
   MT_FOUR r[k] = (F)size[k] * inverse;
   MT_FOUR r[k] = (F)_mm512_max_ps((__m512)r[k], _mm512_set1_ps(0x1p-30f));
-  decades_of(d, r, decade);
-  MT_FOUR r[k] = fused(r[k], permute(decade[k], d.slope), permute(decade[k], d.shift));
-  MT_FOUR r[k] = r[k] + round;
-  MT_FOUR position[k] = r[k] - round;
-  MT_FOUR count[k] = (I)r[k] - (I)round - 1;  // all bounds before the one in doubt
-  bounds_at(d, position, bound);
-  MT_FOUR bound[k] = bound[k] * scale;
-  MT_FOUR {
-    // Below zero a bound equal to x counts too, and the codes descend.
-    const __mmask16 minus = kSigned ? _mm512_movepi32_mask((__m512i)load(x + 16 * k)) : 0;
-    const I mine = kSigned ? plus_one(size[k], minus) : size[k];
-    const __mmask16 more = _mm512_cmpgt_epi32_mask((__m512i)mine, (__m512i)bound[k]);
-    const __m512i steps = (__m512i)plus_one(count[k], more);
-    I code = (I)_mm512_mask_sub_epi32(steps, minus, _mm512_setzero_si512(), steps);
-    code = kSigned ? imax(code + 127, I{}) : code - 1;
-    narrow(codes + 16 * k, code);
+  MT_FOUR at[k] = (I)_mm512_srli_epi32((__m512i)r[k], 23);
+  if (kSigned) {  // below zero a bound equal to x counts too, and the codes descend
+    MT_FOUR minus[k] = _mm512_movepi32_mask((__m512i)load(x + 16 * k));
+    MT_FOUR size[k] = plus_one(size[k], minus[k]);
   }
+  MT_FOUR at[k] = plus_one(at[k], _mm512_cmpgt_epi32_mask((__m512i)size[k], (__m512i)choose(edge, at[k])));
+  MT_FOUR r[k] = fused(r[k], choose(d.slope, at[k]), choose(d.shift, at[k]));
+  MT_FOUR r[k] = (F)_mm512_min_ps((__m512)r[k], (__m512)choose(d.last, at[k]));
+  MT_FOUR near[k] = _mm512_testn_epi32_mask(_mm512_add_epi32((__m512i)r[k], _mm512_set1_epi32(4)), _mm512_set1_epi32(0x3ff8));
+  MT_FOUR count[k] = (I)_mm512_srli_epi32((__m512i)r[k], 14);
+  const uint64_t doubt = near[0] | static_cast<uint64_t>(near[1]) << 16 | static_cast<uint64_t>(near[2]) << 32 | static_cast<uint64_t>(near[3]) << 48;
+  if (__builtin_expect(doubt != 0, 0)) {
+    float position[64];
+    int32_t sizes[64], counts[64];
+    MT_FOUR store(position + 16 * k, r[k]), store((float*)sizes + 16 * k, (F)size[k]), store((float*)counts + 16 * k, (F)count[k]);
+    settle(d, doubt, position, sizes, ((const float*)&scale)[0], counts);
+    MT_FOUR count[k] = (I)load((const float*)counts + 16 * k);
+  }
+  I code[4];
+  MT_FOUR code[k] = count[k] + ((kSigned ? 127 : -1) - kBaseCount);
+  if (kSigned) MT_FOUR code[k] = (I)_mm512_mask_sub_epi32((__m512i)code[k], minus[k], _mm512_set1_epi32(127 + kBaseCount), (__m512i)count[k]);
+  const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32((__m512i)code[0], (__m512i)code[1]),
+                                            _mm512_packs_epi32((__m512i)code[2], (__m512i)code[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(codes, _mm512_permutexvar_epi32(order, bytes));
 }
 
 #undef MT_FOUR

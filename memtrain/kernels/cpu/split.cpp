@@ -1,36 +1,11 @@
 // A float32 weight as bfloat16 and a correction (definition: kernels/split.py).
 #include <cstring>
 
-#include "philox.h"
+#include "weights.h"
 
 namespace memtrain {
 
-constexpr int64_t kBlock = 1024, kWidth = kBlock / 8;
-constexpr uint32_t kInf = 0x7F800000u, kMagnitude = 0x7FFFFFFFu;
-
-// `draw`: the 16 random bits of stochastic rounding, added in place of half an ulp.
-template <int KEPT, bool STOCHASTIC>
-MT_INLINE uint32_t round_magnitude(uint32_t magnitude, uint32_t draw) {
-  constexpr int kLost = 16 - KEPT;
-  if constexpr (STOCHASTIC) return (magnitude + draw) >> kLost;
-  if constexpr (kLost == 0) return magnitude;
-  constexpr uint32_t kHalf = kLost ? (1u << (kLost - (kLost > 0))) - 1 : 0;
-  return (magnitude + kHalf + ((magnitude >> kLost) & 1)) >> kLost;
-}
-
-template <typename Correction, int KEPT, bool STOCHASTIC>
-MT_INLINE void split_one(uint32_t bits, uint32_t draw, uint16_t* weight, Correction* correction) {
-  const uint32_t magnitude = bits & kMagnitude;
-  const uint32_t rounded = round_magnitude<KEPT, STOCHASTIC>(magnitude, draw);
-  uint32_t upper = (rounded + ((1u << KEPT) >> 1)) >> KEPT;
-  const bool nan = magnitude > kInf;
-  if constexpr (KEPT > 0) {
-    const uint32_t difference = rounded - (upper << KEPT);
-    *correction = static_cast<Correction>(nan ? 0u : difference);
-  }
-  upper = nan ? 0x7FC0u : upper;
-  *weight = static_cast<uint16_t>((bits >> 16 & 0x8000u) | upper);
-}
+constexpr int64_t kBlock = kDrawn, kWidth = kBlock / 8;
 
 template <typename Correction, int KEPT>
 MT_INLINE void split_loop(const uint32_t* __restrict master, uint16_t* __restrict weight,

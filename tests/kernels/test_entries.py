@@ -1,0 +1,99 @@
+"""Steps of split weights: bit for bit a float32 step of the master, and a split."""
+
+import copy
+
+import pytest
+import torch
+
+from memtrain.kernels import adamw, blockstep, cpu
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.split import Beside, merge, split
+from tests.kernels import test_adamw, test_blockstep
+
+# dtype, the correction's, stochastic
+FORMS = {
+    "bf16+8": (torch.bfloat16, torch.int8, False),
+    "bf16+16": (torch.bfloat16, torch.int16, False),
+    "bf16+sr": (torch.bfloat16, None, True),
+    "fp16+8": (torch.float16, torch.int8, False),
+    "fp16+16": (torch.float16, torch.int16, False),
+}
+SHAPES = [(30, 77), (9, 256), (1030,), (7,)]
+
+
+def steps(shape):
+    """Entries of every kind with float32 parameters."""
+    options = {"weight_decay": 0.1, "decoupled": False}
+    for kind in adamw.KINDS:
+        if len(shape) > 1 or kind in ("exact", "block"):
+            yield test_adamw.entry(shape, kind, test_adamw.hyper(**options))
+    for rule, bits in test_blockstep.FORMS:
+        yield test_blockstep.entry(shape, rule, bits, weight_decay=0.1)
+    plain = blockstep.sgd(lr=0.01, momentum=0.0, weight_decay=0.1)
+    x = test_blockstep.entry(shape, "sgd", 32)
+    yield blockstep.Entry(x.param, x.grad, (), "sgd", 0, plain)
+
+
+def step(entries):
+    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)])
+    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)])
+
+
+def halved(entry, form, seed):
+    dtype, kind, stochastic = FORMS[form]
+    weight = torch.empty_like(entry.param, dtype=dtype)
+    correction = None if kind is None else torch.empty_like(weight, dtype=kind)
+    split(entry.param, weight, correction, seed=seed, stochastic=stochastic)
+    return entry._replace(param=weight, beside=Beside(correction, stochastic, seed))
+
+
+def payloads(entry):
+    return [entry.first, entry.second] if isinstance(entry, adamw.Entry) else entry.states
+
+
+@pytest.mark.parametrize("name", ["reference", "portable", "avx2", "cpu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_to_a_step_of_the_master(form, name):
+    levels = {"portable": 0, "avx2": 1}
+    whole = [halved(e, form, k) for shape in SHAPES for k, e in enumerate(steps(shape))]
+    masters = [
+        copy.deepcopy(e)._replace(param=merge(e.param, e.beside.correction), beside=Beside())
+        for e in whole
+    ]
+    try:
+        cpu.call("mt_limit_isa", levels.get(name, 2))
+        with backend("reference" if name == "reference" else "cpu"):
+            step(whole)
+            step(masters)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+    for ours, theirs in zip(whole, masters, strict=True):
+        again = halved(theirs, form, ours.beside.seed)
+        assert torch.equal(ours.param, again.param)
+        if FORMS[form][1] is not None:
+            assert torch.equal(*(e.beside.correction for e in (ours, again)))
+        for mine, other in zip(payloads(ours), payloads(theirs), strict=True):
+            assert all(torch.equal(mine[part], other[part]) for part in mine)
+
+
+def test_sgd_without_a_state_by_hand():
+    master = torch.tensor([1.001, -2.0])
+    entry = blockstep.Entry(
+        master, torch.tensor([0.5, 0.25]), (), "sgd", 0, blockstep.sgd(lr=0.5, momentum=0.0)
+    )
+    split_entry = halved(entry, "bf16+16", 0)
+    step([split_entry])
+    after = merge(split_entry.param, split_entry.beside.correction)
+    assert after.tolist() == [(master[0] - 0.25).item(), -2.125]
+
+
+def test_bad_gradients_reach_the_weight_and_leave_no_correction():
+    for form in FORMS:
+        entry = halved(test_adamw.entry((4, 128), "block", test_adamw.hyper()), form, 3)
+        entry.grad[1, 2] = torch.nan
+        step([entry])
+        bad = torch.zeros(4, 128, dtype=torch.bool)
+        bad[1, 2] = True
+        assert torch.equal(entry.param.isnan(), bad)
+        if entry.beside.correction is not None:
+            assert entry.beside.correction[1, 2] == 0
