@@ -1,4 +1,7 @@
-"""Every fused optimizer's step over GPT-2-small's shapes against torch's fused float32 AdamW."""
+"""Every fused optimizer's step over GPT-2-small's shapes against torch's fused float32 AdamW.
+
+`--set only=WORD` keeps the rows whose optimizer's name has the word in it.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -99,7 +102,9 @@ def jobs(options: Options) -> list[Job]:
 
         return Job(name, run)
 
-    return [ours(name) for name in OURS] + [theirs(name) for name in PEERS]
+    every = [ours(name) for name in OURS] + [theirs(name) for name in PEERS]
+    wanted = dict(word.split("=", 1) for word in options.overrides).get("only", "")
+    return [job for job in every if wanted in job.title]
 
 
 BENCHMARK = Benchmark(
