@@ -55,12 +55,14 @@ def _turned(word, odd):
 
 
 @triton.jit
-def _quantize_kernel(
-    x_ptr,
+def encode(
+    xs,  # eight slices of float32, 0 where not inside
     codes_ptr,
     bounds_ptr,
+    group,
+    column,
+    here,  # which groups there are
     n,
-    n_groups,
     seed,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a slice
@@ -72,23 +74,18 @@ def _quantize_kernel(
     LEVELS: tl.constexpr = float(2**BITS - 1)
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
-    column = tl.arange(0, WIDTH_PAD)[None, :]
-    inside = (group < n_groups) & (column < WIDTH)
+    inside = here & (column < WIDTH)
     start = group * (WIDTH * 8) + column
-
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
     tops = tl.zeros((GROUPS, WIDTH_PAD), tl.uint32)
-    xs = ()
     for s in tl.static_range(8):
         valid = inside & (start + s * WIDTH < n)
-        x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x = xs[s]
         lows = tl.where(valid & (x < lows), x, lows)
         highs = tl.where(valid & (x > highs), x, highs)
         top = x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         tops = tl.where(top > tops, top, tops)
-        xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
     lo = tl.min(lows, axis=1)[:, None]
     hi = tl.max(highs, axis=1)[:, None]
     if not WIDE:
@@ -106,7 +103,7 @@ def _quantize_kernel(
     _store_bounds(
         bounds_ptr,
         group,
-        group < n_groups,
+        here,
         tl.where(finite, lo, float("nan")),
         tl.where(finite, hi, float("nan")),
         WIDE,
@@ -141,6 +138,36 @@ def _quantize_kernel(
                 elif lane * BITS - 8 * k > -BITS:
                     byte |= codes[lane * PER_LANE + h] >> (8 * k - lane * BITS)
             tl.store(to + (k * PER_LANE + h) * WIDTH, (byte & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    bounds_ptr,
+    n,
+    n_groups,
+    seed,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, WIDTH_PAD)[None, :]
+    here = group < n_groups
+    start = group * (WIDTH * 8) + column
+    xs = ()
+    for s in tl.static_range(8):
+        valid = here & (column < WIDTH) & (start + s * WIDTH < n)
+        x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
+    encode(
+        xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
+        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from memtrain.activations.ops.norm import group_norm, layer_norm
 from memtrain.activations.ops.rms_norm import rms_norm
 from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity, Key, Packed
+from memtrain.kernels import norm as norm_kernel
 
 
 class Run:
@@ -141,6 +142,58 @@ def test_the_error_of_a_quantiser_is_what_its_step_predicts(run):
         else:
             terms = grad.numel() // p.numel()
             assert (mine_grad - plain_grad).abs().max() <= e * terms * grad.abs().max()
+
+
+ONE_PASS = {
+    "layer_norm": (nn.LayerNorm(512), _layer),
+    "layer_norm, plain": (nn.LayerNorm(512, elementwise_affine=False), _layer),
+    "layer_norm, no bias": (nn.LayerNorm(512, bias=False), _layer),
+    "rms_norm": (nn.RMSNorm(512, eps=1e-6), _rms),
+    "rms_norm, plain": (nn.RMSNorm(512, elementwise_affine=False), _rms),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_pass_is_the_composition(name, dtype, monkeypatch):
+    """Rows of whole groups are normalised and quantised in one pass. Statistics differ by their
+    rounding, and x_hat is not rounded to the dtype first: codes may be one step apart."""
+    plain, ours = ONE_PASS[name]
+    compressor = Group(bits=8, bounds="fp32", rounding="nearest")
+    module = copy.deepcopy(plain).to(dtype)
+    for p in module.parameters():
+        nn.init.normal_(p)
+    x, grad = (torch.randn(2, 3, 512) + 1).to(dtype), torch.randn(2, 3, 512).to(dtype)
+    results = []
+    for fits in (True, False):
+        if not fits:
+            monkeypatch.setattr(norm_kernel, "fits", lambda *a: False)
+        else:
+            assert norm_kernel.fits(x, 512, 256)
+        mine, t = copy.deepcopy(module), x.clone().requires_grad_()
+        y = ours(mine, t, compressor=compressor)
+        results.append([y.detach(), *gradients(y, grad, t, mine)])
+    eps = torch.finfo(dtype).eps
+    for one, two in zip(*results, strict=True):
+        assert (one.dtype, one.shape) == (two.dtype, two.shape)
+        # A step of x_hat is 8 / 255 (see the test above); sums over rows have 6 terms.
+        scale = grad.abs().max().item() * 6 * max(1.0, two.abs().max().item())
+        assert (one.float() - two.float()).abs().max() <= scale * (8 / 255 + 8 * eps)
+    # The value is no payload's: it is torch's up to its own rounding.
+    torch.testing.assert_close(results[0][0], module(x), rtol=2 * eps, atol=4 * eps)
+
+
+def test_one_pass_is_for_usual_calls_only():
+    """Others go torch's way, and get torch's own errors."""
+    x = torch.randn(4, 512, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Expected weight to be of same shape"):
+        layer_norm(x, (512,), torch.ones(256), compressor=Group())
+    with pytest.raises(RuntimeError, match="Given normalized_shape"):
+        layer_norm(x, (2, 512), compressor=Group())
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        layer_norm(x, (512,), torch.ones(512).bfloat16(), compressor=Group())
+    y = rms_norm(x.bfloat16(), (512,), torch.ones(512), form="llama", compressor=Group())
+    assert y.dtype == torch.float32
 
 
 @every_run

@@ -75,6 +75,11 @@ CASES = {
         for x in views()
         for bits, wide in ((4, False), (3, True))
     ],
+    "norm_quantize": lambda: [
+        (x, 64, weight, None, 1e-5, centred, True, 4, 32, 7, True, False)
+        for x in (torch.randn(3, 64), torch.randn(2, 2, 64).bfloat16(), torch.randn(0, 64))
+        for weight, centred in ((torch.ones(64), True), (None, False))
+    ],
     "patch_quantize": lambda: [(x, 7, stochastic) for x in maps() for stochastic in (False, True)],
     "patch_dequantize": lambda: [(patch.patch_quantize(x), *x.shape[1:3], x.dtype) for x in maps()],
     "codebook_quantize": lambda: [

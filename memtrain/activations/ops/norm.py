@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.fused_norm import fused
 from memtrain.activations.ops.payload import keep, kept, order_of
 from memtrain.compressors import Compressor, Key
 
@@ -30,7 +31,8 @@ def layer_norm(
 ) -> Tensor:
     """`F.layer_norm`, saving a compressed `x_hat` in place of `x`.
 
-    The value is torch's own. Under autocast the arithmetic has the dtype that torch gives it.
+    The value is torch's own; where x_hat is quantised in the same pass (`ops.fused_norm`), up to
+    the rounding of its sums. Under autocast the arithmetic has the dtype that torch gives it.
 
     Args:
         x: Float, any shape that ends in `shape`.
@@ -133,6 +135,10 @@ class _LayerNorm(Function):
         compressor: Compressor,
         key: Key,
     ) -> Tensor:
+        ctx.normalized, ctx.output = shape, _scaled
+        y = fused(ctx, x, shape, weight, bias, eps, compressor, key, centred=True)
+        if y is not None:
+            return y
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         # x_hat by the same op with other weights: the rounding of these must not enter. Ones and
         # zeros, since torch's CPU kernel takes 1.7 times as long without any.
@@ -142,15 +148,18 @@ class _LayerNorm(Function):
             ones, zeros = torch.ones_like(like), torch.zeros_like(like)
             x_hat = torch.native_layer_norm(x, shape, ones, zeros, eps)[0]
         keep(ctx, x_hat, compressor, key, rstd, weight, bias)
-        ctx.normalized, ctx.output = shape, _scaled
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x_hat, (rstd, weight, bias) = kept(ctx)
+        like = weight if weight is not None else bias
+        # CPU kernels want the statistics in the tensors' dtype where all have one.
+        mixed = x_hat.is_cuda or (like is not None and like.dtype != x_hat.dtype)
+        statistics = standard(rstd.to(torch.float32 if mixed else x_hat.dtype))
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-            grads[0], x_hat, ctx.normalized, *standard(rstd), weight, bias, wanted(ctx)
+            grads[0], x_hat, ctx.normalized, *statistics, weight, bias, wanted(ctx)
         )
         return times(dx, rstd), dw, db, None, None, None, None
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.layout import flatten, layout_of
+from memtrain.activations.layout import Layout, flatten, layout_of
 from memtrain.activations.payload import Shared, check_version
 from memtrain.compressors import Compressor, Key, Packed
 
@@ -22,11 +22,26 @@ def keep(ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor 
         key: Feeds its random bits.
         *others: Parameters and statistics.
     """
-    flat, ctx.layout = (x, None) if getattr(compressor, "shaped", False) else flatten(x)
+    flat, layout = (x, None) if getattr(compressor, "shaped", False) else flatten(x)
     packed = compressor.compress(flat, key=key)
+    keep_packed(ctx, packed, layout, compressor, *others)
+
+
+def keep_packed(
+    ctx: Any, packed: Packed, layout: Layout | None, compressor: Compressor, *others: Tensor | None
+) -> None:
+    """As `keep`, of a payload that is there already.
+
+    Args:
+        ctx: The Function's context.
+        packed: Of the elements in memory order, or of the tensor where `layout` is None.
+        layout: Of the tensor.
+        compressor: What decompresses it.
+        *others: Parameters and statistics.
+    """
     ctx.save_for_backward(*packed.tensors.values(), *others)
     ctx.payload = packed._replace(tensors=dict.fromkeys(packed.tensors))
-    ctx.compressor = compressor
+    ctx.compressor, ctx.layout = compressor, layout
 
 
 def packed_of(ctx: Any) -> tuple[Packed, list[Any]]:

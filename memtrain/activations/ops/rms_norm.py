@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.fused_norm import fused
 from memtrain.activations.ops.norm import as_autocast
 from memtrain.activations.ops.payload import keep, kept
 from memtrain.compressors import Compressor, Key
@@ -26,8 +27,10 @@ def rms_norm(
 ) -> Tensor:
     """`F.rms_norm`, or a form of it that a model writes out, saving a compressed `x_hat`.
 
-    The value is that of the form, bit for bit; the gradient is computed in float32 (float64 for
-    float64) and then rounded: `dx = rstd * (g - x_hat * mean(g * x_hat))`, with g = dy * weight.
+    The value is that of the form, bit for bit; where x_hat is quantised in the same pass
+    (`ops.fused_norm`), up to the rounding of its sums. The gradient is computed in float32
+    (float64 for float64) and then rounded: `dx = rstd * (g - x_hat * mean(g * x_hat))`, with
+    g = dy * weight.
 
     Args:
         x: Float, any shape that ends in `shape`.
@@ -106,9 +109,19 @@ class _RMSNorm(Function):
         key: Key,
     ) -> Tensor:
         make = FORMS[form]
-        wide = _wide(x) if make is None else x.float()
-        added = torch.finfo(wide.dtype).eps if eps is None else eps
-        ctx.dims = list(range(-len(shape), 0))
+        double = make is None and x.dtype == torch.float64
+        arithmetic = torch.float64 if double else torch.float32
+        added = torch.finfo(arithmetic).eps if eps is None else eps
+        ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if form == "gemma" else 0.0
+        if _keeps_dtype(form, x.dtype, weight):
+            ctx.output = partial(_scaled, form, x.dtype, x.dtype)
+            scale = None if weight is None or not ctx.plus else ctx.plus + weight.float()
+            how: dict[str, Any] = {"scale": scale, "narrow": form in ("llama", "t5")}
+            site = (added, compressor, key)
+            y = fused(ctx, x, shape, weight, None, *site, centred=False, **how)
+            if y is not None:
+                return y
+        wide = x.to(arithmetic)
         rstd = torch.rsqrt(wide.pow(2).mean(ctx.dims, keepdim=True) + added)
         x_hat = wide * rstd
         if make is None or weight is None:  # others than torch's form have a weight
@@ -116,7 +129,6 @@ class _RMSNorm(Function):
         else:
             y = make(x_hat, weight, x.dtype)
         keep(ctx, x_hat.to(x.dtype), compressor, key, rstd, weight)
-        ctx.plus = 1.0 if form == "gemma" else 0.0
         ctx.output = partial(_scaled, form, x.dtype, y.dtype)
         return y
 
@@ -133,6 +145,15 @@ class _RMSNorm(Function):
             projection = (g * x_hat).mean(ctx.dims, keepdim=True)
             dx = torch.addcmul(g, x_hat, projection, value=-1).mul_(rstd).to(dtype)
         return dx, dw, None, None, None, None, None
+
+
+def _keeps_dtype(form: str, dtype: torch.dtype, weight: Tensor | None) -> bool:
+    """Whether the value of a form has the dtype of `x`, as one pass makes it."""
+    if weight is None or form in ("cast_last", "gemma"):
+        return True
+    if form == "t5":
+        return weight.dtype == dtype
+    return torch.promote_types(weight.dtype, dtype) == dtype
 
 
 def _scaled(

@@ -1,6 +1,7 @@
 // Min/max group quantisation (definition: kernels/group.py, layout of codes: kernels/bits.py).
 #include <cstring>
 
+#include "group.h"
 #include "group_avx512.h"
 #include "philox.h"
 
@@ -313,6 +314,15 @@ void over_groups(const Job& job, int64_t threads, const Range& range) {
                  std::vector<uint8_t> codes(job.size);
                  range(job, begin, end, buffer.data(), codes.data());
                });
+}
+
+void quantize_groups(const float* x, int64_t begin, int64_t end, const Quantizer& to,
+                     uint8_t* scratch) {
+  const uintptr_t before = static_cast<uintptr_t>(begin * to.size) * sizeof(float);
+  const Job job{reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) - before), nullptr,
+                to.codes, to.bounds, false, to.wide != 0, to.stochastic != 0, end * to.size,
+                to.bits, to.size, static_cast<uint64_t>(to.seed)};
+  quantize_range(job, begin, end, nullptr, scratch);
 }
 
 }  // namespace memtrain

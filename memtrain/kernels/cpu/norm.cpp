@@ -1,0 +1,121 @@
+// Layer and RMS norm with the quantised normalised input (definition: kernels/norm.py).
+#include <cmath>
+#include <cstring>
+
+#include "common.h"
+#include "group.h"
+
+namespace memtrain {
+
+constexpr int64_t kLanes = 32, kTile = 4096;
+
+struct Norm {
+  const void* x;
+  const float *weight, *bias;
+  void* y;
+  float* rstd;
+  bool bf16, centred, narrow;
+  int64_t rows, size;
+  float eps;
+  Quantizer to;
+};
+
+MT_INLINE float widened(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+MT_INLINE uint16_t narrowed(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+MT_INLINE float halves(float* lanes) {
+  for (int64_t width = kLanes / 2; width; width /= 2)
+    for (int64_t c = 0; c < width; ++c) lanes[c] += lanes[c + width];
+  return lanes[0];
+}
+
+// The sum of x - mean, or of its square.
+template <bool kSquare>
+MT_INLINE float sum(const float* x, int64_t size, float mean) {
+  float lanes[kLanes];
+  for (int64_t c = 0; c < kLanes; ++c) lanes[c] = 0.0f;
+  const int64_t whole = size / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int64_t c = 0; c < kLanes; ++c) {
+      const float d = x[i + c] - mean;
+      lanes[c] += kSquare ? d * d : d;
+    }
+  for (int64_t i = whole; i < size; ++i) {
+    const float d = x[i] - mean;
+    lanes[i - whole] += kSquare ? d * d : d;
+  }
+  return halves(lanes);
+}
+
+// One row: x_hat to `hat`, its value to y.
+MT_INLINE void normalise(const Norm& job, int64_t row, float* hat) {
+  const int64_t n = job.size, at = row * n;
+  if (job.bf16) {
+    const uint16_t* from = static_cast<const uint16_t*>(job.x) + at;
+    for (int64_t i = 0; i < n; ++i) hat[i] = widened(from[i]);
+  }
+  const float* x = job.bf16 ? hat : static_cast<const float*>(job.x) + at;
+  const float size = static_cast<float>(n);
+  const float mean = job.centred ? sum<false>(x, n, 0.0f) / size : 0.0f;
+  const float rstd = 1.0f / std::sqrt(sum<true>(x, n, mean) / size + job.eps);
+  job.rstd[row] = rstd;
+  if (job.bf16)  // in place, which the compiler must know
+    for (int64_t i = 0; i < n; ++i) hat[i] = (hat[i] - mean) * rstd;
+  else
+    for (int64_t i = 0; i < n; ++i) hat[i] = (x[i] - mean) * rstd;
+  const float *__restrict w = job.weight, *__restrict b = job.bias;
+  if (!job.bf16) {
+    float* __restrict y = static_cast<float*>(job.y) + at;
+    for (int64_t i = 0; i < n; ++i) y[i] = hat[i] * w[i] + b[i];
+    return;
+  }
+  uint16_t* __restrict y = static_cast<uint16_t*>(job.y) + at;
+  if (job.narrow)
+    for (int64_t i = 0; i < n; ++i) y[i] = narrowed(widened(narrowed(hat[i])) * w[i] + b[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) y[i] = narrowed(hat[i] * w[i] + b[i]);
+}
+
+// Rows of some tiles: what a tile's rows have made is quantised while it is in the nearest cache.
+MT_CLONES static void norm_range(const Norm& job, int64_t begin, int64_t end, int64_t tile,
+                                 float* hat, uint8_t* scratch) {
+  const int64_t groups = job.size / job.to.size;
+  for (int64_t row = begin; row < end; row += tile) {
+    const int64_t stop = std::min(row + tile, end);
+    for (int64_t r = row; r < stop; ++r) normalise(job, r, hat + (r - row) * job.size);
+    quantize_groups(hat, row * groups, stop * groups, job.to, scratch);
+  }
+}
+
+}  // namespace memtrain
+
+MT_EXPORT void mt_norm_quantize(const void* x, int64_t bf16, const float* weight,
+                                const float* bias, void* y, float* rstd, uint8_t* codes,
+                                void* bounds, int64_t wide, int64_t rows, int64_t size, float eps,
+                                int64_t centred, int64_t narrow, int64_t bits, int64_t group_size,
+                                int64_t seed, int64_t stochastic, int64_t threads) {
+  const memtrain::Norm job{x, weight, bias, y, rstd, bf16 != 0, centred != 0, narrow != 0,
+                           rows, size, eps,
+                           {codes, bounds, wide, bits, group_size, seed, stochastic}};
+  // An even number of rows: two groups share their draws.
+  const int64_t tile = std::max<int64_t>(memtrain::kTile / size / 2 * 2, 2);
+  const int64_t tiles = (rows + tile - 1) / tile;
+  memtrain::parallel_for(
+      tiles, std::max<int64_t>(32768 / (tile * size), 1), threads,
+      [&](int64_t begin, int64_t end) {
+        std::vector<float> hat(tile * size);
+        std::vector<uint8_t> scratch(group_size);
+        memtrain::norm_range(job, begin * tile, std::min(end * tile, rows), tile, hat.data(),
+                             scratch.data());
+      });
+}

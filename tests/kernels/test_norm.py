@@ -1,0 +1,182 @@
+"""Norms that quantise their normalised input in the same pass."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memtrain.kernels import cpu, group, norm
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.norm import Codes, norm_quantize
+
+FORMS = {
+    "layer": {"centred": True, "narrow": False},
+    "rms": {"centred": False, "narrow": False},
+    "llama": {"centred": False, "narrow": True},
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+SIZES = [(5, 768, 256), (1, 8, 8), (7, 24, 8), (3, 520, 104), (2, 4096, 256), (0, 256, 256)]
+
+
+def example(rows, size, dtype, offset=3.0):
+    torch.manual_seed(rows + size)
+    x = (torch.randn(rows, size) * 2 + offset).to(dtype)
+    return x, size, torch.randn(size), torch.randn(size)
+
+
+def on(name, *arguments, **options):
+    with backend(name):
+        return norm_quantize(*arguments, **options)
+
+
+def test_reference_matches_a_worked_case():
+    """Mean 2, deviation 1; the root mean square of the same row is sqrt(5)."""
+    x = torch.tensor([[1.0, 3.0] * 4])
+    weight, bias = torch.full((8,), 2.0), torch.full((8,), 0.5)
+    codes = Codes(bits=1, group_size=8, stochastic=False)
+    y, rstd, packed, bounds = on("reference", x, 8, weight, bias, 0.0, codes=codes)
+    assert y.tolist() == [[-1.5, 2.5] * 4]
+    assert rstd.tolist() == [1.0]
+    assert packed.tolist() == [[0b10101010]]
+    assert bounds.tolist() == [[-1.0, 1.0]]
+    y, rstd, *_ = on("reference", x, 8, None, None, 0.0, centred=False, codes=codes)
+    torch.testing.assert_close(rstd, torch.tensor([5**-0.5]))
+    torch.testing.assert_close(y, x * 5**-0.5)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_the_c_library_equals_the_reference(shape, dtype, form):
+    rows, size, group_size = shape
+    arguments = example(rows, size, dtype)
+    for codes in (Codes(4, group_size, 5), Codes(3, group_size, -9, False, True)):
+        found = on("cpu", *arguments, codes=codes, **FORMS[form])
+        expected = on("reference", *arguments, codes=codes, **FORMS[form])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_every_instruction_set_equals_the_reference():
+    arguments = example(9, 264, torch.float32)
+    expected = on("reference", *arguments, codes=Codes(4, 88))
+    try:
+        for level in (0, 1, 2):
+            cpu.call("mt_limit_isa", level)
+            found = on("cpu", *arguments, codes=Codes(4, 88))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    finally:
+        cpu.call("mt_limit_isa", 2)
+
+
+def test_threads_do_not_change_the_result():
+    arguments, before = example(600, 256, torch.float32), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(on("cpu", *arguments))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_triton_is_the_reference_but_for_the_order_of_sums(dtype, form):
+    """Sums of n terms in two orders differ by less than n / 32 + 6 roundings of their magnitude;
+    so the statistics, and a code by at most one step."""
+    pytest.importorskip("triton")
+    arguments = example(2, 768, dtype)
+    x, _, weight, _ = arguments
+    codes = Codes(4, 256, 5)
+    y, rstd, packed, bounds = on("triton", *arguments, codes=codes, **FORMS[form])
+    expected = on("reference", *arguments, codes=codes, **FORMS[form])
+    error = 2 * (768 / 32 + 6) * 2.0**-24
+    torch.testing.assert_close(rstd, expected[1], rtol=error, atol=0)
+    # x_hat is off by that share of |x| * rstd; then y is rounded to its dtype.
+    reach = (x.float().abs().amax() * rstd.amax()).item()
+    slack = 2 * error * reach * weight.abs().amax().item()
+    rounding = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-22
+    torch.testing.assert_close(y.float(), expected[0].float(), rtol=rounding, atol=slack + rounding)
+    ours, theirs = (
+        group.group_dequantize(c, b, 4, 256, x.numel()) for c, b in ((packed, bounds), expected[2:])
+    )
+    step = (expected[3][:, 1] - expected[3][:, 0]).float().amax().item() / 15
+    assert (ours - theirs).abs().amax() <= 1.01 * step + 2.0**-7 * expected[3].abs().amax()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_the_value_is_as_near_to_float64_as_torchs(dtype, offset):
+    x, size, weight, bias = example(40, 768, dtype, offset)
+    weight, bias = weight.to(dtype), bias.to(dtype)
+    wide = [t.double() for t in (x, weight, bias)]
+    for ours, theirs, truth in (
+        (
+            on("cpu", x, size, weight, bias)[0],
+            F.layer_norm(x, (size,), weight, bias),
+            F.layer_norm(wide[0], (size,), *wide[1:]),
+        ),
+        (
+            on("cpu", x, size, weight, None, centred=False)[0],
+            F.rms_norm(x, (size,), weight, 1e-5),
+            F.rms_norm(wide[0], (size,), wide[1], 1e-5),
+        ),
+    ):
+        mine, torchs = ((y.double() - truth).abs().amax() for y in (ours, theirs))
+        assert mine <= 2 * torchs
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("reference", torch.nan),
+        ("cpu", torch.nan),
+        ("cpu", torch.inf),
+        ("cpu", -torch.inf),
+        ("triton", torch.inf),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of the interpreter
+def test_bad_numbers_stay_in_their_row(name, bad):
+    if name == "triton":
+        pytest.importorskip("triton")
+    x, size, *parameters = example(4, 64, torch.float32)
+    codes = Codes(4, 32)
+    clean = on(name, x, size, *parameters, codes=codes)
+    x = x.clone()
+    x[2, 5] = bad
+    y, _, packed, bounds = on(name, x, size, *parameters, codes=codes)
+    rows, groups = [0, 1, 3], [0, 1, 2, 3, 6, 7]
+    assert torch.equal(y[rows], clean[0][rows])
+    assert torch.equal(packed[groups], clean[2][groups])
+    assert y[2].isnan().all()
+    assert bounds[4:6].isnan().all()
+    assert not packed[4:6].any()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_a_constant_row_is_zero(name):
+    if name == "triton":
+        pytest.importorskip("triton")
+    x = torch.full((2, 64), 7.0)
+    y, rstd, packed, bounds = on(name, x, 64, codes=Codes(4, 64))
+    assert not y.any()
+    assert not packed.any()
+    assert not bounds.any()
+    torch.testing.assert_close(rstd, torch.full((2,), 1e-5**-0.5))
+
+
+def test_what_does_not_fit_is_named():
+    x = torch.ones(4, 64)
+    for size in (48, 0, 2 * norm.MAX_ROW):
+        with pytest.raises(ValueError, match=f"size={size}; allowed: multiples of group_size=32"):
+            norm_quantize(x, size, codes=Codes(group_size=32))
+    with pytest.raises(ValueError, match="contiguous rows of 64 elements"):
+        norm_quantize(x.t(), 64, codes=Codes(group_size=32))
+    with pytest.raises(ValueError, match="weight of 32 elements; allowed: 64"):
+        norm_quantize(x, 64, torch.ones(32), codes=Codes(group_size=32))
+    with pytest.raises(TypeError, match=r"float64; allowed: float32"):
+        norm_quantize(x.double(), 64, codes=Codes(group_size=32))
+    assert not norm.fits(x.double(), 64, 32)
+    assert not norm.fits(x.t(), 4, 4)
+    assert not norm.fits(x[:0], 64, 32)
