@@ -328,7 +328,7 @@ def test_what_does_not_fit_says_why_and_what_would_help(proxy):
     assert "the smallest peak found is" in text
     assert "held by" in text
     assert "weights" in text
-    assert "allow=release,weights" in text
+    assert "allow=quantise,recompute,release,weights (lets each gradient go" in text
     assert caught.value.smallest.nbytes > 400_000
     with pytest.raises(DoesNotFit, match="a batch of about"):
         fit(model, optimizer, X, "1.1MB", goal=ANALYTIC)

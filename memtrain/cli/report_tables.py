@@ -53,7 +53,7 @@ def show(
     lines = [*described(report), *(outcome.fits.lines() if outcome.fits else ())]
     for line in lines:
         console.print(line, markup=False)
-    if hints := list(advice(report)):
+    if hints := [] if outcome.fit else list(advice(report)):  # the planner has chosen
         console.print("what is left with the plan, and what would shrink it")
         for line in hints:
             console.print(f"  {line}", markup=False)

@@ -13,6 +13,13 @@ from memtrain.plan import Plan
 from memtrain.planner.levels import TORCH
 from memtrain.sizes import format_size
 
+_MEANS = {
+    "quantise": "compresses saved tensors and optimizer states",
+    "recompute": "runs blocks again in the backward",
+    "release": "lets each gradient go as soon as it is used",
+    "weights": "keeps float32 weights in 3 bytes",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -136,9 +143,11 @@ def advice(
             f"weights, gradients and states ({format_size(fixed)}) sharded over "
             f"{-(-fixed // (budget - rest))} devices"
         )
-    missing = [name for name in allowed if name not in set(names)]
+    known, allowed = set(names), [*allowed]
+    missing = [name for name in allowed if name not in known]
     if missing:
-        lines.append(f"allow={','.join(missing)}")
+        means = "; ".join(_MEANS[name] for name in missing)
+        lines.append(f"allow={','.join(allowed)} ({means})")
     if smallest.parts.get(SAVED, 0) > rest // 2 and "recompute" not in missing:
         lines.append("a larger max_error")
     return lines
