@@ -198,10 +198,11 @@ def _run(
     if choice == "reference":
         return (encode_reference if encodes else round_reference)(x, layout, seed)
     out = torch.empty_like(x, dtype=dtype) if out is None else out
-    count = x.new_zeros((), dtype=torch.int64)
+    kind = torch.float32 if encodes else dtype
+    written = choice == "cpu" and x.numel() > 0
+    count = x.new_empty((), dtype=torch.int64) if written else x.new_zeros((), dtype=torch.int64)
     if not x.numel():
         return out, count
-    kind = torch.float32 if encodes else dtype
     if choice == "triton":
         from memtrain.kernels import floats_triton
 

@@ -38,7 +38,8 @@ class Boundary:
 
     def _clear(self) -> None:
         self._counts: dict[str, tuple[Tensor, int]] = {}  # overflows and elements
-        self._found: dict[torch.device, Tensor] = {}  # 1 where a weight's gradient is not finite
+        # 1 where a weight's gradient is not finite, and what takes the scale off
+        self._found: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._given: list[Tensor] = []  # of gradients that came from outside: are they finite
         self._halved: list[Tensor] = []  # of operands of FP8 GEMMs: did they lose a bit
         self._scaled = False  # whether the gradients of the pass that runs carry the scale
@@ -120,10 +121,11 @@ class Boundary:
         scale = self.state.scale
         if not scale.active or not self._scaled:
             return grad
-        if grad.device not in self._found:
-            self._found[grad.device] = torch.zeros((), device=grad.device)
-        inverse = torch.full((), 1 / scale.value, device=grad.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([grad], self._found[grad.device], inverse)
+        found = self._found.get(grad.device)
+        if found is None:
+            zero = torch.zeros((), device=grad.device)
+            found = self._found[grad.device] = (zero, torch.full_like(zero, 1 / scale.value))
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], *found)
         return grad
 
     def round(self, grad: Tensor, name: str, form: FloatFormat) -> Tensor:
@@ -144,7 +146,7 @@ class Boundary:
         overflows = torch.stack([one for one, _ in counts.values()]).tolist() if counts else []
         pairs = zip(counts.items(), overflows, strict=True)
         shares = {name: (count, numel) for (name, (_, numel)), count in pairs}
-        overflow = any(bool(one) for one in found.values())
+        overflow = any(bool(one) for one, _ in found.values())
         theirs = not all(bool(ok) for ok in given)
         if self.group is not None:
             overflow, theirs, shares = self._agree(overflow, theirs, shares)
