@@ -11,25 +11,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memtrain.kernels import cpu
+from memtrain.kernels import derivative_cpu as in_cpp
 from memtrain.kernels.derivative_reference import (
     BLOCK_SIZE,
     backward_reference,
     bits_of,
+    check_dtype,
+    check_side,
     code_bits,
     decode_reference,
     encode_reference,
     numbers,
     wide,
 )
+from memtrain.kernels.derivative_reference import DTYPES as DTYPES
 from memtrain.kernels.dispatch import choose, is_plain, register
-from memtrain.kernels.pointwise import FUNCTIONS, one_pass, value
+from memtrain.kernels.pointwise import check_function, one_pass, value
 from memtrain.kernels.strides import is_dense, memory_order
-
-PARITIES = ("plain", "even", "band")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
-# Value and codes in one pass: in C++ what is cheap enough to equal torch's to the bit.
-_CPU_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
 
 
 def encode(
@@ -64,7 +62,7 @@ def encode(
     Reference:
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
     """
-    _check_input(x, boundaries, parity)
+    check_side(x.dtype, boundaries, parity)
     run = _encode if is_plain(x) else _encode_op
     return run(x.contiguous(), boundaries, parity, shift)
 
@@ -105,10 +103,13 @@ def forward(
         >>> y, backward(torch.ones(2), codes, [0.0, 1.0])
         (tensor([0., 2.]), tensor([0., 1.]))
     """
-    _check_input(x, boundaries, parity)
-    if function not in FUNCTIONS:
-        raise ValueError(f"function {function!r} is unknown; allowed: {', '.join(FUNCTIONS)}")
-    run = _forward if is_plain(x) else _forward_op
+    plain = is_plain(x)
+    if plain and choose(x) == "cpu" and is_dense(x):
+        side = (parity, shift)
+        return in_cpp.forward(x, function, tuple(parameters), tuple(boundaries), side)
+    check_side(x.dtype, boundaries, parity)
+    check_function(function)
+    run = _forward if plain else _forward_op
     return run(x, function, parameters, boundaries, parity, shift)
 
 
@@ -165,22 +166,13 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
         >>> backward(torch.tensor([2.0, 2.0]), codes, [0.25, 0.5])
         tensor([0.5000, 1.0000])
     """
-    _check_dtype(grad)
+    plain = is_plain(grad)
+    if plain and choose(codes) == "cpu":
+        return in_cpp.backward(grad, codes, tuple(levels), torch.empty_like(grad))
+    check_dtype(grad.dtype)
     bits_of(len(levels), 0)
-    run = _backward if is_plain(grad) else _backward_op
+    run = _backward if plain else _backward_op
     return run(grad, codes, levels)
-
-
-def _check_dtype(x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, DTYPES))}")
-
-
-def _check_input(x: Tensor, boundaries: Sequence[float], parity: str) -> None:
-    _check_dtype(x)
-    if parity not in PARITIES:
-        raise ValueError(f"parity {parity!r} is unknown; allowed: {', '.join(PARITIES)}")
-    code_bits(boundaries, parity)
 
 
 def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
@@ -192,21 +184,7 @@ def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -
 
         table = tuple(numbers(tuple(boundaries)).tolist())
         return kernels.encode(x, table, parity, shift)
-    return _run_cpu(x, None, (0, 0.0, 0.0), boundaries, (parity, shift))
-
-
-def _run_cpu(
-    x: Tensor,
-    y: Tensor | None,
-    function: tuple[int, float, float],
-    boundaries: Sequence[float],
-    side: tuple[str, float],
-) -> Tensor:
-    codes, table = _empty_codes(x, boundaries, side[0]), numbers(tuple(boundaries))
-    bits, parity = codes.shape[1] * 8 // BLOCK_SIZE, PARITIES.index(side[0])
-    sizes = (x.numel(), DTYPES.index(x.dtype), bits, parity, float(side[1]))
-    cpu.call("mt_derivative_forward", x, y, table, codes, *sizes, *function)
-    return codes
+    return in_cpp.encode(x, tuple(boundaries), (parity, shift))
 
 
 def _forward(
@@ -218,8 +196,11 @@ def _forward(
     shift: float,
 ) -> tuple[Tensor, Tensor]:
     dense = x if is_dense(x) else x.clone()
-    choice = choose(x) if x.dtype != torch.float64 else ""
-    if choice == "triton":
+    choice = choose(x)
+    if choice == "cpu":
+        side = (parity, shift)
+        return in_cpp.forward(dense, function, tuple(parameters), tuple(boundaries), side)
+    if choice == "triton" and x.dtype != torch.float64:
         from memtrain.kernels import derivative_forward_triton as kernels
 
         if function in kernels.FUSED:
@@ -228,11 +209,6 @@ def _forward(
             y = torch.empty_like(dense)
             codes = kernels.forward(dense, y, (function, *scalars), table, (parity, shift))
             return y, codes
-    if choice == "cpu" and function in _CPU_FUSED:
-        scalars = one_pass(function, parameters, x.dtype)
-        y = torch.empty_like(dense)
-        kernel = (_CPU_FUSED[function], *scalars)
-        return y, _run_cpu(dense, y, kernel, boundaries, (parity, shift))
     y = value(function, x, parameters)
     if y.stride() != dense.stride():
         y = torch.empty_like(dense).copy_(y)
@@ -259,14 +235,12 @@ def _to_levels(
     choice: str, grad: Tensor | None, codes: Tensor, levels: Sequence[float], out: Tensor
 ) -> Tensor:
     """The levels, times `grad` where there is one, written to `out`."""
-    table = numbers(tuple(levels), wide(out.dtype))
     if choice == "triton":
         from memtrain.kernels import derivative_backward_triton as kernels
 
+        table = numbers(tuple(levels), wide(out.dtype))
         return kernels.backward(grad, codes, tuple(table.tolist()), out)
-    sizes = (out.numel(), DTYPES.index(out.dtype), bits_of(len(levels), 0))
-    cpu.call("mt_derivative_backward", grad, codes, table, out, *sizes)
-    return out
+    return in_cpp.backward(grad, codes, tuple(levels), out)
 
 
 def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:

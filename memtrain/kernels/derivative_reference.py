@@ -9,7 +9,23 @@ from torch import Tensor
 from memtrain.kernels import bits as bit_layout
 
 BLOCK_SIZE = 256
+PARITIES = ("plain", "even", "band")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
 _SIZES = tuple(2**bits for bits in range(1, 9))
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `TypeError` where codes are not made of such tensors."""
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype {dtype} is not allowed; allowed: {', '.join(map(str, DTYPES))}")
+
+
+def check_side(dtype: torch.dtype, boundaries: Sequence[float], parity: str) -> None:
+    """Raise where codes cannot be made of such a tensor so."""
+    check_dtype(dtype)
+    if parity not in PARITIES:
+        raise ValueError(f"parity {parity!r} is unknown; allowed: {', '.join(PARITIES)}")
+    code_bits(boundaries, parity)
 
 
 def code_bits(boundaries: Sequence[float], parity: str) -> int:

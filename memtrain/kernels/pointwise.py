@@ -57,6 +57,16 @@ _IN_PLACE: dict[str, Function] = {
 }
 
 
+def check_function(function: str) -> None:
+    """Raise `ValueError` unless it is a name in `FUNCTIONS`.
+
+    Example:
+        >>> check_function("relu")
+    """
+    if function not in FUNCTIONS:
+        raise ValueError(f"function {function!r} is unknown; allowed: {', '.join(FUNCTIONS)}")
+
+
 def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
     """The nonlinearity's value.
 

@@ -70,7 +70,20 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
     function = getattr(lib, name)
     if function.argtypes is None:  # found at the first call: C's types are the same at every one
         function.argtypes = [*map(_c_type, arguments), ctypes.c_int64]
-    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    values = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
+    function(*values, torch.get_num_threads())
+
+
+def call_raw(name: str, *values: int | float) -> None:
+    """`call` with addresses in place of tensors, which must outlive it, and 0 for none: faster.
+
+    Args:
+        name: An exported symbol of the C++ library, which must be there.
+        *values: What the symbol takes, in order.
+    """
+    function = getattr(library(), name)
+    if function.argtypes is None:  # an address is an int64 as well
+        function.argtypes = [*map(_c_type, values), ctypes.c_int64]
     function(*values, torch.get_num_threads())
 
 

@@ -1,0 +1,102 @@
+"""Few-bit derivative codes in C++ (contract: `derivative.py`).
+
+A small tensor costs what runs around its kernel: what depends on no tensor is found once.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.derivative_reference import (
+    BLOCK_SIZE,
+    DTYPES,
+    PARITIES,
+    bits_of,
+    check_dtype,
+    check_side,
+    code_bits,
+    numbers,
+    wide,
+)
+from memtrain.kernels.pointwise import check_function, one_pass, value
+
+# Value and codes in one pass: what is cheap enough to equal torch's to the bit.
+_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
+
+
+class _Plan(NamedTuple):
+    """What the kernel is told besides the tensors."""
+
+    table: Tensor  # kept alive, for `address` is its
+    address: int
+    width: int  # bytes of a block's codes
+    numbers: tuple[int | float, ...]
+    fused: bool = False
+
+
+@cache
+def _forward_plan(
+    function: str,
+    parameters: tuple[float, ...],
+    boundaries: tuple[float, ...],
+    side: tuple[str, float],
+    dtype: torch.dtype,
+) -> _Plan:
+    parity, shift = side
+    check_side(dtype, boundaries, parity)
+    fused = function in _FUSED and dtype != torch.float64
+    a, b = one_pass(function, parameters, dtype) if fused else (0.0, 0.0)
+    kernel = (_FUSED[function] if fused else 0, float(a), float(b))
+    table, bits = numbers(boundaries), code_bits(boundaries, parity)
+    told = (DTYPES.index(dtype), bits, PARITIES.index(parity), float(shift), *kernel)
+    return _Plan(table, table.data_ptr(), BLOCK_SIZE // 8 * bits, told, fused)
+
+
+@cache
+def _levels_plan(levels: tuple[float, ...], dtype: torch.dtype) -> _Plan:
+    check_dtype(dtype)
+    bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype))
+    return _Plan(table, table.data_ptr(), BLOCK_SIZE // 8 * bits, (DTYPES.index(dtype), bits))
+
+
+def _codes(x: Tensor, y: int, plan: _Plan) -> Tensor:
+    n = x.numel()
+    codes = torch.empty(((n + BLOCK_SIZE - 1) // BLOCK_SIZE, plan.width), dtype=torch.uint8)
+    addresses = (x.data_ptr(), y, plan.address, codes.data_ptr())
+    cpu.call_raw("mt_derivative_forward", *addresses, n, *plan.numbers)
+    return codes
+
+
+def encode(x: Tensor, boundaries: tuple[float, ...], side: tuple[str, float]) -> Tensor:
+    """The codes of `x`, which is dense, in memory order; `side` is its parity and shift."""
+    return _codes(x, 0, _forward_plan("", (), boundaries, side, x.dtype))
+
+
+def forward(
+    x: Tensor,
+    function: str,
+    parameters: tuple[float, ...],
+    boundaries: tuple[float, ...],
+    side: tuple[str, float],
+) -> tuple[Tensor, Tensor]:
+    """The value and the codes of `x`, which is dense, in memory order."""
+    check_function(function)
+    plan = _forward_plan(function, parameters, boundaries, side, x.dtype)
+    if plan.fused:
+        y = torch.empty_like(x)
+        return y, _codes(x, y.data_ptr(), plan)
+    y = value(function, x, parameters)
+    if y.stride() != x.stride():
+        y = torch.empty_like(x).copy_(y)
+    return y, _codes(x, 0, plan)
+
+
+def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out: Tensor) -> Tensor:
+    """The levels, times `grad` where there is one, written to `out`."""
+    plan = _levels_plan(levels, out.dtype)
+    addresses = (0 if grad is None else grad.data_ptr(), codes.data_ptr(), plan.address)
+    cpu.call_raw("mt_derivative_backward", *addresses, out.data_ptr(), out.numel(), *plan.numbers)
+    return out
