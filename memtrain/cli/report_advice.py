@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import at_peak
 from memtrain.report import Report
+from memtrain.sizes import format_size
 
 LEAST = 0.1
 """A smaller share of the planned bytes is not worth a line."""
@@ -16,6 +18,33 @@ _REMEDIES = {
 }
 _ONCE = ("weights", "gradients", "optimizer states")
 """Where nothing is advised that the plan does already."""
+
+
+def verdict(outcome: Outcome) -> Iterator[str]:
+    """Whether plain PyTorch fits the budget, what holds it if not, and whether the plan does.
+
+    Args:
+        outcome: What was found; without a budget or a peak there is nothing to say.
+
+    Yields:
+        Lines.
+    """
+    parts, fit = at_peak(outcome.report), outcome.fit
+    if fit is None or not parts:
+        return
+    size, plain = format_size(fit.budget), parts["total"].plain
+    if plain <= fit.budget:
+        yield f"plain PyTorch fits {size} as it is: {format_size(plain)} at its peak"
+    else:
+        held = sorted((name for name in parts if name != "total"), key=lambda n: -parts[n].plain)
+        most = " and ".join(f"{name} ({format_size(parts[name].plain)})" for name in held[:2])
+        yield (
+            f"plain PyTorch does not fit {size}: it takes {format_size(plain)} at its peak, "
+            f"most of it {most}"
+        )
+    planned = parts["total"].planned
+    fits = "fits" if planned <= fit.budget else "does not fit"
+    yield f"with the plan it {fits}: {format_size(planned)}"
 
 
 def advice(report: Report) -> Iterator[str]:

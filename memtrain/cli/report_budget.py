@@ -154,5 +154,5 @@ def show_rates(console: Console, rates: Rates) -> None:
 
 def show_misfit(errors: Console, error: DoesNotFit) -> None:
     """Print why nothing fits, and what would help."""
-    for line in error.lines():
+    for line in (*error.lines(), "without budget= the report shows where every byte goes"):
         errors.print(f"memtrain-report: {line}", markup=False)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from memtrain.cli.report_advice import verdict
 from memtrain.cli.report_groups import grouped
 from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import at_peak, described, timelines
@@ -10,7 +11,6 @@ from memtrain.cli.report_tables import heading, remarks, sides
 from memtrain.cli.svg import COLOURS, bars, legend, tag
 from memtrain.cli.svg_timeline import timeline
 from memtrain.cli.svg_treemap import treemap
-from memtrain.planner import Fit
 from memtrain.report import Report
 from memtrain.sizes import format_size
 
@@ -68,7 +68,7 @@ def as_html(outcome: Outcome) -> str:
         tag("h1", "Where the bytes of a training step go"),
         *(tag("p", tag("code", escape(line)), class_="faint") for line in asked),
         _summary(report),
-        *_planner(outcome.fit),
+        *_planner(outcome),
         *_categories(outcome),
         *_timelines(outcome),
         *_treemaps(report),
@@ -88,10 +88,11 @@ def _summary(report: Report) -> str:
     return tag("p", tag("strong", escape(words)), class_="large")
 
 
-def _planner(fit: Fit | None) -> Iterable[str]:
-    if fit is not None:
+def _planner(outcome: Outcome) -> Iterable[str]:
+    if outcome.fit is not None:
         yield tag("h2", "The plan for a budget")
-        yield _table(("", "what the planner found"), fit.rows())
+        yield _table(("", "what the planner found"), outcome.fit.rows())
+        yield from (tag("p", escape(line)) for line in verdict(outcome))
 
 
 def _categories(outcome: Outcome) -> Iterable[str]:

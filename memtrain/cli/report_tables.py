@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from memtrain.cli.report_advice import advice
+from memtrain.cli.report_advice import advice, verdict
 from memtrain.cli.report_groups import grouped
 from memtrain.cli.report_outcome import Outcome
 from memtrain.cli.report_peak import at_peak, described, timelines
@@ -50,7 +50,8 @@ def show(
     console.print()
     if timelines(report):
         console.print(peak(outcome))
-    lines = [*described(report), *(outcome.fits.lines() if outcome.fits else ())]
+    lines = [*described(report), *verdict(outcome)]
+    lines += outcome.fits.lines() if outcome.fits else []
     for line in lines:
         console.print(line, markup=False)
     if hints := [] if outcome.fit else list(advice(report)):  # the planner has chosen

@@ -103,11 +103,14 @@ class DoesNotFit(ValueError):
     def lines(self) -> list[str]:
         """The message, line by line."""
         holds = sorted(self.smallest.parts.items(), key=lambda pair: -pair[1])
+        least = self.smallest.nbytes / 1000
         return [
             f"budget={format_size(self.budget)} is too small: the smallest peak found is "
             f"{format_size(self.smallest.nbytes)}, in the {self.smallest.label}",
             "there it is held by "
-            + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in holds if nbytes),
+            + ", ".join(
+                f"{name} {format_size(nbytes)}" for name, nbytes in holds if nbytes > least
+            ),
             *(f"what would help: {line}" for line in self.help),
         ]
 

@@ -1,6 +1,7 @@
 """`memtrain-report budget=...` and plan files on the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from memtrain import planner
 from memtrain.cli import report_budget
 from memtrain.cli.models import Built
 from memtrain.cli.report import main
+from memtrain.cli.report_advice import verdict
 from memtrain.cli.report_html import as_html
 from memtrain.cli.report_json import as_text
 from memtrain.cli.report_outcome import Outcome
@@ -189,3 +191,16 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
                   "3 8-bit, 1 factored", "none is faster by more than 20.0%"):  # fmt: skip
         assert words in page
     assert "The plan for a budget" not in as_html(Outcome(report, settings))
+    # plain takes 32.5 MiB at its peak, planned 20
+    for budget, first, second in (
+        (40, "plain PyTorch fits 40.00 MiB as it is: 32.50 MiB at its peak", "fits: 20.00 MiB"),
+        (25, "plain PyTorch does not fit 25.00 MiB: it takes 32.50 MiB at its peak, most of it "
+             "weights (16.00 MiB) and saved activations (12.00 MiB)", "it fits: 20.00 MiB"),
+        (10, "plain PyTorch does not fit 10.00 MiB", "it does not fit: 20.00 MiB"),
+    ):  # fmt: skip
+        outcome = Outcome(report, settings, fit=replace(found, budget=budget * 2**20))
+        lines = [*verdict(outcome)]
+        assert lines[0].startswith(first)
+        assert lines[1].endswith(second)
+        assert lines[1] in as_html(outcome)
+    assert [*verdict(Outcome(report, settings))] == []
