@@ -12,7 +12,7 @@ test: $(READY) ## set up, then run everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --level error
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup
 
 nightly: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m nightly
@@ -23,8 +23,8 @@ kernels: ## rebuild the C++ kernels in place
 # The pinned torch goes in first: an open range would pull another build.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard memtrain/kernels/cpu/*.cpp memtrain/kernels/cpu/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[demo,test]"
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[demo,test]"
 	touch $(READY)
 
 clean:

@@ -2,9 +2,13 @@
 
 Kernels run in the interpreter, also where there is a GPU; `MEMTRAIN_GPU=1` runs them natively, for
 the tests marked `gpu`.
+
+The interpreter is slow: of a test's cases there, and of those of tests marked `each_value`, CI runs
+as many as show each value of each parameter once, and the nightly run the others.
 """
 
 import os
+from collections import Counter, defaultdict
 
 import torch
 
@@ -22,3 +26,43 @@ torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items):
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("nightly") and _slow(item):
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        for case in _repeating(cases):
+            case.add_marker("nightly")
+
+
+def _slow(item):
+    interpreted = "triton" in item.originalname or "triton" in item.callspec.id.split("-")
+    return interpreted or item.get_closest_marker("each_value")
+
+
+def _repeating(cases):
+    """The cases whose values of parameters others show: those that show most go first."""
+    values = {
+        case: {(name, _hashable(value)) for name, value in case.callspec.params.items()}
+        for case in cases
+    }
+    shown = Counter()
+
+    def worth(case):
+        return len(values[case] - shown.keys()), -sum(shown[value] for value in values[case])
+
+    while any(of - shown.keys() for of in values.values()):
+        shown.update(values.pop(max(values, key=worth)))
+    return values
+
+
+def _hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "preset"), sorted(set(CASES)))
 def test_saved_activations_are_those_of_a_real_forward(name, preset):
     model, batch = MODELS[name]()
@@ -144,6 +145,7 @@ STATES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "preset"), STATES)
 def test_states_are_those_of_a_real_step(name, preset, dtype):

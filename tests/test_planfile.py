@@ -57,7 +57,14 @@ def decisions(plan):
 
 
 @pytest.mark.parametrize(
-    "preset", ["balanced", "all_four", "gact4", "actnn_l4", "fewbit3", "exact"]
+    "preset",
+    [
+        *("balanced", "all_four", "gact4"),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("actnn_l4", "fewbit3", "exact")
+        ),
+    ],
 )
 def test_a_round_trip_decides_the_same(preset, tmp_path):
     plan = planned(preset)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+# One of pytest's workers compiles for all of these tests.
+pytestmark = pytest.mark.xdist_group("aot")
 SCRIPT = Path(__file__).with_name("aot.py")
 MODULES = sorted(path.stem for path in (SCRIPT.parents[2] / "memtrain/kernels").glob("*_triton.py"))
 

@@ -184,7 +184,7 @@ def test_a_spoilt_element_spoils_no_other(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_stochastic_rounding_is_unbiased_and_repeats(name):
-    form, n = FloatFormat(4, 3, 4, rounding="stochastic"), 16384
+    form, n = FloatFormat(4, 3, 4, rounding="stochastic"), 4096 if name == "triton" else 16384
     low, step = 1.0, 2.0**-3
     shares = (0.01, 0.3, 0.5, 0.9)
     with backend(name):

@@ -92,10 +92,9 @@ def same(a, b):
     "kind",
     [
         AdamW4bit,
-        SGD8bit,
         *(
             pytest.param(k, marks=pytest.mark.nightly)
-            for k in (AdamW4bitFactor, AdamW8bit, Lion4bit)
+            for k in (AdamW4bitFactor, AdamW8bit, Lion4bit, SGD8bit)
         ),
     ],
 )
