@@ -42,14 +42,16 @@ def _ops(options: Options) -> Iterator[Job]:
     for name in CASTS:
         for dtype in DTYPES:
             for n in sizes(options):
-                for op in ("round", "round in place", "encode", "decode"):
+                for op in ("round", "round beside clone", "round in place", "encode", "decode"):
                     yield one(op, name, n, dtype, options)
 
 
 def one(op: str, name: str, n: int, dtype: torch.dtype, options: Options) -> Job:
     """One op of one format beside torch's cast to its nearest type (and back, for rounding)."""
     form, cast = FORMATS[name], CASTS[name]
-    baseline = {"encode": f"to {cast}", "decode": f"from {cast}"}.get(op, f"to {cast} and back")
+    # A clone pays for fresh memory as rounding does, which the copy that is timed does not.
+    other = {"encode": f"to {cast}", "decode": f"from {cast}", "round beside clone": "clone"}
+    baseline = other.get(op, f"to {cast} and back")
     baseline = baseline.replace("torch.", "")
     labels = _labels(op, baseline, name, str((n,)), dtype)
 
@@ -59,12 +61,14 @@ def one(op: str, name: str, n: int, dtype: torch.dtype, options: Options) -> Job
         codes, theirs, own = form.encode(x), x.to(cast), x.clone()
         ours: dict[str, Callable[[], Any]] = {
             "round": lambda: form.round_count(x),
+            "round beside clone": lambda: form.round_count(x),
             "round in place": lambda: form.round_count_(own),
             "encode": lambda: form.encode_count(x),
             "decode": lambda: form.decode(codes, dtype),
         }
         torchs: dict[str, Callable[[], Any]] = {
             "round": lambda: x.to(cast).to(dtype),
+            "round beside clone": x.clone,
             "round in place": lambda: x.to(cast).to(dtype),
             "encode": lambda: x.to(cast),
             "decode": lambda: theirs.to(dtype),
@@ -72,7 +76,7 @@ def one(op: str, name: str, n: int, dtype: torch.dtype, options: Options) -> Job
         moved = x.nbytes + (x.nbytes if op.startswith("round") else codes.nbytes)
         return Trial(
             ours[op],
-            torchs[op] if cast != dtype else None,
+            torchs[op] if cast != dtype or "clone" in op else None,
             lambda: _gate(form, x[:GATED], cast if name in OWN else None),
             elements=n,
             nbytes=moved,
