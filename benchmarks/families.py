@@ -108,7 +108,8 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 
 def measure(family: str, preset: str, cfg: Any = None, seed: int = 0) -> Row:
     """One row: a family under a preset (or under `cfg`, named so) against its exact twin."""
-    cfg = [f"preset={preset}", "optim=none"] if cfg is None else cfg
+    # Gradients are what is looked at: none is released.
+    cfg = [f"preset={preset}", "optim=none", "gradients=keep"] if cfg is None else cfg
     torch.manual_seed(seed)
     case = FAMILIES[family]()
     own = [*case.model.parameters(), *case.model.buffers(), *_tensors(case.batch)]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.calls import Call, recognise_module
 from memtrain.activations.options import Options
-from memtrain.activations.origin import in_transform, storage_id
+from memtrain.activations.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.payload import unpack
 from memtrain.activations.perform import Performer, top_hooks
 from memtrain.activations.recompute import Recompute
@@ -178,6 +178,7 @@ class Interception:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        refuse_replica(module)
         if not self._claim(name):
             return None
         if self._path and module is self.model:  # Ctrl-C broke an earlier forward off

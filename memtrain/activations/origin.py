@@ -66,6 +66,21 @@ def _leads_to_leaves(node: Any, depth: int) -> bool:
     return all(_leads_to_leaves(above, depth - 1) for above, _ in node.next_functions)
 
 
+def refuse_replica(module: nn.Module) -> None:
+    """Stop a training forward of a copy that `nn.DataParallel` makes anew for each one.
+
+    Its parameters are no parameters (they would be compressed), and its threads run side by side.
+
+    Raises:
+        RuntimeError: If the module is one.
+    """
+    if vars(module).get("_is_replica") and torch.is_grad_enabled():
+        raise RuntimeError(
+            "memtrain does not compress what nn.DataParallel's copies save; "
+            "train with nn.parallel.DistributedDataParallel, or unwrap the model"
+        )
+
+
 def storage_id(x: Tensor) -> int:
     """Identity of the storage of `x`, valid while the storage or a weak reference to it lives.
 

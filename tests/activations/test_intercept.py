@@ -108,9 +108,20 @@ def test_identity_is_bit_identical_and_holds_the_same_bytes(name):
     assert held2 == held
 
 
+def at_four_bits(model, x):
+    """Bytes of plain PyTorch's saves, were those that a rule may claim kept in groups: 256 float32
+    numbers, 1,024 bytes, in 128 bytes of codes and 4 of bounds."""
+    records = []
+    interception = intercept(model, identity, records)
+    train(model, x)
+    interception.detach()
+    return sum(-(-r.nbytes // 1024) * 132 if r.compressor else r.nbytes for r in records)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_lossy_holds_what_its_records_say_and_a_fraction_of_plain(name):
     model, x = MODELS[name]()
+    bound = at_four_bits(copy.deepcopy(model), x)
     wide = train(copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x)[0]
     out, grads, held = train(model, x)
     records = []
@@ -120,7 +131,7 @@ def test_lossy_holds_what_its_records_say_and_a_fraction_of_plain(name):
     # gelu_new written out in ops and F.gelu round differently; all else is the same forward
     assert (out2 - wide).norm() <= 2 * (out - wide).norm()
     assert held2 == sum(record.planned for record in records)
-    assert held2 < 0.3 * held
+    assert held2 <= bound < held
     assert any(not torch.equal(grads[key], grads2[key]) for key in grads)
 
 

@@ -105,6 +105,7 @@ ROWS = {
         {"log_softmax / saved": 96 * 32, "nll_loss / input": 0},  # one payload for both
     ),
     "mul": Row(torch.mul, [(96, 32)] * 2, {"mul / input": 96 * 32, "mul / input1": 96 * 32}),
+    "glu": Row(F.glu, [(96, 64)], {"glu / input": 96 * 64}),
     "avg_pool2d": Row(lambda x: F.avg_pool2d(x, 2), [(4, 8, 10, 10)], {}, exact=True),
     "adaptive_avg_pool2d": Row(
         lambda x: F.adaptive_avg_pool2d(x, 3), [(4, 8, 10, 10)], {}, exact=True
@@ -121,6 +122,9 @@ ROWS = {
     ),
     "dropout": Row(lambda x: F.dropout(x, 0.5), [(96, 32)], {"dropout / saved": None}, exact=True),
     "group_norm": Row(lambda x: F.group_norm(x, 2), [(4, 8, 9, 10)], {"group_norm / input": None}),
+    "layer_norm": Row(lambda x: F.layer_norm(x, (32,)), [(96, 32)], {"layer_norm / input": None}),
+    "rms_norm": Row(lambda x: F.rms_norm(x, (32,)), [(96, 32)], {"rms_norm / input": None}),
+    "instance_norm": Row(F.instance_norm, [(4, 8, 9, 10)], {"instance_norm / input": None}),
     "batch_norm": Row(
         lambda x: F.batch_norm(x, None, None, training=True),
         [(4, 8, 9, 10)],

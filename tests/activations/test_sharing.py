@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memtrain
 from memtrain.activations.calls import recognise
 from memtrain.activations.intercept import Interception
 from memtrain.activations.options import Options
@@ -208,3 +209,34 @@ def test_a_scripted_submodule_is_kept_and_listed():
     intercept(model, records=records)
     model(torch.randn(64, 64)).sum().backward()
     assert any("Function" in record.reason for record in records)
+
+
+def test_copies_of_data_parallel_are_refused_in_training():
+    model, x = nn.Linear(32, 32), torch.randn(32, 32)
+    memtrain.wrap(model, torch.optim.SGD(model.parameters()), "balanced")
+    replica = model._replicate_for_data_parallel()
+    vars(replica).update((name, p * 1) for name, p in model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"nn\.DataParallel's copies save; train with"):
+        replica(x)
+    with torch.no_grad():
+        assert torch.equal(replica(x), model(x))
+    model(x).sum().backward()  # the model itself goes on
+    # Where it makes no copies, it is the model.
+    nn.DataParallel(model)(x).sum().backward()
+
+
+def test_torch_func_inside_a_wrapped_forward_is_torchs_own_error():
+    class PerSample(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return torch.func.grad(lambda t: self.layer(t).square().sum())(x)
+
+    model, x = PerSample(), torch.randn(32, 32)
+    model, optimizer = memtrain.wrap(model, torch.optim.SGD(model.parameters()), "balanced")
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        model(x)
+    model, _ = memtrain.unwrap(model, optimizer)
+    model(x).sum().backward()
