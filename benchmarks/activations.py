@@ -1,4 +1,8 @@
-"""Saved activations in few bits: each op against torch's own, over sizes; a whole training step."""
+"""Saved activations in few bits: each op against torch's own, over sizes; a whole training step.
+
+`--set powers=10,14,28` chooses the sizes (powers of 2), `--set ops=gelu:3,relu,group:4` the ops and
+the bits of those that have a choice.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,25 +28,42 @@ MAP = 1024  # elements of a feature map of the patches: 32 x 32
 
 def sizes(options: Options) -> list[int]:
     """Numbers of elements: 2^10 to 2^24 by fours, to 2^28 in full."""
+    chosen = setting(options, "powers")
+    if chosen:
+        return [1 << int(power) for power in chosen]
     largest = 13 if options.quick else 29 if options.full else 25
     return [1 << power for power in range(10, largest, 2)]
 
 
+def setting(options: Options, name: str) -> list[str]:
+    """The values of `--set name=a,b`; empty where it is not set."""
+    values = [text.split("=", 1)[1] for text in options.overrides if text.startswith(f"{name}=")]
+    return values[-1].split(",") if values else []
+
+
 def jobs(options: Options) -> list[Job]:
-    return [*_ops(options), step(options)]
+    ops = setting(options, "ops")
+    return [*_ops(options), *([step(options)] if not ops or "step" in ops else [])]
 
 
 def _ops(options: Options) -> Iterator[Job]:
+    ops = setting(options, "ops")
+
+    def wanted(op: str, bits: int) -> bool:
+        return not ops or op in ops or f"{op}:{bits}" in ops
+
     for dtype in DTYPES:
         for n in sizes(options):
             for function in ("gelu", "silu"):
-                for bits in (1, 2, 3, 4):
+                for bits in filter(lambda bits, op=function: wanted(op, bits), (1, 2, 3, 4)):
                     yield nonlinearity(function, bits, n, dtype, options)
-            yield nonlinearity("relu", 1, n, dtype, options)
-            yield masked_dropout(n, dtype, options)
-            for bits in (2, 4):
+            if wanted("relu", 1):
+                yield nonlinearity("relu", 1, n, dtype, options)
+            if wanted("dropout", 1):
+                yield masked_dropout(n, dtype, options)
+            for bits in filter(lambda bits: wanted("group", bits), (2, 4)):
                 yield from pair("group", {"bits": bits}, (n,), dtype, options)
-            if "patch" in COMPRESSORS:
+            if wanted("patch", 2):
                 yield from pair("patch", {}, (n // MAP, 1, 32, 32), dtype, options)
 
 

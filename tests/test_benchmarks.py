@@ -57,6 +57,14 @@ def test_list_names_every_benchmark(command, capsys):
         assert name in shown
 
 
+def test_activations_are_those_that_are_set(harness):
+    jobs = importlib.import_module("benchmarks.activations").jobs
+    options = harness.Options(overrides=("ops=gelu:3,relu", "powers=10,14"))
+    names = [f"{op} {dtype} ({n},)" for dtype in ("float32", "bfloat16") for n in (1024, 16384)
+             for op in ("gelu fwd+bwd 3", "relu fwd+bwd 1")]  # fmt: skip
+    assert [job.title for job in jobs(options)] == names
+
+
 def test_activations_quick(command, monkeypatch, tmp_path, capsys):
     module = importlib.import_module("benchmarks.activations")
     monkeypatch.setattr(module, "sizes", lambda options: [1 << 10])
