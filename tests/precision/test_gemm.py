@@ -198,3 +198,32 @@ def test_formats_that_no_such_gemm_takes_are_refused():
     with pytest.raises(ValueError, match=r"fp8_gemm=true with low='1-3-4'.*allowed: 1-4-3 and 1-5"):
         load({"precision": {"low": "1-3-4", "fp8_gemm": True}})
     assert load(["precision=uniform", "precision.fp8_gemm=true"]).precision.fp8_gemm
+
+
+DRAWN = {"low": "fp8_forward:stochastic", "low_backward": "fp8_backward:stochastic"}
+
+
+@pytest.mark.parametrize("fields", [{"fp8_gemm": False}, DRAWN, {}], ids=["plain", "drawn", "fp8"])
+def test_memtrains_own_recomputation_changes_nothing(fields):
+    found = []
+    for names in ([], ["1"]):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
+        model = nn.Sequential(nn.Linear(32, 32), block, nn.Linear(32, 8))
+        precision = {"assignment": "size_ordered", "ratio": 0.6, "fp8_gemm": WORKS, **fields}
+        cfg = {"preset": "precision_only", "precision": precision}
+        cfg["activations"] = {"recompute": names}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = memtrain.wrap(model, optimizer, cfg)
+        x = torch.randn(64, 32)
+        x[:2] *= 50  # promoted
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        state = memtrain.precision_state(model)
+        assert state.promotions
+        found.append(([p.grad for p in model.parameters()], state.promotions, state.scale.value))
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert found[0][1:] == found[1][1:]
