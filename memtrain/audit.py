@@ -96,7 +96,7 @@ def audit(
     report = Report(
         rows=(*map(_entry_row, known), *_activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
-        unmatched=() if unseen else tuple(_unmatched(plan.config, asked, known)),
+        unmatched=() if unseen else tuple(_unmatched(plan.config, asked, known, planned)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
         unknown={
             entry.kind: entry.reason.removeprefix(UNKNOWN)
@@ -189,11 +189,13 @@ def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[Kept]:
     return sorted(kept, key=lambda group: -group.nbytes)
 
 
-def _unmatched(config: Config, asked: Iterable[Site], entries: Iterable[Entry]) -> list[str]:
-    """Rules that won at no site, and sites of a plan file that no op asks for."""
+def _unmatched(
+    config: Config, asked: Iterable[Site], entries: Iterable[Entry], records: Iterable[Record]
+) -> list[str]:
+    """Rules that won at no site, and sites of a plan file that the forward does not have."""
     states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]
     pairs = [(site[0], site[-1]) for site in states]
-    known = {site.name for site in asked}
+    known = {site.name for site in (*asked, *(record.site for record in records))}
     return [
         *(f"activations.sites: {name}" for name in config.activations.sites if name not in known),
         *_losers("activations", ("module", "op", "tensor"), config.activations, asked),

@@ -135,7 +135,10 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
 
 def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
     """The step to predict: on the device of the one to measure, where one is."""
-    if options.measure and request.device != "cpu" and not torch.cuda.is_available():
+    on_cuda = request.device != "cpu" and torch.cuda.is_available()
+    if options.snapshot is not None and not on_cuda:
+        raise ValueError("--snapshot is of the CUDA allocator; there is no CUDA device to run on")
+    if options.measure and request.device != "cpu" and not on_cuda:
         errors.print("memtrain-report: no CUDA device here: predicted and measured on the CPU")
         return replace(request.step, device="cpu")
     return request.step
@@ -155,7 +158,9 @@ def _audited(
         if not options.measure:
             raise
         report = unpredicted(error)
-    return measured(report, built, config, step, told) if options.measure else report
+    if not options.measure:
+        return report
+    return measured(report, built, config, step, told, options.snapshot)
 
 
 def _write(options: argparse.Namespace, outcome: Outcome) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 
 from memtrain.audit import audit
 from memtrain.cli.models import Built
@@ -63,7 +64,12 @@ def unpredicted(error: UntraceableError) -> Report:
 
 
 def measured(
-    report: Report, built: Built, config: Config, step: StepOptions, working: Working
+    report: Report,
+    built: Built,
+    config: Config,
+    step: StepOptions,
+    working: Working,
+    snapshot: Path | None = None,
 ) -> Report:
     """The report with the timelines of real steps, plain and planned.
 
@@ -73,6 +79,7 @@ def measured(
         config: The plan.
         step: What the step is.
         working: Is told what goes on.
+        snapshot: A file for torch's snapshot of the CUDA allocator in the planned step.
 
     Returns:
         The report, with what was measured.
@@ -83,5 +90,5 @@ def measured(
     with working("running a real step, plain"):
         plain = measure(*built, None, step)
     with working("running a real step, planned"):
-        planned = measure(*built, config, step)
+        planned = measure(*built, config, step, snapshot)
     return replace(report, measured=plain, planned_measured=planned)

@@ -93,6 +93,8 @@ options:
                training step's memory, and some passes a site)
   --measure    build the model for real and run steps, plain and planned: their
                peaks beside the predicted ones (takes a step's memory)
+  --snapshot FILE  with --measure on CUDA: torch's snapshot of the allocator in
+               the planned step, for docs.pytorch.org/memory_viz
   --no-peak    leave out the peak: faster, as no backward and no update is
                simulated
   --fail-over SIZE    exit status 3 if the planned peak (with --no-peak: the

@@ -51,6 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--no-peak", dest="peak", action="store_false")
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--snapshot", type=Path)
     parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--fail-under", type=float)
     parser.add_argument("--fail-over")
@@ -62,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, path in files(options):
         if path != STDOUT:
             check_writable(path, name)
-    for name in ("plan", "measure_rates"):
+    for name in ("plan", "measure_rates", "snapshot"):
         if (path := getattr(options, name)) is not None:
             check_writable(path, f"--{name.replace('_', '-')}")
     return options
@@ -73,6 +74,8 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < least:
             value = getattr(options, name)
             raise ValueError(f"--{name} {value} is out of range; allowed: {least} or more")
+    if options.snapshot is not None and not options.measure:
+        raise ValueError("--snapshot is of a real step; allowed: with --measure")
     if options.fail_under is not None and not options.fail_under > 0:  # NaN is neither
         raise ValueError(f"--fail-under {options.fail_under} is out of range; allowed: above 0")
     if options.fail_over is not None:

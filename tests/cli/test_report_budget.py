@@ -138,6 +138,23 @@ def test_what_does_not_fit_is_told_in_lines(capsys):
     assert lines[2].endswith("what would help: a smaller model")
 
 
+@pytest.mark.nightly
+def test_a_budget_from_the_command_line_to_the_files(builder, capsys):
+    model = "model=py:theirs:build"
+    arguments = [model, "batch=512", "device=cpu", "budget=1.5MB", "--json", "a.json"]
+    assert main([*arguments, "--html", "a.html", "--plan", "a.yaml"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "plain PyTorch does not fit 1.43 MiB" in text
+    assert "preset=" not in text
+    content = json.loads((builder / "a.json").read_text())
+    assert content["planner"]["promised_peak"] == content["peak"]["planned"] <= 1_500_000
+    assert "promised peak" in (builder / "a.html").read_text()
+    assert main([model, "batch=512", "device=cpu", "plan=a.yaml", "--json", "b.json"]) == 0
+    again = json.loads((builder / "b.json").read_text())
+    assert again["peak"] == content["peak"]
+    assert again["unmatched_rules"] == []
+
+
 RATES = planner.Rates(name="a machine", copy=2e9, flops=3e9, pack=1e9)
 
 

@@ -1,6 +1,7 @@
 """memtrain-report: the peak, real steps beside it, the sizes that fit a memory."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from memtrain.cli.console import working
 from memtrain.cli.models import Request, build
 from memtrain.cli.report import main
+from memtrain.cli.report_audit import measured
 from memtrain.cli.report_fits import Fits, fits
 from memtrain.cli.report_peak import MOST, at_peak, described, thinned, timelines
 from memtrain.config import load
@@ -77,6 +79,25 @@ def test_without_a_gpu_a_real_step_runs_on_the_cpu_and_says_so(builder, capsys, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["model=py:theirs:build", "--measure"]) == 0
     assert "predicted and measured on the CPU" in capsys.readouterr().err
+
+
+def test_a_snapshot_is_of_the_planned_step_on_cuda(builder, monkeypatch, capsys):
+    assert main(["model=py:theirs:build", "--snapshot", "a.pickle"]) == 2
+    assert "allowed: with --measure" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["model=py:theirs:build", "--measure", "--snapshot", "a.pickle"]) == 2
+    assert "no CUDA device to run on" in capsys.readouterr().err
+    given = []
+
+    def measure(model, optimizer, batch, cfg, options, snapshot=None):
+        given.append((cfg is None, snapshot))
+        return Timeline((Moment("step", "step", 1, {"weights": 1}),))
+
+    monkeypatch.setattr("memtrain.cli.report_audit.measure", measure)
+    report = Report(rows=(), kept=(), unmatched=(), loss=True)
+    built, path = build(Request(model="py:theirs:build")), builder / "a.pickle"
+    measured(report, built, load([]), Request().step, lambda what: nullcontext(), path)
+    assert given == [(True, None), (False, path)]
 
 
 def test_sizes_that_fit_are_those_of_the_search(builder, capsys):
