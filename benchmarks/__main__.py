@@ -59,6 +59,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     run.add_argument("--quick", action="store_true", help="tiny sizes, 2 rounds: is it wired?")
     run.add_argument("--full", action="store_true", help="up to 2^28 elements")
     run.add_argument("--rounds", type=int, help="of each comparison (9; 2 if quick)")
+    run.add_argument("--threads", type=int, help="of torch and the C++ kernels (torch's own)")
+    run.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="wall, or cpu: the process's time, for one thread on a busy machine",
+    )
     run.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
     run.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="a benchmark's own settings"
@@ -72,6 +79,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--device {args.device}: there is no CUDA device here")
         if args.rounds is not None and args.rounds < 1:
             parser.error(f"--rounds {args.rounds}; allowed: 1 or more")
+        if args.threads is not None and args.threads < 1:
+            parser.error(f"--threads {args.threads}; allowed: 1 or more")
     return args
 
 
@@ -119,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{benchmark.name:18} {benchmark.about}")
         return 0
     rounds = args.rounds or (2 if args.quick else 9)
-    options = Options(args.device, args.quick, args.full, rounds, tuple(args.set))
+    options = Options(args.device, args.quick, args.full, rounds, args.clock, tuple(args.set))
+    if args.threads:
+        torch.set_num_threads(args.threads)
     failed: list[str] = []
     for name in args.names or BENCHMARKS:
         failed += run(BENCHMARKS[name], options, args.out, console)

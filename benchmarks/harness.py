@@ -42,6 +42,8 @@ class Options:
     quick: bool = False
     full: bool = False
     rounds: int = 9
+    clock: str = "wall"
+    """`"wall"`, or `"cpu"`: the process's own time, which others on the machine lengthen less."""
     overrides: tuple[str, ...] = ()
 
     @property
@@ -113,7 +115,7 @@ def measure(trial: Trial, options: Options) -> Row:
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(options.rounds):
         for name, call in sides.items():
-            times[name].append(seconds(call, repeats[name], options.device))
+            times[name].append(seconds(call, repeats[name], options.device, options.clock))
     row: Row = {"elements": trial.elements, "rounds": options.rounds}
     for name in ("ours", "theirs", "copy"):
         row |= quantiles(f"{name}_ms", [1e3 * t for t in times.get(name, [])])
@@ -134,18 +136,19 @@ def measure(trial: Trial, options: Options) -> Row:
 def calibrate(call: Callable[[], object], options: Options) -> int:
     """How often to call in one sample (it also warms up: compilers, caches, allocators)."""
     seconds(call, 1, options.device)
-    once = seconds(call, 1, options.device)
+    once = seconds(call, 1, options.device, options.clock)
     return max(1, min(10_000, round(options.least_seconds / max(once, 1e-9))))
 
 
-def seconds(call: Callable[[], object], repeats: int, device: str) -> float:
+def seconds(call: Callable[[], object], repeats: int, device: str, clock: str = "wall") -> float:
     """Seconds of one call, from `repeats` of them."""
+    now = time.process_time if clock == "cpu" else time.perf_counter
     synchronize(device)
-    start = time.perf_counter()
+    start = now()
     for _ in range(repeats):
         call()
     synchronize(device)
-    return (time.perf_counter() - start) / repeats
+    return (now() - start) / repeats
 
 
 def synchronize(device: str) -> None:
@@ -188,6 +191,7 @@ def environment(options: Options) -> Row:
     return {
         "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": torch.get_num_threads(),
+        "clock": options.clock,
         "memtrain": memtrain.__version__,
         "torch": torch.__version__,
         "triton": _version("triton"),

@@ -14,7 +14,7 @@ MEASURED = {
     "theirs_peak_bytes", *(f"{what}_p{percent}" for what in ("ours_ms", "theirs_ms", "copy_ms",
                                                              "ratio") for percent in (10, 50, 90)),
 }  # fmt: skip
-WHERE = {"device", "threads", "memtrain", "torch", "triton", "python", "load", "date"}
+WHERE = {"device", "threads", "clock", "memtrain", "torch", "triton", "python", "load", "date"}
 
 
 @pytest.fixture
@@ -152,11 +152,19 @@ def test_sides_take_turns_and_ratios_are_of_rounds(harness, monkeypatch):
     assert row["ns_per_element"] == pytest.approx(3e9 / 10)
 
 
+def test_the_cpu_clock_does_not_count_waiting(harness):
+    def wait():
+        time.sleep(0.05)
+
+    assert harness.seconds(wait, 1, "cpu") >= 0.05
+    assert harness.seconds(wait, 1, "cpu", "cpu") < 0.025
+
+
 def test_bandwidth_is_against_a_copy_of_the_same_size(harness, monkeypatch):
     sampled = {1: 4.0, 2: 1.0}  # seconds: ours, then the copy
     calls = []
 
-    def seconds(call, repeats, device):
+    def seconds(call, repeats, device, clock="wall"):
         calls.append(call)
         return sampled[1 if call is ours else 2]
 
@@ -208,6 +216,7 @@ def test_rows_are_added_to_rows_of_other_columns(harness, tmp_path):
     [
         (["run", "nothing"], "unknown benchmark 'nothing'; allowed: activations"),
         (["run", "--rounds", "0"], "--rounds 0; allowed: 1 or more"),
+        (["run", "--threads", "0"], "--threads 0; allowed: 1 or more"),
         (["run", "--device", "cuda"], "there is no CUDA device here"),
     ],
 )
