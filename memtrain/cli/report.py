@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or files,
-        3 a limit is broken, 130 interrupted.
+        3 a limit is broken or nothing fits the budget, 130 interrupted.
 
     Example:
         >>> main(["model=gpt3"])

@@ -106,8 +106,8 @@ options:
   --paper-table        the few-bit paper's table of activation memory, and ours
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
-file that cannot be read or written, 3 --fail-over or --fail-under,
-130 interrupted
+file that cannot be read or written, 3 --fail-over or --fail-under, or nothing
+fits the budget, 130 interrupted
 """
 
 
