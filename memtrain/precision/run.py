@@ -40,6 +40,7 @@ class Rounder:
         self.state, self.no_rule, self.trial = state, no_rule, trial
         self.boundary = Boundary(state)
         self.saved: SavedTensors | None = None
+        self._plain: dict[str, str] = {}  # results of linear layers -> why not on FP8 GEMMs
         self._checked: set[str] = set()  # modules of which a whole forward has been looked at
         self._clear()
 
@@ -138,13 +139,14 @@ class Rounder:
         """An FP8 GEMM in place of a linear layer whose operands are low, where that is asked."""
         if not self.state.asked.fp8_gemm or self.trial or name != "linear":
             return func
-        x, weight, _ = _linear(*args, **kwargs)
-        site = f"{module or '(root)'} / {name}"
-        high = [what for what, y in (("input", x), ("weight", weight)) if not self._is_low(y)]
-        if why := f"high: {', '.join(high)}" if high else gemm.unfit(x, weight):
+        site, made = f"{module or '(root)'} / {name}", self._names.upcoming(module, name)
+        if torch._C._current_graph_task_id() == -1:
+            self._plain[made] = self._why_plain(*_linear(*args, **kwargs)[:2])
+        # A recomputed part does not know its input's site: it does as the forward did.
+        if why := self._plain.get(made, "not in the forward"):
             self.state.gemms[site] = why
             return func
-        back = self.state.low_gradient(self._names.upcoming(module, name))
+        back = self.state.low_gradient(made)
         halved = self.boundary.note if self._counts else _ignore
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -154,8 +156,10 @@ class Rounder:
 
         return run
 
-    def _is_low(self, x: Tensor) -> bool:
-        return self.state.is_low(self._names.name_of(x))
+    def _why_plain(self, x: Tensor, weight: Tensor) -> str:
+        named = (("input", x), ("weight", weight))
+        high = [what for what, y in named if not self.state.is_low(self._names.name_of(y))]
+        return f"high: {', '.join(high)}" if high else gemm.unfit(x, weight)
 
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any

@@ -210,7 +210,7 @@ def test_memtrains_own_recomputation_changes_nothing(fields):
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
         model = nn.Sequential(nn.Linear(32, 32), block, nn.Linear(32, 8))
-        precision = {"assignment": "size_ordered", "ratio": 0.6, "fp8_gemm": WORKS, **fields}
+        precision = {"assignment": "uniform", "promotion": 0.01, "fp8_gemm": WORKS, **fields}
         cfg = {"preset": "precision_only", "precision": precision}
         cfg["activations"] = {"recompute": names}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
