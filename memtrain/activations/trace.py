@@ -46,6 +46,9 @@ def trace(
     Returns:
         One record per saved tensor, in the order of the forward.
 
+    Raises:
+        ValueError: If `fully_shard` was called on the model: its hooks would keep the fake tensors.
+
     Memory:
         That of the records: no tensor is allocated.
 
@@ -56,6 +59,7 @@ def trace(
         >>> [(record.site.name, record.nbytes) for record in records]
         [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
     """
+    _refuse_sharded(model)
     records: list[Record] = []
     interception = Interception(
         model,
@@ -76,6 +80,18 @@ def trace(
         with _untouched(model), interception.alone(), _casting(model, low):
             functional_call(model, state, args, kwargs, tie_weights=True)
     return records
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded by fully_shard, and its forward cannot run without "
+            "data: audit it, or plan it with a batch, before fully_shard"
+        )
 
 
 class Given(NamedTuple):

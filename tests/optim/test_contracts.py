@@ -1,11 +1,14 @@
 """Contracts that no other file holds: peers' checkpoints, rules by name, single numbers, pauses."""
 
+import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import memtrain
 from memtrain.compressors import Factored, Identity
@@ -178,3 +181,36 @@ print("torch._inductor.compile_fx" in sys.modules)
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert result.stdout.strip() == "False"
+
+
+@pytest.fixture
+def one_process():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.nightly  # the first import of fully_shard takes seconds
+def test_audits_of_ddp_and_of_sharded_models(one_process):
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    batch, nbytes = torch.randn(32, 64), sum(p.nbytes for p in net.parameters())
+
+    def of(report, kind):
+        return sum(row.plain for row in report.rows if row.kind == kind)
+
+    alone = memtrain.audit(net, torch.optim.AdamW(net.parameters()), batch)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    report = memtrain.audit(ddp, torch.optim.AdamW(ddp.parameters()), batch, measure=True)
+    assert of(report, "gradient") == 2 * nbytes  # and its buckets
+    assert of(report, "activation") == of(alone, "activation")
+    assert report.measured is not None
+    sharded: Any = fully_shard(copy.deepcopy(net))
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    for measure in (False, True):
+        with pytest.raises(ValueError, match="is sharded by fully_shard"):
+            memtrain.audit(sharded, optimizer, batch, measure=measure)
+    with pytest.raises(ValueError, match="is sharded by fully_shard"):
+        memtrain.wrap(sharded, optimizer, batch=batch)
+    sharded(batch).sum().backward()  # nothing was changed
+    optimizer.step()
