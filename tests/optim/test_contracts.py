@@ -106,7 +106,7 @@ def test_rules_by_name_keep_embeddings_norms_and_biases():
     ]
     cfg = {"preset": "optimizer_only", "optim": {"min_elements": 0, "exceptions": kept}}
     model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
     rows = {(names[row.param], row.state): row for row in describe(optimizer)}
     exact = {name for (name, _), row in rows.items() if isinstance(row.compressor, Identity)}
     assert exact == {"embed.weight", "norm.weight", "norm.bias", "out.bias"}
