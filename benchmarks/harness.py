@@ -81,6 +81,8 @@ class Trial:
     """Bytes that `ours` must read and write; 0: not bound by memory."""
     copied: int = 0
     """Bytes of the tensor whose copy is timed beside it."""
+    metered: bool = True
+    """False where `ours` compiles itself and cannot run under the meter of its memory."""
     labels: Row = field(default_factory=dict)
     """Columns known only once it is built."""
 
@@ -128,7 +130,7 @@ def measure(trial: Trial, options: Options) -> Row:
         for ours, copy in zip(times["ours"], times.get("copy", []), strict=False)
     ]
     row["percent_of_copy"] = statistics.median(speeds) if speeds and trial.nbytes else ""
-    row["ours_peak_bytes"] = peak(trial.ours, options.device)
+    row["ours_peak_bytes"] = peak(trial.ours, options.device) if trial.metered else ""
     row["theirs_peak_bytes"] = peak(trial.theirs, options.device) if trial.theirs else ""
     return row
 
