@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -243,3 +244,15 @@ def test_unknown_formats_and_sparse_gradients_are_refused():
     with pytest.raises(RuntimeError, match="dense gradients only"):
         optimizer.step()
     assert torch.equal(before, optimizer.master(table.weight))
+
+
+@pytest.mark.parametrize(("name", "warns"), [("bf16", True), ("bf16+8", False), ("bf16+sr", False)])
+def test_only_weights_without_a_master_stall(name, warns):
+    weight = nn.Parameter(torch.full((80, 80), 100.0))
+    optimizer = SplitWeights(AdamW4bit([weight], lr=1e-3, weight_decay=0.0), name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    assert any("stalled" in str(w.message) for w in caught) == warns
