@@ -104,7 +104,7 @@ def forward(
         (tensor([0., 2.]), tensor([0., 1.]))
     """
     plain = is_plain(x)
-    if plain and choose(x) == "cpu" and is_dense(x):
+    if plain and choose(x) == "cpu":
         side = (parity, shift)
         return in_cpp.forward(x, function, tuple(parameters), tuple(boundaries), side)
     check_side(x.dtype, boundaries, parity)
@@ -195,11 +195,11 @@ def _forward(
     parity: str,
     shift: float,
 ) -> tuple[Tensor, Tensor]:
-    dense = x if is_dense(x) else x.clone()
     choice = choose(x)
     if choice == "cpu":
         side = (parity, shift)
-        return in_cpp.forward(dense, function, tuple(parameters), tuple(boundaries), side)
+        return in_cpp.forward(x, function, tuple(parameters), tuple(boundaries), side)
+    dense = x if is_dense(x) else x.clone()
     if choice == "triton" and x.dtype != torch.float64:
         from memtrain.kernels import derivative_forward_triton as kernels
 

@@ -22,6 +22,7 @@ from memtrain.kernels.derivative_reference import (
     wide,
 )
 from memtrain.kernels.pointwise import check_function, one_pass, value
+from memtrain.kernels.strides import is_dense
 
 # Value and codes in one pass: what is cheap enough to equal torch's to the bit.
 _FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
@@ -82,16 +83,17 @@ def forward(
     boundaries: tuple[float, ...],
     side: tuple[str, float],
 ) -> tuple[Tensor, Tensor]:
-    """The value and the codes of `x`, which is dense, in memory order."""
+    """The value and the codes of `x`, in memory order; where it is not dense, that of a clone."""
     check_function(function)
     plan = _forward_plan(function, parameters, boundaries, side, x.dtype)
+    dense = x if is_dense(x) else x.clone()
     if plan.fused:
-        y = torch.empty_like(x)
-        return y, _codes(x, y.data_ptr(), plan)
-    y = value(function, x, parameters)
-    if y.stride() != x.stride():
-        y = torch.empty_like(x).copy_(y)
-    return y, _codes(x, 0, plan)
+        y = torch.empty_like(dense)
+        return y, _codes(dense, y.data_ptr(), plan)
+    y = value(function, x, parameters)  # of x itself: torch's last bit depends on the strides
+    if y.stride() != dense.stride():
+        y = torch.empty_like(dense).copy_(y)
+    return y, _codes(dense, 0, plan)
 
 
 def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out: Tensor) -> Tensor:

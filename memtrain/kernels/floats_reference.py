@@ -60,7 +60,8 @@ def encode_reference(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tens
     _, _, over = limits(layout, torch.float32)
     past, nan, mark = code > layout.limit, bits & 0x7FFFFFFF > _INF, 1 << (layout.width - 1)
     code = torch.where(nan, layout.nan, torch.where(past, over, code))
-    signed = (bits < 0) & ((code > 0) | (layout.nan != mark))
+    # A NaN's sign is lost: conversions to float32 keep it or not, by the place in the tensor.
+    signed = (bits < 0) & ~nan & ((code > 0) | (layout.nan != mark))
     return _to_codes(torch.where(signed, code | mark, code), layout), (past & ~nan).sum()
 
 

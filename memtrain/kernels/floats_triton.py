@@ -83,7 +83,7 @@ def _one(
     nan, past = magnitude > _INF, code > limit
     if ENCODE:
         code = tl.where(nan, nan_code, tl.where(past, over, code))
-        keeps = (code > 0) | (nan_code != mark)
+        keeps = ((code > 0) | (nan_code != mark)) & (magnitude <= _INF)
         code |= tl.where((negative > 0) & keeps, mark, 0)
         tl.store(out_ptr + at, code.to(out_ptr.dtype.element_ty), mask=inside)
     else:

@@ -192,7 +192,7 @@ class FloatFormat:
         """Codes of the nearest numbers of the format, or of those drawn.
 
         What `round` gave is encoded exactly: only -0 (0) and Inf (NaN) of formats without special
-        codes do not come back.
+        codes do not come back. A NaN's code is that of the NaN without a sign.
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides.

@@ -252,3 +252,15 @@ def test_wrong_arguments_are_refused():
         FP16.decode(torch.zeros(2, dtype=torch.uint8))
     with pytest.raises(TypeError, match=r"torch\.float64 is not allowed"):
         FP16.decode(torch.zeros(2, dtype=torch.int16), torch.float64)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_nans_sign_is_lost(name, dtype):
+    nan = torch.copysign(torch.tensor(torch.nan), torch.tensor(-1.0))
+    for form in (FP8_FORWARD, BF16, E4M3FN):
+        with backend(name):
+            for n in (1, 37):  # alone and in a vector
+                codes = form.encode(nan.expand(n).to(dtype))
+                assert (codes == codes[0]).all()
+                assert codes[0] == form.encode(torch.tensor([torch.nan]))[0]

@@ -64,7 +64,7 @@ MT_INLINE int64_t round_run(const uint32_t* bits, const uint16_t* draws, int32_t
     if constexpr (ENCODE) {
       int32_t result = past ? f.over_code : code;
       result = nan ? f.nan : result;
-      const bool keeps = (result > 0) | (f.nan != f.mark);
+      const bool keeps = (!nan) & ((result > 0) | (f.nan != f.mark));
       out[i] = result | ((negative & keeps) ? f.mark : 0);
     } else {
       int32_t result = value_bits(past ? f.limit : code, f);

@@ -106,7 +106,7 @@ MT_INLINE int64_t sixteen(const void* x, void* out, int64_t at, __mmask16 inside
   if constexpr (kEncode) {
     y = _mm512_mask_mov_epi32(_mm512_mask_mov_epi32(code, past, w.over), nan, w.nan);
     const __mmask16 keeps = w.signless ? _mm512_test_epi32_mask(y, y) : __mmask16{0xFFFF};
-    y = _mm512_mask_or_epi32(y, minus & keeps, y, w.mark);
+    y = _mm512_mask_or_epi32(y, minus & keeps & static_cast<__mmask16>(~nan), y, w.mark);
     if constexpr (kOut == kByte)
       _mm512_mask_cvtepi32_storeu_epi8(static_cast<int8_t*>(out) + at, inside, y);
     else
