@@ -12,7 +12,7 @@ test: $(READY) ## set up, then run everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --level error
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 nightly: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m nightly

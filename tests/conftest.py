@@ -7,6 +7,8 @@ The interpreter is slow: of a test's cases there, and of those of tests marked `
 as many as show each value of each parameter once, and the nightly run the others.
 """
 
+import fcntl
+import json
 import os
 from collections import Counter, defaultdict
 
@@ -26,6 +28,23 @@ torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory, worker_id):
+    """`once(name, make)`: what `make()` gave, as JSON has it, in the first worker that asked."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder if worker_id == "master" else folder.parent
+
+    def found(name, make):
+        results = folder / f"{name}.json"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not results.exists():
+                results.write_text(json.dumps(make()))
+        return json.loads(results.read_text())
+
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

@@ -1,7 +1,9 @@
 """Compiles every Triton kernel for sm_80 and sm_90 without a GPU and reads its resources.
 
 A script: it must run without TRITON_INTERPRET, which conftest.py sets for the tests' process.
-Prints one JSON line per compiled case and architecture, and one per fault; exits 1 on a fault.
+Of a kernel's cases it takes as many as show each type and each constant of each argument, or all
+with `--all`. Prints one JSON line per compiled case and architecture, and one per fault; exits 1 on
+a fault.
 """
 
 import ast
@@ -110,6 +112,30 @@ def resources(cubin):
     return {key: int(value) for key, value in found.items()}
 
 
+def telling(cases):
+    """(place, architecture) of cases that show each type and constant of each kernel's arguments.
+
+    A kernel's first is for both architectures, each other for one of them.
+    """
+    left = {
+        place: {(kernel, *pair) for pair in (signature | constants).items()}
+        for place, (kernel, signature, constants) in enumerate(cases)
+    }
+    shown, kernels, jobs = set(), set(), []
+    while any(values - shown for values in left.values()):
+        place = max(left, key=lambda at: len(left[at] - shown))
+        shown |= left.pop(place)
+        kernel = cases[place][0]
+        both = kernel not in kernels
+        kernels.add(kernel)
+        jobs += [(place, sm) for sm in ARCHITECTURES if both or sm == ARCHITECTURES[len(jobs) % 2]]
+    return jobs
+
+
+def every(cases):
+    return [(place, sm) for place in range(len(cases)) for sm in ARCHITECTURES]
+
+
 def examine(job):
     """One row: module, case, architecture, resources, and the fault if there is one."""
     name, index, architecture = job
@@ -124,7 +150,7 @@ def examine(job):
     return row
 
 
-def main(names):
+def main(names, choose=telling):
     loaded, rows = {}, []
     for name in names:
         try:
@@ -133,10 +159,9 @@ def main(names):
             rows.append({"module": name, "fault": f"{type(error).__name__}: {error}"})
     rows += coverage_faults(loaded)
     jobs = [
-        (name, index, architecture)
+        (name, *job)
         for name, module in loaded.items()
-        for index in range(len(getattr(module, "AOT_CASES", ())))
-        for architecture in ARCHITECTURES
+        for job in choose(getattr(module, "AOT_CASES", ()))
     ]
     workers = min(len(os.sched_getaffinity(0)), 8)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -146,4 +171,5 @@ def main(names):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or modules()))
+    names = [argument for argument in sys.argv[1:] if argument != "--all"]
+    sys.exit(main(names or modules(), every if "--all" in sys.argv else telling))

@@ -4,14 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
-# One of pytest's workers compiles for all of these tests.
-pytestmark = pytest.mark.xdist_group("aot")
 SCRIPT = Path(__file__).with_name("aot.py")
 MODULES = sorted(path.stem for path in (SCRIPT.parents[2] / "memtrain/kernels").glob("*_triton.py"))
 
@@ -42,7 +39,6 @@ AOT_CASES = [
 """
 
 
-@cache
 def examined(*names):
     """The script's rows and exit status, in a process where kernels compile."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -54,10 +50,17 @@ def examined(*names):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_kernels_compile_without_stack_or_spills(module):
-    rows = [row for row in examined()[0] if row.get("module") == module]
+def test_kernels_compile_without_stack_or_spills(module, once):
+    rows = [row for row in once("aot", examined)[0] if row.get("module") == module]
     assert [row for row in rows if "fault" in row] == []
     assert {row["sm"] for row in rows} == {80, 90}
+
+
+@pytest.mark.nightly
+def test_every_case_compiles():
+    rows, status = examined("--all")
+    assert [row for row in rows if "fault" in row] == []
+    assert status == 0
 
 
 def test_faults_are_found(tmp_path):

@@ -1,6 +1,5 @@
 """Gradient release, split weights and sharded states: DDP and FSDP2, gloo, on the CPU."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -38,16 +37,9 @@ def launch(world, store, *arguments):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, worker_id):
-    """What the two processes found; they run once, whatever the number of pytest's workers."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder if worker_id == "master" else folder.parent
-    results = folder / "distributed.json"
-    with (folder / "distributed.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not results.exists():
-            results.write_text(json.dumps(launch(WORLD, folder / "store")))
-    return json.loads(results.read_text())
+def found(once, tmp_path_factory):
+    """What the two processes found."""
+    return once("distributed", lambda: launch(WORLD, tmp_path_factory.mktemp("found") / "store"))
 
 
 def test_ddp_updates_follow_the_all_reduce(found):
