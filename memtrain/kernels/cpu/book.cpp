@@ -12,8 +12,6 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-MT_EXPORT int mt_isa();  // codebook.cpp: 2 is AVX-512
-
 namespace memtrain {
 
 constexpr int64_t kGrain = 32768;  // elements a thread takes at once

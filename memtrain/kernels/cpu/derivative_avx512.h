@@ -8,9 +8,6 @@
 
 #include "common.h"
 
-// Defined in codebook.cpp: 2 where the machine has AVX-512 and it is not switched off.
-MT_EXPORT int mt_isa();
-
 #pragma GCC push_options
 // GCC 12 warns about its own intrinsics' undefined sources.
 #pragma GCC diagnostic push

@@ -6,9 +6,6 @@
 #include <cstring>
 #include <immintrin.h>
 
-// Defined in codebook.cpp: 2 where the machine has AVX-512 and it is not switched off.
-MT_EXPORT int mt_isa();
-
 #pragma GCC push_options
 #pragma GCC diagnostic push
 // GCC 12 warns about its own intrinsics' undefined sources.

@@ -47,9 +47,6 @@ namespace memtrain::portable {
 #undef MT_HELPER
 #pragma GCC pop_options
 
-// Defined in codebook.cpp: 0 portable, 1 AVX2, 2 AVX-512; the best of the machine unless limited.
-MT_EXPORT int mt_isa();
-
 #ifdef MT_X86
 #define MT_DISPATCH(call)                      \
   (mt_isa() >= 2   ? memtrain::avx512::call    \

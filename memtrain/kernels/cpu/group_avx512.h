@@ -8,9 +8,6 @@
 
 #include "common.h"
 
-// Defined in codebook.cpp: 2 where the machine has AVX-512 and it is not switched off.
-MT_EXPORT int mt_isa();
-
 #include "group_encode_avx512.h"
 
 #pragma GCC push_options
