@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
@@ -19,7 +20,8 @@ class Group:
 
     Args:
         bits: Bits per element, 1 to 8.
-        group_size: Elements per group, a multiple of 8, from 8 to 16384.
+        group_size: Elements per group, 1 to 16384. A size that is no multiple of 8 costs a copy
+            in transit, each group filled up to one.
         rounding: `"stochastic"` (the key gives the seed) or `"nearest"` (the key does nothing).
         bounds: What a group's minimum and maximum are kept in, `"bf16"` or `"fp32"`.
 
@@ -28,10 +30,9 @@ class Group:
 
     Memory:
         bits / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in whole
-        groups: 0.516 at the defaults.
+        groups of whole eights: 0.516 at the defaults.
 
     Example:
-        >>> import torch
         >>> packed = Group(bits=2, group_size=8).compress(torch.arange(8.0), key=Key(seed=1))
         >>> packed.nbytes, Group(bits=2, group_size=8).decompress(packed).shape
         (6, torch.Size([8]))
@@ -53,11 +54,8 @@ class Group:
                 raise ValueError(f"{name}={value!r}; allowed: integers")
         if not 1 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits}; allowed: 1 to 8")
-        if self.group_size % 8 or not 8 <= self.group_size <= group.MAX_GROUP_SIZE:
-            raise ValueError(
-                f"group_size={self.group_size}; allowed: multiples of 8 from 8 to "
-                f"{group.MAX_GROUP_SIZE}"
-            )
+        if not 1 <= self.group_size <= group.MAX_GROUP_SIZE:
+            raise ValueError(f"group_size={self.group_size}; allowed: 1 to {group.MAX_GROUP_SIZE}")
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
         if self.bounds not in ("bf16", "fp32"):
@@ -72,13 +70,13 @@ class Group:
             previous: Not used.
 
         Returns:
-            Tensors `codes`, uint8 [n_groups, group_size * bits / 8], and `bounds`, bfloat16 or
-            float32 [n_groups, 2].
+            Tensors `codes`, uint8 [n_groups, ceil(group_size / 8) * bits], and `bounds`,
+            bfloat16 or float32 [n_groups, 2].
 
         Raises:
             TypeError: If `x` is of another dtype.
         """
-        codes, bounds = group.group_quantize(
+        codes, bounds = quantize(
             x.detach(),
             self.bits,
             self.group_size,
@@ -92,7 +90,47 @@ class Group:
         """The quantised tensor, contiguous, of the payload's shape and dtype."""
         codes, bounds = packed.tensors["codes"], packed.tensors["bounds"]
         numel = packed.shape.numel()
-        flat = group.group_dequantize(
-            codes, bounds, self.bits, self.group_size, numel, packed.dtype
-        )
+        flat = dequantize(codes, bounds, self.bits, self.group_size, numel, packed.dtype)
         return flat.view(packed.shape)
+
+
+def quantize(
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """`kernels.group.group_quantize` for groups of any size.
+
+    Codes are packed in eights: a group of another size is filled up with its first element, which
+    leaves its bounds alone.
+
+    Example:
+        >>> codes, bounds = quantize(torch.arange(6.0), 8, 3, seed=0, stochastic=False, wide=False)
+        >>> codes.shape, bounds.tolist()
+        (torch.Size([2, 8]), [[0.0, 2.0], [3.0, 5.0]])
+    """
+    stored = stored_size(group_size)
+    if stored != group_size:
+        x = _filled(x.reshape(-1), group_size, stored)
+    return group.group_quantize(x, bits, stored, seed, stochastic, wide)
+
+
+def dequantize(
+    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    """The inverse of `quantize`: `dtype`, [numel]."""
+    stored = stored_size(group_size)
+    if stored == group_size:
+        return group.group_dequantize(codes, bounds, bits, group_size, numel, dtype)
+    flat = group.group_dequantize(codes, bounds, bits, stored, len(bounds) * stored, dtype)
+    return flat.view(-1, stored)[:, :group_size].reshape(-1)[:numel]
+
+
+def stored_size(group_size: int) -> int:
+    """Codes that a group of `group_size` elements holds: the next multiple of 8."""
+    return -(-group_size // 8) * 8
+
+
+def _filled(flat: Tensor, group_size: int, stored: int) -> Tensor:
+    """[n_groups, stored]: the last group filled up with the last element, all with their first."""
+    flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
+    rows = flat.view(-1, group_size)
+    return torch.cat([rows, rows[:, :1].expand(-1, stored - group_size)], dim=1)

@@ -39,8 +39,8 @@ def fits(x: Tensor, size: int, group_size: int) -> bool:
         group_size: Of the quantiser.
 
     Returns:
-        True where rows are whole groups of at most `MAX_ROW` elements, `x` is contiguous, and a
-        kernel knows its dtype on its device.
+        True where rows are whole groups of whole eights, at most `MAX_ROW` elements, `x` is
+        contiguous, and a kernel knows its dtype on its device.
 
     Example:
         >>> fits(torch.ones(4, 512), 512, 256), fits(torch.ones(4, 48), 48, 256)
@@ -50,7 +50,7 @@ def fits(x: Tensor, size: int, group_size: int) -> bool:
         "cpu": (torch.float32, torch.bfloat16),
         "triton": (torch.float32, torch.bfloat16, torch.float16),
     }
-    whole = 0 < size <= MAX_ROW and size % group_size == 0
+    whole = 0 < size <= MAX_ROW and size % group_size == 0 and group_size % 8 == 0
     return whole and x.numel() > 0 and x.is_contiguous() and x.dtype in dtypes.get(choose(x), ())
 
 

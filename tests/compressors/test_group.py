@@ -11,7 +11,8 @@ from memtrain.compressors import Group, Key
         ({"bits": 9}, "bits=9; allowed: 1 to 8"),
         ({"bits": 2.5}, r"bits=2\.5; allowed: integers"),
         ({"bits": True}, "bits=True; allowed: integers"),
-        ({"group_size": 100}, "group_size=100; allowed: multiples of 8"),
+        ({"group_size": 0}, "group_size=0; allowed: 1 to 16384"),
+        ({"group_size": 16385}, "group_size=16385; allowed: 1 to 16384"),
         ({"rounding": "up"}, "rounding='up'; allowed: 'stochastic', 'nearest'"),
         ({"bounds": "fp16"}, "bounds='fp16'; allowed: 'bf16', 'fp32'"),
     ],
@@ -66,3 +67,26 @@ def test_gradients_do_not_follow():
     packed = Group().compress(x * 2, key=Key())
     assert not any(t.requires_grad for t in packed.tensors.values())
     assert not Group().decompress(packed).requires_grad
+
+
+@pytest.mark.parametrize("bounds", ["bf16", "fp32"])
+def test_a_group_of_any_size_by_hand(bounds):
+    x = torch.tensor([0.0, 1.0, 3.0, -2.0, -2.0, -1.0, 7.0])
+    compressor = Group(bits=2, group_size=3, rounding="nearest", bounds=bounds)
+    packed = compressor.compress(x, key=Key())
+    assert packed.tensors["bounds"].tolist() == [[0.0, 3.0], [-2.0, -1.0], [7.0, 7.0]]
+    assert packed.tensors["codes"].shape == (3, 2)
+    assert torch.equal(compressor.decompress(packed), x)
+
+
+@pytest.mark.parametrize("group_size", [1, 7, 49, 100, 1001])
+@pytest.mark.parametrize("numel", [0, 1, 50, 2003])
+def test_groups_of_any_size_do_not_notice_each_other(group_size, numel):
+    x = torch.randn(numel).cumsum(0)
+    compressor = Group(bits=3, group_size=group_size, rounding="nearest")
+    found = compressor.decompress(compressor.compress(x, key=Key()))
+    parts = [
+        compressor.decompress(compressor.compress(part, key=Key())) for part in x.split(group_size)
+    ]
+    assert found.shape == x.shape
+    assert torch.equal(found, torch.cat(parts)) if parts else not numel

@@ -165,7 +165,7 @@ def test_equal_hand_outs_are_equal_values():
         ({"bits": ()}, "at least one width"),
         ({"bits": (4, 9)}, "bits=9"),
         ({"bits": (4, 2.5)}, "bits=2.5"),
-        ({"group_size": 12}, "group_size=12"),
+        ({"group_size": 0}, "group_size=0"),
         ({"rounding": "up"}, "rounding='up'"),
         ({"bounds": "fp16"}, "bounds='fp16'"),
     ],
