@@ -1,82 +1,21 @@
 """The AdamW step over many tensors at once, with its moments kept in 4 bits."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels import codebook, cpu, entries, rank1
+from memtrain.kernels import codebook, cpu, entries, numbers, rank1
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.entries import FLOAT_TYPES
+from memtrain.kernels.numbers import Hyper
 from memtrain.kernels.shards import Shard
 from memtrain.kernels.split import PLAIN, Beside
 
 KINDS = ("exact", "block", "rank1", "factored")
 BLOCK = 128
 _FIELDS, _MAX_DIMS = 28, 8
-
-
-class Hyper(NamedTuple):
-    """The eight numbers of one tensor's step; `hyper` makes them. Rounded to float32 in use."""
-
-    decay: float
-    l2: float
-    sign: float
-    w1: float
-    b2: float
-    w2: float
-    step_size: float
-    eps: float
-
-
-def hyper(
-    step: float,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-    decoupled: bool = True,
-) -> Hyper:
-    """The numbers of step `step` (1 is the first), with bias corrections folded in.
-
-    `lr / (1 - b1^t) * m / (sqrt(v) / c + eps)` equals `lr * c / (1 - b1^t) * m / (sqrt(v) +
-    c * eps)` with `c = sqrt(1 - b2^t)`: one division an element fewer.
-
-    Args:
-        step: The step's number, from 1.
-        lr: Learning rate.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the root of the corrected second moment.
-        weight_decay: Decoupled (AdamW) or added to the gradient (Adam).
-        maximize: Ascend instead of descend.
-        decoupled: Which form of weight decay.
-
-    Returns:
-        The numbers.
-
-    Example:
-        >>> hyper(1, lr=0.5, betas=(0.0, 0.0), eps=0.0).step_size
-        0.5
-
-    Reference:
-        Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
-    """
-    b1, b2 = betas
-    correction = math.sqrt(1 - b2**step)
-    return Hyper(
-        decay=1 - lr * weight_decay if decoupled else 1.0,
-        l2=0.0 if decoupled else weight_decay,
-        sign=-1.0 if maximize else 1.0,
-        w1=1 - b1,
-        b2=b2,
-        w2=1 - b2,
-        step_size=lr * correction / (1 - b1**step),
-        eps=eps * correction,
-    )
 
 
 class Entry(NamedTuple):
@@ -86,9 +25,9 @@ class Entry(NamedTuple):
     first moment in signed blocks of 128 (`{"codes", "scale"}`) with a second moment in unsigned
     blocks of 128 (`"block"`), rank-1 (`"rank1"`, at least 2 dimensions) or factored
     (`"factored"`, `{"row", "col"}`, at least 2 dimensions). The maps are of `codebook.MAPS`.
-    With a `shard` everything is a process's part, but for what rank-1 and factored know of the
-    whole: see `adamw_sharded.step`. `beside` is what a bfloat16 or float16 parameter has besides
-    itself; on CUDA nothing (`split.PLAIN`).
+    `hyper` is on the host, or a row of `numbers.on_device`. With a `shard` everything is a
+    process's part, but for what rank-1 and factored know of the whole: see `adamw_sharded.step`.
+    `beside` is what a bfloat16 or float16 parameter has besides itself.
     """
 
     param: Tensor
@@ -96,7 +35,7 @@ class Entry(NamedTuple):
     first: Mapping[str, Tensor]
     second: Mapping[str, Tensor]
     kind: str
-    hyper: Hyper
+    hyper: Hyper | Tensor
     first_map: str = "DE"
     second_map: str = "Linear"
     shard: Shard | None = None
@@ -129,8 +68,9 @@ def adamw_step(given: Sequence[Entry]) -> None:
     Example:
         >>> p, g = torch.ones(2), torch.ones(2)
         >>> first, second = {"tensor": torch.zeros(2)}, {"tensor": torch.zeros(2)}
-        >>> numbers = hyper(1, lr=0.5, betas=(0.9, 0.999), eps=0.0)
-        >>> adamw_step([Entry(p, g, first, second, "exact", numbers)])
+        >>> from memtrain.kernels.numbers import hyper
+        >>> h = hyper(1, lr=0.5, betas=(0.9, 0.999), eps=0.0)
+        >>> adamw_step([Entry(p, g, first, second, "exact", h)])
         >>> p
         tensor([0.5000, 0.5000])
 
@@ -174,14 +114,13 @@ def fits(entry: Entry) -> bool:
 
 def step_reference(entry: Entry) -> None:
     """One entry of `adamw_step` in pure torch."""
-    new, h = entries.read(entry), entry.hyper
+    new, h = entries.read(entry), numbers.known(Hyper, entry.hyper)
     work = new.dtype
     g = entry.grad.to(work) * h.sign
-    if h.l2:
-        g = g + h.l2 * new
+    g = numbers.where(h.l2, lambda: g + h.l2 * new, g)
     m = decode_first(entry).to(work)
     m = m + h.w1 * (g - m)
-    v = _next_second(entry, g)
+    v = _next_second(entry, h, g)
     new = new * h.decay - (h.step_size * m) / (v.sqrt() + h.eps)
     entries.write(entry, new)
     _store(entry, m, v)
@@ -198,9 +137,9 @@ def decode_first(entry: Entry) -> Tensor:
     return flat.view(entry.param.shape)
 
 
-def _next_second(entry: Entry, g: Tensor) -> Tensor:
+def _next_second(entry: Entry, h: Hyper, g: Tensor) -> Tensor:
     """The new second moment; the factored form is updated here, since it never holds `v`."""
-    h, shape = entry.hyper, entry.param.shape
+    shape = entry.param.shape
     if entry.kind == "factored":
         square = (g * g).float().reshape(shape[0], -1)
         row, col = entry.second["row"], entry.second["col"]
@@ -252,9 +191,9 @@ def _table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
 
     Hyperparameters are rows of one float32 tensor [n, 8].
     """
-    numbers = torch.tensor([entry.hyper for entry in given], dtype=torch.float32)
     device = given[0].param.device
-    kept = [numbers]
+    hypers = numbers.together([entry.hyper for entry in given], device)
+    kept = [hypers]
     rows = []
     for i, entry in enumerate(given):
         first, second = payload_parts(entry.kind)
@@ -270,7 +209,7 @@ def _table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
         shape = list(entry.param.shape)
         row_count = shape[0] if shape else 1
         row = [entry.param.data_ptr(), entry.grad.data_ptr(), *pointers, *maps]
-        row += [numbers.data_ptr() + 32 * i, entry.param.numel(), row_count]
+        row += [hypers.data_ptr() + 32 * i, entry.param.numel(), row_count]
         row += [entry.param.numel() // row_count, KINDS.index(entry.kind), len(shape), *shape]
         row += [0] * (_FIELDS - 6 - len(row))
         row += [FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.kernels import adamw_triton, codebook, rank1
+from memtrain.kernels import adamw_triton, codebook, numbers, rank1
 from memtrain.kernels.adamw import KINDS, Entry, payload_parts
 
 kernels: Any = adamw_triton  # launches take options that no signature shows
@@ -43,8 +43,7 @@ class Launch:
         self.entries = entries
         self.kind, self.device = entries[0].kind, entries[0].param.device
         self.sides = _rank1_sides(entries) if self.kind == "rank1" else _factored_sides(entries)
-        hyper = torch.tensor([entry.hyper for entry in entries], dtype=torch.float32)
-        self._hyper = hyper.to(self.device)
+        self._hyper = numbers.together([entry.hyper for entry in entries], self.device)
         self._table = _table(entries, self.sides).to(self.device)
         self._like = (entries[0].param, entries[0].grad)
 

@@ -16,6 +16,7 @@ from memtrain.kernels import entries as stepped
 from memtrain.kernels.adamw import BLOCK, Entry
 from memtrain.kernels.book import Book
 from memtrain.kernels.dispatch import choose
+from memtrain.kernels.numbers import Hyper, known, where
 from memtrain.kernels.shards import Pending, Shard, all_reduce
 
 Sums = dict[str, Tensor]
@@ -78,10 +79,10 @@ def _shard(entry: Entry) -> Shard:
 
 
 def _gradient(entry: Entry) -> Tensor:
-    p, h = entry.param, entry.hyper
+    p, h = entry.param, known(Hyper, entry.hyper)
     work = torch.float64 if p.dtype == torch.float64 else torch.float32
     g = entry.grad.to(work) * h.sign
-    return g + h.l2 * stepped.read(entry) if h.l2 else g
+    return where(h.l2, lambda: g + h.l2 * stepped.read(entry), g)
 
 
 def _look(entry: Entry) -> Sums:
@@ -93,7 +94,7 @@ def _look(entry: Entry) -> Sums:
 
 
 def _next_rank1(entry: Entry, g: Tensor) -> Tensor:
-    codes, scale, h = entry.second["codes"], entry.second["scale"], entry.hyper
+    codes, scale, h = entry.second["codes"], entry.second["scale"], known(Hyper, entry.hyper)
     v = rank1.dequantize_reference(codes, scale, entry.second_map, 4, False, entry.param.shape)
     return h.b2 * v.to(g.dtype) + (h.w2 * g) * g
 
@@ -113,7 +114,7 @@ def _reduce(looked: Sequence[tuple[Entry, Sums]]) -> None:
     all_reduce([*rows, *columns], "sum")
     for entry, sums in looked:
         if entry.kind == "factored":
-            whole, h = _shard(entry).shape, entry.hyper
+            whole, h = _shard(entry).shape, known(Hyper, entry.hyper)
             row, col = entry.second["row"], entry.second["col"]
             row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(whole[1:]).numel()))
             col.copy_(h.b2 * col + h.w2 * (sums["col"] / whole[0]))
@@ -130,7 +131,7 @@ def _update(entry: Entry, sums: Sums) -> None:
         if entry.kind == "rank1":
             entry.second["scale"].copy_(sums["scale"])
         return
-    p, h, g = entry.param.detach(), entry.hyper, _gradient(entry)
+    p, h, g = entry.param.detach(), known(Hyper, entry.hyper), _gradient(entry)
     m = adamw.decode_first(entry).to(g.dtype)
     m = m + h.w1 * (g - m)
     if entry.kind == "rank1":

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.kernels import codebook, cpu, entries
-from memtrain.kernels.adamw import Hyper
+from memtrain.kernels import codebook, cpu, entries, numbers
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.entries import FLOAT_TYPES
+from memtrain.kernels.numbers import SGD, Hyper, Lion
 from memtrain.kernels.split import PLAIN, Beside
 
 RULES = {"adamw": 2, "sgd": 1, "lion": 1}  # and how many states each keeps
+_NUMBERS = {"adamw": Hyper, "sgd": SGD, "lion": Lion}
 BLOCKS = {4: 128, 8: 256}  # bits -> elements a scale
 EXACT = 32
 NONE = 0  # bits of SGD without momentum
@@ -22,116 +23,14 @@ _LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucke
 _BUCKETS = 26 * 128 + 2
 
 
-class SGD(NamedTuple):
-    """The eight numbers of one tensor's SGD step; `sgd` makes them. Rounded to float32 in use."""
-
-    decay: float
-    l2: float
-    sign: float
-    keep: float
-    take: float
-    nesterov: float
-    lr: float
-    unused: float
-
-
-class Lion(NamedTuple):
-    """The eight numbers of one tensor's Lion step; `lion` makes them. Rounded to float32 in use."""
-
-    decay: float
-    l2: float
-    sign: float
-    b1: float
-    w1: float
-    b2: float
-    w2: float
-    lr: float
-
-
-def sgd(
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-    first: bool = False,
-) -> SGD:
-    """The numbers of `buf = momentum * buf + (1 - dampening) * g`, `p -= lr * buf`.
-
-    Args:
-        lr: Learning rate.
-        momentum: Decay of the buffer.
-        dampening: How much less of the gradient the buffer takes.
-        nesterov: Step by `g + momentum * buf` instead.
-        weight_decay: Times the parameter, added to the gradient.
-        maximize: Ascend instead of descend.
-        first: The first step, where `buf = g`, whatever the dampening (as in torch).
-
-    Returns:
-        The numbers.
-
-    Example:
-        >>> sgd(lr=0.5, momentum=0.9, dampening=0.5).take
-        0.5
-
-    Reference:
-        torch.optim.SGD.
-    """
-    return SGD(
-        decay=1.0,
-        l2=weight_decay,
-        sign=-1.0 if maximize else 1.0,
-        keep=0.0 if first else momentum,
-        take=1.0 if first else 1 - dampening,
-        nesterov=momentum if nesterov else 0.0,
-        lr=lr,
-        unused=0.0,
-    )
-
-
-def lion(
-    *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0, maximize: bool = False
-) -> Lion:
-    """The numbers of `p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, and of `m`.
-
-    Args:
-        lr: Learning rate.
-        betas: Weight of the momentum in the update, and its decay.
-        weight_decay: Decoupled from the gradient.
-        maximize: Ascend instead of descend.
-
-    Returns:
-        The numbers.
-
-    Example:
-        >>> lion(lr=0.5, betas=(0.75, 0.5)).w1
-        0.25
-
-    Reference:
-        Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
-    """
-    b1, b2 = betas
-    return Lion(
-        decay=1 - lr * weight_decay,
-        l2=0.0,
-        sign=-1.0 if maximize else 1.0,
-        b1=b1,
-        w1=1 - b1,
-        b2=b2,
-        w2=1 - b2,
-        lr=lr,
-    )
-
-
 class Entry(NamedTuple):
     """One parameter's part of a step; the payloads and the parameter are written in place.
 
     `states` are the rule's (AdamW: both moments; SGD, Lion: the momentum), each in blocks of
     `BLOCKS[bits]` (`{"codes", "scale"}`), signed but for AdamW's second moment; or, with 32
     `bits`, `{"tensor": float32}` (SGD and Lion; `kernels.adamw` has the exact AdamW); or, with 0
-    `bits`, none (SGD without momentum). `beside` is as in `kernels.adamw`.
+    `bits`, none (SGD without momentum). `numbers` are on the host, or a row of `numbers.on_device`;
+    `beside` is as in `kernels.adamw`.
     """
 
     param: Tensor
@@ -139,7 +38,7 @@ class Entry(NamedTuple):
     states: tuple[Mapping[str, Tensor], ...]
     rule: str
     bits: int
-    numbers: Hyper | SGD | Lion
+    numbers: Hyper | SGD | Lion | Tensor
     maps: tuple[str, ...] = ("DE", "DE")
     beside: Beside = PLAIN
 
@@ -168,6 +67,7 @@ def block_step(given: Sequence[Entry]) -> None:
         ValueError: If a rule, its width or its map is unknown; nothing was changed then.
 
     Example:
+        >>> from memtrain.kernels.numbers import sgd
         >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
         >>> block_step([Entry(p, g, (buffer,), "sgd", 32, sgd(lr=0.25, momentum=0.9))])
         >>> p
@@ -214,14 +114,14 @@ def step_reference(entry: Entry) -> None:
     """One entry of `block_step` in pure torch."""
     new = entries.read(entry)
     work = new.dtype
-    g = entry.grad.to(work) * entry.numbers.sign
-    if entry.numbers.l2:
-        g = g + entry.numbers.l2 * new
+    h = numbers.known(_NUMBERS[entry.rule], entry.numbers)
+    g = entry.grad.to(work) * h.sign
+    g = numbers.where(h.l2, lambda: g + h.l2 * new, g)
     if entry.bits == NONE:
         states = [torch.zeros_like(g)]
     else:
         states = [_decode(entry, k).to(work) for k in range(RULES[entry.rule])]
-    new, states = _advance(new, g, states, entry.numbers)
+    new, states = _advance(new, g, states, h)
     entries.write(entry, new)
     if entry.bits != NONE:
         for k, state in enumerate(states):
@@ -238,7 +138,7 @@ def _advance(
         return p * h.decay - (h.step_size * m) / (v.sqrt() + h.eps), [m, v]
     if isinstance(h, SGD):
         m = h.keep * m + h.take * g
-        return p - h.lr * (g + h.nesterov * m if h.nesterov else m), [m]
+        return p - h.lr * numbers.where(h.nesterov, lambda: g + h.nesterov * m, m), [m]
     c = h.b1 * m + h.w1 * g
     step = torch.where(c.isnan(), c, c.sign())
     return p * h.decay - h.lr * step, [h.b2 * m + h.w2 * g]
@@ -317,13 +217,13 @@ def table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
         The table, on the CPU, and the tensors that must outlive its use.
     """
     device = given[0].param.device
-    numbers = torch.tensor([entry.numbers for entry in given], dtype=torch.float32).to(device)
-    kept, rows = [numbers], []
+    each = numbers.together([entry.numbers for entry in given], device)
+    kept, rows = [each], []
     for i, entry in enumerate(given):
         row = [entry.param.data_ptr(), entry.grad.data_ptr()]
         for k in range(2):
             row += _state_pointers(entry, k, device)
-        row += [numbers.data_ptr() + 32 * i, entry.param.numel(), list(RULES).index(entry.rule)]
+        row += [each.data_ptr() + 32 * i, entry.param.numel(), list(RULES).index(entry.rule)]
         row += [entry.bits, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]]
         rows.append([*row, *entry.beside.fields()])
         kept.append(entry.grad)

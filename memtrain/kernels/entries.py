@@ -18,7 +18,8 @@ def fits(entry: Any) -> bool:
     """Whether the kernels serve an entry, but for the strides of its gradient.
 
     Example:
-        >>> from memtrain.kernels.blockstep import Entry, sgd
+        >>> from memtrain.kernels.blockstep import Entry
+        >>> from memtrain.kernels.numbers import sgd
         >>> p, h = torch.ones(4, 2), sgd(lr=1.0, momentum=0.0)
         >>> fits(Entry(p, p, (), "sgd", 0, h)), fits(Entry(p.t(), p.t(), (), "sgd", 0, h))
         (True, False)

@@ -12,6 +12,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import adamw, blockstep
+from memtrain.kernels.numbers import Hyper, hyper
 from memtrain.optim import layout
 from memtrain.optim.fused import (
     Entry,
@@ -117,10 +118,10 @@ class AdamStates(FusedStates):
         state["step"] += 1
         return state["step"].item()
 
-    def numbers(self, group: dict[str, Any], turn: float) -> adamw.Hyper:
+    def numbers(self, group: dict[str, Any], turn: float) -> Hyper:
         """The eight numbers of a step."""
         b1, b2 = group["betas"]
-        return adamw.hyper(
+        return hyper(
             turn,
             lr=float(group["lr"]),
             betas=(float(b1), float(b2)),

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import blockstep
+from memtrain.kernels import numbers as rules
 from memtrain.optim import layout
 from memtrain.optim.base import closure_loss, refuse_sparse
 from memtrain.optim.fused import (
@@ -138,10 +139,10 @@ class LionStates(FusedStates):
         super().check(group)
         _check(group)
 
-    def numbers(self, group: dict[str, Any], turn: float) -> blockstep.Lion:
+    def numbers(self, group: dict[str, Any], turn: float) -> rules.Lion:
         """The eight numbers of a step."""
         b1, b2 = group["betas"]
-        return blockstep.lion(
+        return rules.lion(
             lr=float(group["lr"]),
             betas=(float(b1), float(b2)),
             weight_decay=group["weight_decay"],

@@ -8,6 +8,7 @@ from torch.optim.sgd import sgd as plain_sgd
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import blockstep
+from memtrain.kernels.numbers import sgd
 from memtrain.optim import layout
 from memtrain.optim.fused import Entry, FusedStates, block_bits, check_numbers
 from memtrain.optim.shards import local, local_gradient
@@ -85,7 +86,7 @@ class SGDStates(FusedStates):
         return self.names if group["momentum"] else ()
 
     def numbers(self, group: dict[str, Any], turn: float) -> dict[str, Any]:
-        """The arguments of `blockstep.sgd`."""
+        """The arguments of `kernels.numbers.sgd`."""
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         options = {name: group[name] for name in names}
         return {**options, "lr": float(group["lr"]), "first": turn == 1}
@@ -102,7 +103,7 @@ class SGDStates(FusedStates):
         if bits is None:
             return None
         maps = (getattr(compressors[0], "map", "DE"),)
-        states, h = tuple(payloads), blockstep.sgd(**numbers)
+        states, h = tuple(payloads), sgd(**numbers)
         own, grad = local(param), local_gradient(param)
         return blockstep.Entry(own, grad, states, "sgd", bits, h, maps)
 
@@ -114,7 +115,7 @@ class SGDStates(FusedStates):
             super()._add(entries, param, names, numbers)
             return
         if beside.any:
-            h = blockstep.sgd(**numbers)
+            h = sgd(**numbers)
             entries.append(blockstep.Entry(own, grad, (), "sgd", 0, h, beside=beside))
             return
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from memtrain.kernels import adamw, codebook, cpu, rank1
+from memtrain.kernels import numbers as rules
 from memtrain.kernels.dispatch import backend
 
 NUMBERS = {
@@ -18,7 +19,7 @@ SMALL = [(20, 77), (3, 3, 7, 7), (400,), (200, 3), (1, 301), (4, 128), (1,), (0,
 
 
 def hyper(step=3, **options):
-    return adamw.hyper(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
+    return rules.hyper(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
 
 
 def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
@@ -87,7 +88,7 @@ def test_worked_case():
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
     first = coded(codebook.quantize_reference(torch.zeros(2), "DE", 4, True, 128))
     second = coded(codebook.quantize_reference(torch.zeros(2), "Linear", 4, False, 128))
-    numbers = adamw.hyper(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
+    numbers = rules.hyper(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
     for name in ("reference", "cpu", "triton"):
         before = [adamw.Entry(param, grad, first, second, "block", numbers)]
         after = run(name, before)[0]
@@ -136,7 +137,7 @@ def test_half_precision_rounds_once_to_the_nearest(name):
     # arithmetic in bfloat16 would give another
     param, grad = torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     first, second = {"tensor": torch.zeros(1)}, {"tensor": torch.zeros(1)}
-    numbers = adamw.hyper(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
+    numbers = rules.hyper(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
     after = run(name, [adamw.Entry(param, grad, first, second, "exact", numbers)])[0]
     assert after.param.item() == 0.99609375
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memtrain.kernels import adamw, adamw_sharded, codebook, rank1, shards
+from memtrain.kernels import numbers as rules
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.shards import Shard
 
@@ -21,7 +22,7 @@ def entry(param, kind, shard=None):
         second = {"codes": coded["codes"].clone(), "scale": torch.zeros(sum(shape))}
     else:
         second = {"row": torch.zeros(shape[0]), "col": torch.zeros(shape[1:].numel())}
-    numbers = adamw.hyper(1, **HYPER)
+    numbers = rules.hyper(1, **HYPER)
     return adamw.Entry(param, param, first, second, kind, numbers, shard=shard)
 
 
@@ -87,7 +88,7 @@ def test_parts_equal_the_whole(shape, cuts, dim, kind, name, monkeypatch):
         grad = torch.randn(shape) * rows
         # L2 decay reads the parameters, which later differ where blocks do.
         options = {"decoupled": False, "maximize": True} if step == 1 else {}
-        numbers = adamw.hyper(step, weight_decay=0.1, **HYPER, **options)
+        numbers = rules.hyper(step, weight_decay=0.1, **HYPER, **options)
         grads = [part.contiguous() for part in grad.split(cuts, dim)]
         own = [p._replace(grad=g, hyper=numbers) for p, g in zip(parts, grads, strict=True)]
         with backend(name):

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import adamw, blockstep, codebook, cpu
+from memtrain.kernels import blockstep, codebook, cpu
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.numbers import hyper, lion, sgd
 
 FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
 BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]
@@ -22,10 +23,10 @@ OPTIONS = {
 def numbers(rule, *, nesterov=True, **options):
     if rule == "adamw":
         coupled = {"decoupled": not options.get("maximize")}
-        return adamw.hyper(3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options, **coupled)
+        return hyper(3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options, **coupled)
     if rule == "sgd":
-        return blockstep.sgd(lr=1e-2, momentum=0.9, dampening=0.1, nesterov=nesterov, **options)
-    return blockstep.lion(lr=1e-2, betas=(0.9, 0.99), **options)
+        return sgd(lr=1e-2, momentum=0.9, dampening=0.1, nesterov=nesterov, **options)
+    return lion(lr=1e-2, betas=(0.9, 0.99), **options)
 
 
 def payload(x, map, bits, signed) -> dict[str, torch.Tensor]:
@@ -83,7 +84,7 @@ def check_equal(got, want, before):
 def test_worked_sgd(name):
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
     states = (payload(torch.tensor([0.0, 2.0]), "DE", 8, True),)
-    h = blockstep.sgd(lr=0.25, momentum=0.5, dampening=0.5, nesterov=True)
+    h = sgd(lr=0.25, momentum=0.5, dampening=0.5, nesterov=True)
     after = run(name, [blockstep.Entry(param, grad, states, "sgd", 8, h)])[0]
     # buf = 0.5 * (0, 2) + 0.5 * (0.5, -4) = (0.25, -1); step by g + 0.5 * buf = (0.625, -4.5)
     assert after.param.tolist() == [1 - 0.25 * 0.625, 2 + 0.25 * 4.5]
@@ -96,7 +97,7 @@ def test_worked_sgd(name):
 def test_worked_lion(name):
     param, grad = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -4.0, 0.0])
     states = ({"tensor": torch.zeros(3)},)
-    h = blockstep.lion(lr=0.25, betas=(0.5, 0.75), weight_decay=1.0)
+    h = lion(lr=0.25, betas=(0.5, 0.75), weight_decay=1.0)
     after = run(name, [blockstep.Entry(param, grad, states, "lion", 32, h)])[0]
     assert after.param.tolist() == [0.75 - 0.25, 1.5 + 0.25, 2.25]
     assert after.states[0]["tensor"].tolist() == [0.125, -1.0, 0.0]
@@ -156,7 +157,7 @@ def test_8_bit_codes_at_every_bound_and_scale(exponent):
     bounds = codebook.midpoints("DE", 8, True, torch.device("cpu"))
     near = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([1.0])])
     x = (near.double() * 2.0**exponent).float()
-    h = blockstep.sgd(lr=0.0, momentum=0.0)
+    h = sgd(lr=0.0, momentum=0.0)
     states = (payload(torch.zeros_like(x), "DE", 8, True),)
     before = [blockstep.Entry(torch.zeros_like(x), x, states, "sgd", 8, h)]
     check_equal(run("cpu", before), run("reference", before), before)

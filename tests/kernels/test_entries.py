@@ -7,6 +7,7 @@ import torch
 
 from memtrain.kernels import adamw, blockstep, cpu
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.numbers import sgd
 from memtrain.kernels.split import Beside, merge, split
 from tests.kernels import test_adamw, test_blockstep
 
@@ -29,7 +30,7 @@ def steps(shape):
             yield test_adamw.entry(shape, kind, test_adamw.hyper(**options))
     for rule, bits in test_blockstep.FORMS:
         yield test_blockstep.entry(shape, rule, bits, weight_decay=0.1)
-    plain = blockstep.sgd(lr=0.01, momentum=0.0, weight_decay=0.1)
+    plain = sgd(lr=0.01, momentum=0.0, weight_decay=0.1)
     x = test_blockstep.entry(shape, "sgd", 32)
     yield blockstep.Entry(x.param, x.grad, (), "sgd", 0, plain)
 
@@ -82,7 +83,7 @@ def test_equal_to_a_step_of_the_master(form, name):
 def test_sgd_without_a_state_by_hand():
     master = torch.tensor([1.001, -2.0])
     entry = blockstep.Entry(
-        master, torch.tensor([0.5, 0.25]), (), "sgd", 0, blockstep.sgd(lr=0.5, momentum=0.0)
+        master, torch.tensor([0.5, 0.25]), (), "sgd", 0, sgd(lr=0.5, momentum=0.0)
     )
     split_entry = halved(entry, "bf16+16", 0)
     step([split_entry])
