@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
-from memtrain.activations.ops.norm import spread, standard, times, wanted
+from memtrain.activations.ops.norm import normalised, spread, standard, times, wanted
 from memtrain.activations.ops.payload import keep, kept
 from memtrain.compressors import Compressor, Key
 
@@ -118,9 +118,12 @@ class _BatchNorm(Function):
         key: Key,
     ) -> Tensor:
         norm, cudnn = torch._batch_norm_impl_index, torch.backends.cudnn.enabled
-        y, _, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
-        plain = weight is None and bias is None
-        x_hat = y if plain else norm(x, None, None, None, None, True, 0.0, eps, cudnn)[0]
+        y, own_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
+        x_hat = y
+        if weight is not None or bias is not None:
+            x_hat = normalised(x, own_mean, rstd)
+            if x_hat is None:
+                x_hat = norm(x, None, None, None, None, True, 0.0, eps, cudnn)[0]
         keep(ctx, x_hat, compressor, key, rstd, weight)
         ctx.eps = eps
         return y

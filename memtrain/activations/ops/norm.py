@@ -181,9 +181,16 @@ class _GroupNorm(Function):
         # As torch does it: CPU kernels know channels-last, CUDA's do not.
         on_cpu = x.device.type == "cpu"
         x = x.contiguous(memory_format=order_of(x) if on_cpu else torch.contiguous_format)
-        y, _, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
-        plain = weight is None and bias is None
-        x_hat = y if plain else torch.native_group_norm(x, None, None, *ctx.sizes, eps)[0]
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
+        x_hat = y
+        if weight is not None or bias is not None:
+            x_hat = None
+            if x.is_contiguous() and x.numel():  # a batch of one sample, whose channels are groups
+                rows = x.view(1, n * groups, -1)
+                x_hat = normalised(rows, mean.view(-1), rstd.view(-1))
+            if x_hat is None:
+                x_hat = torch.native_group_norm(x, None, None, *ctx.sizes, eps)[0]
+            x_hat = x_hat.view(x.shape)
         keep(ctx, x_hat, compressor, key, rstd, weight)
         return y
 
@@ -209,6 +216,23 @@ def _scaled(x_hat: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | N
         return torch.addcmul(bias, x_hat, weight).to(x_hat.dtype)  # one pass
     y = x_hat if weight is None else x_hat * weight
     return (y if bias is None else y + bias).to(x_hat.dtype)
+
+
+def normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor | None:
+    """`(x - mean) * rstd` per channel in one pass: nothing is summed again.
+
+    Args:
+        x: [N, C, ...].
+        mean: [C].
+        rstd: [C].
+
+    Returns:
+        Shape of `x`; None where the statistics are coarser than float32.
+    """
+    if rstd.dtype in (torch.float16, torch.bfloat16):
+        return None
+    var = rstd.reciprocal().square()
+    return torch.batch_norm(x, None, None, mean, var, False, 0.0, 0.0, False)
 
 
 def standard(rstd: Tensor) -> tuple[Tensor, Tensor]:
