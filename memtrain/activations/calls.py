@@ -66,6 +66,11 @@ MODULES: dict[str, Callable[[nn.Module, Tensor], Call | None]] = {
 }
 
 
+# By class name: modules of torch whose op is an `autograd.Function`, which no mode sees, and the
+# op's name in sites. What another Function saves is its own affair.
+FUNCTION_MODULES = {"SyncBatchNorm": "sync_batch_norm"}
+
+
 # Smooth nonlinearities that save their input: from its payload the output, which the next op
 # saves, can be computed again. (A step near a kink would be taken on the wrong side.)
 SMOOTH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "logsigmoid")

@@ -13,15 +13,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.calls import Call, recognise_module
+from memtrain.activations.calls import FUNCTION_MODULES, Call, recognise_module
 from memtrain.activations.options import Options
 from memtrain.activations.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.payload import unpack
-from memtrain.activations.perform import Performer, top_hooks
+from memtrain.activations.perform import Performer, tensors_of, top_hooks
 from memtrain.activations.recompute import Recompute
 from memtrain.activations.rounding import Rounding
 from memtrain.activations.saved import Choose, SavedTensors, Watch
-from memtrain.activations.sites import Record, Site
+from memtrain.activations.sites import Op, Record, Site
 
 
 class _Mode(TorchFunctionMode):
@@ -41,10 +41,15 @@ class _Mode(TorchFunctionMode):
 
 
 class _Entry(NamedTuple):
-    """A module whose forward runs, and what gives its result where it is run as one op."""
+    """A module whose forward runs.
+
+    `whole` gives its result where it is run as one op; `function` is the op that its own
+    `autograd.Function` stands for.
+    """
 
     name: str
     whole: Callable[[], Any] | None = None
+    function: Op | None = None
 
 
 _only: "Interception | None" = None  # while a trace runs, live interceptions sleep
@@ -190,7 +195,11 @@ class Interception:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             entry = _Entry(name, self._whole(composite, module, args[0]))
+        op = FUNCTION_MODULES.get(type(module).__name__)
+        if op is not None:
+            entry = _Entry(name, function=Op(name, op, tensors_of(args, kwargs)))
         self._path.append(entry)
+        self.performer.function = entry.function
         if entry.whole is None:
             return given
         # The composite now runs on no elements; `_after` returns the real result.
@@ -231,10 +240,11 @@ class Interception:
         # Another thread's forward, or the hooks were put on during this very one.
         if not self._path or self._owner.get("thread") != threading.get_ident():
             return None
-        self.performer.module, whole = self._path.pop()
+        self.performer.module, whole, _ = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
         result = whole() if whole is not None and not failed else None
-        self.performer.module = self._path[-1].name if self._path else ""
+        parent = self._path[-1] if self._path else _Entry("")
+        self.performer.module, self.performer.function = parent.name, parent.function
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
             if self.rounding is not None:

@@ -39,6 +39,7 @@ class Performer:
     def __init__(self, saved: SavedTensors, options: Options) -> None:
         self.saved, self.options = saved, options
         self.module = ""  # path of the module that runs now
+        self.function: Op | None = None  # the module's own `autograd.Function`, where it is known
         self.rounding: Rounding | None = None
         self.idle = False  # whether ops are rounded only, their saved tensors left alone
         self._op: Op | None = None
@@ -55,11 +56,13 @@ class Performer:
 
     def reset(self) -> None:
         """Forget the op that runs: its forward has ended."""
-        self._op, self._waiting, self._whole = None, [], False
+        self._op, self.function, self._waiting, self._whole = None, None, [], False
 
     def pack(self, x: Tensor) -> Saved:
         """The pack function of saved-tensor hooks."""
-        op = self._op or Op(self.module, "autograd.Function")
+        op = self._op
+        if op is None:
+            return self.saved.pack(x, self.function or Op(self.module, "autograd.Function"))
         if self.rounding is None or op.replaced or not op.inputs or op.role(x) != "saved":
             return self.saved.pack(x, op)
         # Perhaps the op's result, which is rounded when the op has run.
@@ -92,7 +95,7 @@ class Performer:
             if chosen is not None and call.accepts(chosen):
                 return self.replace(call, chosen)
             name = call.op
-        op = Op(self.module, _op_name(name, args), _tensors(args, kwargs))
+        op = Op(self.module, _op_name(name, args), tensors_of(args, kwargs))
         return self._hook(op, func, args, kwargs)
 
     @contextmanager
@@ -216,7 +219,7 @@ def _op_name(name: str, args: Sequence[Any]) -> str:
     return name
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The tensors among a function's arguments, one level of lists included."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
