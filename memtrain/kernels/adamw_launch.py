@@ -29,7 +29,8 @@ def step(entries: Sequence[Entry]) -> None:
 
 def alike(entry: Entry) -> object:
     """Equal for entries that one `Launch` serves."""
-    return entry.param.device, entry.kind, entry.param.dtype, entry.grad.dtype
+    p = entry.param
+    return p.device, entry.kind, p.dtype, entry.grad.dtype, entry.beside.form
 
 
 class Launch:
@@ -46,6 +47,7 @@ class Launch:
         self._hyper = numbers.together([entry.hyper for entry in entries], self.device)
         self._table = _table(entries, self.sides).to(self.device)
         self._like = (entries[0].param, entries[0].grad)
+        self._form = {"KIND": KINDS.index(self.kind), "KEPT": entries[0].beside.form}
 
     def look(self) -> None:
         """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
@@ -58,7 +60,7 @@ class Launch:
             self._table,
             self._hyper,
             *self._like,
-            KIND=KINDS.index(self.kind),
+            **self._form,
             num_warps=kernels.LOOK_WARPS,
         )
         if self.kind == "rank1":
@@ -102,7 +104,7 @@ class Launch:
         blocks = [-(-entry.param.numel() // width) for entry in self.entries]
         update = programs(tuple(blocks), self.device)
         kernels._update_kernel[(len(update),)](
-            update, self._table, self._hyper, *self._like, KIND=KINDS.index(self.kind)
+            update, self._table, self._hyper, *self._like, **self._form
         )
         if self.kind == "rank1":
             scales = [entry.second["scale"] for entry in self.entries]
@@ -191,7 +193,7 @@ def _factored_sides(entries: list[Entry]) -> list[dict[str, Tensor]]:
 
 
 def _table(entries: list[Entry], sides: list[dict[str, Tensor]]) -> Tensor:
-    """int64 [n, 17]: see `_FIELD_NAMES` in `adamw_triton.py`."""
+    """int64 [n, 19]: see `_FIELD_NAMES` in `adamw_triton.py`."""
     device = entries[0].param.device
     rows = []
     for entry, side in zip(entries, sides, strict=True):
@@ -208,5 +210,6 @@ def _table(entries: list[Entry], sides: list[dict[str, Tensor]]) -> Tensor:
         values |= {name: tensor.data_ptr() for name, tensor in side.items()}
         values["n"] = entry.param.numel()
         values["rows"], values["cols"] = _matrix(entry)
+        values["correction"], _, _, values["seed"] = entry.beside.fields()
         rows.append([values.get(name, 0) for name in kernels._FIELD_NAMES])
     return torch.tensor(rows, dtype=torch.int64)

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from memtrain.kernels.codebook_triton import encode, magnitude
 from memtrain.kernels.rank1_triton import least, place
+from memtrain.kernels.split_triton import DRAWN, draws, read_weight, write_weight
 
 BLOCKS = tl.constexpr(8)  # of 128 elements, per program of the update
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
@@ -16,12 +17,12 @@ EXACT, BLOCK, RANK1, FACTORED = (tl.constexpr(k) for k in range(4))
 # The fields of a table's row, int64 each: addresses, then sizes.
 _FIELD_NAMES = ("p", "g", "m", "m_scale", "v", "v_scale", "m_table", "v_table")
 _FIELD_NAMES += ("row_old", "col_old", "row_inv", "col_inv", "row_new", "col_new")
-_FIELD_NAMES += ("n", "rows", "cols")
+_FIELD_NAMES += ("n", "rows", "cols", "correction", "seed")
 FIELDS = tl.constexpr(len(_FIELD_NAMES))
 (P, G, M, M_SCALE, V, V_SCALE, M_TABLE, V_TABLE, ROW_OLD, COL_OLD, ROW_INV, COL_INV) = (
     tl.constexpr(k) for k in range(12)
 )
-ROW_NEW, COL_NEW, NUMEL, N_ROWS, N_COLS = (tl.constexpr(k) for k in range(12, 17))
+ROW_NEW, COL_NEW, NUMEL, N_ROWS, N_COLS, CORRECTION, SEED = (tl.constexpr(k) for k in range(12, 19))
 
 
 @triton.jit
@@ -40,14 +41,13 @@ def _bytes(table_ptr, tensor, k):
 
 
 @triton.jit
-def _gradient(p_ptr, g_ptr, at, inside, hyper_ptr):
+def _gradient(p_ptr, correction, g_ptr, at, inside, hyper_ptr, KEPT: tl.constexpr):
     g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(hyper_ptr + 2)
     l2 = tl.load(hyper_ptr + 1)
     # No traffic without L2 decay: the mask is false throughout then. (The interpreter cannot
     # broadcast a scalar condition.)
     wanted = inside & (tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0)
-    p = tl.load(p_ptr + at, mask=wanted, other=0.0).to(tl.float32)
-    return g + l2 * p
+    return g + l2 * read_weight(p_ptr, correction, at, wanted, KEPT)
 
 
 @triton.jit
@@ -56,13 +56,16 @@ def _second(v, g, hyper_ptr):
 
 
 @triton.jit
-def _look_kernel(programs_ptr, table_ptr, hyper_ptr, p_like, g_like, KIND: tl.constexpr):
+def _look_kernel(
+    programs_ptr, table_ptr, hyper_ptr, p_like, g_like, KIND: tl.constexpr, KEPT: tl.constexpr
+):
     """Pass 1. Rank-1: maxima of the new second moment. Factored: partial sums of g * g."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
     hyper_ptr += tensor * 8
     p_ptr = _field(table_ptr, tensor, P).to(p_like.dtype)
     g_ptr = _field(table_ptr, tensor, G).to(g_like.dtype)
+    correction = _field(table_ptr, tensor, CORRECTION)
     rows, cols = _field(table_ptr, tensor, N_ROWS), _field(table_ptr, tensor, N_COLS)
     row_new, col_new = _field(table_ptr, tensor, ROW_NEW), _field(table_ptr, tensor, COL_NEW)
     across = (cols + 127) // 128
@@ -84,7 +87,7 @@ def _look_kernel(programs_ptr, table_ptr, hyper_ptr, p_like, g_like, KIND: tl.co
         row = chunk // across * ROWS + first + tl.arange(0, TILE)
         at = row[:, None] * cols + col[None, :]
         inside = (row < rows)[:, None] & (col < cols)[None, :]
-        g = _gradient(p_ptr, g_ptr, at, inside, hyper_ptr)
+        g = _gradient(p_ptr, correction, g_ptr, at, inside, hyper_ptr, KEPT)
         if KIND == RANK1:
             place_in = at % 128
             byte = tl.load(codes_ptr + at // 128 * 64 + place_in % 64, mask=inside, other=0)
@@ -148,14 +151,17 @@ def _ratio_kernel(table_ptr):
 
 @triton.jit
 def _half(
-    table_ptr, tensor, hyper_ptr, p_like, g_like, block, lane, m_code, v_code, KIND: tl.constexpr
-):
+    table_ptr, tensor, hyper_ptr, p_like, g_like, chunk, lane, m_code, v_code,
+    KIND: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
     """The update of one half of each block: new moments (rank-1: times the new reciprocals)."""
     p_ptr = _field(table_ptr, tensor, P).to(p_like.dtype)
     g_ptr = _field(table_ptr, tensor, G).to(g_like.dtype)
+    correction = _field(table_ptr, tensor, CORRECTION)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * 128 + lane[None, :]
     inside = at < _field(table_ptr, tensor, NUMEL)
-    g = _gradient(p_ptr, g_ptr, at, inside, hyper_ptr)
+    g = _gradient(p_ptr, correction, g_ptr, at, inside, hyper_ptr, KEPT)
     scaling = g
     if KIND == EXACT:
         m_ptr, v_ptr = _floats(table_ptr, tensor, M), _floats(table_ptr, tensor, V)
@@ -183,10 +189,13 @@ def _half(
     m = tl.where(inside, m + tl.load(hyper_ptr + 3) * (g - m), 0.0)
     if KIND != FACTORED:
         v = tl.where(inside, _second(v, g, hyper_ptr), 0.0)
-    p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    p = read_weight(p_ptr, correction, at, inside, KEPT)
     update = (tl.load(hyper_ptr + 6) * m) / (tl.sqrt(v) + tl.load(hyper_ptr + 7))
     p = p * tl.load(hyper_ptr) - update
-    tl.store(p_ptr + at, _rounded(p, p_ptr.dtype.element_ty), mask=inside)
+    draw = 0
+    if KEPT == DRAWN:
+        draw = draws(_field(table_ptr, tensor, SEED), chunk, lane, at)
+    write_weight(p_ptr, correction, at, inside, p, draw, KEPT)
     if KIND == EXACT:
         tl.store(m_ptr + at, m, mask=inside)
         tl.store(v_ptr + at, v, mask=inside)
@@ -196,18 +205,9 @@ def _half(
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """To the nearest value of `dtype`, ties to even: Triton's interpreter truncates to bfloat16."""
-    if dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        up = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        bits = tl.where(x == x, up, bits | 0x400000)  # NaN stays NaN
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def _update_kernel(programs_ptr, table_ptr, hyper_ptr, p_like, g_like, KIND: tl.constexpr):
+def _update_kernel(
+    programs_ptr, table_ptr, hyper_ptr, p_like, g_like, KIND: tl.constexpr, KEPT: tl.constexpr
+):
     """Decode both moments, update the parameter, encode both: eight blocks of 128 a program."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
@@ -225,20 +225,13 @@ def _update_kernel(programs_ptr, table_ptr, hyper_ptr, p_like, g_like, KIND: tl.
         v_codes = _bytes(table_ptr, tensor, V)
         v_byte = tl.load(v_codes + at, mask=real[:, None], other=0).to(tl.int32)
     m_low, v_low = _half(
-        table_ptr, tensor, hyper_ptr, p_like, g_like, block, lane, m_byte & 15, v_byte & 15, KIND
-    )
+        table_ptr, tensor, hyper_ptr, p_like, g_like, chunk, lane, m_byte & 15, v_byte & 15,
+        KIND, KEPT,
+    )  # fmt: skip
     m_high, v_high = _half(
-        table_ptr,
-        tensor,
-        hyper_ptr,
-        p_like,
-        g_like,
-        block,
-        lane + 64,
-        m_byte >> 4,
-        v_byte >> 4,
-        KIND,
-    )
+        table_ptr, tensor, hyper_ptr, p_like, g_like, chunk, lane + 64, m_byte >> 4, v_byte >> 4,
+        KIND, KEPT,
+    )  # fmt: skip
     if KIND != EXACT:
         bounds = _floats(table_ptr, tensor, M_TABLE) + 16
         scale = _top(m_low, m_high)
@@ -262,21 +255,15 @@ def _top(low, high):
 
 
 _LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64", "hyper_ptr": "*fp32"}
-_DTYPES = [("*fp32", "*fp32"), ("*bf16", "*bf16"), ("*fp16", "*fp16"), ("*bf16", "*fp32")]
-AOT_CASES = (
-    [
-        (_update_kernel, {**_LISTS, "p_like": p, "g_like": g}, {"KIND": kind})
-        for p, g in _DTYPES
-        for kind in range(4)
-    ]
-    + [
-        (
-            _look_kernel,
-            {**_LISTS, "p_like": p, "g_like": g},
-            {"KIND": kind, "num_warps": LOOK_WARPS},
-        )
-        for p, g in _DTYPES
-        for kind in (2, 3)
-    ]
-    + [(_mean_kernel, _LISTS, {}), (_ratio_kernel, {"table_ptr": "*i64"}, {})]
-)
+# Weight, gradient, KEPT.
+DTYPES = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
+DTYPES += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", kept) for kept in (1, 8, 16))]
+DTYPES += [("*fp16", "*fp16", kept) for kept in (8, 16)]
+_UPDATES = [(_update_kernel, {"KIND": kind}) for kind in range(4)]
+_LOOKS = [(_look_kernel, {"KIND": kind, "num_warps": LOOK_WARPS}) for kind in (2, 3)]
+AOT_CASES = [
+    (kernel, {**_LISTS, "p_like": p, "g_like": g}, {**form, "KEPT": kept})
+    for p, g, kept in DTYPES
+    for kernel, form in _UPDATES + _LOOKS
+]
+AOT_CASES += [(_mean_kernel, _LISTS, {}), (_ratio_kernel, {"table_ptr": "*i64"}, {})]

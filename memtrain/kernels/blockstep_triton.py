@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.adamw_launch import programs
-from memtrain.kernels.adamw_triton import _rounded
+from memtrain.kernels.adamw_triton import DTYPES
 from memtrain.kernels.blockstep import BLOCKS, RULES, table
 from memtrain.kernels.codebook_triton import encode, magnitude
+from memtrain.kernels.split_triton import DRAWN, draws, read_weight, write_weight
 
 FIELDS = tl.constexpr(20)
 P, G, M, V, NUMBERS, NUMEL = (tl.constexpr(k) for k in (0, 1, 2, 6, 10, 11))
+CORRECTION, SEED = tl.constexpr(16), tl.constexpr(19)
 ADAMW, SGD = tl.constexpr(0), tl.constexpr(1)
 ELEMENTS = 1024  # of a program: 8 blocks of 128, or 4 of 256
 
@@ -59,8 +61,8 @@ def _decoded(table_ptr, tensor, k, block, real, code):
 
 @triton.jit
 def _half(
-    table_ptr, tensor, p_like, g_like, block, lane, m_code, v_code,
-    RULE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
+    table_ptr, tensor, p_like, g_like, chunk, block, lane, m_code, v_code,
+    RULE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """The update of one half of each block; gives the new states."""
     numel = _field(table_ptr, tensor, NUMEL)
@@ -69,14 +71,17 @@ def _half(
     g_ptr = _field(table_ptr, tensor, G).to(g_like.dtype)
     at = block[:, None] * SIZE + lane[None, :]
     inside = at < numel
-    p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    correction = _field(table_ptr, tensor, CORRECTION)
+    p = read_weight(p_ptr, correction, at, inside, KEPT)
     g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 2)
     l2 = tl.load(numbers + 1)
     g = tl.where(tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0, g + l2 * p, g)
     a, b, c = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
     d, e = tl.load(numbers + 6), tl.load(numbers + 7)
     real = block * SIZE < numel
-    if BITS == 32:
+    if BITS == 0:
+        m = tl.zeros(at.shape, dtype=tl.float32)
+    elif BITS == 32:
         m = tl.load(_floats(table_ptr, tensor, M) + at, mask=inside, other=0.0)
     else:
         m = _decoded(table_ptr, tensor, M, block, real, m_code)
@@ -95,7 +100,10 @@ def _half(
         step = tl.where(step > 0, 1.0, tl.where(step < 0, -1.0, step))
         m = c * m + d * g
         p = p * tl.load(numbers) - e * step
-    tl.store(p_ptr + at, _rounded(p, p_ptr.dtype.element_ty), mask=inside)
+    draw = 0
+    if KEPT == DRAWN:
+        draw = draws(_field(table_ptr, tensor, SEED), chunk, lane, at)
+    write_weight(p_ptr, correction, at, inside, p, draw, KEPT)
     if BITS == 32:
         tl.store(_floats(table_ptr, tensor, M) + at, m, mask=inside)
     return tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
@@ -132,7 +140,7 @@ def _both(table_ptr, tensor, k, real, at, BITS: tl.constexpr, HALF: tl.constexpr
 @triton.jit
 def _step_kernel(
     programs_ptr, table_ptr, p_like, g_like, RULE: tl.constexpr, BITS: tl.constexpr,
-    COUNT: tl.constexpr, HALF: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Decode the states, update the parameter, encode them: COUNT blocks a program."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
@@ -143,17 +151,19 @@ def _step_kernel(
     at = block[:, None] * (2 * HALF if BITS == 8 else HALF) + lane[None, :]
     m_low = tl.zeros([COUNT, HALF], dtype=tl.int32)
     m_high, v_low, v_high = m_low, m_low, m_low
-    if BITS != 32:
+    if (BITS == 4) | (BITS == 8):
         m_low, m_high = _both(table_ptr, tensor, M, real, at, BITS, HALF)
     if RULE == ADAMW:
         v_low, v_high = _both(table_ptr, tensor, V, real, at, BITS, HALF)
     m_low, v_low = _half(
-        table_ptr, tensor, p_like, g_like, block, lane, m_low, v_low, RULE, BITS, 2 * HALF
-    )
+        table_ptr, tensor, p_like, g_like, chunk, block, lane, m_low, v_low,
+        RULE, BITS, 2 * HALF, KEPT,
+    )  # fmt: skip
     m_high, v_high = _half(
-        table_ptr, tensor, p_like, g_like, block, lane + HALF, m_high, v_high, RULE, BITS, 2 * HALF
-    )
-    if BITS != 32:
+        table_ptr, tensor, p_like, g_like, chunk, block, lane + HALF, m_high, v_high,
+        RULE, BITS, 2 * HALF, KEPT,
+    )  # fmt: skip
+    if (BITS == 4) | (BITS == 8):
         _keep(table_ptr, tensor, M, block, real, at, m_low, m_high, BITS, HALF)
     if RULE == ADAMW:
         _keep(table_ptr, tensor, V, block, real, at, v_low, v_high, BITS, HALF)
@@ -166,23 +176,22 @@ def step(entries):
     """`blockstep.block_step` for contiguous parameters: one launch for each kind of them."""
     groups = defaultdict(list)
     for entry in entries:
-        key = (entry.param.device, entry.rule, entry.bits, entry.param.dtype, entry.grad.dtype)
-        groups[key].append(entry)
-    for (device, rule, bits, *_), group in groups.items():
+        kinds = (entry.rule, entry.bits, entry.beside.form, entry.param.dtype, entry.grad.dtype)
+        groups[entry.param.device, *kinds].append(entry)
+    for (device, rule, bits, kept_bits, *_), group in groups.items():
         rows, kept = table(group)
         size = BLOCKS.get(bits, 128)
         counts = tuple(triton.cdiv(entry.param.numel(), ELEMENTS) for entry in group)
         each = programs(counts, device)
         number, like = list(RULES).index(rule), (group[0].param, group[0].grad)
         launch[(len(each),)](
-            each, rows.to(device), *like, number, bits, ELEMENTS // size, size // 2
+            each, rows.to(device), *like, number, bits, ELEMENTS // size, size // 2, kept_bits
         )
         del kept
 
 
 _LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}
-_DTYPES = [("*fp32", "*fp32"), ("*bf16", "*bf16"), ("*fp16", "*fp16"), ("*bf16", "*fp32")]
-_FORMS = [(0, 8), (1, 4), (1, 8), (1, 32), (2, 4), (2, 8), (2, 32)]
+_FORMS = [(0, 8), (1, 4), (1, 8), (1, 32), (1, 0), (2, 4), (2, 8), (2, 32)]
 AOT_CASES = [
     (
         _step_kernel,
@@ -192,8 +201,9 @@ AOT_CASES = [
             "BITS": bits,
             "COUNT": ELEMENTS // BLOCKS.get(bits, 128),
             "HALF": BLOCKS.get(bits, 128) // 2,
+            "KEPT": kept,
         },
     )
-    for p, g in _DTYPES
+    for p, g, kept in DTYPES
     for rule, bits in _FORMS
 ]

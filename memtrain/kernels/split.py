@@ -48,6 +48,11 @@ class Beside(NamedTuple):
         """Split a master again, by the definition."""
         split_reference(master, weight, self.correction, seed=self.seed, stochastic=self.stochastic)
 
+    @property
+    def form(self) -> int:
+        """KEPT of the Triton kernels: bits of correction, 1 for stochastic rounding, or 0."""
+        return 1 if self.stochastic else _bits(self.correction)
+
     def fields(self) -> list[int]:
         """Struct Beside of cpu/weights.h."""
         at = 0 if self.correction is None else self.correction.data_ptr()

@@ -1,4 +1,4 @@
-"""Triton twin of `kernels.split`, for bfloat16 weights."""
+"""Triton twin of `kernels.split`, for bfloat16; and the weights of the fused steps, of any form."""
 
 import torch
 import triton
@@ -7,6 +7,7 @@ import triton.language as tl
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `split.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
 _TILE = tl.constexpr(2048)
+DRAWN = tl.constexpr(1)  # in place of a correction's bits: stochastic rounding
 
 
 @triton.jit
@@ -19,20 +20,25 @@ def _rounded(magnitude, KEPT: tl.constexpr):
 
 
 @triton.jit
+def _halves(bits, magnitude, rounded, KEPT: tl.constexpr):
+    """The weight's bits, and what `rounded` (to 16 + KEPT bits) has besides them."""
+    upper = (rounded + ((1 << KEPT) >> 1)) >> KEPT
+    nan = magnitude > 0x7F800000
+    lost = tl.where(nan, 0, rounded.to(tl.int32) - (upper << KEPT).to(tl.int32))
+    upper = tl.where(nan, 0x7FC0, upper)
+    return (((bits >> 16) & 0x8000) | upper).to(tl.int16), lost
+
+
+@triton.jit
 def _split_kernel(master_ptr, weight_ptr, correction_ptr, n, KEPT: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
     inside = at < n
     bits = tl.load(master_ptr + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    nan = magnitude > 0x7F800000
-    rounded = _rounded(magnitude, KEPT)
-    upper = (rounded + ((1 << KEPT) >> 1)) >> KEPT
+    weight, lost = _halves(bits, magnitude, _rounded(magnitude, KEPT), KEPT)
     if KEPT:
-        difference = rounded.to(tl.int32) - (upper << KEPT).to(tl.int32)
-        difference = tl.where(nan, 0, difference).to(correction_ptr.dtype.element_ty)
-        tl.store(correction_ptr + at, difference, mask=inside)
-    upper = tl.where(nan, 0x7FC0, upper)
-    tl.store(weight_ptr + at, (((bits >> 16) & 0x8000) | upper).to(tl.int16), mask=inside)
+        tl.store(correction_ptr + at, lost.to(correction_ptr.dtype.element_ty), mask=inside)
+    tl.store(weight_ptr + at, weight, mask=inside)
 
 
 @triton.jit
@@ -47,8 +53,8 @@ def _stochastic_kernel(master_ptr, weight_ptr, n, n_blocks, seed):
         bits = tl.load(master_ptr + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         draw = (words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF
-        upper = tl.where(magnitude > 0x7F800000, 0x7FC0, (magnitude + draw) >> 16)
-        tl.store(weight_ptr + at, (((bits >> 16) & 0x8000) | upper).to(tl.int16), mask=inside)
+        weight, _ = _halves(bits, magnitude, (magnitude + draw) >> 16, 0)
+        tl.store(weight_ptr + at, weight, mask=inside)
 
 
 @triton.jit
@@ -60,6 +66,98 @@ def _merge_kernel(weight_ptr, correction_ptr, master_ptr, n, KEPT: tl.constexpr)
         difference = tl.load(correction_ptr + at, mask=inside, other=0).to(tl.int32)
         word += difference << (16 - KEPT)
     tl.store(master_ptr + at, word, mask=inside)
+
+
+@triton.jit
+def _ulp(half):
+    """Of float16 numbers, given their bits: bits of the distance; of 1 where it is Inf or NaN."""
+    exponent = (half & 0x7C00) >> 10
+    return tl.where(exponent == 31, 127 << 23, (tl.maximum(exponent, 1) + 102) << 23)
+
+
+@triton.jit
+def _corrections(address, KEPT: tl.constexpr):
+    if KEPT == 8:
+        found = address.to(tl.pointer_type(tl.int8))
+    else:
+        found = address.to(tl.pointer_type(tl.int16))
+    return found
+
+
+@triton.jit
+def read_weight(weight_ptr, correction, at, inside, KEPT: tl.constexpr):
+    """float32 masters; `correction` is an address where KEPT is 8 or 16."""
+    low = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    master = low.to(tl.float32)
+    if KEPT > DRAWN:
+        lost = tl.load(_corrections(correction, KEPT) + at, mask=inside, other=0).to(tl.int32)
+        bits = low.to(tl.int16, bitcast=True).to(tl.int32)
+        if weight_ptr.dtype.element_ty == tl.float16:
+            unit = (_ulp(bits) - (KEPT << 23)).to(tl.float32, bitcast=True)
+            master += lost.to(tl.float32) * unit
+        else:
+            master = ((bits << 16) + (lost << (16 - KEPT))).to(tl.float32, bitcast=True)
+    return master
+
+
+@triton.jit
+def draws(seed, chunk, lane, at):
+    """The 16 random bits of elements `at` [R, L] of the 1024 of a chunk; `lane` [L] is `at % L`."""
+    counter = chunk * _WIDTH + lane % _WIDTH
+    w0, w1, w2, w3 = tl.randint4x(seed, counter.to(tl.uint32))
+    s = at // _WIDTH % 8
+    low = tl.where(s < 2, w0[None, :], w1[None, :])
+    high = tl.where(s < 6, w2[None, :], w3[None, :])
+    word = tl.where(s < 4, low, high).to(tl.uint32)
+    return (word >> (s % 2 * 16).to(tl.uint32)) & 0xFFFF
+
+
+@triton.jit
+def write_weight(weight_ptr, correction, at, inside, master, draw, KEPT: tl.constexpr):
+    """Round masters into weights; what that loses, into corrections."""
+    if KEPT and weight_ptr.dtype.element_ty == tl.float16:
+        _write_float16(weight_ptr, correction, at, inside, master, KEPT)
+    else:
+        bits = master.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        if KEPT == DRAWN:
+            weight, _ = _halves(bits, magnitude, (magnitude + draw) >> 16, 0)
+            weight = weight.to(tl.bfloat16, bitcast=True)
+        elif KEPT:
+            weight, lost = _halves(bits, magnitude, _rounded(magnitude, KEPT), KEPT)
+            lost_ptr = _corrections(correction, KEPT)
+            tl.store(lost_ptr + at, lost.to(lost_ptr.dtype.element_ty), mask=inside)
+            weight = weight.to(tl.bfloat16, bitcast=True)
+        else:
+            weight = nearest(master, weight_ptr.dtype.element_ty)
+        tl.store(weight_ptr + at, weight, mask=inside)
+
+
+@triton.jit
+def _write_float16(weight_ptr, correction, at, inside, master, KEPT: tl.constexpr):
+    weight = master.to(tl.float16)
+    bits = weight.to(tl.int16, bitcast=True).to(tl.int32)
+    per_ulp = ((254 + KEPT - (_ulp(bits) >> 23)) << 23).to(tl.float32, bitcast=True)
+    finite = (bits & 0x7C00) != 0x7C00
+    units = tl.where(finite, master - weight.to(tl.float32), 0.0) * per_ulp
+    # To the nearest integer, ties to even: at most half of 2**KEPT in magnitude.
+    units = ((units + 12582912.0) - 12582912.0).to(tl.int32)
+    most = (1 << (KEPT - 1)) - 1
+    lost_ptr = _corrections(correction, KEPT)
+    units = tl.minimum(tl.maximum(units, -most - 1), most)
+    tl.store(lost_ptr + at, units.to(lost_ptr.dtype.element_ty), mask=inside)
+    tl.store(weight_ptr + at, weight, mask=inside)
+
+
+@triton.jit
+def nearest(x, dtype: tl.constexpr):
+    """To the nearest value of `dtype`, ties to even: Triton's interpreter truncates to bfloat16."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        up = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        bits = tl.where(x == x, up, bits | 0x400000)  # NaN stays NaN
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 def split(master, weight, correction, *, seed, stochastic):

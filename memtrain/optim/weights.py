@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Key
-from memtrain.kernels.dispatch import choose
 from memtrain.kernels.split import Beside, merge, split
 from memtrain.optim.around import Around, Member, bundles, stand_in
 from memtrain.optim.base import closure_loss, refuse_sparse
@@ -23,10 +22,10 @@ class SplitWeights(Around):
     A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
     put together from it and its correction, the inner optimizer steps that in float32 with the
     gradient in float32, and the master is split again (`kernels.split`, which states what is
-    lost). The fused optimizers' C++ kernels do all that a block at a time; on CUDA, around other
-    optimizers, and where a released gradient was clipped, masters are whole tensors for their
-    step. So `bf16+16` trains as float32 masters do, `bf16+8` as 24-bit masters, `bf16+sr` with
-    unbiased rounding, and `bf16` as plain bfloat16 parameters with float32 optimizer states.
+    lost). The fused optimizers' kernels do all that a block at a time; around other optimizers, and
+    where a released gradient was clipped, masters are whole tensors for their step. So `bf16+16`
+    trains as float32 masters do, `bf16+8` as 24-bit masters, `bf16+sr` with unbiased rounding, and
+    `bf16` as plain bfloat16 parameters with float32 optimizer states.
 
     A weight that something else writes in place (`model.load_state_dict`, an average, DDP's first
     broadcast) shows it by its version: it takes the new value, and its correction is dropped.
@@ -46,7 +45,7 @@ class SplitWeights(Around):
 
     Memory:
         2 bytes per parameter, and 0, 1 or 2 of correction. In `step()` no more with a fused
-        optimizer's C++ kernels; else 8 bytes for each of 4 Mi elements (master and gradient in
+        optimizer's kernels; else 8 bytes for each of 4 Mi elements (master and gradient in
         float32), or of the largest parameter.
 
     Example:
@@ -232,8 +231,7 @@ class SplitWeights(Around):
         param, seen, grad = member
         if not isinstance(self.inner, FusedStates) or param not in self.corrections:
             return False
-        own = seen is param and param.grad is not None and (grad is None or grad is param.grad)
-        return own and choose(local(param)) != "triton"
+        return seen is param and param.grad is not None and (grad is None or grad is param.grad)
 
     def _step_fused(self, members: Sequence[Member]) -> None:
         inner: Any = self.inner

@@ -56,28 +56,45 @@ def payloads(entry):
     return [entry.first, entry.second] if isinstance(entry, adamw.Entry) else entry.states
 
 
-@pytest.mark.parametrize("name", ["reference", "portable", "avx2", "cpu"])
-@pytest.mark.parametrize("form", FORMS)
-def test_equal_to_a_step_of_the_master(form, name):
-    levels = {"portable": 0, "avx2": 1}
-    whole = [halved(e, form, k) for shape in SHAPES for k, e in enumerate(steps(shape))]
+def check_equal_to_a_step_of_the_master(whole, form):
     masters = [
         copy.deepcopy(e)._replace(param=merge(e.param, e.beside.correction), beside=Beside())
         for e in whole
     ]
-    try:
-        cpu.call("mt_limit_isa", levels.get(name, 2))
-        with backend("reference" if name == "reference" else "cpu"):
-            step(whole)
-            step(masters)
-    finally:
-        cpu.call("mt_limit_isa", 2)
+    step(whole)
+    step(masters)
     for ours, theirs in zip(whole, masters, strict=True):
         again = halved(theirs, form, ours.beside.seed)
         for mine, other in zip(weight(ours), weight(again), strict=True):
             assert torch.equal(mine, other)
         for mine, other in zip(payloads(ours), payloads(theirs), strict=True):
             assert all(torch.equal(mine[part], other[part]) for part in mine)
+
+
+@pytest.mark.parametrize("name", ["reference", "portable", "avx2", "cpu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_to_a_step_of_the_master(form, name):
+    levels = {"portable": 0, "avx2": 1}
+    whole = [halved(e, form, k) for shape in SHAPES for k, e in enumerate(steps(shape))]
+    try:
+        cpu.call("mt_limit_isa", levels.get(name, 2))
+        with backend("reference" if name == "reference" else "cpu"):
+            check_equal_to_a_step_of_the_master(whole, form)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+
+
+KINDS = list(steps((1, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy, in the interpreter
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("form", FORMS)
+def test_triton_equals_a_step_of_the_master(form, kind):
+    shape = (9, 120) if form == "bf16+sr" else (5, 43)  # across a run that shares its random bits
+    whole = [halved(list(steps(shape))[kind], form, 5)]
+    with backend("triton"):
+        check_equal_to_a_step_of_the_master(whole, form)
 
 
 def test_sgd_without_a_state_by_hand():

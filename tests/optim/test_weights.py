@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.optim import AdamW4bit, CompressedOptimizer
+from memtrain.kernels.dispatch import backend
+from memtrain.optim import AdamW4bit, CompressedOptimizer, SGD4bit
 from memtrain.optim.around import BUNDLE, bundles
 from memtrain.optim.formats import FORMATS, keeps_float32
 from memtrain.optim.weights import SplitWeights
@@ -60,6 +61,19 @@ def test_sixteen_bits_train_bit_for_bit_as_float32(name):
     run(inner, low, 2, first=6)
     run(whole, plain, 2, first=6)
     assert torch.equal(low[0], plain[0])
+
+
+@pytest.mark.parametrize("weights", ["bf16+8", "bf16+sr"])
+def test_triton_steps_without_masters(weights, monkeypatch):
+    results = []
+    for name in ("reference", "triton"):
+        given = [nn.Parameter(p.detach()) for p in params()[:2]]
+        optimizer = SplitWeights(SGD4bit(given, lr=0.1, momentum=0.9, min_elements=0), weights)
+        monkeypatch.setattr(optimizer, "master", None)
+        with backend(name):
+            run(optimizer, given, 2)
+        results.append([*given, *filter(torch.is_tensor, optimizer.corrections.values())])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
 
 
 def test_eight_bits_stay_within_their_rounding():
