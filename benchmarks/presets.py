@@ -12,6 +12,9 @@ from memtrain.config import options as choices
 from memtrain.experiments.models import CifarConfig, GPTConfig
 from memtrain.meter import saved_nbytes
 
+MODELS = ("gpt", "gpt2_layers", "resnet18")
+"""A small GPT; two layers of GPT-2-small's width and heads; a ResNet-18 of half its width."""
+
 # Nothing to see: identical, untouched. `all_four` computes in bfloat16: its twin is another model.
 SKIPPED = ("exact", "optimizer_only", "precision_only", "all_four")
 
@@ -22,9 +25,13 @@ class Task:
     def __init__(self, name: str, device: str, *, quick: bool) -> None:
         torch.manual_seed(0)
         self.name = name
-        if name == "gpt":
-            layers, width, batch, tokens = (2, 64, 2, 64) if quick else (4, 256, 4, 256)
-            config = GPTConfig(layers=layers, width=width, heads=4, context=tokens, dropout=0.0)
+        if name != "resnet18":
+            layers, width, heads, batch, tokens = (4, 256, 4, 4, 256)
+            if name == "gpt2_layers":
+                layers, width, heads, batch, tokens = (2, 768, 12, 2, 512)
+            if quick:
+                layers, width, heads, batch, tokens = (2, 64, 4, 2, 64)
+            config = GPTConfig(layers=layers, width=width, heads=heads, context=tokens, dropout=0.0)
             x = torch.randint(0, 256, (batch, tokens), device=device)
             model, self.y = config.build(), x.roll(-1, 1)
         else:
@@ -86,15 +93,20 @@ def _jobs(options: Options) -> list[Job]:
     presets = [name for name in choices("preset") if name not in SKIPPED]
     if options.quick:
         presets = ["balanced", "fewbit3"]
+    chosen = {"models": list(MODELS), "presets": presets}
+    allowed = {"models": MODELS, "presets": choices("preset")}
     for setting in options.overrides:
         key, _, value = setting.partition("=")
-        if key != "presets" or not set(value.split(",")) <= set(choices("preset")):
-            raise ValueError(f"setting {setting!r}; allowed: presets=<name>,<name>...")
-        presets = value.split(",")
+        if key not in allowed or not set(value.split(",")) <= set(allowed[key]):
+            raise ValueError(
+                f"setting {setting!r}; allowed: presets=<name>,<name>..., "
+                f"models=<name>,... of {', '.join(MODELS)}"
+            )
+        chosen[key] = value.split(",")
     return [
         Job(f"{name}, {preset}", partial(_row, name, preset, options))
-        for name in ("gpt", "resnet18")
-        for preset in presets
+        for name in chosen["models"]
+        for preset in chosen["presets"]
     ]
 
 
