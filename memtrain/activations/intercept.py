@@ -183,6 +183,8 @@ class Interception:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if torch.compiler.is_compiling():  # a compiled forward saves what its compiler chose
+            return None
         refuse_replica(module)
         if not self._claim(name):
             return None
@@ -237,6 +239,8 @@ class Interception:
         return None if call is None or chosen is None else self.performer.whole(call, chosen)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         # Another thread's forward, or the hooks were put on during this very one.
         if not self._path or self._owner.get("thread") != threading.get_ident():
             return None
@@ -255,8 +259,6 @@ class Interception:
 
     def _claim(self, name: str) -> bool:
         """Whether the forward that runs is this thread's, which it becomes where it is no one's."""
-        if torch.compiler.is_compiling():
-            return True
         thread = threading.get_ident()
         owner = self._owner.setdefault("thread", thread)  # at once: no other thread comes between
         if owner == thread:
@@ -274,7 +276,7 @@ class Interception:
         self._owner.clear()
 
     def _may_start(self, name: str) -> bool:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():
             return False
         if torch._C._current_graph_task_id() != -1:  # reentrant checkpointing recomputes
             return False
@@ -291,7 +293,7 @@ class Interception:
 
     def _may_round(self) -> bool:
         """Whether ops may be rounded where nothing is compressed: evaluation, recomputation."""
-        busy = torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform()
+        busy = torch.jit.is_tracing() or in_transform()
         return not busy and (_only is None or _only is self)
 
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:

@@ -1,5 +1,6 @@
 """Threads, several graphs and recomputation: what shares an interception, and what must not."""
 
+import copy
 import threading
 
 import numpy as np
@@ -201,6 +202,28 @@ def test_a_wrapped_model_can_be_traced_by_jit():
     intercept(model)
     x = torch.randn(64, 64)
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "submodule"])
+def test_a_compiled_forward_is_one_graph_and_keeps_what_its_compiler_chose(whole):
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    exact, x, graphs = copy.deepcopy(model), torch.randn(64, 64), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    intercept(model, identity)
+    if not whole:
+        model[0].compile(backend=backend)
+    run = torch.compile(model, backend=backend) if whole else model
+    for _ in range(2):
+        run(x).sum().backward()
+        exact(x).sum().backward()
+    assert len(graphs) == 1
+    assert torch.equal(model[0].weight.grad, exact[0].weight.grad)
+    assert stack_is_clean()
 
 
 def test_a_scripted_submodule_is_kept_and_listed():
