@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import codebook, cpu, entries, numbers, rank1
+from memtrain.kernels.capture import Kept
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.entries import FLOAT_TYPES
 from memtrain.kernels.numbers import Hyper
@@ -42,7 +43,7 @@ class Entry(NamedTuple):
     beside: Beside = PLAIN
 
 
-def adamw_step(given: Sequence[Entry]) -> None:
+def adamw_step(given: Sequence[Entry], kept: Kept | None = None) -> None:
     """Decompress both moments, take one AdamW step, compress them again: for all entries.
 
     The step uses the new moments before they are quantised (factored: the new second moment as
@@ -57,6 +58,7 @@ def adamw_step(given: Sequence[Entry]) -> None:
 
     Args:
         given: What to update. Parameters without elements are skipped.
+        kept: Of steps that a CUDA graph may capture; their numbers are on the device.
 
     Memory:
         No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
@@ -85,18 +87,18 @@ def adamw_step(given: Sequence[Entry]) -> None:
     if split:
         from memtrain.kernels import adamw_sharded
 
-        adamw_sharded.step(split)
+        adamw_sharded.step(split, kept)
     if not together:
         return
     if choose(together[0].param) == "cpu":
-        # Every tensor of `table`, `kept` must outlive the call: C++ sees only addresses.
-        table, kept = _table(together)
+        # Every tensor of `table`, `alive` must outlive the call: C++ sees only addresses.
+        table, alive = _table(together)
         cpu.call("mt_adamw_step", table, len(together))
-        del kept
+        del alive
     else:
         from memtrain.kernels import adamw_launch
 
-        adamw_launch.step(together)
+        adamw_launch.step(together, kept)
 
 
 def _check(entry: Entry) -> None:

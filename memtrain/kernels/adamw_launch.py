@@ -2,35 +2,50 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels import adamw_triton, codebook, numbers, rank1
+from memtrain.kernels import adamw_triton, capture, capture_triton, codebook, rank1
 from memtrain.kernels.adamw import KINDS, Entry, payload_parts
+from memtrain.kernels.capture import Kept
+from memtrain.kernels.numbers import is_on_device, together
 
 kernels: Any = adamw_triton  # launches take options that no signature shows
 
 
-def step(entries: Sequence[Entry]) -> None:
+def step(entries: Sequence[Entry], kept: Kept | None = None) -> None:
     """`adamw.adamw_step` for contiguous parameters: a few launches for each kind and dtype."""
     groups: dict[object, list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[alike(entry)].append(entry)
     for group in groups.values():
-        launch = Launch(group)
+        launch = launch_of(group, kept)
         launch.look()
         launch.settle()
         launch.update()
 
 
-def alike(entry: Entry) -> object:
+def alike(entry: Entry) -> Hashable:
     """Equal for entries that one `Launch` serves."""
-    p = entry.param
-    return p.device, entry.kind, p.dtype, entry.grad.dtype, entry.beside.form
+    p, beside = entry.param, entry.beside
+    numbers_too = is_on_device(entry.hyper)
+    return p.device, entry.kind, p.dtype, entry.grad.dtype, beside.form, numbers_too
+
+
+def launch_of(entries: list[Entry], kept: Kept | None) -> "Launch":
+    """A launch for entries that are alike, from those that are kept."""
+    key = alike(entries[0]), *map(_held, entries)
+    kept = kept if is_on_device(entries[0].hyper) else None
+    return capture.launch_of(Launch, entries, key, kept)
+
+
+def _held(entry: Entry) -> Hashable:
+    tensors = [entry.param, *entry.first.values(), *entry.second.values()]
+    return capture.held(entry, tensors, (entry.first_map, entry.second_map))
 
 
 class Launch:
@@ -44,22 +59,48 @@ class Launch:
         self.entries = entries
         self.kind, self.device = entries[0].kind, entries[0].param.device
         self.sides = _rank1_sides(entries) if self.kind == "rank1" else _factored_sides(entries)
-        self._hyper = numbers.together([entry.hyper for entry in entries], self.device)
+        self._hyper = together([entry.hyper for entry in entries], self.device)
         self._table = _table(entries, self.sides).to(self.device)
-        self._like = (entries[0].param, entries[0].grad)
         self._form = {"KIND": KINDS.index(self.kind), "KEPT": entries[0].beside.form}
+        self._programs = self._count_programs()
+
+    def renew(self, entries: list[Entry]) -> None:
+        """For another step of entries that hold the same tensors, but for gradients."""
+        self.entries = entries
+        self._hyper = together([entry.hyper for entry in entries], self.device)
+        capture_triton.point(self._table, kernels.G.value, [entry.grad for entry in entries])
+        if self.kind != "rank1":
+            return
+        new = [side[name] for side in self.sides for name in ("row_new", "col_new")]
+        torch._foreach_zero_(new)
+        for entry, side in zip(entries, self.sides, strict=True):
+            shape = entry.param.shape
+            if len(shape) != 2:  # else it is a part of the scales themselves
+                side["col_old"].copy_(rank1.columns(entry.second["scale"], shape))
+
+    def _count_programs(self) -> dict[str, Tensor]:
+        sizes = list(map(_matrix, self.entries))
+        width = 128 * kernels.BLOCKS.value
+        counts = {"update": [-(-rows * cols // width) for rows, cols in sizes]}
+        if self.kind in ("rank1", "factored"):
+            counts["look"] = [-(-rows // 256) * -(-cols // 128) for rows, cols in sizes]
+        if self.kind == "factored":
+            counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
+        return {name: programs(tuple(each), self.device) for name, each in counts.items()}
+
+    def _like(self) -> tuple[Tensor, Tensor]:
+        return self.entries[0].param, self.entries[0].grad
 
     def look(self) -> None:
         """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
         if self.kind not in ("rank1", "factored"):
             return
-        tiles = [-(-rows // 256) * -(-cols // 128) for rows, cols in map(_matrix, self.entries)]
-        look = programs(tuple(tiles), self.device)
+        look = self._programs["look"]
         kernels._look_kernel[(len(look),)](
             look,
             self._table,
             self._hyper,
-            *self._like,
+            *self._like(),
             **self._form,
             num_warps=kernels.LOOK_WARPS,
         )
@@ -92,23 +133,20 @@ class Launch:
                 row, mean = entry.second["row"], found["mean"]
                 side["row_inv"].copy_((row / mean).masked_fill(mean == 0, 0.0))
         elif self.kind == "factored":
-            sizes = map(_matrix, self.entries)
-            pieces = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
-            mean = programs(tuple(pieces), self.device)
+            mean = self._programs["mean"]
             kernels._mean_kernel[(len(mean),)](mean, self._table, self._hyper)
             kernels._ratio_kernel[(len(self.entries),)](self._table)
 
     def update(self) -> None:
         """Pass 2: decode, step, encode."""
-        width = 128 * kernels.BLOCKS.value
-        blocks = [-(-entry.param.numel() // width) for entry in self.entries]
-        update = programs(tuple(blocks), self.device)
+        update = self._programs["update"]
         kernels._update_kernel[(len(update),)](
-            update, self._table, self._hyper, *self._like, **self._form
+            update, self._table, self._hyper, *self._like(), **self._form
         )
         if self.kind == "rank1":
             scales = [entry.second["scale"] for entry in self.entries]
             torch._foreach_copy_(scales, [side["scale"] for side in self.sides])
+        self.entries = []  # a launch that is kept holds no gradients
 
 
 @lru_cache(maxsize=32)
@@ -193,7 +231,7 @@ def _factored_sides(entries: list[Entry]) -> list[dict[str, Tensor]]:
 
 
 def _table(entries: list[Entry], sides: list[dict[str, Tensor]]) -> Tensor:
-    """int64 [n, 19]: see `_FIELD_NAMES` in `adamw_triton.py`."""
+    """int64 [n, 21]: see `_FIELD_NAMES` in `adamw_triton.py`."""
     device = entries[0].param.device
     rows = []
     for entry, side in zip(entries, sides, strict=True):
@@ -210,6 +248,7 @@ def _table(entries: list[Entry], sides: list[dict[str, Tensor]]) -> Tensor:
         values |= {name: tensor.data_ptr() for name, tensor in side.items()}
         values["n"] = entry.param.numel()
         values["rows"], values["cols"] = _matrix(entry)
-        values["correction"], _, _, values["seed"] = entry.beside.fields()
+        names = ("correction", "kept", "tick", "seed")
+        values |= zip(names, entry.beside.device_fields(), strict=True)
         rows.append([values.get(name, 0) for name in kernels._FIELD_NAMES])
     return torch.tensor(rows, dtype=torch.int64)

@@ -15,6 +15,7 @@ from memtrain.kernels import adamw, codebook, rank1, shards, sides
 from memtrain.kernels import entries as stepped
 from memtrain.kernels.adamw import BLOCK, Entry
 from memtrain.kernels.book import Book
+from memtrain.kernels.capture import Kept
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.numbers import Hyper, known, where
 from memtrain.kernels.shards import Pending, Shard, all_reduce
@@ -23,7 +24,7 @@ Sums = dict[str, Tensor]
 """Of one entry: `scale` (rank-1's maxima), or `row` and `col` (sums of squares)."""
 
 
-def step(entries: Sequence[Entry]) -> None:
+def step(entries: Sequence[Entry], kept: Kept | None = None) -> None:
     """`adamw.adamw_step` for entries of kind rank-1 or factored that have a `shard`.
 
     Each process of the shards' groups must call it, with the same entries in the same order; parts
@@ -33,12 +34,13 @@ def step(entries: Sequence[Entry]) -> None:
 
     Args:
         entries: Each with the part of this process.
+        kept: As `adamw.adamw_step` takes it.
 
     Memory:
         Vectors of rows and columns; in torch's arithmetic some float32 tensors of a part's size.
     """
     plain = [k for k, entry in enumerate(entries) if not _launches(entry)]
-    launches = _launch({k: entry for k, entry in enumerate(entries) if k not in plain})
+    launches = _launch({k: entry for k, entry in enumerate(entries) if k not in plain}, kept)
     found: dict[int, Sums] = {k: _look(entries[k]) for k in plain}
     for numbers, launch in launches:
         found |= dict(zip(numbers, launch.sums(), strict=True))
@@ -57,7 +59,7 @@ def _launches(entry: Entry) -> bool:
     return adamw.fits(entry) and _shard(entry).by_rows
 
 
-def _launch(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
+def _launch(entries: dict[int, Entry], kept: Kept | None) -> list[tuple[list[int], Any]]:
     """Pass 1 by kernels: launches, and which entries each serves."""
     if not entries:
         return []
@@ -69,7 +71,7 @@ def _launch(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
     launches = []
     for numbers in groups.values():
         own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in numbers]
-        launches.append((numbers, adamw_launch.Launch(own)))
+        launches.append((numbers, adamw_launch.launch_of(own, kept)))
         launches[-1][1].look()
     return launches
 

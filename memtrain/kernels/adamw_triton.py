@@ -5,7 +5,7 @@ import triton.language as tl
 
 from memtrain.kernels.codebook_triton import encode, magnitude
 from memtrain.kernels.rank1_triton import least, place
-from memtrain.kernels.split_triton import DRAWN, draws, read_weight, write_weight
+from memtrain.kernels.split_triton import DRAWN, draws, read_weight, ticked, write_weight
 
 BLOCKS = tl.constexpr(8)  # of 128 elements, per program of the update
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
@@ -17,12 +17,13 @@ EXACT, BLOCK, RANK1, FACTORED = (tl.constexpr(k) for k in range(4))
 # The fields of a table's row, int64 each: addresses, then sizes.
 _FIELD_NAMES = ("p", "g", "m", "m_scale", "v", "v_scale", "m_table", "v_table")
 _FIELD_NAMES += ("row_old", "col_old", "row_inv", "col_inv", "row_new", "col_new")
-_FIELD_NAMES += ("n", "rows", "cols", "correction", "seed")
+_FIELD_NAMES += ("n", "rows", "cols", "correction", "kept", "tick", "seed")
 FIELDS = tl.constexpr(len(_FIELD_NAMES))
 (P, G, M, M_SCALE, V, V_SCALE, M_TABLE, V_TABLE, ROW_OLD, COL_OLD, ROW_INV, COL_INV) = (
     tl.constexpr(k) for k in range(12)
 )
-ROW_NEW, COL_NEW, NUMEL, N_ROWS, N_COLS, CORRECTION, SEED = (tl.constexpr(k) for k in range(12, 19))
+ROW_NEW, COL_NEW, NUMEL, N_ROWS, N_COLS, CORRECTION = (tl.constexpr(k) for k in range(12, 18))
+TICK, SEED = tl.constexpr(19), tl.constexpr(20)
 
 
 @triton.jit
@@ -194,7 +195,8 @@ def _half(
     p = p * tl.load(hyper_ptr) - update
     draw = 0
     if KEPT == DRAWN:
-        draw = draws(_field(table_ptr, tensor, SEED), chunk, lane, at)
+        seed = ticked(_field(table_ptr, tensor, SEED), _field(table_ptr, tensor, TICK))
+        draw = draws(seed, chunk, lane, at)
     write_weight(p_ptr, correction, at, inside, p, draw, KEPT)
     if KIND == EXACT:
         tl.store(m_ptr + at, m, mask=inside)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import codebook, cpu, entries, numbers
+from memtrain.kernels.capture import Kept
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.entries import FLOAT_TYPES
 from memtrain.kernels.numbers import SGD, Hyper, Lion
@@ -43,7 +44,7 @@ class Entry(NamedTuple):
     beside: Beside = PLAIN
 
 
-def block_step(given: Sequence[Entry]) -> None:
+def block_step(given: Sequence[Entry], kept: Kept | None = None) -> None:
     """Decompress the states, take one step, compress them again: for all entries.
 
     The step uses the new states before they are quantised, in float32, and rounds the new
@@ -58,6 +59,7 @@ def block_step(given: Sequence[Entry]) -> None:
 
     Args:
         given: What to update. Parameters without elements are skipped.
+        kept: Of steps that a CUDA graph may capture; their numbers are on the device.
 
     Memory:
         No temporaries in the C++ and Triton forms, besides a table of a few hundred bytes for
@@ -83,14 +85,14 @@ def block_step(given: Sequence[Entry]) -> None:
     if not together:
         return
     if choose(together[0].param) == "cpu":
-        # Every tensor of `rows`, `kept` must outlive the call: C++ sees only addresses.
-        rows, kept = table(together)
+        # Every tensor of `rows`, `alive` must outlive the call: C++ sees only addresses.
+        rows, alive = table(together)
         cpu.call("mt_blockstep", rows, len(together))
-        del kept
+        del alive
     else:
         from memtrain.kernels import blockstep_triton
 
-        blockstep_triton.step(together)
+        blockstep_triton.step(together, kept)
 
 
 def _check(entry: Entry) -> None:
@@ -207,11 +209,12 @@ def buckets(map: str, signed: bool) -> Tensor:
     return torch.cat([above, below, torch.zeros(4)]).to(torch.uint8)
 
 
-def table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
+def table(given: Sequence[Entry], *, on_device: bool = False) -> tuple[Tensor, list[Tensor]]:
     """The kernels' table, int64 [n, 20] (struct BlockRow in cpu/blockstep.cpp), and what it needs.
 
     Args:
         given: With contiguous parameters and gradients.
+        on_device: Whether the Triton kernels read it (`Beside.device_fields`).
 
     Returns:
         The table, on the CPU, and the tensors that must outlive its use.
@@ -225,7 +228,8 @@ def table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
             row += _state_pointers(entry, k, device)
         row += [each.data_ptr() + 32 * i, entry.param.numel(), list(RULES).index(entry.rule)]
         row += [entry.bits, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype]]
-        rows.append([*row, *entry.beside.fields()])
+        beside = entry.beside.device_fields() if on_device else entry.beside.fields()
+        rows.append([*row, *beside])
         kept.append(entry.grad)
     return torch.tensor(rows, dtype=torch.int64), kept
 

@@ -6,15 +6,17 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from memtrain.kernels import capture, capture_triton
 from memtrain.kernels.adamw_launch import programs
 from memtrain.kernels.adamw_triton import DTYPES
 from memtrain.kernels.blockstep import BLOCKS, RULES, table
 from memtrain.kernels.codebook_triton import encode, magnitude
-from memtrain.kernels.split_triton import DRAWN, draws, read_weight, write_weight
+from memtrain.kernels.numbers import is_on_device, together
+from memtrain.kernels.split_triton import DRAWN, draws, read_weight, ticked, write_weight
 
 FIELDS = tl.constexpr(20)
 P, G, M, V, NUMBERS, NUMEL = (tl.constexpr(k) for k in (0, 1, 2, 6, 10, 11))
-CORRECTION, SEED = tl.constexpr(16), tl.constexpr(19)
+CORRECTION, TICK, SEED = (tl.constexpr(k) for k in (16, 18, 19))
 ADAMW, SGD = tl.constexpr(0), tl.constexpr(1)
 ELEMENTS = 1024  # of a program: 8 blocks of 128, or 4 of 256
 
@@ -102,7 +104,8 @@ def _half(
         p = p * tl.load(numbers) - e * step
     draw = 0
     if KEPT == DRAWN:
-        draw = draws(_field(table_ptr, tensor, SEED), chunk, lane, at)
+        seed = ticked(_field(table_ptr, tensor, SEED), _field(table_ptr, tensor, TICK))
+        draw = draws(seed, chunk, lane, at)
     write_weight(p_ptr, correction, at, inside, p, draw, KEPT)
     if BITS == 32:
         tl.store(_floats(table_ptr, tensor, M) + at, m, mask=inside)
@@ -172,22 +175,48 @@ def _step_kernel(
 launch: Any = _step_kernel  # launches take a grid that no signature shows
 
 
-def step(entries):
+class Launch:
+    """The pass over contiguous parameters of one kind and dtype.
+
+    Args:
+        entries: As `blockstep.block_step` takes them; their gradients are contiguous.
+    """
+
+    def __init__(self, entries):
+        first = entries[0]
+        self.device, size = first.param.device, BLOCKS.get(first.bits, 128)
+        rows, (self.numbers, *_) = table(entries, on_device=True)
+        self.table = rows.to(self.device)
+        counts = tuple(triton.cdiv(entry.param.numel(), ELEMENTS) for entry in entries)
+        self.programs = programs(counts, self.device)
+        number = list(RULES).index(first.rule)
+        self.form = (number, first.bits, ELEMENTS // size, size // 2, first.beside.form)
+
+    def renew(self, entries):
+        """For another step of entries that hold the same tensors, but for gradients."""
+        self.numbers.copy_(together([entry.numbers for entry in entries], self.device))
+        capture_triton.point(self.table, G.value, [entry.grad for entry in entries])
+
+    def update(self, entries):
+        """Decode, step, encode."""
+        like = entries[0].param, entries[0].grad
+        launch[(len(self.programs),)](self.programs, self.table, *like, *self.form)
+
+
+def step(entries, kept=None):
     """`blockstep.block_step` for contiguous parameters: one launch for each kind of them."""
     groups = defaultdict(list)
     for entry in entries:
         kinds = (entry.rule, entry.bits, entry.beside.form, entry.param.dtype, entry.grad.dtype)
-        groups[entry.param.device, *kinds].append(entry)
-    for (device, rule, bits, kept_bits, *_), group in groups.items():
-        rows, kept = table(group)
-        size = BLOCKS.get(bits, 128)
-        counts = tuple(triton.cdiv(entry.param.numel(), ELEMENTS) for entry in group)
-        each = programs(counts, device)
-        number, like = list(RULES).index(rule), (group[0].param, group[0].grad)
-        launch[(len(each),)](
-            each, rows.to(device), *like, number, bits, ELEMENTS // size, size // 2, kept_bits
-        )
-        del kept
+        groups[entry.param.device, *kinds, is_on_device(entry.numbers)].append(entry)
+    for alike, group in groups.items():
+        own = kept if is_on_device(group[0].numbers) else None
+        capture.launch_of(Launch, group, (alike, *map(_held, group)), own).update(group)
+
+
+def _held(entry):
+    tensors = [entry.param, *(part for state in entry.states for part in state.values())]
+    return capture.held(entry, tensors, entry.maps)
 
 
 _LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}

@@ -201,6 +201,11 @@ def on_device(given: Sequence[Number], count: int, device: torch.device) -> Tens
     return rows
 
 
+def is_on_device(given: Any) -> bool:
+    """Whether an entry's numbers are a row of `on_device`."""
+    return isinstance(given, Tensor)
+
+
 def known(kind: type[AnyNumbers], given: AnyNumbers | Tensor) -> AnyNumbers:
     """An entry's numbers by their names: of a row of `on_device`, tensors of one element."""
     return kind(*given.unbind()) if isinstance(given, Tensor) else given

@@ -30,6 +30,8 @@ class Beside(NamedTuple):
     """As `split` takes it."""
     stochastic: bool = False
     seed: int = 0
+    tick: Tensor | None = None
+    """int64, one element, on the device: mixed into the seed, so that graphs draw anew."""
 
     @property
     def any(self) -> bool:
@@ -46,7 +48,8 @@ class Beside(NamedTuple):
 
     def write(self, master: Tensor, weight: Tensor) -> None:
         """Split a master again, by the definition."""
-        split_reference(master, weight, self.correction, seed=self.seed, stochastic=self.stochastic)
+        seed, stochastic = self._seed(), self.stochastic
+        split_reference(master, weight, self.correction, seed=seed, stochastic=stochastic)
 
     @property
     def form(self) -> int:
@@ -55,8 +58,18 @@ class Beside(NamedTuple):
 
     def fields(self) -> list[int]:
         """Struct Beside of cpu/weights.h."""
-        at = 0 if self.correction is None else self.correction.data_ptr()
-        return [at, _bits(self.correction), int(self.stochastic), self.seed]
+        return [self._address(), _bits(self.correction), int(self.stochastic), self._seed()]
+
+    def device_fields(self) -> list[int]:
+        """As `fields`; the address of `tick` in place of whether rounding is stochastic."""
+        tick = 0 if self.tick is None else self.tick.data_ptr()
+        return [self._address(), _bits(self.correction), tick, self.seed]
+
+    def _address(self) -> int:
+        return 0 if self.correction is None else self.correction.data_ptr()
+
+    def _seed(self) -> int:
+        return self.seed if self.tick is None else self.seed ^ int(self.tick)
 
 
 PLAIN = Beside()

@@ -101,6 +101,14 @@ def read_weight(weight_ptr, correction, at, inside, KEPT: tl.constexpr):
 
 
 @triton.jit
+def ticked(seed, tick):
+    """The seed of this step: with the number at address `tick` mixed in, unless that is 0."""
+    if tick != 0:
+        seed ^= tl.load(tick.to(tl.pointer_type(tl.int64)))
+    return seed
+
+
+@triton.jit
 def draws(seed, chunk, lane, at):
     """The 16 random bits of elements `at` [R, L] of the 1024 of a chunk; `lane` [L] is `at % L`."""
     counter = chunk * _WIDTH + lane % _WIDTH

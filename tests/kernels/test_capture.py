@@ -1,0 +1,116 @@
+"""Steps whose numbers are on the device: equal to those of the host, over kept tables."""
+
+import copy
+
+import pytest
+import torch
+
+from memtrain.kernels import adamw, blockstep, capture, numbers
+from memtrain.kernels.capture import Kept
+from memtrain.kernels.capture_triton import point
+from memtrain.kernels.dispatch import backend
+from tests.kernels import test_adamw, test_blockstep, test_entries
+
+CPU = torch.device("cpu")
+LR, BETAS = 1e-2, (0.9, 0.999)
+
+
+def test_addresses_are_those_of_the_tensors():
+    tensors = [torch.randn(k + 1) for k in range(19)]
+    table = torch.zeros(19, 3, dtype=torch.int64)
+    point(table, 1, tensors)
+    assert table[:, 1].tolist() == [x.data_ptr() for x in tensors]
+    assert not table[:, [0, 2]].any()
+
+
+def test_numbers_of_the_device_are_those_of_the_host():
+    options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
+    steps = torch.arange(1, 200).double()
+    for more in ({}, {"decoupled": False, "maximize": True}):
+        lr = torch.tensor(LR).double()
+        given = numbers.hyper(steps, lr=lr, **options, **more)
+        rows = numbers.on_device(given, len(steps), CPU)
+        want = [numbers.hyper(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
+        assert torch.equal(rows.float(), torch.tensor(want))
+    lion = numbers.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
+    want = numbers.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
+    assert torch.equal(numbers.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
+
+
+def of_step(entry, step, on_device):
+    """The entry with the numbers of a step."""
+    if isinstance(entry, adamw.Entry) or entry.rule == "adamw":
+        t = torch.tensor([step]).double() if on_device else step
+        given = numbers.hyper(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
+    else:
+        given = entry.numbers
+    row = numbers.on_device(given, 1, CPU)[0] if on_device else given
+    name = "hyper" if isinstance(entry, adamw.Entry) else "numbers"
+    return entry._replace(**{name: row})
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("kind", [*adamw.KINDS, "adamw", "sgd", "lion"])
+def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
+    shape = (3, 5, 7) if kind == "rank1" else (9, 21)
+    if kind in adamw.KINDS:
+        start = test_adamw.entry(shape, kind, None)
+    else:
+        start = test_blockstep.entry(shape, kind, 8, weight_decay=0.1)
+    here, there, kept = copy.deepcopy(start), copy.deepcopy(start), Kept()
+    with backend(name):
+        for step in range(1, 3 if kind in ("rank1", "factored") else 4):
+            grad = torch.randn(shape)  # at another address each time
+            here = here._replace(grad=grad)
+            there = there._replace(grad=grad.clone())
+            stepped = [of_step(here, step, on_device=False)], [of_step(there, step, on_device=True)]
+            for entries, own in zip(stepped, (None, kept), strict=True):
+                adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)], own)
+                blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)], own)
+            monkeypatch.setattr(capture, "capturing", lambda: True)  # from the second step on
+    assert torch.equal(here.param, there.param)
+    for mine, theirs in zip(test_entries.payloads(here), test_entries.payloads(there), strict=True):
+        assert all(torch.equal(mine[part], theirs[part]) for part in mine)
+
+
+def test_a_capture_makes_no_tables(monkeypatch):
+    entry = of_step(test_adamw.entry((5, 7), "block", None), 1, on_device=True)
+    start, kept = entry.param.clone(), Kept()
+    monkeypatch.setattr(capture, "capturing", lambda: True)
+    with backend("triton"), pytest.raises(RuntimeError, match="make a step with a gradient"):
+        adamw.adamw_step([entry], kept)
+    assert torch.equal(entry.param, start)
+
+
+def test_captured_launches_stay_and_others_are_few(monkeypatch):
+    kept, inside = Kept(), [False]
+    monkeypatch.setattr(capture, "capturing", lambda: inside[0])
+    first = kept.get("first", object)
+    inside[0] = True
+    assert kept.get("first", object) is first
+    inside[0] = False
+    for k in range(2 * capture.LIMIT):
+        kept.get(k, object)
+    assert kept.get("first", object) is first
+    last = kept.get(2 * capture.LIMIT - 1, list)
+    assert not isinstance(last, list)
+    assert kept.get(0, list) == []  # made anew
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_a_tick_draws_other_bits(name):
+    tick = torch.zeros((), dtype=torch.int64)
+    results = []
+    for count, of_host in ((0, 6), (3, 5), (3, 5)):  # 6 ^ 0 = 6, 6 ^ 3 = 5
+        tick.fill_(count)
+        torch.manual_seed(1)
+        entry = test_blockstep.entry((40, 20), "sgd", 32)
+        drawn = test_entries.halved(entry, "bf16+sr", 6)
+        with_tick = drawn._replace(beside=drawn.beside._replace(tick=tick))
+        by_host = copy.deepcopy(drawn)._replace(beside=drawn.beside._replace(seed=of_host))
+        with backend(name):
+            blockstep.block_step([with_tick, by_host])
+        assert torch.equal(with_tick.param, by_host.param)
+        results.append(with_tick.param.detach().clone())
+    assert not torch.equal(results[0], results[1])
+    assert torch.equal(results[1], results[2])
