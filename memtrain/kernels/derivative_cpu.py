@@ -3,8 +3,9 @@
 A small tensor costs what runs around its kernel: what depends on no tensor is found once.
 """
 
+import ctypes
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from memtrain.kernels.derivative_reference import (
 from memtrain.kernels.pointwise import check_function, one_pass, value
 from memtrain.kernels.strides import is_dense
 
-# Value and codes in one pass: what is cheap enough to equal torch's to the bit.
-_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
+# Value and codes in one pass: what equals torch's to the bit.
+_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3, "silu": 4}
+_TORCHS_PART = 32768  # torch shares a tensor out among threads in parts of so many elements or more
+_TORCHS_RUN = 32  # and works on so many at a time; what is left of a part has another exp()
 
 
 class _Plan(NamedTuple):
@@ -35,7 +38,6 @@ class _Plan(NamedTuple):
     address: int
     width: int  # bytes of a block's codes
     numbers: tuple[int | float, ...]
-    fused: bool = False
 
 
 @cache
@@ -46,14 +48,39 @@ def _forward_plan(
     side: tuple[str, float],
     dtype: torch.dtype,
 ) -> _Plan:
+    """For codes alone, or with the value of a function in `_FUSED`."""
     parity, shift = side
     check_side(dtype, boundaries, parity)
-    fused = function in _FUSED and dtype != torch.float64
-    a, b = one_pass(function, parameters, dtype) if fused else (0.0, 0.0)
-    kernel = (_FUSED[function] if fused else 0, float(a), float(b))
+    a, b = one_pass(function, parameters, dtype) if function else (0.0, 0.0)
+    kernel = (_FUSED.get(function, 0), float(a), float(b))
     table, bits = numbers(boundaries), code_bits(boundaries, parity)
     told = (DTYPES.index(dtype), bits, PARITIES.index(parity), float(shift), *kernel)
-    return _Plan(table, table.data_ptr(), BLOCK_SIZE // 8 * bits, told, fused)
+    return _Plan(table, table.data_ptr(), BLOCK_SIZE // 8 * bits, told)
+
+
+def _is_fused(function: str, x: Tensor) -> bool:
+    """Whether one pass gives the codes and torch's own value of all of `x`."""
+    if function not in _FUSED or x.dtype == torch.float64:
+        return False
+    if function != "silu":
+        return True
+    if x.dtype == torch.float32:  # 16 bits do not tell torch's two kinds of exp() apart
+        n, threads = x.numel(), torch.get_num_threads()
+        parts = max(1, min(threads, (n + _TORCHS_PART - 1) // _TORCHS_PART))
+        if n % (parts * _TORCHS_RUN) != 0:
+            return False
+    return _has_torchs_exp(x.dtype)
+
+
+@cache
+def _has_torchs_exp(dtype: torch.dtype) -> bool:
+    """Whether this library's SiLU is torch's to the bit, as torch was built and runs here."""
+    if cast(ctypes.CDLL, cpu.library()).mt_isa() == 0:  # without fused multiply-adds: slow
+        return False
+    x = torch.linspace(-20, 20, 2048, device="cpu").to(dtype)
+    y = torch.empty_like(x)
+    _codes(x, y.data_ptr(), _forward_plan("silu", (), (0.0,), ("plain", 0.0), dtype))
+    return torch.equal(y, value("silu", x))
 
 
 @cache
@@ -85,11 +112,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The value and the codes of `x`, in memory order; where it is not dense, that of a clone."""
     check_function(function)
-    plan = _forward_plan(function, parameters, boundaries, side, x.dtype)
     dense = x if is_dense(x) else x.clone()
-    if plan.fused:
+    if _is_fused(function, x):
+        plan = _forward_plan(function, parameters, boundaries, side, x.dtype)
         y = torch.empty_like(dense)
         return y, _codes(dense, y.data_ptr(), plan)
+    plan = _forward_plan("", (), boundaries, side, x.dtype)
     y = value(function, x, parameters)  # of x itself: torch's last bit depends on the strides
     if y.stride() != dense.stride():
         y = torch.empty_like(dense).copy_(y)

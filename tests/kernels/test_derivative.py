@@ -206,6 +206,68 @@ def test_the_cpus_one_pass_gives_torchs_value(function, dtype):
     assert torch.equal(y.isnan(), expected.isnan())
 
 
+def floats(first: int, step: int, count: int) -> torch.Tensor:
+    """Float32 numbers by their bits."""
+    bits = first + step * torch.arange(count, dtype=torch.int64)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def silu_differs(x: torch.Tensor) -> int:
+    """How many values of one pass are not torch's own."""
+    with backend("cpu"):
+        y, codes = derivative.forward(x, "silu", [-1.0, 0.0, 1.0])
+        assert torch.equal(codes, derivative.encode(x, [-1.0, 0.0, 1.0]))
+    expected = FUNCTIONS["silu"](x)
+    return int(((y != expected) & ~(y.isnan() & expected.isnan())).sum())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_silu_in_one_pass_is_torchs_to_the_bit(level):
+    cpu.call("mt_limit_isa", level)
+    try:
+        assert silu_differs(floats(-(2**31), 65521, 65536)) == 0  # over all exponents
+        assert silu_differs(torch.linspace(-110, 110, 65536)) == 0
+        for dtype in (torch.bfloat16, torch.float16):
+            every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+            assert silu_differs(every) == 0
+            assert silu_differs(every[:65521]) == 0
+    finally:
+        cpu.call("mt_limit_isa", 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_silus_value_is_torchs_at_any_size(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for n in (0, 1, 31, 32, 33, 255, 288, 513, 32767, 32768, 32800, 65568, 65600, 98336, 98304):
+            assert silu_differs(torch.randn(n) * 4) == 0, n
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_silu_runs_in_one_pass_where_it_can(monkeypatch):
+    def no(function, x, parameters=()):
+        raise AssertionError(f"torch's {function} was called")
+
+    x = torch.randn(4096)
+    assert silu_differs(x) == 0  # torch's exp() was compared with ours
+    if derivative.in_cpp._has_torchs_exp(torch.float32):
+        monkeypatch.setattr(derivative.in_cpp, "value", no)
+        with backend("cpu"):
+            derivative.forward(x, "silu", [0.0])
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_silu_is_torchs_at_every_float():
+    for first in range(-(2**31), 2**31, 2**24):
+        assert silu_differs(floats(first, 1, 2**24)) == 0, first
+
+
 # The interpreter computes -Inf * 0 in numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", BACKENDS)

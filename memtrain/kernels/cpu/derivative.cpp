@@ -10,6 +10,7 @@
 
 #include "common.h"
 #include "derivative_avx512.h"
+#include "exponential.h"
 
 namespace memtrain {
 namespace {
@@ -20,7 +21,7 @@ constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
 
 enum Dtype : int64_t { kF32, kBf16, kF16, kF64 };
 enum Parity : int64_t { kPlain, kEven, kBand };
-enum Function : int64_t { kNone, kRelu, kLeakyRelu, kHardtanh };
+enum Function : int64_t { kNone, kRelu, kLeakyRelu, kHardtanh, kSilu };
 
 MT_INLINE uint32_t bits_of(float x) {
   uint32_t bits;
@@ -112,6 +113,25 @@ MT_MULTIPLY(Half, uint32_t)
 
 // -- values --------------------------------------------------------------------------------------
 
+// x / (1 + exp(-x)), bit for bit as torch's vector code. Limits on -x: beyond them exp adds nothing
+// to 1, or is infinite.
+MT_INLINE float silu(float x) {
+  float d = -x;
+  d = d < -87.0f ? -87.0f : d;
+  d = d > 89.0f ? 89.0f : d;
+  const float q = __builtin_rintf(d * exponential::kInverseLog2);
+  float s = __builtin_fmaf(q, -exponential::kLog2High, d);
+  s = __builtin_fmaf(q, -exponential::kLog2Low, s);
+  float u = exponential::kTerms[0];
+#pragma GCC unroll 5
+  for (int k = 1; k < exponential::kCount; ++k) u = __builtin_fmaf(u, s, exponential::kTerms[k]);
+  u = 1.0f + __builtin_fmaf(s * s, u, s);
+  // Half of 2**q, for 2**128 is no float; a NaN's q counts for nothing.
+  const int32_t exponent = x != x ? 0 : static_cast<int32_t>(q);
+  const float scale = float_of(static_cast<uint32_t>(exponent + 126) << 23);
+  return x / (1.0f + 2.0f * u * scale);
+}
+
 // NaN passes, as in torch; which zero a zero becomes does not matter.
 MT_CLONES void apply(const float* x, float* y, int64_t n, int64_t function, float a, float b) {
   if (function == kRelu)
@@ -123,6 +143,8 @@ MT_CLONES void apply(const float* x, float* y, int64_t n, int64_t function, floa
       const float low = x[i] < a ? a : x[i];
       y[i] = low > b ? b : low;
     }
+  if (function == kSilu)
+    for (int64_t i = 0; i < n; ++i) y[i] = silu(x[i]);
 }
 
 // -- codes ---------------------------------------------------------------------------------------
@@ -344,8 +366,38 @@ struct Forward {
   float shift, a, b;
 };
 
+#ifdef MT_DERIVATIVE_AVX512
+// In one pass, where the machine has one; whether it did.
+template <typename T>
+bool forward_at_once(const Forward& job, int64_t begin, int64_t end) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Bf16>) {
+    using Raw = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
+    if (!in_register(job.bits) || job.parity == kBand) return false;
+    const int64_t first = begin * kBlock, n = std::min(end * kBlock, job.n) - first;
+    const auto* x = static_cast<const Raw*>(job.x) + first;
+    auto* y = static_cast<Raw*>(job.y) + (job.function == kNone ? 0 : first);
+    uint8_t* codes = job.codes + begin * (kBlock / 8 * job.bits);
+    const avx512::Side side{job.shift, job.parity == kEven ? INT32_MAX : -1};
+    const bool aside = job.shift != 0.0f || job.parity == kEven;
+    const auto go = [&](auto value, auto is_aside) {
+      avx512::encode_any<decltype(value), is_aside.value>(x, y, job.boundaries, side, codes, n,
+                                                          job.bits);
+      return true;
+    };
+    if (job.function == kNone && aside) return go(avx512::NoValue(), std::true_type());
+    if (job.function == kNone) return go(avx512::NoValue(), std::false_type());
+    if (job.function == kSilu && !aside) return go(avx512::Silu(), std::false_type());
+    if (job.function == kRelu && !aside) return go(avx512::Relu(), std::false_type());
+  }
+  return false;
+}
+#endif
+
 template <typename T>
 void forward_range(const Forward& job, int64_t begin, int64_t end) {
+#ifdef MT_DERIVATIVE_AVX512
+  if (forward_at_once<T>(job, begin, end)) return;
+#endif
   float value[kChunk * kBlock], side[kChunk * kBlock];
   const int64_t bytes = kBlock / 8 * job.bits;
   for (int64_t block = begin; block < end; block += kChunk) {
