@@ -12,7 +12,7 @@ from torch import nn
 import memtrain
 from memtrain.compressors import COMPRESSORS, Key
 from memtrain.kernels.dispatch import backend, choose
-from memtrain.optim import AdamW4bit
+from memtrain.optim import AdamW4bit, SplitWeights
 
 pytestmark = pytest.mark.gpu
 
@@ -91,3 +91,85 @@ def test_training_on_cuda_takes_less_memory_and_reaches_the_loss(preset):
         assert wrapped == plain
     else:
         assert peak_wrapped < 0.6 * peak
+
+
+def captured(step, warm=3):
+    """`step` as a graph, after a few runs of it outside."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("second", ["Rank-1/Linear", "B128/Linear", "factored"])
+def test_a_captured_step_replays_as_it_runs(second):
+    def run(graphed):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+        lr = torch.tensor(1e-2, device="cuda")
+        optimizer = AdamW4bit(params, lr=lr, second=second, capturable=True)
+        for p in params:
+            p.grad = torch.empty_like(p)
+        step = optimizer.step
+        for k in range(9):
+            lr.fill_(1e-2 / (1 + k))
+            for p in params:
+                p.grad.copy_(torch.randn_like(p))
+            if graphed and k == 3:
+                step = captured(optimizer.step, warm=0).replay  # capturing runs nothing
+            step()
+        return params, optimizer
+
+    (eager, one), (replayed, two) = run(graphed=False), run(graphed=True)
+    for a, b in zip(eager, replayed, strict=True):
+        assert torch.equal(a, b)
+        assert str(one.state[a]) == str(two.state[b])
+    assert two.state[replayed[0]]["step"].item() == 9
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "SGD4bit", "Lion4bit"])
+@pytest.mark.parametrize("weights", ["", "bf16+8", "bf16+sr"])
+def test_a_whole_training_step_replays(name, weights):
+    """Forward, backward and step in one graph: gradients lie in the graph's own memory."""
+
+    def run(graphed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 10)).cuda()
+        momentum = {"momentum": 0.9} if name == "SGD4bit" else {}
+        make = getattr(memtrain.optim, name)
+        optimizer = make(model.parameters(), lr=1e-3, capturable=True, **momentum)
+        if weights:
+            optimizer = SplitWeights(optimizer, weights)
+        x = torch.randn(64, 256, device="cuda", dtype=model[0].weight.dtype)
+        y = torch.randint(10, (64,), device="cuda")
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+
+        if graphed:
+            graph = captured(step)
+            for _ in range(5):
+                graph.replay()
+        else:
+            for _ in range(8):
+                step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for a, b in zip(run(graphed=False), run(graphed=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_capture_without_capturable_raises():
+    param = nn.Parameter(torch.ones(80, 80, device="cuda"))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW4bit([param])
+    with pytest.raises(RuntimeError, match="capturable=False"):
+        captured(optimizer.step)

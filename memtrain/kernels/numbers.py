@@ -196,8 +196,8 @@ def on_device(given: Sequence[Number], count: int, device: torch.device) -> Tens
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
     rows = torch.empty(count, COUNT, dtype=torch.float64, device=device)
-    for k, number in enumerate(given):
-        rows[:, k] = number
+    for column, number in zip(rows.unbind(1), given, strict=True):
+        column.copy_(number) if isinstance(number, Tensor) else column.fill_(number)
     return rows
 
 

@@ -12,15 +12,15 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import adamw, blockstep
-from memtrain.kernels.numbers import Hyper, hyper
+from memtrain.kernels.numbers import Hyper, Number, hyper
 from memtrain.optim import layout
+from memtrain.optim.capturable import number
 from memtrain.optim.fused import (
     Entry,
     FusedStates,
     block_bits,
-    check_betas,
-    check_numbers,
 )
+from memtrain.optim.options import check_betas, check_numbers
 from memtrain.optim.shards import local, local_gradient, shard_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,7 +43,8 @@ class AdamStates(FusedStates):
         maximize: Ascend.
         decoupled_weight_decay: AdamW's form, or Adam's.
         amsgrad: Refused unless False: its running maximum has no fused kernel.
-        capturable: Refused unless False.
+        capturable: On CUDA: counts steps and makes their numbers on the device, so that a graph
+            can capture `step`. A learning rate that is a tensor there is read at each replay.
         differentiable: Refused unless False.
         foreach: Taken and ignored: every step is fused.
         fused: Taken and ignored.
@@ -104,7 +105,7 @@ class AdamStates(FusedStates):
         """As `FusedStates.check`."""
         super().check(group)
         check_numbers(group, ("lr", "eps", "weight_decay"))
-        check_betas(group["betas"])
+        check_betas(group)
 
     def serves(self, compressors: Sequence[Compressor]) -> bool:
         """As `FusedStates.serves`."""
@@ -112,19 +113,17 @@ class AdamStates(FusedStates):
 
     def turn(self, param: Tensor) -> float:
         """Advance the parameter's step counter."""
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-        state["step"] += 1
-        return state["step"].item()
+        step = self.counter(param, torch.device("cpu"))
+        step += 1
+        return step.item()
 
-    def numbers(self, group: dict[str, Any], turn: float) -> Hyper:
+    def numbers(self, group: dict[str, Any], turn: Number) -> Hyper:
         """The eight numbers of a step."""
         b1, b2 = group["betas"]
         return hyper(
             turn,
-            lr=float(group["lr"]),
-            betas=(float(b1), float(b2)),
+            lr=number(group, group["lr"]),
+            betas=(number(group, b1), number(group, b2)),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],

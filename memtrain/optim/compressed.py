@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from memtrain.kernels import capture
 from memtrain.optim import layout
 from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
 from memtrain.optim.first import raw_step
@@ -91,6 +92,7 @@ class CompressedOptimizer(CompressedStates):
         Raises:
             RuntimeError: For sparse or complex gradients; nothing was changed then.
         """
+        capture.refuse(type(self).__name__, "its payloads are new tensors at each step")
         loss = closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
         inner = _inner(self)

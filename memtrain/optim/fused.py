@@ -13,9 +13,11 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
-from memtrain.kernels import adamw, blockstep, cpu
+from memtrain.kernels import adamw, blockstep, capture, cpu
+from memtrain.kernels.capture import Kept
+from memtrain.kernels.numbers import Number, on_device
 from memtrain.kernels.split import PLAIN, Beside
-from memtrain.optim import layout
+from memtrain.optim import capturable, layout
 from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
 from memtrain.optim.shards import local, sharded_like
 from memtrain.optim.stall import StallWatch
@@ -23,7 +25,6 @@ from memtrain.optim.stall import StallWatch
 Entry = adamw.Entry | blockstep.Entry
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
-    "capturable": "the step's numbers are made on the host: leave it out",
     "differentiable": "compressed states have no gradient",
 }
 
@@ -58,7 +59,7 @@ class FusedStates(CompressedStates):
         new.choose = choose
         return new
 
-    def numbers(self, group: dict[str, Any], turn: float) -> Any:
+    def numbers(self, group: dict[str, Any], turn: Number) -> Any:
         """The kernel's numbers for a group's step `turn` (1 is a parameter's first)."""
         raise NotImplementedError
 
@@ -133,25 +134,57 @@ class FusedStates(CompressedStates):
         """
         loss = closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
+        capturable.check(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             self.check(group)
         entries: list[Entry] = []
-        watched = self._stall.before(self.param_groups, self._masters())
+        looks = not capture.capturing()
+        watched = self._stall.before(self.param_groups, self._masters()) if looks else None
         for group in self.param_groups:
-            numbers: dict[float, Any] = {}
-            names = self.state_names(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                turn = self.turn(param)
-                if turn not in numbers:
-                    numbers[turn] = self.numbers(group, turn)
+            ready = [param for param in group["params"] if param.grad is not None]
+            names, numbers = self.state_names(group), self._all_numbers(group, ready)
+            for param in ready:
                 self._first_states(param, names)
-                self._add(entries, param, names, numbers[turn])
-        _run(entries)
+                self._add(entries, param, names, numbers[param])
+        _run(entries, self.__dict__.setdefault("_kept", Kept()))
         self._stall.after(watched)
         self.tell_schedulers()
         return loss
+
+    def counter(self, param: Tensor, device: torch.device) -> Tensor:
+        """A parameter's count of steps, float32: on its device if it is capturable."""
+        step = self.state[param].get("step", 0.0)
+        if not isinstance(step, Tensor) or step.device != device:
+            self.state[param]["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
+        return self.state[param]["step"]
+
+    def _all_numbers(self, group: dict[str, Any], params: Sequence[Tensor]) -> dict[Tensor, Any]:
+        """The numbers of each parameter's step; capturable: rows of tensors on the device."""
+        if group.get("capturable") and self.counts:
+            return self._counted_on_device(group, params)
+        found: dict[Tensor, Any] = {}
+        known: dict[Any, Any] = {}
+        for param in params:
+            turn = self.turn(param)
+            key = turn, param.device if group.get("capturable") else None
+            if key not in known:
+                known[key] = self.numbers(group, turn)
+                if group.get("capturable"):
+                    known[key] = on_device(known[key], 1, param.device)[0]
+            found[param] = known[key]
+        return found
+
+    def _counted_on_device(
+        self, group: dict[str, Any], params: Sequence[Tensor]
+    ) -> dict[Tensor, Any]:
+        found: dict[Tensor, Any] = {}
+        for device in {param.device for param in params}:
+            own = [param for param in params if param.device == device]
+            steps = [self.counter(param, device) for param in own]
+            torch._foreach_add_(steps, 1)
+            numbers = self.numbers(group, torch.stack(steps).double())
+            found.update(zip(own, on_device(numbers, len(own), device), strict=True))
+        return found
 
     def _of(self, param: Tensor) -> Beside:
         return self.__dict__.get("_beside", {}).get(param, PLAIN)
@@ -177,6 +210,8 @@ class FusedStates(CompressedStates):
             entries.append(entry._replace(beside=self._of(param)))
             return
         # A combination without a fused kernel: its states exist in float32 for a moment.
+        why = f"{compressors} have no fused kernel, their states move at each step"
+        capture.refuse(type(self).__name__, why)
         whole = [
             layout.unpack(compressor, state[name], param, moment_dtype(param))
             for name, compressor in zip(names, compressors, strict=True)
@@ -213,11 +248,11 @@ class FusedStates(CompressedStates):
         return super()._load_plain(param, name, whole)
 
 
-def _run(entries: Sequence[Entry]) -> None:
+def _run(entries: Sequence[Entry], kept: Kept | None = None) -> None:
     if cpu.is_dataless():  # the kernels' tables hold addresses, which fake tensors have not
         return
-    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)])
-    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)])
+    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)], kept)
+    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)], kept)
 
 
 def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
@@ -254,17 +289,3 @@ def block_bits(compressor: Compressor, *, signed: bool) -> int | None:
     if size is None or compressor != Block(block_size=size, map=map, bits=bits, signed=signed):
         return None
     return None if bits == 8 and map not in blockstep.MAPS8 else bits
-
-
-def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
-    """Raise for options that must not be negative; NaN is refused too."""
-    for name in names:
-        if not float(group[name]) >= 0:
-            raise ValueError(f"{name} must be at least 0, got {group[name]}")
-
-
-def check_betas(betas: Sequence[float]) -> None:
-    """Raise for betas outside [0, 1)."""
-    for k, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{k}] must be in [0, 1), got {beta}")

@@ -12,13 +12,13 @@ from memtrain.kernels import blockstep
 from memtrain.kernels import numbers as rules
 from memtrain.optim import layout
 from memtrain.optim.base import closure_loss, refuse_sparse
+from memtrain.optim.capturable import number
 from memtrain.optim.fused import (
     Entry,
     FusedStates,
     block_bits,
-    check_betas,
-    check_numbers,
 )
+from memtrain.optim.options import check_betas, check_numbers
 from memtrain.optim.shards import local, local_gradient
 
 
@@ -95,7 +95,7 @@ class Lion(Optimizer):
 
 def _check(group: dict[str, Any]) -> None:
     check_numbers(group, ("lr", "weight_decay"))
-    check_betas(group["betas"])
+    check_betas(group)
 
 
 class LionStates(FusedStates):
@@ -109,6 +109,7 @@ class LionStates(FusedStates):
         first: Name of the momentum's compressor, see `compressors.named`.
         min_elements: Parameters of at most so many elements keep a float32 momentum.
         maximize: Ascend.
+        capturable: As `AdamStates`.
 
     Raises:
         ValueError: If a number is out of range, or a name is unknown.
@@ -117,7 +118,7 @@ class LionStates(FusedStates):
 
     names = ("exp_avg",)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the plain one's arguments, and three
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-4,
@@ -127,8 +128,10 @@ class LionStates(FusedStates):
         first: str | None = None,
         min_elements: int = layout.MIN_ELEMENTS,
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults["capturable"] = capturable
         choose = layout.Choice(
             first=first or self.first_default, bits=self.bits, min_elements=min_elements
         )
@@ -139,12 +142,12 @@ class LionStates(FusedStates):
         super().check(group)
         _check(group)
 
-    def numbers(self, group: dict[str, Any], turn: float) -> rules.Lion:
+    def numbers(self, group: dict[str, Any], turn: rules.Number) -> rules.Lion:
         """The eight numbers of a step."""
         b1, b2 = group["betas"]
         return rules.lion(
-            lr=float(group["lr"]),
-            betas=(float(b1), float(b2)),
+            lr=number(group, group["lr"]),
+            betas=(number(group, b1), number(group, b2)),
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
         )

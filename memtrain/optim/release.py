@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.kernels import capture
 from memtrain.optim.accumulate import GradientSums
 from memtrain.optim.around import Around, Member
 from memtrain.optim.base import closure_loss, refuse_sparse
@@ -235,6 +236,7 @@ class ReleaseGradients(Around):
     @torch.no_grad()
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
+        capture.refuse(type(self).__name__, "it reads each gradient's norm on the host")
         self._check(param)
         self._done.add(param)
         norm = norm_of(grad) / self.loss_scale if self._measures else 0.0

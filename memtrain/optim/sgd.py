@@ -8,9 +8,11 @@ from torch.optim.sgd import sgd as plain_sgd
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import blockstep
-from memtrain.kernels.numbers import sgd
+from memtrain.kernels.numbers import SGD, Number, sgd
 from memtrain.optim import layout
-from memtrain.optim.fused import Entry, FusedStates, block_bits, check_numbers
+from memtrain.optim.capturable import number
+from memtrain.optim.fused import Entry, FusedStates, block_bits
+from memtrain.optim.options import check_numbers
 from memtrain.optim.shards import local, local_gradient
 
 
@@ -28,6 +30,7 @@ class SGDStates(FusedStates):
         first: Name of the buffer's compressor, see `compressors.named`.
         min_elements: Parameters of at most so many elements keep a float32 buffer.
         maximize: Ascend.
+        capturable: As `AdamStates`.
         differentiable: Refused unless False.
         foreach: Taken and ignored: every step is fused.
         fused: Taken and ignored.
@@ -51,6 +54,7 @@ class SGDStates(FusedStates):
         first: str | None = None,
         min_elements: int = layout.MIN_ELEMENTS,
         maximize: bool = False,
+        capturable: bool = False,
         differentiable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -62,6 +66,7 @@ class SGDStates(FusedStates):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
+            "capturable": capturable,
             "foreach": foreach,
             "differentiable": differentiable,
             "fused": fused,
@@ -85,11 +90,11 @@ class SGDStates(FusedStates):
         """No buffer without momentum."""
         return self.names if group["momentum"] else ()
 
-    def numbers(self, group: dict[str, Any], turn: float) -> dict[str, Any]:
-        """The arguments of `kernels.numbers.sgd`."""
+    def numbers(self, group: dict[str, Any], turn: Number) -> SGD:
+        """The eight numbers of a step."""
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         options = {name: group[name] for name in names}
-        return {**options, "lr": float(group["lr"]), "first": turn == 1}
+        return sgd(lr=number(group, group["lr"]), first=bool(turn == 1), **options)
 
     def entry(
         self,
@@ -103,9 +108,9 @@ class SGDStates(FusedStates):
         if bits is None:
             return None
         maps = (getattr(compressors[0], "map", "DE"),)
-        states, h = tuple(payloads), sgd(**numbers)
+        states = tuple(payloads)
         own, grad = local(param), local_gradient(param)
-        return blockstep.Entry(own, grad, states, "sgd", bits, h, maps)
+        return blockstep.Entry(own, grad, states, "sgd", bits, numbers, maps)
 
     def _add(
         self, entries: list[Entry], param: Tensor, names: tuple[str, ...], numbers: Any
@@ -114,13 +119,13 @@ class SGDStates(FusedStates):
         if names:
             super()._add(entries, param, names, numbers)
             return
-        if beside.any:
-            h = sgd(**numbers)
-            entries.append(blockstep.Entry(own, grad, (), "sgd", 0, h, beside=beside))
+        if beside.any or isinstance(numbers, Tensor):
+            entries.append(blockstep.Entry(own, grad, (), "sgd", 0, numbers, beside=beside))
             return
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
-        options = {k: v for k, v in numbers.items() if k != "first"}
-        plain_sgd([own], [grad], [None], foreach=False, **options)
+        options = {"weight_decay": numbers.l2, "lr": numbers.lr, "maximize": numbers.sign < 0}
+        still = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+        plain_sgd([own], [grad], [None], foreach=False, **still, **options)
 
 
 class SGD4bit(SGDStates):

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Key
+from memtrain.kernels import capture
 from memtrain.kernels.split import Beside, merge, split
 from memtrain.optim.around import Around, Member, bundles, stand_in
 from memtrain.optim.base import closure_loss, refuse_sparse
+from memtrain.optim.capturable import Ticks
 from memtrain.optim.formats import parse
 from memtrain.optim.fused import FusedStates
 from memtrain.optim.shards import local, part_number, sharded_like
@@ -70,7 +72,7 @@ class SplitWeights(Around):
         self.corrections: dict[Tensor, Tensor | None] = {}
         self._before: dict[Tensor, torch.dtype] = {}  # what each converted parameter was
         self._versions: dict[Tensor, int | None] = {}  # None: whatever comes is right
-        self._count = 0
+        self._count = Ticks()
         self._keep, frozen = set(keep), list(frozen)
         params = [p for group in inner.param_groups for p in group["params"]]
         check_unsharded(params + frozen)
@@ -120,7 +122,7 @@ class SplitWeights(Around):
 
     def advance(self) -> None:
         """A step of the whole model is over: the next one draws other random bits."""
-        self._count += 1
+        self._count.advance()
         super().advance()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ class SplitWeights(Around):
             self._drop_stale(param)
         found = ((i, p, self.corrections.get(p)) for i, p in enumerate(self.params()))
         kept = {i: sharded_like(t, p) for i, p, t in found if t is not None}
-        return {"weights": {"format": self.weights, "corrections": kept, "steps": self._count}}
+        return {"weights": {"format": self.weights, "corrections": kept, "steps": int(self._count)}}
 
     def check_own_state(self, own: Mapping[str, Any]) -> None:
         """Raise ValueError if corrections are of another format or shape."""
@@ -192,7 +194,7 @@ class SplitWeights(Around):
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Restore the corrections; without any, the weights count as they are."""
         given = own.get("weights", {"corrections": {}, "steps": 0})
-        self._count = int(given["steps"])
+        self._count.set(int(given["steps"]))
         for index, param in enumerate(self.params()):
             correction = self.corrections.get(param)
             if correction is not None:
@@ -240,14 +242,19 @@ class SplitWeights(Around):
         found: dict[Tensor, Beside] = {}
         for param, _, _ in members:
             self._drop_stale(param)
-            stochastic = self.format.stochastic
-            seed = self._key(param).bits() if stochastic else 0
-            found[param] = Beside(self.corrections[param], stochastic, seed)
+            found[param] = self._beside(param)
         with inner.beside(found):
             super().step_members([Member(param, param) for param in found])
         for param in found:
             torch.autograd.graph.increment_version(param)  # kernels write past autograd
             self._versions[param] = param._version
+
+    def _beside(self, param: Tensor) -> Beside:
+        if not self.format.stochastic:
+            return Beside(self.corrections[param])
+        if not any(group.get("capturable") for group in self.param_groups):
+            return Beside(None, True, self._key(param, int(self._count)).bits())
+        return Beside(None, True, self._key(param, 0).bits(), self._count.on(param.device))
 
     def _enter(self, member: Member) -> Member:
         param = member.param
@@ -258,18 +265,20 @@ class SplitWeights(Around):
 
     def _write(self, param: Tensor, value: Tensor) -> None:
         stochastic = self.format.stochastic
-        seed = self._key(param).bits() if stochastic else 0
+        if stochastic:
+            capture.refuse(type(self).__name__, "replays would draw the same random bits")
+        seed = self._key(param, int(self._count)).bits() if stochastic else 0
         own = local(param.detach())
         split(local(value), own, self.corrections[param], seed=seed, stochastic=stochastic)
         torch.autograd.graph.increment_version(param)  # kernels write past autograd
         self._versions[param] = param._version
 
-    def _key(self, param: Tensor) -> Key:
+    def _key(self, param: Tensor, step: int) -> Key:
         numbers = self.__dict__.setdefault("_numbers", {})
         if param not in numbers:
             numbers.update((p, i) for i, p in enumerate(self.params()))
         rank = part_number(param)
-        return Key(self.seed, site=numbers[param], step=self._count, rank=rank)
+        return Key(self.seed, site=numbers[param], step=step, rank=rank)
 
 
 def check_unsharded(params: Iterable[Tensor]) -> None:

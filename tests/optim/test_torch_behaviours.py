@@ -97,7 +97,7 @@ def test_foreach_and_fused_are_taken(name):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+@pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
 @pytest.mark.parametrize("name", ADAMS)
 def test_what_has_no_kernel_is_refused(name, option):
     with pytest.raises(ValueError, match=f"{name} has no {option}: "):

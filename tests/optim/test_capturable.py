@@ -1,0 +1,168 @@
+"""`capturable=True`: nothing of a step is read on the host; the results are the same.
+
+A graph itself needs a GPU (`tests/test_gpu.py`); here CPU tensors stand for a device's.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain import optim
+from memtrain.kernels import capture
+from memtrain.kernels.dispatch import backend
+from memtrain.optim import CompressedOptimizer, SplitWeights, capturable
+from tests.kernels.test_capture import NoHost
+from tests.optim.test_torch_behaviours import ADAMS, FUSED, make
+
+TRITON = ["Adam4bit", "SGD4bit"]
+
+
+@pytest.fixture
+def _any_device(monkeypatch):
+    monkeypatch.setattr(capturable, "DEVICES", ("cpu", "cuda"))
+
+
+def params():
+    return [nn.Parameter(torch.randn(shape)) for shape in [(40, 33), (7, 3, 5), (130,)]]
+
+
+def set_gradients(given, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in given:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+@pytest.mark.usefixtures("_any_device")
+@pytest.mark.parametrize(
+    ("name", "kernels"), [*((n, "reference") for n in FUSED), *((n, "triton") for n in TRITON)]
+)
+def test_steps_equal_plain_ones_and_read_nothing_on_the_host(name, kernels, monkeypatch):
+    plain = params()
+    given = [nn.Parameter(p.detach().clone()) for p in plain]
+    lr = torch.tensor(0.01)
+    ours = make(name, given, lr=lr, capturable=True, min_elements=0)
+    theirs = make(name, plain, lr=0.01, min_elements=0)
+    with backend(kernels):
+        for step in range(3):
+            set_gradients(given, step)
+            set_gradients(plain, step)
+            lr.fill_(0.01 / (1 + step))
+            theirs.param_groups[0]["lr"] = lr.item()
+            theirs.step()
+            if step == 0:
+                ours.step()  # makes states and tables
+                continue
+            with monkeypatch.context() as inside, NoHost():
+                inside.setattr(capture, "capturing", lambda: True)
+                ours.step()
+    assert all(torch.equal(a, b) for a, b in zip(given, plain, strict=True))
+    for a, b in zip(given, plain, strict=True):
+        assert str(ours.state[a]) == str(theirs.state[b])
+
+
+@pytest.mark.usefixtures("_any_device")
+@pytest.mark.parametrize("name", ADAMS)
+def test_it_is_switched_by_a_checkpoint(name):
+    given, other = params(), params()
+    ours, theirs = make(name, given, capturable=True), make(name, other)
+    for on, off in ((ours, theirs), (theirs, ours)):
+        for own in (given, other):
+            set_gradients(own, 1)
+        on.step()
+        off.load_state_dict(copy.deepcopy(on.state_dict()))
+        assert off.param_groups[0]["capturable"] == on.param_groups[0]["capturable"]
+        off.step()
+        states = [optimizer.state[own[0]] for optimizer, own in ((ours, given), (theirs, other))]
+        assert states[0]["step"].dtype == states[1]["step"].dtype == torch.float32
+    assert ours.state[given[0]]["step"].item() == 4
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_parameters_on_a_cpu_are_refused_before_any_change(name):
+    param = nn.Parameter(torch.ones(80, 80))
+    param.grad = torch.ones_like(param)
+    optimizer = make(name, [param], capturable=True)
+    with pytest.raises(ValueError, match="needs parameters on cuda"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+    assert not optimizer.state
+
+
+def test_a_capture_without_it_is_refused(monkeypatch):
+    given = params()
+    set_gradients(given, 0)
+    optimizer = optim.AdamW4bit(given)
+    monkeypatch.setattr(capture, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="capturable=False"):
+        optimizer.step()
+    general = CompressedOptimizer(torch.optim.RMSprop(given))
+    with pytest.raises(RuntimeError, match="new tensors at each step"):
+        general.step()
+    released = optim.ReleaseGradients(torch.optim.SGD(given))
+    with pytest.raises(RuntimeError, match="norm on the host"):
+        released.step()
+
+
+@pytest.mark.usefixtures("_any_device")
+def test_a_gradient_more_or_less_needs_a_step_outside_of_captures(monkeypatch):
+    given = params()
+    optimizer = optim.SGD8bit(given, lr=0.1, momentum=0.9, capturable=True, min_elements=0)
+    with backend("triton"):
+        set_gradients(given, 0)
+        optimizer.step()
+        given[1].grad = None
+        start = [p.detach().clone() for p in given]
+        with monkeypatch.context() as inside:
+            inside.setattr(capture, "capturing", lambda: True)
+            with pytest.raises(RuntimeError, match="exactly these parameters"):
+                optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(given, start, strict=True))
+        optimizer.step()
+        with monkeypatch.context() as inside:
+            inside.setattr(capture, "capturing", lambda: True)
+            optimizer.step()
+    assert not torch.equal(given[0], start[0])
+    assert torch.equal(given[1], start[1])
+
+
+@pytest.mark.usefixtures("_any_device")
+def test_a_choice_without_a_kernel_is_not_captured(monkeypatch):
+    given = params()
+    set_gradients(given, 0)
+    optimizer = optim.AdamW4bit(given, first="B64/DE", capturable=True, min_elements=0)
+    optimizer.step()
+    monkeypatch.setattr(capture, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="no fused kernel"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("_any_device")
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_random_bits_differ_between_replays_and_repeat_from_a_checkpoint(kernels, monkeypatch):
+    def weights(steps, saved=None):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.rand(40, 30))
+        inner = optim.SGD4bit([param], lr=1e-3, momentum=0.9, capturable=True)
+        optimizer = SplitWeights(inner, "bf16+sr")
+        if saved is not None:
+            optimizer.load_state_dict(saved[0])
+            param.data.copy_(saved[1])
+        for step in range(steps):
+            param.grad = torch.ones_like(param)
+            with monkeypatch.context() as inside:
+                inside.setattr(capture, "capturing", lambda: step > 0 and kernels == "triton")  # noqa: B023
+                optimizer.step()
+        return optimizer, param
+
+    with backend(kernels):
+        optimizer, whole = weights(3)
+        assert optimizer.state_dict()["memtrain"]["weights"]["steps"] == 3
+        first, half = weights(2)
+        _, resumed = weights(1, copy.deepcopy((first.state_dict(), half.detach())))
+    assert torch.equal(whole, resumed)
+    assert not torch.equal(whole, half)
+    ticks = capturable.Ticks(5)
+    ticks.on(torch.device("cpu")).add_(2)  # a graph's replays
+    assert int(copy.deepcopy(ticks)) == 7
