@@ -31,10 +31,10 @@ def _seed():
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory, worker_id):
+def once(tmp_path_factory):
     """`once(name, make)`: what `make()` gave, as JSON has it, in the first worker that asked."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder if worker_id == "master" else folder.parent
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
     def found(name, make):
         results = folder / f"{name}.json"

@@ -107,6 +107,23 @@ def _check(entry: Entry) -> None:
     if entry.kind in ("rank1", "factored") and entry.param.dim() < 2:
         shape = tuple(entry.param.shape)
         raise ValueError(f"kind {entry.kind!r} needs at least 2 dimensions, got shape {shape}")
+    first, second = _sizes(entry.kind, entry.param.shape)
+    entries.check_sizes(entry, [(entry.first, first), (entry.second, second)])
+
+
+def _sizes(kind: str, shape: torch.Size) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements of what both moments keep."""
+    n = shape.numel()
+    if kind == "exact":
+        return {"tensor": n}, {"tensor": n}
+    n_blocks = -(-n // BLOCK)
+    codes = {"codes": n_blocks * BLOCK // 2}
+    block = {**codes, "scale": n_blocks}
+    if kind == "rank1":
+        return block, {**codes, "scale": sum(shape)}
+    if kind == "factored":
+        return block, {"row": shape[0], "col": shape[1:].numel()}
+    return block, block
 
 
 def fits(entry: Entry) -> bool:

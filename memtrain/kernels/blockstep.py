@@ -110,6 +110,15 @@ def _check(entry: Entry) -> None:
             codebook.codebook(name, bits=4, signed=_signed(k))
         if bits == 8 and name not in MAPS8:
             raise ValueError(f"map {name!r} has no fast encoder; allowed: {', '.join(MAPS8)}")
+    entries.check_sizes(entry, [(state, _sizes(bits, entry.param)) for state in entry.states])
+
+
+def _sizes(bits: int, param: Tensor) -> dict[str, int]:
+    """Elements of what a state keeps."""
+    if bits == EXACT:
+        return {"tensor": param.numel()}
+    n_blocks = -(-param.numel() // BLOCKS[bits])
+    return {"codes": n_blocks * BLOCKS[bits] * bits // 8, "scale": n_blocks}
 
 
 def step_reference(entry: Entry) -> None:

@@ -1,6 +1,6 @@
 """What the kernels that step many tensors at once share: which entries they serve."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,31 @@ def fits(entry: Any) -> bool:
     if not entry.param.is_contiguous() or not entry.beside.is_contiguous():
         return False
     return entry.param.dtype in FLOAT_TYPES and entry.grad.dtype in FLOAT_TYPES
+
+
+def check_sizes(entry: Any, kept: Sequence[tuple[Mapping[str, Tensor], Mapping[str, int]]]) -> None:
+    """Raise where what belongs to a parameter is not of its size: kernels write by address.
+
+    Args:
+        entry: Whose gradient and correction are looked at.
+        kept: Its states, each with the elements that every tensor of it must have.
+
+    Raises:
+        ValueError: With both sizes.
+    """
+    n = entry.param.numel()
+    found = [("the gradient", entry.grad, n)]
+    if entry.beside.correction is not None:
+        found.append(("the correction", entry.beside.correction, n))
+    for state, sizes in kept:
+        found += [(f"{name!r} of a state", state[name], size) for name, size in sizes.items()]
+    for what, tensor, size in found:
+        if tensor.numel() != size:
+            raise ValueError(
+                f"{what} has {tensor.numel():,} elements; a parameter of shape "
+                f"{tuple(entry.param.shape)} needs {size:,}. A parameter that has changed its size "
+                "needs a new optimizer"
+            )
 
 
 def gather(

@@ -117,3 +117,11 @@ def test_bad_gradients_reach_the_weight_and_leave_no_correction():
         bad[1, 2] = True
         assert torch.equal(entry.param.isnan(), bad)
         assert all(x[1, 2] == 0 for x in weight(entry)[1:])
+
+
+def test_a_momentum_of_another_size_is_refused():
+    p, h = torch.ones(300), sgd(lr=1.0, momentum=0.9)
+    state = {"codes": torch.zeros(1, 128, dtype=torch.uint8), "scale": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"'codes' of a state has 128 elements; .* needs 192"):
+        blockstep.block_step([blockstep.Entry(p, p.clone(), (state,), "sgd", 4, h)])
+    assert torch.equal(p, torch.ones(300))

@@ -322,3 +322,23 @@ def test_tensor_lr_and_param_groups():
     AdamW4bit(groups, weight_decay=0.0).step()
     assert torch.allclose((a - start[0]).abs(), torch.tensor(0.5), atol=1e-4)
     assert torch.equal(b, start[1])
+
+
+@pytest.mark.parametrize("kind", ["exact", "block", "rank1", "factored"])
+def test_a_parameter_that_grew_is_refused_before_anything_is_written(kind):
+    model = nn.Linear(64, 100, bias=False)
+    second = {"exact": "identity", "block": "B128/Linear", "rank1": "Rank-1/Linear"}
+    first = "identity" if kind == "exact" else "B128/DE"
+    optimizer = AdamW4bit(
+        model.parameters(), first=first, second=second.get(kind, kind), min_elements=0
+    )
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    moments = [optimizer.state[model.weight][name] for name in ("exp_avg", "exp_avg_sq")]
+    before = copy.deepcopy(moments)
+    model.weight.data = torch.ones(110, 64)  # as resize_token_embeddings does
+    model.weight.grad = torch.ones(110, 64)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(110, 64\) needs .*new optimizer"):
+        optimizer.step()
+    assert torch.equal(model.weight, torch.ones(110, 64))
+    assert str(before) == str(moments)
