@@ -25,7 +25,7 @@ from memtrain.kernels.derivative_reference import (
     wide,
 )
 from memtrain.kernels.derivative_reference import DTYPES as DTYPES
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.pointwise import check_function, one_pass, value
 from memtrain.kernels.strides import is_dense, memory_order
 
@@ -103,13 +103,12 @@ def forward(
         >>> y, backward(torch.ones(2), codes, [0.0, 1.0])
         (tensor([0., 2.]), tensor([0., 1.]))
     """
-    plain = is_plain(x)
-    if plain and choose(x) == "cpu":
+    if is_plain_cpu(x):
         side = (parity, shift)
         return in_cpp.forward(x, function, tuple(parameters), tuple(boundaries), side)
     check_side(x.dtype, boundaries, parity)
     check_function(function)
-    run = _forward if plain else _forward_op
+    run = _forward if is_plain(x) else _forward_op
     return run(x, function, parameters, boundaries, parity, shift)
 
 
@@ -166,12 +165,11 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
         >>> backward(torch.tensor([2.0, 2.0]), codes, [0.25, 0.5])
         tensor([0.5000, 1.0000])
     """
-    plain = is_plain(grad)
-    if plain and choose(codes) == "cpu":
+    if is_plain_cpu(grad):
         return in_cpp.backward(grad, codes, tuple(levels), torch.empty_like(grad))
     check_dtype(grad.dtype)
     bits_of(len(levels), 0)
-    run = _backward if plain else _backward_op
+    run = _backward if is_plain(grad) else _backward_op
     return run(grad, codes, levels)
 
 

@@ -92,7 +92,7 @@ def _levels_plan(levels: tuple[float, ...], dtype: torch.dtype) -> _Plan:
 
 def _codes(x: Tensor, y: int, plan: _Plan) -> Tensor:
     n = x.numel()
-    codes = torch.empty(((n + BLOCK_SIZE - 1) // BLOCK_SIZE, plan.width), dtype=torch.uint8)
+    codes = torch.empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, plan.width, dtype=torch.uint8)
     addresses = (x.data_ptr(), y, plan.address, codes.data_ptr())
     cpu.call_raw("mt_derivative_forward", *addresses, n, *plan.numbers)
     return codes

@@ -68,7 +68,7 @@ def choose(x: Tensor) -> str:
         return _forced
     if x.is_cuda and has_triton():
         return "triton"
-    if x.device.type == "cpu" and cpu.library() is not None:
+    if x.is_cpu and cpu.library() is not None:
         return "cpu"
     return "reference"
 
@@ -92,6 +92,25 @@ def is_plain(x: Tensor) -> bool:
         and not x.is_meta
         and not (x.requires_grad and torch.is_grad_enabled())
         and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def is_plain_cpu(x: Tensor) -> bool:
+    """`is_plain(x) and choose(x) == "cpu"`, for calls that take little longer than the question.
+
+    Args:
+        x: The call's main tensor.
+
+    Example:
+        >>> with backend("reference"):
+        ...     is_plain_cpu(torch.ones(2))
+        False
+    """
+    return (
+        is_plain(x)
+        and x.is_cpu
+        and (_forced is None or _forced == "cpu")
+        and cpu.library() is not None
     )
 
 
