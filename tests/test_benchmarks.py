@@ -103,7 +103,7 @@ def test_adamw_step_quick(command, tmp_path):
 def test_the_others_quick(command, tmp_path, name):
     assert command.main(["run", name, "--quick", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / f"{name}.csv")
-    assert len(rows) == {"gpt2_activations": 6, "precision": 49, "seeds": 1}[name]
+    assert len(rows) == {"gpt2_activations": 6, "precision": 61, "seeds": 1}[name]
     assert set(rows[0]) >= WHERE
 
 
