@@ -150,6 +150,8 @@ def show_rates(console: Console, rates: Rates) -> None:
         ("group codes", rates.pack, "GB/s, read plus written"),
     ):
         console.print(f"  {what:16}{rate / 1e9:,.1f} {unit}", markup=False, highlight=False)
+    for what, seconds in (("any op", rates.launch), ("a group code", rates.call)):
+        console.print(f"  {what:16}{seconds * 1e6:.1f} us besides", markup=False, highlight=False)
 
 
 def show_misfit(errors: Console, error: DoesNotFit) -> None:

@@ -1,6 +1,7 @@
 """`memtrain-train budget=...`: the plan of the wrapped run, and its promise beside what came."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.optim import Optimizer
 
 from memtrain.config import Config
 from memtrain.peak import StepOptions
-from memtrain.planner import Fit, Goal, fit
+from memtrain.planner import Fit, Goal, Rates, fit, measure_rates, read_rates
 from memtrain.sizes import format_size
+
+MEASURE = "measure"
 
 
 @dataclass(kw_only=True)
@@ -24,9 +27,38 @@ class PlannerConfig:
     """The most noise, in units of the preset `balanced`'s."""
     objective: str = "time"
     """`time` or `error`."""
+    rates: Any = None
+    """The device's speed: a file of `memtrain-report --measure-rates`, `measure`, or the values
+    themselves; byte counts by default."""
 
     def __post_init__(self) -> None:
         self.goal()
+
+    def settled(self, device: str, *, autocast: bool) -> "PlannerConfig":
+        """The same with the rates' values, so that a run that is resumed gets the same plan.
+
+        Args:
+            device: What `measure` times.
+            autocast: Whether its arithmetic is in bfloat16.
+        """
+        if self.rates is None:
+            return self
+        found = (
+            self._rates()
+            if self.rates != MEASURE
+            else measure_rates(device, dtype=torch.bfloat16 if autocast else torch.float32)
+        )
+        return replace(self, rates=asdict(found))
+
+    def _rates(self) -> Rates:
+        """What is known of them before anything is measured."""
+        if self.rates is None or self.rates == MEASURE:
+            return Rates()
+        if isinstance(self.rates, str):
+            return read_rates(self.rates)
+        if not isinstance(self.rates, Mapping):
+            raise TypeError(f"rates={self.rates!r}; allowed: a file, measure, or a mapping")
+        return Rates(**self.rates)
 
     def goal(self, options: StepOptions = StepOptions()) -> Goal:  # noqa: B008 (a frozen value)
         """What the planner is asked; its errors come before anything runs."""
@@ -34,6 +66,7 @@ class PlannerConfig:
             allow=self.allow,
             max_error=self.max_error,
             objective=self.objective,  # type: ignore[arg-type]
+            rates=self._rates(),
             sensitivity="analytic",  # a run that is resumed gets the same plan
             options=options,
         )

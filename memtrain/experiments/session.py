@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from memtrain.experiments.budget import promise
 from memtrain.experiments.config import TrainConfig
 from memtrain.experiments.data import Source, build_source
 from memtrain.experiments.display import Display
-from memtrain.experiments.loop import Row, Run, is_due
+from memtrain.experiments.loop import Row, Run, is_due, pick_device
 from memtrain.meter import storage_nbytes
 from memtrain.planner import Fit
 
@@ -69,6 +69,11 @@ class Session:
         state: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
+        if config.budget is not None:
+            training = config.training
+            device = pick_device(training.device).type
+            own = config.planner.settled(device, autocast=training.autocast)
+            config = replace(config, planner=own)
         self.config, self.state, self.console = config, state, console or Console(quiet=True)
         self.source: Source = build_source(config.data, config.seed)
         self.fit: Fit | None = None

@@ -18,12 +18,12 @@ from memtrain.planfile import load
 from memtrain.planner.candidates import gather
 from memtrain.planner.fit import DoesNotFit, Fit, advice
 from memtrain.planner.goal import ALLOWED, Goal
-from memtrain.planner.levels import LEVELS, STATES, TORCH
+from memtrain.planner.levels import STATES, TORCH
 from memtrain.planner.offers import (
     Offer,
     best_offers,
     config_of,
-    count_levels,
+    count_options,
     lay_ground,
     least_seconds,
     make_offers,
@@ -46,11 +46,12 @@ def fit(
 ) -> Fit:
     """Choose what to compress and what to run again, so that a training step's peak fits.
 
-    For each group of saved tensors: keep, lossless, or 8 to 2 bits; for each block of layers
-    instead of these: run it again; for the optimizer: torch's states, 8 bits, 4 bits or factored;
-    where allowed, released gradients and weights in two bytes. All plans that trade step time
-    against bytes best are listed without asking for the budget, and the fastest is taken whose
-    peak, predicted by a whole step on fake tensors, fits. So more budget never plans a slower step.
+    For each group of saved tensors: keep, lossless, or each compressor that serves it at 1 to 8
+    bits; for each block of layers instead of these: run it again; for each parameter's states:
+    torch's, 8 bits, 4 bits or factored; where allowed, released gradients and weights in two bytes.
+    All plans that trade step time against bytes best are listed without asking for the budget, and
+    the fastest is taken whose peak, predicted by a whole step on fake tensors, fits. So more
+    budget never plans a slower step.
 
     Args:
         model: Real or fake; not changed.
@@ -108,7 +109,7 @@ def fit(
         error=offer.error,
         exact=all(other.ground.exact for other in offers),
         states=offer.ground.states.counts(offer.mixture),
-        chosen=count_levels(offer),
+        chosen=count_options(offer),
         rates=goal.rates.name,
         sensitivity="measured" if measure else "analytic",
     )
@@ -120,19 +121,18 @@ def _all_offers(
     names, offers = goal.names, []
     for weights in _options(config.weights, "bf16+8", "weights" in names):
         held = replace(config, weights=weights)
-        levels = LEVELS if "quantise" in names else (KEEP,)
-        recompute = "recompute" in names
-        found = gather(model, optimizer, held, batch, levels=levels, recompute=recompute)
+        quantise, recompute = "quantise" in names, "recompute" in names
+        found = gather(model, optimizer, held, batch, quantise=quantise, recompute=recompute)
         if measure:
             run = goal.closure or closure_of(model, batch)
-            errors = measured(model, run, found, found.plans[KEEP].options)
+            found = measured(model, run, found, found.plan.options)
         else:
-            errors = analytic(found)
-        variants = STATES if "quantise" in names else (TORCH,)
+            found = analytic(found)
+        variants = STATES if quantise else (TORCH,)
         states = gather_states(model, optimizer, held, variants, goal)
         for gradients in _options(config.gradients, "release", "release" in names):
             own = replace(held, gradients=gradients)
-            ground = lay_ground(own, found, errors, states, goal)
+            ground = lay_ground(own, found, states, goal)
             offers += make_offers(model, optimizer, ground, goal)
     return offers
 

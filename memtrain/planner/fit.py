@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from memtrain.config import KEEP
 from memtrain.peak import Moment
 from memtrain.peak.timeline import GRADIENTS, SAVED, STATES, WEIGHTS
 from memtrain.plan import Plan
-from memtrain.planner.levels import TORCH
+from memtrain.planner.levels import LOSSLESS, TORCH
 from memtrain.sizes import format_size
 
 _MEANS = {
@@ -46,7 +47,7 @@ class Fit:
     """What is done to optimizer states -> of how many parameters; those too small for a choice are
     left out."""
     chosen: Mapping[str, int]
-    """Level -> how many groups of saved tensors have it; `recompute`: how many blocks."""
+    """Option -> how many groups of saved tensors have it; `recompute`: how many blocks."""
     rates: str
     """Of which device."""
     sensitivity: str
@@ -60,7 +61,7 @@ class Fit:
     def rows(self) -> list[tuple[str, str]]:
         """What is promised and what was chosen: a name, and a line about it."""
         config = self.plan.config
-        chosen = ", ".join(f"{count} {_named(level)}" for level, count in self.chosen.items())
+        chosen = ", ".join(f"{count} {_named(option)}" for option, count in self.chosen.items())
         found = "all plans compared" if self.exact else "a relaxation's plans compared"
         if self.least_seconds is not None:
             gap = max(0.0, self.seconds / self.least_seconds - 1) if self.least_seconds > 0 else 0.0
@@ -164,7 +165,7 @@ def _mixture(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in ordered)
 
 
-def _named(level: str) -> str:
-    if level == "recompute":
+def _named(option: str) -> str:
+    if option == "recompute":
         return "blocks recomputed"
-    return f"at {level} bits" if level.isdigit() else level
+    return option if option in (KEEP, LOSSLESS) else f"with {option}"

@@ -17,6 +17,8 @@ class Work(NamedTuple):
     """Of matrix products and convolutions."""
     nbytes: float = 0.0
     """Read and written by all ops."""
+    n_ops: float = 0.0
+    """That do not only make views."""
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -107,10 +109,13 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         count = self.flops.get(func._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
-        nbytes = 0.0 if _is_view(func) else _moved((args, kwargs, out))
+        view = _is_view(func)
+        nbytes = 0.0 if view else _moved((args, kwargs, out))
         for path in {"", self.path}:
             before = self.found.get(path, Work())
-            self.found[path] = Work(before.flops + flops, before.nbytes + nbytes)
+            self.found[path] = Work(
+                before.flops + flops, before.nbytes + nbytes, before.n_ops + (not view)
+            )
         return out
 
 

@@ -15,7 +15,6 @@ from memtrain.planner.candidates import Block, Candidates
 from memtrain.planner.goal import Goal, Objective
 from memtrain.planner.levels import TORCH
 from memtrain.planner.rates import Rates
-from memtrain.planner.sensitivity import Errors, of_balanced
 from memtrain.planner.solve import Choice, Part, Solution, bound, frontier
 from memtrain.planner.states import States
 from memtrain.planner.sweep import sweep
@@ -30,7 +29,6 @@ class Ground:
 
     config: Config
     candidates: Candidates
-    errors: Errors
     unit: float
     """The error of `balanced`: what errors are told in."""
     states: States
@@ -56,30 +54,24 @@ class Offer(NamedTuple):
     """Of optimizer states."""
 
 
-def lay_ground(
-    config: Config, candidates: Candidates, errors: Errors, states: States, goal: Goal
-) -> Ground:
+def lay_ground(config: Config, candidates: Candidates, states: States, goal: Goal) -> Ground:
     """Turn candidates into parts, and list how they trade time, bytes and error."""
-    unit = of_balanced(errors) or 1.0
+    unit = sum(item.balanced.error for item in candidates.items) or 1.0
     released = config.gradients != KEEP
-    parts = [_part(block, errors, unit, goal.rates, released) for block in candidates.blocks]
+    parts = [_part(block, unit, goal.rates, released) for block in candidates.blocks]
     listed = frontier(parts, goal.max_error)
     exact = listed is not None and states.exact
     solutions = listed if listed is not None else sweep(parts, goal.max_error, goal.objective)
-    return Ground(config, candidates, errors, unit, states, parts, solutions, exact)
+    return Ground(config, candidates, unit, states, parts, solutions, exact)
 
 
-def _part(block: Block, errors: Errors, unit: float, rates: Rates, released: bool) -> Part:
-    plain = sum(item.options[KEEP].nbytes for item in block.items)
+def _part(block: Block, unit: float, rates: Rates, released: bool) -> Part:
+    plain = sum(item.options[0].nbytes for item in block.items)
     again = Choice(rates.seconds(block.work), block.inputs, 0.0)
     items = [
         [
-            Choice(
-                rates.packing(option) if option.plain else 0.0,
-                option.nbytes,
-                errors[item.name][level] / unit,
-            )
-            for level, option in item.options.items()
+            Choice(rates.packing(option), option.nbytes, option.error / unit)
+            for option in item.options
         ]
         for item in block.items
     ]
@@ -145,8 +137,8 @@ def config_of(offer: Offer) -> Config:
             again.append(block.name)
             continue
         for item, index in zip(block.items, own, strict=True):
-            option = [*item.options.values()][index]
-            sites |= {site.name: spec(chosen) for site, chosen in option.choices.items()}
+            choices = item.options[index].choices
+            sites |= {site.name: spec(chosen) for site, chosen in choices.items()}
     activations = replace(ground.config.activations, rules=[], sites=sites, recompute=again)
     states = ground.states.config(ground.config.optim, offer.mixture)
     return replace(ground.config, activations=activations, optim=states)
@@ -168,20 +160,20 @@ def least_seconds(offers: Sequence[Offer], room: float, max_error: float, best: 
 def plain_seconds(optimizer: Optimizer, candidates: Candidates, rates: Rates) -> float:
     """Of a step of plain PyTorch."""
     n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    entries = candidates.plans[KEEP].entries("state")
+    entries = candidates.plan.entries("state")
     states = sum(entry.nbytes for entry in entries)
     return 3 * rates.seconds(candidates.work) + rates.step(optimizer, TORCH, n_params, states)
 
 
-def count_levels(offer: Offer) -> dict[str, int]:
-    """How many groups of tensors each level has, and how many blocks run again."""
+def count_options(offer: Offer) -> dict[str, int]:
+    """How many groups of tensors each option is chosen for, and how many blocks run again."""
     counts: dict[str, int] = {}
     for block, own in zip(offer.ground.candidates.blocks, offer.solution.choices, strict=True):
         if own is None:
             counts["recompute"] = counts.get("recompute", 0) + 1
             continue
         for item, index in zip(block.items, own, strict=True):
-            if item.options[KEEP].nbytes:
-                level = [*item.options][index]
-                counts[level] = counts.get(level, 0) + 1
+            if item.options[0].nbytes:
+                name = item.options[index].name
+                counts[name] = counts.get(name, 0) + 1
     return counts

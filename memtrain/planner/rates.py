@@ -12,20 +12,23 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from memtrain.compressors import Group, Key
-from memtrain.planner.candidates import Option
 from memtrain.planner.forward import Work
+from memtrain.planner.items import Option
 from memtrain.planner.levels import BITS4, FACTORED, TORCH
 
 _REREAD = {BITS4: 4.5, FACTORED: 4.1}
 """Bytes per parameter that two passes over a tensor read again (docs/design.md, section 5)."""
+_TINY, _REPEATS = 256, 200
+"""Elements whose copy is all launch, and how often it is timed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Throughputs of a device.
+    """Throughputs of a device, and what an op costs however small it is.
 
     The defaults stand for none in particular: they count bytes at 4.3 TB/s, an H200's copy, and
-    arithmetic at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone.
+    arithmetic at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone; a
+    launch costs nothing.
 
     Example:
         >>> Rates().seconds(Work(flops=0.0, nbytes=4.3e12))
@@ -40,16 +43,22 @@ class Rates:
     """Of matrix products, per second."""
     pack: float = 4.3e12
     """Bytes per second, read plus written, of compressing and decompressing in groups."""
+    launch: float = 0.0
+    """Seconds that any op takes besides its bytes and its arithmetic."""
+    call: float = 0.0
+    """Seconds that compressing, or decompressing, takes besides its bytes."""
 
     def __post_init__(self) -> None:
-        for name in ("copy", "flops", "pack"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value!r} is out of range; allowed: above 0")
+        for name in ("copy", "flops", "pack", "launch", "call"):
+            value, least = getattr(self, name), name in ("launch", "call")
+            sound = isinstance(value, int | float) and 0 <= value < float("inf")
+            if not sound or (value == 0 and not least):
+                allowed = "0 or more" if least else "above 0"
+                raise ValueError(f"{name}={value!r} is out of range; allowed: {allowed}")
 
     def seconds(self, work: Work) -> float:
         """Of a part of a forward: arithmetic and traffic do not overlap."""
-        return work.flops / self.flops + work.nbytes / self.copy
+        return work.flops / self.flops + work.nbytes / self.copy + work.n_ops * self.launch
 
     def packing(self, option: Option) -> float:
         """Of compressing in the forward and decompressing in the backward.
@@ -57,7 +66,7 @@ class Rates:
         A tensor is read and written once more, and its payload written and read; an op that is
         replaced writes and reads its payload only.
         """
-        return (2 * (option.plain - option.replaced) + 2 * option.nbytes) / self.pack
+        return option.moved / self.pack + option.calls * self.call
 
     def step(self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int) -> float:
         """Of an optimizer's step.
@@ -75,7 +84,7 @@ class Rates:
 
 
 def read_rates(path: str | Path) -> Rates:
-    """Read the rates that `measure_rates` found, from a YAML file.
+    """Read the rates that `measure_rates` found, from a YAML file; keys left out have defaults.
 
     Args:
         path: Of the file.
@@ -104,7 +113,7 @@ def write_rates(rates: Rates, path: str | Path) -> None:
 def measure_rates(
     device: str | torch.device = "cpu", *, n_elements: int = 1 << 24, dtype: Any = torch.float32
 ) -> Rates:
-    """Time a copy, a matrix product and a group code on a device; about a second.
+    """Time a copy, a matrix product and a group code on a device, large and tiny; a second or two.
 
     Args:
         device: Where.
@@ -126,21 +135,31 @@ def measure_rates(
     kind = torch.device(device)
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else "this CPU"
     both = 2 * (size + packed.nbytes)
+    tiny, small = x[:_TINY].clone(), y[:_TINY].clone()
     return Rates(
         name=name,
         copy=2 * size / _best(lambda: y.copy_(x), kind),
         flops=2 * side**3 / _best(lambda: square @ square, kind),
-        pack=both / _best(lambda: code.decompress(code.compress(x, key=Key())), kind),
+        pack=both / _best(lambda: _there_and_back(code, x), kind),
+        launch=_best(lambda: small.copy_(tiny), kind, repeats=_REPEATS),
+        call=_best(lambda: _there_and_back(code, tiny), kind, repeats=_REPEATS) / 2,
     )
 
 
-def _best(run: Callable[[], Tensor], device: torch.device) -> float:
+def _there_and_back(code: Group, x: Tensor) -> Tensor:
+    return code.decompress(code.compress(x, key=Key()))
+
+
+def _best(run: Callable[[], Tensor], device: torch.device, repeats: int = 1) -> float:
+    """Seconds of one run, the best of three times so many."""
+
     def once() -> float:
         start = time.perf_counter()
-        run()
+        for _ in range(repeats):
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / repeats
 
     once()
     return min(once() for _ in range(3))

@@ -1,6 +1,8 @@
 """How much of the gradient each item's compression costs: measured on a batch, or by analysis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import log
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,37 +14,33 @@ from memtrain.activations.options import Options
 from memtrain.activations.passes import Closure, Gradient, distance, dot, untouched
 from memtrain.activations.sites import Site
 from memtrain.compressors import Compressor
-from memtrain.planner.candidates import Block, Candidates, Item
-from memtrain.planner.levels import BALANCED, LEVELS
-
-Errors = dict[str, dict[str, float]]
-"""Item's name -> level -> the error that it brings."""
+from memtrain.planner.candidates import Block, Candidates
+from memtrain.planner.items import Item, Option, best
 
 
-def analytic(candidates: Candidates) -> Errors:
+def analytic(candidates: Candidates) -> Candidates:
     """Every saved tensor counts alike: its relative squared error, shared among all of them.
 
     Args:
         candidates: Of a model.
 
     Returns:
-        Shares of the gradient's square.
+        The same with errors as shares of the gradient's square, and without the options that others
+        then beat.
     """
-    n_sites = max(1, sum(_lossy_sites(item) for item in candidates.items))
-    return {
-        item.name: {level: option.error / n_sites for level, option in item.options.items()}
-        for item in candidates.items
-    }
+    lossy = sum(any(option.error for option in item.options) for item in candidates.items)
+    return _settled(candidates, lambda item: lambda family: 1 / max(1, lossy))
 
 
 def measured(
     model: nn.Module, closure: Closure, candidates: Candidates, options: Options
-) -> Errors:
-    """Run forward and backward with one kind of items at its lowest level, all others exact.
+) -> Candidates:
+    """Run forward and backward with one kind of items and compressors at a time, all others exact.
 
-    Items at the same place of their blocks are a kind, and are measured together: the squared
-    distance of the gradient from the exact one, as a share of its square, divided evenly. Other
-    levels follow by the ratio of their analytic errors.
+    Items at the same place of their blocks are a kind, and are measured together, for each family
+    of compressors at the widths that come nearest to the preset `balanced` in error: the squared
+    distance of the gradient from the exact one, as a share of its square, divided evenly. The
+    family's other widths follow by the ratio of their analytic errors.
 
     Args:
         model: Real; nothing of it is changed.
@@ -51,9 +49,9 @@ def measured(
         options: As of the plan.
 
     Returns:
-        Shares of the gradient's square.
+        As of `analytic`.
     """
-    found = analytic(candidates)
+    scales: dict[str, dict[str, float]] = {}
     with untouched(model) as gradient:
 
         def run(choices: Mapping[Site, Compressor | str]) -> Gradient:
@@ -70,32 +68,39 @@ def measured(
         exact = run({})
         norm = dot(exact, exact)
         for items in _kinds(candidates.blocks).values():
-            lowest = {item.name: [*item.options][-1] for item in items}
-            analysed = sum(found[item.name][lowest[item.name]] for item in items)
-            if not analysed or not norm:
-                continue
-            choices = {
-                site: chosen
-                for item in items
-                for site, chosen in item.options[lowest[item.name]].choices.items()
-            }
-            scale = distance(run(choices), exact) / norm / analysed
-            for item in items:
-                own = found[item.name]
-                found[item.name] = {level: error * scale for level, error in own.items()}
+            own: dict[str, float] = {}
+            for family, shown in _families(items).items():
+                analysed = sum(option.error for option in shown)
+                choices = {site: chosen for one in shown for site, chosen in one.choices.items()}
+                own[family] = distance(run(choices), exact) / norm / analysed if norm else 0.0
+            scales |= {item.name: own for item in items}
+    return _settled(candidates, lambda item: lambda family: scales[item.name].get(family, 0.0))
+
+
+def _settled(candidates: Candidates, scale: Callable[[Item], Callable[[str], float]]) -> Candidates:
+    """The candidates with errors times the scale of their item and family."""
+
+    def settled(item: Item) -> Item:
+        of = scale(item)
+        options = [replace(own, error=own.error * of(own.families)) for own in item.options]
+        balanced = replace(item.balanced, error=item.balanced.error * of(item.balanced.families))
+        return replace(item, options=best(options), balanced=balanced)
+
+    blocks = [replace(one, items=[*map(settled, one.items)]) for one in candidates.blocks]
+    return replace(candidates, blocks=blocks)
+
+
+def _families(items: Sequence[Item]) -> dict[str, list[Option]]:
+    """Family -> of each item that has it, the lossy option that is nearest to `balanced`."""
+    found: dict[str, list[Option]] = {}
+    for item in items:
+        near: dict[str, Option] = {}
+        lossy = [option for option in (item.balanced, *item.options) if option.error]
+        for option in sorted(lossy, key=lambda own: abs(log(own.error / lossy[0].error))):
+            near.setdefault(option.families, option)
+        for family, option in near.items():
+            found.setdefault(family, []).append(option)
     return found
-
-
-def of_balanced(errors: Errors) -> float:
-    """What the preset `balanced` brings: of each item the level that stands nearest above it."""
-    place = {level: index for index, level in enumerate(LEVELS)}
-    return sum(
-        next(
-            (own[level] for level in reversed(own) if place[level] <= place[BALANCED]),
-            0.0,
-        )
-        for own in errors.values()
-    )
 
 
 def is_real(model: nn.Module, batch: Any) -> bool:
@@ -103,12 +108,6 @@ def is_real(model: nn.Module, batch: Any) -> bool:
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     tensors = [*model.parameters(), *given]
     return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
-
-
-def _lossy_sites(item: Item) -> int:
-    """Sites that the lowest level rounds."""
-    lowest = item.options[[*item.options][-1]]
-    return len(lowest.choices) if lowest.error else 0
 
 
 def _kinds(blocks: Sequence[Block]) -> dict[str, list[Item]]:

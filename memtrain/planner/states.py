@@ -16,7 +16,8 @@ from memtrain.optim.layout import settle
 from memtrain.plan import Plan, make_plan
 from memtrain.planfile import spec
 from memtrain.planner.goal import Goal, Objective
-from memtrain.planner.levels import BITS4, TORCH, moment_error, state_rules
+from memtrain.planner.levels import BITS4, TORCH, state_rules
+from memtrain.planner.noise import moment_error
 from memtrain.planner.rates import Rates
 from memtrain.planner.solve import Choice, Part, Solution, frontier
 from memtrain.planner.sweep import sweep

@@ -155,7 +155,7 @@ def test_a_budget_from_the_command_line_to_the_files(builder, capsys):
     assert again["unmatched_rules"] == []
 
 
-RATES = planner.Rates(name="a machine", copy=2e9, flops=3e9, pack=1e9)
+RATES = planner.Rates(name="a machine", copy=2e9, flops=3e9, pack=1e9, launch=5e-6, call=4e-5)
 
 
 @pytest.fixture
@@ -178,6 +178,8 @@ def test_rates_are_measured_by_a_command_and_read_by_the_planner(machine, tmp_pa
     assert machine == [("cpu", torch.bfloat16)]
     text = capsys.readouterr().out
     assert text.splitlines()[:2] == ["a machine:", "  copying         2.0 GB/s, read plus written"]
+    assert text.splitlines()[-2:] == [
+        "  any op          5.0 us besides", "  a group code    40.0 us besides"]  # fmt: skip
     assert report_budget.rates_of(asked(f"rates={path}")[0]) == RATES
     assert report_budget.rates_of(asked("rates=measure", "device=cpu")[0]) == RATES
     assert report_budget.rates_of(asked()[0]) == planner.Rates()
@@ -193,18 +195,18 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
     found = planner.Fit(
         plan=plan, budget=2**21, peak=Moment("step", "step", 2**20, {"weights": 2**20}),
         seconds=1.2, plain_seconds=1.0, least_seconds=1.0, error=0.5, exact=False,
-        states={"8-bit": 3, "factored": 1}, chosen={"4": 2, "recompute": 1}, rates="byte counts",
-        sensitivity="analytic",
+        states={"8-bit": 3, "factored": 1}, chosen={"group 4": 2, "recompute": 1},
+        rates="byte counts", sensitivity="analytic",
     )  # fmt: skip
     outcome = Outcome(report, settings, fit=found)
     content = json.loads(as_text(outcome))["planner"]
     assert (content["budget"], content["promised_peak"]) == (2**21, 2**20)
     assert content["states"] == {"8-bit": 3, "factored": 1}
-    assert content["chosen"] == {"4": 2, "recompute": 1}
+    assert content["chosen"] == {"group 4": 2, "recompute": 1}
     assert (content["seconds"], content["least_seconds"], content["exact"]) == (1.2, 1.0, False)
     assert (content["error"], content["weights"], content["gradients"]) == (0.5, "keep", "keep")
     page = as_html(outcome)
-    for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 at 4 bits",
+    for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 with group 4",
                   "3 8-bit, 1 factored", "none is faster by more than 20.0%"):  # fmt: skip
         assert words in page
     assert "The plan for a budget" not in as_html(Outcome(report, settings))

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from rich.console import Console
 
+from memtrain.experiments import budget
 from memtrain.experiments.budget import PlannerConfig, promise
 from memtrain.experiments.config import compose, from_mapping
 from memtrain.experiments.session import Session
 from memtrain.peak import Moment
-from memtrain.planner import Fit
+from memtrain.planner import Fit, Rates, write_rates
 
 
 def test_a_promise_is_one_line():
@@ -30,6 +32,33 @@ def test_wrong_values_are_named_before_anything_runs():
     assert PlannerConfig().goal().sensitivity == "analytic"
     config = from_mapping(compose(["experiment=smoke", "budget=2MB", "planner.max_error=0.5"]))
     assert (config.budget, config.planner.max_error) == ("2MB", 0.5)
+
+
+def test_rates_are_settled_once_so_that_a_resumed_run_gets_the_same_plan(monkeypatch, tmp_path):
+    rates = Rates(name="a machine", copy=2e9, launch=1e-6)
+    given = []
+
+    def measure_rates(device, *, dtype):
+        given.append((device, dtype))
+        return rates
+
+    monkeypatch.setattr(budget, "measure_rates", measure_rates)
+    overrides = ["experiment=smoke", "budget=20MB", "planner.rates=measure",
+                 "training.runs=[plain]", f"output.folder={tmp_path}"]  # fmt: skip
+    config = from_mapping(compose(overrides))
+    assert config.planner.goal().rates == Rates()  # nothing is measured to check a config
+    session = Session(config)
+    assert given == [("cpu", torch.float32)]
+    saved = OmegaConf.load(session.folder / "config.yaml")
+    again = from_mapping(saved)
+    assert again.planner.goal().rates == rates
+    assert again.planner.settled("cpu", autocast=True) == again.planner
+    write_rates(rates, tmp_path / "rates.yaml")
+    assert PlannerConfig(rates=str(tmp_path / "rates.yaml")).goal().rates == rates
+    with pytest.raises(FileNotFoundError, match=r"'none.yaml' do not exist"):
+        PlannerConfig(rates="none.yaml")
+    with pytest.raises(TypeError, match="allowed: a file, measure, or a mapping"):
+        PlannerConfig(rates=3)
 
 
 @pytest.mark.nightly

@@ -1,0 +1,155 @@
+"""How much a compressor loses, by analysis: of saved tensors, of derivatives, of states."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from memtrain.activations.families import FAMILIES
+from memtrain.compressors import Compressor, DerivativeCode, Integers, Key, Mask
+from memtrain.compressors.fewbit_exact import EXACT
+from memtrain.compressors.fewbit_functions import CURVES, Function
+from memtrain.optim.layout import is_unsigned
+
+_SOLVED = 6
+"""Tables of more bits take seconds to solve; each bit more takes three quarters of the error."""
+_OUTPUTS = {"sigmoid": lambda y: y * (1 - y), "tanh": lambda y: 1 - y * y}
+"""Nonlinearities that save their output y, and their derivative in it."""
+
+
+def relative_error(compressor: Compressor, op: str) -> float:
+    """The share of what an op's backward reads that rounding its saved tensor adds, by analysis.
+
+    Args:
+        compressor: Of a site.
+        op: The op that saves it. A nonlinearity's backward reads the derivative, whether codes of
+            it are kept or its input is; masks and places are exact in any code.
+
+    Returns:
+        The mean squared error for normal numbers, relative to their mean square; of a nonlinearity
+        that of the derivative.
+
+    Example:
+        >>> from memtrain.compressors import Group
+        >>> 0.01 < relative_error(Group(bits=4), "linear") < 0.05
+        True
+        >>> relative_error(DerivativeCode(bits=3), "gelu") < relative_error(Group(bits=3), "gelu")
+        True
+    """
+    if isinstance(compressor, Mask | Integers) or op == "dropout" or "max_pool" in op:
+        return 0.0
+    if isinstance(compressor, DerivativeCode):
+        exact = op in EXACT or op in FAMILIES["@piecewise"]
+        return (
+            0.0 if exact else _code_error(op if op in CURVES else compressor.function, compressor)
+        )
+    return _slope_error(compressor, op) if op in CURVES else _error(compressor)
+
+
+def derived_error(compressor: Compressor, op: str) -> float:
+    """The share that is added to an op's output where it is computed again from its rounded input.
+
+    Args:
+        compressor: Of the input.
+        op: A nonlinearity, or another op, whose output is then as exact as its input.
+
+    Returns:
+        The mean squared error for normal inputs, relative to the outputs' mean square.
+
+    Example:
+        >>> from memtrain.compressors import Group
+        >>> derived_error(Group(bits=4), "layer_norm") == relative_error(Group(bits=4), "linear")
+        True
+    """
+    if op not in CURVES:
+        return _error(compressor)
+    return _value_error(compressor, op)
+
+
+def moment_error(state: str, compressor: Compressor | str) -> float:
+    """The share of an update's square that rounding one of Adam's moments adds.
+
+    By analysis, of its steady state under normal gradients: the first moment m is normal, with
+    scales that are log-normal by rows (deviation 1), columns (1/2) and elements (1/4), the second
+    moment v is their square, and the update is m / sqrt(v). The relative squared errors of both
+    factors add up.
+
+    Args:
+        state: `exp_avg_sq` is the second moment; others count as a first.
+        compressor: What is done to it; a reason to keep it adds nothing.
+
+    Returns:
+        A share.
+
+    Example:
+        >>> from memtrain.compressors import Block
+        >>> few, many = Block(bits=4), Block(bits=8)
+        >>> 0 < moment_error("exp_avg", many) < moment_error("exp_avg", few) < 1
+        True
+    """
+    return 0.0 if isinstance(compressor, str) else _moment_error(is_unsigned(state), compressor)
+
+
+@cache
+def _code_error(function: str, code: DerivativeCode) -> float:
+    bits = min(code.bits, _SOLVED)
+    own = DerivativeCode(bits=bits, function=function)
+    slope = torch.from_numpy(CURVES[function].slope(_normal().double().numpy()))
+    return _share(_again(own, _normal()), slope) * 0.25 ** (code.bits - bits)
+
+
+@cache
+def _slope_error(compressor: Compressor, op: str) -> float:
+    if op in _OUTPUTS:
+        y = torch.from_numpy(CURVES[op].value(_normal().double().numpy()))
+        slope = _OUTPUTS[op]
+        return _share(slope(_rounded(compressor, y.float()).double()), slope(y))
+    return _through(CURVES[op].slope, compressor)
+
+
+@cache
+def _value_error(compressor: Compressor, op: str) -> float:
+    return _through(CURVES[op].value, compressor)
+
+
+@cache
+def _error(compressor: Compressor) -> float:
+    return _share(_rounded(compressor, _normal()), _normal())
+
+
+def _through(curve: Function, compressor: Compressor) -> float:
+    """What is lost of a function of a rounded tensor."""
+    x = _normal()
+    back = curve(_rounded(compressor, x).double().numpy())
+    return _share(torch.from_numpy(back), torch.from_numpy(curve(x.double().numpy())))
+
+
+@cache
+def _normal() -> Tensor:
+    return torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+
+
+def _rounded(compressor: Compressor, x: Tensor) -> Tensor:
+    given = x if getattr(compressor, "shaped", False) else x.flatten()
+    return _again(compressor, given).view_as(x)
+
+
+@cache
+def _moment_error(unsigned: bool, compressor: Compressor) -> float:
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.randn(n, generator=generator) for n in (128, 512))
+    noise = torch.randn(128, 512, generator=generator)
+    scale = (rows[:, None] + columns / 2 + noise.flip(0, 1) / 4).exp()
+    if not unsigned:
+        return _share(_again(compressor, noise * scale) / scale, noise)
+    v = scale.square()
+    again = _again(compressor, v).clamp_min(v.min() * 1e-3)  # what rounds to 0, eps stands in for
+    return _share((v / again).sqrt(), torch.ones_like(v))
+
+
+def _again(compressor: Compressor, x: Tensor) -> Tensor:
+    return compressor.decompress(compressor.compress(x, key=Key()))
+
+
+def _share(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).double().square().mean() / exact.double().square().mean())
