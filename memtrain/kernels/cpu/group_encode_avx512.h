@@ -69,6 +69,41 @@ MT_INLINE bool ends_of(const T* x, int64_t size, __m512& lo, __m512& hi) {
   return _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) == 0;
 }
 
+// Sixteen-bit integers in the order of the bfloat16s with these bits, and back.
+MT_INLINE __m512i key_of(__m512i bits) {
+  const __m512i sign = _mm512_srai_epi16(bits, 15);
+  return _mm512_ternarylogic_epi32(bits, sign, _mm512_set1_epi16(0x7FFF), 0x78);  // a ^ (b & c)
+}
+
+// The sixteen first and last numbers with these keys.
+MT_INLINE __m512 lower_half(__m512i keys) {
+  const __m256i half = _mm512_castsi512_si256(key_of(keys));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+MT_INLINE __m512 upper_half(__m512i keys) {
+  return lower_half(_mm512_shuffle_i64x2(keys, keys, 0xEE));
+}
+
+// Of bfloat16s thirty-two at a time, as integers.
+MT_INLINE bool ends_of(const uint16_t* x, int64_t size, __m512& lo, __m512& hi) {
+  __m512i los[2], his[2];
+  for (int k = 0; k < 2; ++k) los[k] = his[k] = key_of(_mm512_loadu_si512(x));
+  for (int64_t i = 0; i < size; i += 64)
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+      const __m512i key = key_of(_mm512_loadu_si512(x + i + 32 * k));
+      los[k] = _mm512_min_epi16(key, los[k]);
+      his[k] = _mm512_max_epi16(key, his[k]);
+    }
+  const __m512i low = _mm512_min_epi16(los[0], los[1]), high = _mm512_max_epi16(his[0], his[1]);
+  lo = _mm512_min_ps(lower_half(low), upper_half(low));
+  hi = _mm512_max_ps(lower_half(high), upper_half(high));
+  // From Infinity's key on upwards, and from -Infinity's downwards.
+  const __mmask32 above = _mm512_cmpge_epi16_mask(high, _mm512_set1_epi16(0x7F80));
+  const __mmask32 below = _mm512_cmple_epi16_mask(low, _mm512_set1_epi16(-0x7F81));
+  return (above | below) == 0;
+}
+
 constexpr int kTogether = 16;  // groups: one lane each
 
 // What encoding needs to know of each group.
