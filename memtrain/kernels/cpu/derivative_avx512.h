@@ -113,7 +113,7 @@ struct Side {
   int32_t kept;
 };
 
-// Fetches what lies 2 KiB ahead: half a page, of which the hardware knows no more.
+// Fetches what lies 2 KiB ahead, half a page: the hardware does not look beyond pages.
 MT_INLINE void fetch(const void* at) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + 2048));
 }

@@ -21,6 +21,14 @@ MT_INLINE __m512 load(const uint16_t* x) {  // bfloat16
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+// Half of x less `base`, rounded once: so is the difference alone, where half of x is exact.
+MT_INLINE __m512 half_less(const float*, __m512 x, __m512 base) {
+  return _mm512_sub_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), base);
+}
+MT_INLINE __m512 half_less(const uint16_t*, __m512 x, __m512 base) {
+  return _mm512_fmsub_ps(x, _mm512_set1_ps(0.5f), base);
+}
+
 struct Smaller {
   MT_INLINE __m512 of(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
 };
@@ -203,8 +211,8 @@ MT_INLINE void encode_bits(const T* x, uint8_t* out, int64_t size, const __m512i
                           _mm512_set1_ps(0x1p-17f));
     }
     _mm_prefetch(reinterpret_cast<const char*>(x + s * slice + e.ahead), _MM_HINT_T1);
-    const __m512 v = _mm512_mul_ps(load(x + s * slice), half);
-    __m512 t = _mm512_add_ps(_mm512_mul_ps(_mm512_sub_ps(v, base), inverse), u);
+    const __m512 above = half_less(x, load(x + s * slice), base);
+    __m512 t = _mm512_add_ps(_mm512_mul_ps(above, inverse), u);
     if (!kInside) t = _mm512_max_ps(_mm512_min_ps(t, levels), _mm512_setzero_ps());
     const __m512i code = _mm512_slli_epi32(_mm512_cvttps_epi32(t), kBits * (s / kSlices));
     word[s % kSlices] = s < kSlices ? code : _mm512_or_si512(word[s % kSlices], code);

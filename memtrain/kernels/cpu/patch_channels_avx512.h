@@ -56,7 +56,11 @@ MT_INLINE void load_channels(const Job& job, const Channels& c, __m512 (*x)[4]) 
   for (int r = 0; r < 4; ++r) {
     const auto* row = from + (r < c.height ? r * job.columns * job.inner : 0);
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) x[r][k] = F::load(row + (k < c.width ? k * job.inner : 0), c.mask);
+    for (int k = 0; k < 4; ++k) {
+      const auto* cell = row + (k < c.width ? k * job.inner : 0);
+      fetch(cell);
+      x[r][k] = F::load(cell, c.mask);
+    }
   }
 }
 
@@ -83,14 +87,14 @@ MT_INLINE Draws draw_channels(int64_t patch, const Keys& keys, uint32_t patches)
   return d;
 }
 
-template <bool kStochastic>
+template <typename F, bool kStochastic>
 MT_INLINE __m512i encode_channels(const __m512 (*x)[4], const Steps& steps, const Draws& draws) {
   __m512i codes = _mm512_setzero_si512();
 #pragma GCC unroll 16
   for (int k = 0; k < 16; ++k) {
     const __m512i word = draws.word[k / 8][k % 8 / 2];
     const __m512i own = k % 2 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, splat(0xFFFF));
-    codes = add_codes(codes, x[k / 4][k % 4], kStochastic ? scaled(steps, own) : steps,
+    codes = add_codes<F>(codes, x[k / 4][k % 4], kStochastic ? scaled(steps, own) : steps,
                       splat(static_cast<int>(1u << (2 * k))));
   }
   return codes;
@@ -124,7 +128,7 @@ void quantize_channels(const Job& job, int64_t begin, int64_t end) {
     for (int k = 0; k < count; ++k) find_ends<F>(p[k], kStochastic);
     for (int k = 0; k < count; ++k) {
       const Draws draws = kStochastic ? draw_channels(c[k].patch, keys, patches) : Draws();
-      const __m512i codes = encode_channels<kStochastic>(p[k].x, p[k].steps, draws);
+      const __m512i codes = encode_channels<F, kStochastic>(p[k].x, p[k].steps, draws);
       store_words(static_cast<uint64_t*>(job.to), c[k], p[k].ends, codes);
     }
   }

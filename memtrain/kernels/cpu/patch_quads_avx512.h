@@ -94,7 +94,11 @@ MT_INLINE void load_quads(const Job& job, const Quads& q, __m512 (*x)[4]) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j)
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) x[j][r] = F::load(from + q.at[j] + r * job.columns);
+      for (int r = 0; r < 4; ++r) {
+        const auto* row = from + q.at[j] + r * job.columns;
+        fetch(row);
+        x[j][r] = F::load(row);
+      }
     return;
   }
   for (int j = 0; j < 4; ++j) {
@@ -165,7 +169,7 @@ MT_INLINE __m512i draws_of_row(const Draws& d, int j, int r) {
   return _mm512_and_si512(_mm512_srlv_epi32(both, shift), splat(0xFFFF));
 }
 
-template <bool kStochastic>
+template <typename F, bool kStochastic>
 MT_INLINE __m512i encode_quads(const __m512 (*x)[4], const Steps& steps, const Draws& draws) {
   __m512 z[4];
   const __m512i columns = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 2, 4, 6));
@@ -176,7 +180,7 @@ MT_INLINE __m512i encode_quads(const __m512 (*x)[4], const Steps& steps, const D
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       const Steps row = kStochastic ? scaled(own, draws_of_row(draws, j, r)) : own;
-      codes = add_codes(codes, x[j][r], row, splat(1 << (8 * r)));
+      codes = add_codes<F>(codes, x[j][r], row, splat(1 << (8 * r)));
     }
     z[j] = as_floats(_mm512_sllv_epi32(codes, columns));
   }
@@ -222,7 +226,7 @@ void quantize_quads(const Job& job, int64_t begin, int64_t end) {
     for (int k = 0; k < count; ++k) find_ends<F>(p[k], kStochastic);
     for (int k = 0; k < count; ++k) {
       const Draws draws = kStochastic ? draw_quads(q[k], keys, patches) : Draws();
-      const __m512i codes = encode_quads<kStochastic>(p[k].x, p[k].steps, draws);
+      const __m512i codes = encode_quads<F, kStochastic>(p[k].x, p[k].steps, draws);
       store_words(static_cast<uint64_t*>(job.to), q[k], p[k].ends, codes);
     }
   }
