@@ -16,6 +16,10 @@ from memtrain.kernels.split import PLAIN, Beside
 
 KINDS = ("exact", "block", "rank1", "factored")
 BLOCK = 128
+PIECEWISE = "factored8"  # which `adamw_pieces` steps
+FACTORED = ("factored", PIECEWISE)
+FIRST = {PIECEWISE: (8, 256)}
+"""Bits and block size of the first moment, where they are not 4 and 128."""
 _FIELDS, _MAX_DIMS = 28, 8
 
 
@@ -26,6 +30,7 @@ class Entry(NamedTuple):
     first moment in signed blocks of 128 (`{"codes", "scale"}`) with a second moment in unsigned
     blocks of 128 (`"block"`), rank-1 (`"rank1"`, at least 2 dimensions) or factored
     (`"factored"`, `{"row", "col"}`, at least 2 dimensions). The maps are of `codebook.MAPS`.
+    `"factored8"` is `"factored"` with a first moment of 8 bits in blocks of 256.
     `hyper` is on the host, or a row of `numbers.on_device`. With a `shard` everything is a
     process's part, but for what rank-1 and factored know of the whole: see `adamw_sharded.step`.
     `beside` is what a bfloat16 or float16 parameter has besides itself.
@@ -82,7 +87,13 @@ def adamw_step(given: Sequence[Entry], kept: Kept | None = None) -> None:
     for entry in given:
         _check(entry)
     split = [e for e in given if e.shard is not None and e.kind in ("rank1", "factored")]
-    whole = [e for e in given if not any(e is other for other in split)]
+    pieces = [e for e in given if e.kind == PIECEWISE]
+    whole = [e for e in given if not any(e is other for other in split + pieces)]
+    if pieces:
+        from memtrain.kernels import adamw_pieces
+
+        for entry in entries.gather(pieces, step_reference):
+            adamw_pieces.step(entry)
     together = entries.gather(whole, step_reference, fits)
     if split:
         from memtrain.kernels import adamw_sharded
@@ -102,9 +113,10 @@ def adamw_step(given: Sequence[Entry], kept: Kept | None = None) -> None:
 
 
 def _check(entry: Entry) -> None:
-    if entry.kind not in KINDS:
-        raise ValueError(f"kind {entry.kind!r} is unknown; allowed: {', '.join(KINDS)}")
-    if entry.kind in ("rank1", "factored") and entry.param.dim() < 2:
+    if entry.kind not in (*KINDS, PIECEWISE):
+        allowed = ", ".join((*KINDS, PIECEWISE))
+        raise ValueError(f"kind {entry.kind!r} is unknown; allowed: {allowed}")
+    if entry.kind in ("rank1", *FACTORED) and entry.param.dim() < 2:
         shape = tuple(entry.param.shape)
         raise ValueError(f"kind {entry.kind!r} needs at least 2 dimensions, got shape {shape}")
     first, second = _sizes(entry.kind, entry.param.shape)
@@ -150,8 +162,9 @@ def decode_first(entry: Entry) -> Tensor:
     if entry.kind == "exact":
         return entry.first["tensor"]
     codes, scale = entry.first["codes"], entry.first["scale"]
+    bits, _ = FIRST.get(entry.kind, (4, BLOCK))
     flat = codebook.dequantize_reference(
-        codes, scale, entry.first_map, 4, True, entry.param.numel()
+        codes, scale, entry.first_map, bits, True, entry.param.numel()
     )
     return flat.view(entry.param.shape)
 
@@ -159,7 +172,7 @@ def decode_first(entry: Entry) -> Tensor:
 def _next_second(entry: Entry, h: Hyper, g: Tensor) -> Tensor:
     """The new second moment; the factored form is updated here, since it never holds `v`."""
     shape = entry.param.shape
-    if entry.kind == "factored":
+    if entry.kind in FACTORED:
         square = (g * g).float().reshape(shape[0], -1)
         row, col = entry.second["row"], entry.second["col"]
         row.copy_(h.b2 * row + h.w2 * square.mean(1))
@@ -185,7 +198,9 @@ def _store(entry: Entry, m: Tensor, v: Tensor) -> None:
         entry.first["tensor"].copy_(m)
         entry.second["tensor"].copy_(v)
         return
-    _write(entry.first, codebook.quantize_reference(m, entry.first_map, 4, True, BLOCK))
+    form = FIRST.get(entry.kind, (4, BLOCK))
+    new = codebook.quantize_reference(m, entry.first_map, form[0], True, form[1])
+    _write(entry.first, new)
     if entry.kind == "rank1":
         _write(entry.second, rank1.quantize_reference(v, entry.second_map, 4, False))
     elif entry.kind == "block":

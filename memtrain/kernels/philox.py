@@ -38,7 +38,9 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return c0, c1, c2, c3
 
 
-def uniform_blocks(n_blocks: int, block_size: int, seed: int, device: torch.device) -> Tensor:
+def uniform_blocks(
+    n_blocks: int, block_size: int, seed: int, device: torch.device, first: int = 0
+) -> Tensor:
     """A uniform number in (0, 1) for each element of `n_blocks` blocks, 16 random bits each.
 
     A block is eight slices of `block_size / 8`. Position `c` of block `b` draws counter
@@ -50,12 +52,14 @@ def uniform_blocks(n_blocks: int, block_size: int, seed: int, device: torch.devi
         block_size: Elements per block, a multiple of 8.
         seed: 64 bits.
         device: Where the result lies.
+        first: The number of the first block.
 
     Returns:
         float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits.
     """
     width = block_size // 8
-    counter = torch.arange(n_blocks * width, device=device).view(n_blocks, 1, width)
+    counter = torch.arange(first * width, (first + n_blocks) * width, device=device)
+    counter = counter.view(n_blocks, 1, width)
     halves = [half for word in philox(counter, seed) for half in (word & 0xFFFF, word >> 16)]
     return ((torch.cat(halves, dim=1).float() + 0.5) * 2.0**-16).view(n_blocks, block_size)
 

@@ -32,6 +32,8 @@ class Beside(NamedTuple):
     seed: int = 0
     tick: Tensor | None = None
     """int64, one element, on the device: mixed into the seed, so that graphs draw anew."""
+    block: int = 0
+    """Of a part, by the definition: how many runs of `BLOCK` elements precede it."""
 
     @property
     def any(self) -> bool:
@@ -48,8 +50,8 @@ class Beside(NamedTuple):
 
     def write(self, master: Tensor, weight: Tensor) -> None:
         """Split a master again, by the definition."""
-        seed, stochastic = self._seed(), self.stochastic
-        split_reference(master, weight, self.correction, seed=seed, stochastic=stochastic)
+        drawn = {"seed": self._seed(), "stochastic": self.stochastic, "block": self.block}
+        split_reference(master, weight, self.correction, **drawn)
 
     @property
     def form(self) -> int:
@@ -195,8 +197,9 @@ def split_reference(
     *,
     seed: int = 0,
     stochastic: bool = False,
+    block: int = 0,
 ) -> None:
-    """`split` in plain torch: the definition."""
+    """`split` in plain torch: the definition; `block` as in `Beside`."""
     if weight.dtype == torch.float16:
         _split_float16(master, weight, correction)
         return
@@ -205,7 +208,7 @@ def split_reference(
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
     lost = 16 - kept
     if stochastic:
-        rounded = (magnitude + _draws(master, seed)) >> lost
+        rounded = (magnitude + _draws(master, seed, block)) >> lost
     elif lost:
         rounded = (magnitude + (1 << (lost - 1)) - 1 + ((magnitude >> lost) & 1)) >> lost
     else:
@@ -251,10 +254,10 @@ def _ulp(x: Tensor) -> Tensor:
     return torch.where(exponent == 31, 1.0, ulp)
 
 
-def _draws(x: Tensor, seed: int) -> Tensor:
+def _draws(x: Tensor, seed: int, block: int) -> Tensor:
     """16 random bits for each element of `x`, in the order of memory of what is like it."""
     blocks = -(-x.numel() // BLOCK)
-    u = philox.uniform_blocks(blocks, BLOCK, seed, x.device).view(-1)[: x.numel()]
+    u = philox.uniform_blocks(blocks, BLOCK, seed, x.device, block).view(-1)[: x.numel()]
     draws = torch.empty_like(x, dtype=torch.int64)
     draws.as_strided((x.numel(),), (1,)).copy_(u * 65536 - 0.5)
     return draws

@@ -1,6 +1,13 @@
 """Compressed states for any torch optimizer, and the fused ones."""
 
-from memtrain.optim.adamw4bit import Adam4bit, Adam8bit, AdamW4bit, AdamW4bitFactor, AdamW8bit
+from memtrain.optim.adamw4bit import (
+    Adam4bit,
+    Adam8bit,
+    AdamW4bit,
+    AdamW4bitFactor,
+    AdamW8bit,
+    AdamW8bitFactor,
+)
 from memtrain.optim.base import CompressedStates
 from memtrain.optim.compressed import CompressedOptimizer
 from memtrain.optim.convert import compress, restore
@@ -19,6 +26,7 @@ __all__ = [
     "AdamW4bit",
     "AdamW4bitFactor",
     "AdamW8bit",
+    "AdamW8bitFactor",
     "Choice",
     "CompressedOptimizer",
     "CompressedStates",

@@ -146,6 +146,8 @@ class AdamStates(FusedStates):
         if kind == "block8":
             return blockstep.Entry(own, grad, tuple(payloads), "adamw", 8, numbers, maps)
         shard = shard_of(param)
+        if kind == adamw.PIECEWISE and shard is not None:
+            return None  # its factors are made by `shards.pack_part`
         return adamw.Entry(own, grad, *payloads, kind, numbers, *maps, shard)  # pyright: ignore[reportCallIssue]
 
 
@@ -239,6 +241,29 @@ class AdamW8bit(AdamStates):
     second_default = "B256/DE"
 
 
+class AdamW8bitFactor(AdamW8bit):
+    """`AdamW8bit` with the second moment of two or more dimensions factored into rows and columns.
+
+    1-d parameters, and those whose factors would cost over 0.08 bytes per parameter, keep both
+    moments in blocks of 256. The step is made a piece of a parameter at a time
+    (`kernels.adamw_pieces`): slower than `AdamW8bit`'s, with at most some 10 MiB of temporaries.
+
+    Memory:
+        1.02 bytes per parameter, plus 4 bytes for each row and column.
+
+    Example:
+        >>> optimizer = AdamW8bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
+        >>> optimizer.choose.second
+        'factored'
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861;
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.3.
+    """
+
+    second_default = "factored"
+
+
 class Adam8bit(AdamStates):
     """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
 
@@ -266,10 +291,11 @@ def fused_kind(first: Compressor, second: Compressor) -> str | None:
     one, two = block_bits(first, signed=True), block_bits(second, signed=False)
     if one == two == 8:
         return "block8"
+    if isinstance(second, Factored) and one in (4, 8):
+        kind = "factored" if one == 4 else adamw.PIECEWISE
+        return kind if second == Factored() else None
     if one != 4:
         return None
-    if isinstance(second, Factored):
-        return "factored" if second == Factored() else None
     if isinstance(second, Rank1):
         return "rank1" if second == Rank1(map=second.map) else None
     return "block" if two == 4 and isinstance(second, Block) else None

@@ -31,7 +31,7 @@ class CompressedStates(Optimizer):
         param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
         decided = self.__dict__.setdefault("_decided", {})
         if (param, name) not in decided:
-            decided[param, name] = layout.decide(param, self.choose(param, name))
+            decided[param, name] = layout.decide(param, self.choose, name)
         return decided[param, name]
 
     def adopt(self, original: Optimizer) -> None:

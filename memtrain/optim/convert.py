@@ -78,6 +78,7 @@ class Bounded:
     def __init__(self, choose: layout.Choose, min_elements: int) -> None:
         self.choose, self.min_elements = choose, min_elements
         self.seed = getattr(choose, "seed", 0)
+        self.instead = getattr(choose, "instead", None)
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor | str:
         """The choice, or the reason to keep a small parameter's states."""
@@ -94,7 +95,7 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
     four, eight = twins
     probe, widths = object.__new__(four), set()
     for param, _, _ in on_each(optimizer.param_groups):
-        compressors = [layout.decide(param, choose(param, name))[0] for name in four.names]
+        compressors = [layout.decide(param, choose, name)[0] for name in four.names]
         if param.is_complex() or not probe.serves(compressors):
             return None
         widths |= {getattr(compressor, "bits", None) for compressor in compressors}

@@ -67,6 +67,13 @@ class Choice:
         named(self.first, signed=True, bits=self.bits)
         named(self.second, signed=False, bits=self.bits)
 
+    @property
+    def instead(self) -> Block | None:
+        """What takes the place of factors that cannot pay, beside a first moment of 8 bits."""
+        if self.second != "factored" or self.bits != 8:
+            return None
+        return Block(block_size=256, map="DE", bits=8, signed=False)
+
     def __call__(self, param: Tensor, state_name: str) -> Compressor:
         """The compressor of one state of one parameter."""
         if param.numel() <= self.min_elements:
@@ -84,7 +91,9 @@ def is_unsigned(state_name: str) -> bool:
     return state_name in UNSIGNED
 
 
-def settle(param: Tensor, compressor: Compressor) -> tuple[Compressor, str]:
+def settle(
+    param: Tensor, compressor: Compressor, instead: Block | None = None
+) -> tuple[Compressor, str]:
     """What is really used for a chosen compressor, and the reason where that differs.
 
     Rank-1 and factored states fall back to blocks of 128 where they cannot pay: fewer than two
@@ -93,6 +102,7 @@ def settle(param: Tensor, compressor: Compressor) -> tuple[Compressor, str]:
     Args:
         param: The parameter.
         compressor: What was chosen for its state.
+        instead: The blocks, by default of 128 and of the compressor's own bits and map.
 
     Returns:
         The compressor to use, and a reason ("" if it is the chosen one).
@@ -114,6 +124,7 @@ def settle(param: Tensor, compressor: Compressor) -> tuple[Compressor, str]:
         )
     else:
         block = Block(map="Linear", signed=False)
+    block = instead or block
     if param.dim() < 2:
         return block, f"{kind} needs 2 dimensions, the parameter has {param.dim()}: block instead"
     if not param.numel():
@@ -135,9 +146,12 @@ def _sides(compressor: Rank1 | Factored, shape: torch.Size) -> int:
     return shape[0] + shape[1:].numel()
 
 
-def decide(param: Tensor, chosen: Compressor | str) -> tuple[Compressor, str]:
+def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
     """`settle`, and `Identity` with the reason where a reason to keep the state was chosen."""
-    return (Identity(), chosen) if isinstance(chosen, str) else settle(param, chosen)
+    chosen = choose(param, state_name)
+    if isinstance(chosen, str):
+        return Identity(), chosen
+    return settle(param, chosen, getattr(choose, "instead", None))
 
 
 def eligible(param: Tensor, value: Any) -> str:

@@ -115,7 +115,7 @@ def _rows(
                 "" if fused is not None else _kept(param, value, min_elements),
             )
             if not reason:
-                compressor, reason = layout.decide(param, choose(param, state))
+                compressor, reason = layout.decide(param, choose, state)
             if isinstance(value, Tensor) and not isinstance(compressor, Identity):
                 nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
             else:

@@ -30,9 +30,18 @@ def steps(shape):
             yield test_adamw.entry(shape, kind, test_adamw.hyper(**options))
     for rule, bits in test_blockstep.FORMS:
         yield test_blockstep.entry(shape, rule, bits, weight_decay=0.1)
+    if len(shape) > 1:
+        yield factored8(shape)
     plain = sgd(lr=0.01, momentum=0.0, weight_decay=0.1)
     x = test_blockstep.entry(shape, "sgd", 32)
     yield blockstep.Entry(x.param, x.grad, (), "sgd", 0, plain)
+
+
+def factored8(shape):
+    numbers = test_adamw.hyper(weight_decay=0.1, decoupled=False)
+    entry = test_adamw.entry(shape, "factored", numbers)
+    first = test_blockstep.payload(torch.randn(shape) * 0.1, "DE", 8, True)
+    return entry._replace(kind="factored8", first=first)
 
 
 def step(entries):

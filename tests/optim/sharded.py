@@ -44,6 +44,7 @@ OPTIMIZERS = {
     "AdamW4bit": fused("AdamW4bit"),
     "AdamW4bit block": fused("AdamW4bit", second="B128/Linear"),
     "AdamW4bitFactor": fused("AdamW4bitFactor"),
+    "AdamW8bitFactor": fused("AdamW8bitFactor"),
     "AdamW8bit": fused("AdamW8bit"),
     "SGD4bit": fused("SGD4bit", momentum=0.9),
     "Lion4bit": fused("Lion4bit"),

@@ -52,9 +52,11 @@ def two_steps_hold_little(optimizer):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+    "name", [*FUSED, pytest.param("AdamW8bitFactor", marks=pytest.mark.nightly)]
+)
 def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
-    optimizer = FUSED[name](weights)
+    optimizer = EVERY[name](weights)
     two_steps_hold_little(optimizer)
     # the first step plans the states on the meta device, whose tensors the meter counts as well
     with LiveStorages(peak=True) as meter:
@@ -62,9 +64,10 @@ def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
     assert meter.peak_nbytes <= MOST
 
 
-EVERY = {**FUSED, "SGD4bit-plain": lambda p: optim.SGD4bit(p, lr=0.1)}
+PLAIN_SGD = {"SGD4bit-plain": lambda p: optim.SGD4bit(p, lr=0.1)}
+EVERY = {**FUSED, **PLAIN_SGD, "AdamW8bitFactor": optim.AdamW8bitFactor}
 COMMON = {("AdamW4bit", form) for form in FORMATS if form.startswith("bf16")} | {
-    (name, "bf16+8") for name in EVERY
+    (name, "bf16+8") for name in (*FUSED, *PLAIN_SGD)
 }
 SPLIT = [
     pytest.param(name, form, marks=[] if (name, form) in COMMON else pytest.mark.nightly)
