@@ -17,7 +17,7 @@ from memtrain.compressors.fewbit_functions import CURVES
 from memtrain.config import ActivationRule, Activations, Config, Optim, StateRule
 from memtrain.held import state_tensors
 from memtrain.meter import storage_nbytes
-from memtrain.peak import Moment
+from memtrain.peak import Moment, StepOptions
 from memtrain.planfile import spec
 from memtrain.planner import (  # fmt: skip
     DoesNotFit,
@@ -200,7 +200,8 @@ def test_more_budget_never_plans_a_slower_step(parts, heuristic, budgets, random
     peaks = [offer.peak + random.randint(-9, 9) for offer in listed]
     seconds = math.inf
     for size in sorted(budgets):
-        place = budget._search(len(listed), lambda index, size=size: peaks[index] <= size)
+        fits = budget._fits(listed, lambda index: Moment("", "step", peaks[index], {}), size)
+        place = budget._search(len(listed), fits)
         if place is not None:
             assert peaks[place] <= size
             assert listed[place].seconds <= seconds
@@ -638,3 +639,25 @@ def test_an_offer_becomes_the_config_that_it_says(candidates):
             found = plan.choose_state(*state_site(site))
             assert found == own or (isinstance(found, str) and isinstance(own, str))
     assert sum(e.planned for e in plan.entries("state")) == mixture.saved
+
+
+def test_the_candidates_are_those_of_the_steps_device():
+    """On CUDA attention is fused and a dropout's mask has a byte: not what this CPU would save."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters())
+    x = torch.ones(64, 64, requires_grad=True)
+    kept = {}
+    for device in ("cpu", "cuda"):
+        step = StepOptions(device=device)
+        items = gather(
+            model, optimizer, Config(), x, quantise=True, recompute=False, step=step
+        ).items
+        dropped = next(item for item in items if item.name.startswith("1 / dropout"))
+        kept[device] = dropped.options[0].nbytes - dropped.options[-1].nbytes
+        assert dropped.options[-1].name == "lossless"
+    assert kept == {"cpu": 4 * 64 * 64 - 64 * 64 // 8, "cuda": 64 * 64 - 64 * 64 // 8}
+    step = StepOptions(device="cpu", autocast=torch.bfloat16)
+    low = gather(model, optimizer, Config(), x, quantise=False, recompute=False, step=step)
+    full = gather(model, optimizer, Config(), x, quantise=False, recompute=False)
+    sizes = [sum(item.options[0].nbytes for item in found.items) for found in (low, full)]
+    assert sizes[0] < sizes[1]

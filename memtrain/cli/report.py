@@ -109,7 +109,7 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
         planned = report_budget.planned(request, config, built, goal)
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
-        report_budget.save(options.plan, built, config)
+        report_budget.save(options.plan, built, config, step)
     report = _audited(options, built, config, step, told)
     asked = settings(request, options.overrides, built.batch)
     found = fits(built, request, config, step, told) if request.memory else None

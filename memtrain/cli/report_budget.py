@@ -11,7 +11,7 @@ from memtrain.cli.report_audit import UntraceableError, explained
 from memtrain.cli.request import DTYPES, Request
 from memtrain.config import Config
 from memtrain.peak import StepOptions
-from memtrain.peak.predict import UnpredictableError
+from memtrain.peak.predict import UnpredictableError, conditions
 from memtrain.plan import make_plan
 from memtrain.planfile import load
 from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, measure_rates, read_rates
@@ -128,9 +128,11 @@ def measured_rates(request: Request) -> Rates:
     return measure_rates(device, dtype=DTYPES[request.autocast or request.dtype])
 
 
-def save(path: Path, built: Built, config: Config) -> None:
-    """Write the plan that a config makes of a model and a batch."""
-    make_plan(built.model, built.optimizer, config, batch=built.batch).save(path)
+def save(path: Path, built: Built, config: Config, step: StepOptions) -> None:
+    """Write the plan that a config makes of a model and a batch for a step's device."""
+    with conditions(built.model, step):
+        plan = make_plan(built.model, built.optimizer, config, batch=built.batch)
+    plan.save(path)
 
 
 def show_fit(console: Console, found: Fit) -> None:

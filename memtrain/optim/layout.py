@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -252,6 +253,7 @@ def is_packed(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(k in PARTS for k in value)
 
 
+@cache
 def payload_bytes(compressor: Compressor, shape: torch.Size, dtype: torch.dtype) -> int:
     """Bytes that a compressor takes for a shape, found by compressing a tensor without data."""
     return compressor.compress(torch.empty(shape, dtype=dtype, device="meta"), key=Key()).nbytes

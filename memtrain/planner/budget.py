@@ -1,6 +1,6 @@
 """The least step time, or error, whose peak fits a budget of bytes: from candidates to a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from memtrain.activations.sites import Site
 from memtrain.compressors import Compressor
 from memtrain.config import KEEP, Config
-from memtrain.peak import Moment
-from memtrain.peak.predict import predict
+from memtrain.peak import Moment, StepOptions
+from memtrain.peak.predict import conditions, predict
 from memtrain.plan import Plan, make_plan
 from memtrain.planfile import load
 from memtrain.planner.candidates import gather
@@ -33,6 +33,9 @@ from memtrain.planner.sensitivity import analytic, is_real, measured
 from memtrain.planner.states import gather_states
 from memtrain.quality import closure_of
 from memtrain.sizes import parse_size
+
+TEMPORARIES = 0.9
+"""This share of temporaries that two plans need, all are taken to need."""
 
 
 def fit(
@@ -90,7 +93,7 @@ def fit(
     def peak(index: int) -> Moment:
         return predict(model, optimizer, batch, config_of(listed[index]), goal.options).peak
 
-    place = _search(len(listed), lambda index: peak(index).nbytes <= size)
+    place = _search(len(listed), _fits(listed, peak, size))
     if place is None:
         smallest = peak(len(listed) - 1)
         raise DoesNotFit(size, smallest, advice(size, smallest, batch, ALLOWED, goal.names))
@@ -100,7 +103,7 @@ def fit(
     if goal.objective == "time":
         least = least_seconds(offers, size - surplus, goal.max_error, offer)
     return Fit(
-        plan=_plan(model, optimizer, config_of(offer), batch),
+        plan=_plan(model, optimizer, config_of(offer), batch, goal.options),
         budget=size,
         peak=peak(place),
         seconds=offer.seconds,
@@ -122,7 +125,8 @@ def _all_offers(
     for weights in _options(config.weights, "bf16+8", "weights" in names):
         held = replace(config, weights=weights)
         quantise, recompute = "quantise" in names, "recompute" in names
-        found = gather(model, optimizer, held, batch, quantise=quantise, recompute=recompute)
+        kinds = {"quantise": quantise, "recompute": recompute}
+        found = gather(model, optimizer, held, batch, **kinds, step=goal.options)
         if measure:
             run = goal.closure or closure_of(model, batch)
             found = measured(model, run, found, found.plan.options)
@@ -141,6 +145,29 @@ def _options(now: str, other: str, allowed: bool) -> list[str]:
     return [now, other] if allowed and now == KEEP else [now]
 
 
+def _fits(
+    listed: Sequence[Offer], peak: Callable[[int], Moment], size: int
+) -> Callable[[int], bool]:
+    """Whether a plan fits, by its predicted peak; what is surely too large is not predicted.
+
+    Too large is what is with a share of the temporaries that the smallest plan and the one in the
+    middle both need. That share does not depend on the budget, so a larger budget says yes
+    wherever a smaller one does.
+    """
+    last = len(listed) - 1
+
+    @cache
+    def besides() -> float:
+        least = min(peak(index).nbytes - listed[index].peak for index in (last, last // 2))
+        return max(0.0, least) * TEMPORARIES
+
+    def fits(index: int) -> bool:
+        hopeless = index != last and listed[index].peak + besides() > size
+        return not hopeless and peak(index).nbytes <= size
+
+    return fits
+
+
 def _search(count: int, fits: Callable[[int], bool]) -> int | None:
     """By bisection the first that fits.
 
@@ -156,15 +183,19 @@ def _search(count: int, fits: Callable[[int], bool]) -> int | None:
     return high
 
 
-def _plan(model: nn.Module, optimizer: Optimizer, config: Config, batch: Any) -> Plan:
-    """The plan without the sites that only other levels have."""
+def _plan(
+    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, step: StepOptions
+) -> Plan:
+    """The plan without the sites that only other options have."""
     plan, asked = make_plan(model, optimizer, config), set[str]()
 
     def choose(site: Site) -> Compressor | str:
         asked.add(site.name)
         return plan.choose_activation(site)
 
-    asked |= {record.site.name for record in plan.trace(model, batch, choose)}
-    sites = {name: own for name, own in config.activations.sites.items() if name in asked}
-    activations = replace(config.activations, sites=sites)
-    return make_plan(model, optimizer, replace(config, activations=activations), batch=batch)
+    with conditions(model, step):
+        asked |= {record.site.name for record in plan.trace(model, batch, choose)}
+        sites = {name: own for name, own in config.activations.sites.items() if name in asked}
+        activations = replace(config.activations, sites=sites)
+        config = replace(config, activations=activations)
+        return make_plan(model, optimizer, config, batch=batch)

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from memtrain.activations.sites import Record
 from memtrain.config import Config
+from memtrain.peak import StepOptions
+from memtrain.peak.predict import conditions
 from memtrain.plan import Plan, make_plan
 from memtrain.planner.forward import Work, blocks_of, measure_forward
 from memtrain.planner.items import Item, items_of
@@ -56,6 +58,7 @@ def gather(
     *,
     quantise: bool,
     recompute: bool,
+    step: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Candidates:
     """Trace a forward under each scheme, and once with every block recomputed.
 
@@ -66,20 +69,22 @@ def gather(
         batch: What the model is called with.
         quantise: Whether saved tensors may be compressed.
         recompute: Whether blocks may run again.
+        step: Its device and autocast.
 
     Returns:
         Blocks in the order of the forward.
     """
     none = replace(config.activations, rules=[], sites={}, recompute=[])
     plan = make_plan(model, optimizer, replace(config, activations=none))
-    items = items_of(Traces(plan, model, batch, quantise=quantise))
     paths = blocks_of(model) if recompute else []
     work = measure_forward(model, batch, paths)
     starts: dict[str, int] = {}
-    if paths:
-        every = replace(plan.config.activations, recompute=paths)
-        again = replace(plan, config=replace(plan.config, activations=every))
-        starts = _starts(again.trace(model, batch))
+    with conditions(model, step):
+        items = items_of(Traces(plan, model, batch, quantise=quantise))
+        if paths:
+            every = replace(plan.config.activations, recompute=paths)
+            again = replace(plan, config=replace(plan.config, activations=every))
+            starts = _starts(again.trace(model, batch))
     return Candidates(_blocks(model, items, paths, starts, work), work[""], plan)
 
 

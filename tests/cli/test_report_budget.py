@@ -82,7 +82,7 @@ def test_a_plan_file_takes_the_place_of_the_keys(tmp_path):
 def test_a_plan_is_written(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     built = Built(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
-    report_budget.save(tmp_path / "plan.yaml", built, Config(seed=5))
+    report_budget.save(tmp_path / "plan.yaml", built, Config(seed=5), StepOptions())
     assert "seed: 5" in (tmp_path / "plan.yaml").read_text()
 
 
