@@ -18,7 +18,7 @@ from memtrain.compressors import Compressor, Identity
 from memtrain.config import Config
 from memtrain.entry import UNKNOWN, Entry
 from memtrain.peak.measure import measure as measure_peak
-from memtrain.peak.predict import UnpredictableError, conditions, predict, translated
+from memtrain.peak.predict import MEASURE, UnpredictableError, conditions, predict, translated
 from memtrain.peak.step import StepOptions, check_batch
 from memtrain.plan import Plan, make_plan
 from memtrain.report import Kept, Report, Row
@@ -89,7 +89,7 @@ def audit(
     except UnpredictableError as error:
         if not measure:
             raise
-        plain, planned, unseen = [], [], str(error)
+        plain, planned, unseen = [], [], str(error).removesuffix(f": {MEASURE}")
     entries = [*plan.entries("weight"), *_buffers(model)]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]

@@ -19,8 +19,8 @@ from memtrain.cli.report_audit import (
     UntraceableError,
     Working,
     measured,
+    only_measured,
     predicted,
-    unpredicted,
 )
 from memtrain.cli.report_csv import as_csv
 from memtrain.cli.report_fits import fits
@@ -157,7 +157,9 @@ def _audited(
     except UntraceableError as error:
         if not options.measure:
             raise
-        report = unpredicted(error)
+        report = only_measured(error, built, config, step, told)
+        if options.snapshot is None:
+            return report
     if not options.measure:
         return report
     return measured(report, built, config, step, told, options.snapshot)

@@ -57,10 +57,32 @@ def explained(error: Exception) -> str:
     )
 
 
-def unpredicted(error: UntraceableError) -> Report:
-    """A report that knows nothing yet."""
-    unknown = dict.fromkeys(CATEGORIES, str(error))
-    return Report(rows=(), kept=(), unmatched=(), loss=False, unknown=unknown)
+def only_measured(
+    error: UntraceableError, built: Built, config: Config, step: StepOptions, working: Working
+) -> Report:
+    """The audit of a model that fake tensors cannot run, from real steps.
+
+    Args:
+        error: Why they cannot.
+        built: Real.
+        config: The plan.
+        step: What the step is.
+        working: Is told what goes on.
+
+    Returns:
+        Weights, gradients and states row by row, and timelines; saved activations are unknown. What
+        else than its data keeps a model from fake tensors leaves the timelines only.
+
+    Memory:
+        That of the steps.
+    """
+    try:
+        with working("running real steps, plain and planned"):
+            return audit(*built, config, peak=True, measure=True, options=step)
+    except Exception:  # noqa: BLE001 (what a model raises under fake tensors is told already)
+        unknown = dict.fromkeys(CATEGORIES, str(error))
+        nothing = Report(rows=(), kept=(), unmatched=(), loss=False, unknown=unknown)
+        return measured(nothing, built, config, step, working)
 
 
 def measured(
@@ -74,7 +96,7 @@ def measured(
     """The report with the timelines of real steps, plain and planned.
 
     Args:
-        report: Predicted, or `unpredicted`.
+        report: Predicted.
         built: Real.
         config: The plan.
         step: What the step is.

@@ -69,8 +69,13 @@ def test_a_real_step_confirms_the_predicted_one(builder, capsys, monkeypatch):
 def test_a_model_that_reads_its_data_is_measured(builder, capsys):
     assert main(["model=py:theirs:branch", "device=cpu", "--measure", "--json", "a.json"]) == 0
     text = capsys.readouterr().out
-    assert "weights: unknown, left out: Branch reads a tensor's values" in " ".join(text.split())
+    told = " ".join(text.split())
+    assert "saved activations: unknown, left out: Branch reads a tensor's values" in told
+    assert "weights: unknown" not in told
+    assert "measure a real step instead" not in told
     content = json.loads((builder / "a.json").read_text())
+    rows = {row["name"]: row["plain"] for row in content["rows"]}
+    assert rows["linear.weight"] == rows["linear.weight / adamw / exp_avg"] == 4 * 64 * 64
     assert content["peak"] is None
     assert content["measured_peak"]["plain"] > 4 * 64 * 64
 
