@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks import (
     activations,
     adamw_step,
+    architectures,
     families,
     gates,
     gpt2_activations,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     for module in (
         activations,
         adamw_step,
+        architectures,
         families,
         gates,
         gpt2_activations,

@@ -111,21 +111,23 @@ def measure(family: str, preset: str, cfg: Any = None, seed: int = 0) -> Row:
     # Gradients are what is looked at: none is released.
     cfg = [f"preset={preset}", "optim=none", "gradients=keep"] if cfg is None else cfg
     torch.manual_seed(seed)
-    case = FAMILIES[family]()
+    return {"family": family, "preset": preset, **compare(FAMILIES[family](), cfg, seed)}
+
+
+def compare(case: Case, cfg: Any, seed: int = 0) -> Row:
+    """Bytes and gradient of a case under `cfg`, beside its exact twin's."""
     own = [*case.model.parameters(), *case.model.buffers(), *_tensors(case.batch)]
-    plain, exact = _step(case, own, seed)
+    plain, exact = step(case, own, seed)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.0)
     batch = case.batch if isinstance(case.batch, dict) else case.batch[0]
     predicted = memtrain.audit(case.model, optimizer, batch, cfg)
     model, optimizer = memtrain.wrap(case.model, optimizer, cfg)
-    held, found = _step(case, own, seed)
+    held, found = step(case, own, seed)
     memtrain.unwrap(model, optimizer)
     total = predicted.totals()["saved activations"]
     # Outside of the model's forward, where a loss of our own runs, nothing is intercepted.
     loss = 0 if isinstance(case.batch, dict) else _loss_nbytes(case)
     return {
-        "family": family,
-        "preset": preset,
         "plain_nbytes": plain - loss,
         "live_nbytes": held - loss,
         "predicted_nbytes": total.planned,
@@ -136,7 +138,7 @@ def measure(family: str, preset: str, cfg: Any = None, seed: int = 0) -> Row:
     }
 
 
-def _step(case: Case, own: list[Tensor], seed: int) -> tuple[int, dict[str, Tensor]]:
+def step(case: Case, own: list[Tensor], seed: int) -> tuple[int, dict[str, Tensor]]:
     """Bytes that a forward leaves alive, and the gradients; the model is left as it was."""
     state = {name: value.clone() for name, value in case.model.state_dict().items()}
     case.model.zero_grad()

@@ -99,11 +99,12 @@ def test_adamw_step_quick(command, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt2_activations", "precision", "seeds"])
+@pytest.mark.parametrize("name", ["architectures", "gpt2_activations", "precision", "seeds"])
 def test_the_others_quick(command, tmp_path, name):
     assert command.main(["run", name, "--quick", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / f"{name}.csv")
-    assert len(rows) == {"gpt2_activations": 6, "precision": 61, "seeds": 1}[name]
+    expected = {"architectures": 2, "gpt2_activations": 6, "precision": 61, "seeds": 1}
+    assert len(rows) == expected[name]
     assert set(rows[0]) >= WHERE
 
 
