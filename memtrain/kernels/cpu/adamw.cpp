@@ -34,6 +34,7 @@ struct Task : Row {
   Hyper h;
   float *next = nullptr, *col_next = nullptr, *col_old = nullptr, *row_inv = nullptr,
         *col_inv = nullptr, *partial = nullptr, *ratio = nullptr;
+  float unit = 1.0f;  // of the reciprocals
   int64_t chunk = 0;  // of pass 1: blocks (rank-1) or rows (factored)
   int64_t blocks() const { return (n + 127) / 128; }
   bool direct() const { return p_type == kFloat32 && g_type == kFloat32; }
@@ -45,6 +46,15 @@ static int64_t side(const Task& t) {  // length of the maxima of dimensions 1 an
   for (int64_t d = 1; d < t.dims; ++d) sum += t.shape[d];
   return sum;
 }
+
+// A thread's own maxima of columns, from a whole cache line on.
+struct Column {
+  std::vector<int32_t> held;
+  int32_t* zeros(int64_t n) {
+    held.assign(n + 16, 0);
+    return reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(held.data()) + 63) & ~uintptr_t{63});
+  }
+};
 
 MT_INLINE void raise(int32_t* at, int32_t x) {
   int32_t old = __atomic_load_n(at, __ATOMIC_RELAXED);
@@ -88,15 +98,18 @@ class Barrier {
   std::atomic<int64_t> waiting_{0}, round_{0};
 };
 
+// Vectors begin at whole cache lines: lanes across two would cost twice.
+static int64_t lines(int64_t n) { return (n + 15) / 16 * 16; }
+
 static int64_t plan_scratch(Task& t) {
   if (t.kind == kRank1) {
     // A private column buffer is merged once per item: at least 16 rows' worth of elements.
     t.chunk = std::max(kItem, t.cols * 16 / 128);
-    return 2 * t.rows + side(t) + 3 * t.cols;
+    return lines(t.rows + side(t)) + lines(t.rows) + 3 * lines(t.cols);
   }
   if (t.kind == kFactored) {
     t.chunk = std::max<int64_t>(64, 65536 / std::max<int64_t>(t.cols, 1));
-    return t.rows + (t.rows + t.chunk - 1) / t.chunk * t.cols;
+    return lines(t.rows) + lines((t.rows + t.chunk - 1) / t.chunk * t.cols);
   }
   return 0;
 }
@@ -105,18 +118,20 @@ static void place_scratch(Task& t, float* at) {
   if (t.kind == kRank1) {
     const bool matrix = t.dims == 2;
     t.next = at;
-    t.row_inv = at += t.rows + side(t);
-    t.col_inv = at += t.rows;
-    t.col_old = matrix ? t.v_scale + t.rows : at + t.cols;
-    t.col_next = matrix ? t.next + t.rows : at + 2 * t.cols;
+    t.row_inv = at += lines(t.rows + side(t));
+    t.col_inv = at += lines(t.rows);
+    t.col_old = at += lines(t.cols);
+    t.col_next = matrix ? t.next + t.rows : at + lines(t.cols);
     std::fill(t.next, t.next + t.rows + side(t), 0.0f);
-    if (!matrix) {
+    if (matrix) {
+      std::copy(t.v_scale + t.rows, t.v_scale + t.rows + t.cols, t.col_old);
+    } else {
       std::fill(t.col_next, t.col_next + t.cols, 0.0f);
       portable::spread(t, t.v_scale, t.col_old);
     }
   } else if (t.kind == kFactored) {
     t.ratio = at;
-    t.partial = at + t.rows;
+    t.partial = at + lines(t.rows);
   }
 }
 
@@ -147,7 +162,7 @@ static std::vector<std::unique_ptr<Group>> make_groups(const std::vector<Task>& 
 
 static void work(std::vector<Task>& tasks, std::vector<std::unique_ptr<Group>>& groups,
                  Barrier& barrier) {
-  std::vector<int32_t> column;
+  Column column;
   for (auto& held : groups) {
     Group& group = *held;
     if (group.two_passes) {
@@ -181,8 +196,9 @@ MT_EXPORT void mt_adamw_step(const int64_t* table, int64_t n, int64_t threads) {
     offset[i + 1] = offset[i] + plan_scratch(tasks[i]);
     elements += tasks[i].n;
   }
-  std::unique_ptr<float[]> scratch(new float[offset[n]]);
-  for (int64_t i = 0; i < n; ++i) place_scratch(tasks[i], scratch.get() + offset[i]);
+  std::unique_ptr<float[]> scratch(new float[offset[n] + 16]);
+  float* line = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.get()) + 63) & ~uintptr_t{63});
+  for (int64_t i = 0; i < n; ++i) place_scratch(tasks[i], line + offset[i]);
   auto groups = make_groups(tasks);
   const int64_t crew = std::max<int64_t>(1, std::min(threads, elements / 32768));
   Barrier barrier(crew);

@@ -147,7 +147,7 @@ inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
   if (kStates == 2) second = dynamic_of<false>(t.state[1].book, t.state[1].buckets);
   Room part = {};
   Draws draws;
-  float held[2][2][256] = {};
+  alignas(64) float held[2][2][256] = {};
   Waiting waiting[2] = {};
   for (int64_t b = begin; b <= end; ++b) {
     float (*now)[256] = held[b & 1], (*then)[256] = held[~b & 1];

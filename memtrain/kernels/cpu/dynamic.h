@@ -23,12 +23,6 @@ MT_INLINE F permute(I at, F table) {
   return (F)_mm512_permutexvar_ps((__m512i)at, (__m512)table);
 }
 
-MT_INLINE F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-
-MT_INLINE I plus_one(I x, __mmask16 where) {
-  return (I)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1));
-}
-
 template <bool kSigned>
 inline Dynamic dynamic_of(const float* book, const uint8_t*) {
   constexpr int kFirst = !kSigned, kLast = kFirst + 7;  // e of 1e-7 to 1e-6, and of 1.0 alone

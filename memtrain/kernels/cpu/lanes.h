@@ -21,7 +21,13 @@ MT_INLINE F load(const float* p) {
   return v;
 }
 MT_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
-MT_INLINE F splat(float x) { return F{} + x; }
+MT_INLINE F splat(float x) {
+#ifdef MT_AVX512
+  return (F)_mm512_set1_ps(x);
+#else
+  return F{} + x;
+#endif
+}
 MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
 MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
 // Magnitudes compared as integers: NaN is above Inf is above every number.
@@ -152,3 +158,24 @@ MT_INLINE void gather(const float* row, const float* col, int64_t from, int64_t 
   }
   for (int64_t k = n; k < 128; ++k) r[k] = c[k] = 0.0f;
 }
+
+#ifdef MT_AVX512
+MT_INLINE I plus_one(I x, __mmask16 where) {
+  return (I)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1));
+}
+
+MT_INLINE F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+// The bytes of 64 lanes in [0, 255], by two steps; what is negative gives 0, as NaN made an integer
+// does. `straight` puts them in order.
+MT_INLINE __m512i pack_two(const I* x) {
+  return _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
+}
+
+MT_INLINE __m512i pack_four(const __m512i* x) { return _mm512_packus_epi16(x[0], x[1]); }
+
+MT_INLINE __m512i straight(__m512i bytes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, bytes);
+}
+#endif

@@ -1,0 +1,97 @@
+"""The AdamW step's codes at the very bounds between them, at every size of scale, for every map."""
+
+import copy
+
+import pytest
+import torch
+
+from memtrain.kernels import adamw, codebook, cpu, maps, rank1
+from memtrain.kernels.dispatch import backend
+
+CPU = torch.device("cpu")
+# No old moments count: the new ones are g and g * g.
+NUMBERS = adamw.Hyper(decay=1.0, l2=0.0, sign=1.0, w1=1.0, b2=0.0, w2=1.0, step_size=0.5, eps=0.1)
+FIRST = [0.0, 0.2, 2.0**-125, 2.0**-95, 3e-20, 0.7, 1.3, 2.0**45, 2.0**100, 3e38]
+SECOND = [0.0, 2.0**-126, 2.0**-122, 2.0**-95, 3e-20, 1.0, 1.7, 2.0**95, 2.0**126]
+
+
+def near(x, steps):
+    """Each value and the floats around it."""
+    bits = x.float().view(torch.int32)[:, None] + torch.arange(-steps, steps + 1, dtype=torch.int32)
+    return bits.view(torch.float32).flatten()
+
+
+def first_moments(map, scale):
+    """Values at, just below and just above each bound, in rows of 128 that hold the scale."""
+    scale = torch.tensor(scale)
+    bounds = maps.midpoints(map, 4, True, CPU)
+    bounds = bounds[bounds > 0]
+    values = near(torch.cat([bounds, -bounds]) * scale, 2)
+    values = torch.cat([values[values.abs() <= scale], torch.tensor([0.0, -0.0])])
+    row = torch.cat([values.repeat(2)[:126], scale.view(1), -scale.view(1)])
+    return torch.stack([row, row.flip(0)])
+
+
+def second_moments(map, scale):
+    """Values whose squares are at, just below and just above each bound."""
+    root = torch.tensor(scale).sqrt()
+    values = near((maps.midpoints(map, 4, False, CPU).double() * scale).sqrt(), 4)
+    values = torch.cat([values[values <= root], root.view(1)])
+    return torch.cat([values, values.new_zeros(-len(values) % 128)]).view(-1, 128)
+
+
+def entry(g, kind, first_map, second_map):
+    zeros = torch.zeros_like(g)
+    first = codebook.quantize_reference(zeros, first_map, 4, True, 128)
+    if kind == "rank1":
+        second = rank1.quantize_reference(zeros, second_map, 4, False)
+    else:
+        second = codebook.quantize_reference(zeros, second_map, 4, False, 128)
+    states = [{"codes": codes, "scale": scale} for codes, scale in (first, second)]
+    return adamw.Entry(zeros + 1, g, states[0], states[1], kind, NUMBERS, first_map, second_map)
+
+
+def same(a, b):
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def check(before, level):
+    after, expected = copy.deepcopy(before), copy.deepcopy(before)
+    try:
+        cpu.call("mt_limit_isa", level)
+        with backend("cpu"):
+            adamw.adamw_step(after)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+    with backend("reference"):
+        adamw.adamw_step(expected)
+    for a, b in zip(after, expected, strict=True):
+        for name in ("codes", "scale"):
+            assert same(a.first[name], b.first[name]), (name, a.first_map, a.grad.max())
+            assert same(a.second[name], b.second[name]), (name, a.second_map, a.grad.max())
+
+
+# AVX-512 has shortcuts for some maps; the others search in every map's bounds alike.
+@pytest.mark.parametrize(
+    ("map", "level"),
+    [("DE", 0), ("DE", 1), ("DE", 2), ("Linear", 2), ("Power-2", 2), ("E2M1", 2)],
+)
+def test_first_moment(map, level):
+    check([entry(first_moments(map, scale), "block", map, "Linear") for scale in FIRST], level)
+
+
+@pytest.mark.parametrize(
+    ("map", "level"),
+    [("Linear", 0), ("Linear", 1), ("Linear", 2), ("DE", 2), ("DE-0", 2), ("Power-2", 2)],
+)
+@pytest.mark.parametrize("kind", ["block", "rank1"])
+def test_second_moment(kind, map, level):
+    check([entry(second_moments(map, scale), kind, "DE", map) for scale in SECOND], level)
+
+
+@pytest.mark.parametrize("kind", ["block", "rank1"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_not_finite(bad, kind):
+    g = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    g[2, 130] = bad
+    check([entry(g, kind, "DE", "Linear")], 2)
