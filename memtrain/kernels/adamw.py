@@ -128,12 +128,13 @@ def _sizes(kind: str, shape: torch.Size) -> tuple[dict[str, int], dict[str, int]
     n = shape.numel()
     if kind == "exact":
         return {"tensor": n}, {"tensor": n}
-    n_blocks = -(-n // BLOCK)
-    codes = {"codes": n_blocks * BLOCK // 2}
+    bits, size = FIRST.get(kind, (4, BLOCK))
+    n_blocks = -(-n // size)
+    codes = {"codes": n_blocks * size * bits // 8}
     block = {**codes, "scale": n_blocks}
     if kind == "rank1":
         return block, {**codes, "scale": sum(shape)}
-    if kind == "factored":
+    if kind in FACTORED:
         return block, {"row": shape[0], "col": shape[1:].numel()}
     return block, block
 

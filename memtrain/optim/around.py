@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from memtrain.optim import hooks
 from memtrain.optim.base import CompressedStates, _refuse_step
 from memtrain.optim.first import raw_step
 
@@ -136,8 +137,7 @@ class Around(Optimizer):
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
 
     def _share_hooks(self) -> None:
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(self, name, getattr(self.inner, name))
+        hooks.share(self, self.inner)
 
     def release_inner(self) -> Optimizer:
         """Let go of the inner optimizer, which may step again."""
@@ -219,6 +219,9 @@ class Around(Optimizer):
         Returns:
             Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
         """
+        return hooks.saved(self, self.inner, self._whole_state_dict)
+
+    def _whole_state_dict(self) -> dict[str, Any]:
         inner = self.inner.state_dict()
         return {**inner, OWN: {"format": FORMAT, **inner.get(OWN, {}), **self.own_state()}}
 
@@ -232,6 +235,9 @@ class Around(Optimizer):
         Raises:
             ValueError: If anything in it does not fit; nothing was changed then.
         """
+        hooks.loaded(self, self.inner, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         own = state_dict.get(OWN, {})
         if own.get("format", FORMAT) > FORMAT:
             raise ValueError(f"memtrain's state has format {own['format']}; allowed: {FORMAT}")

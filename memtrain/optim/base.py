@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
-from memtrain.optim import flash, layout, rows
+from memtrain.optim import flash, hooks, layout, rows
 from memtrain.optim.shards import is_sharded, local, place
+from memtrain.optim.stall import StallWatch
 
 OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
 FORMAT = 1  # of compressed states; docs/optimizers.md says what it holds
@@ -39,8 +40,7 @@ class CompressedStates(Optimizer):
         self.original = original
         self.param_groups = original.param_groups
         self.defaults = original.defaults
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(self, hooks, getattr(original, hooks))
+        hooks.share(self, original)
         original.state.clear()
         self._original_step = vars(original).get("step")
         original.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
@@ -61,7 +61,12 @@ class CompressedStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
-        return {**state, "original": self.original, "choose": self.choose}
+        own = {"original": self.original, "choose": self.choose, "_stall": self._watch}
+        return {**state, **own}
+
+    @property
+    def _watch(self) -> StallWatch:
+        return self.__dict__.setdefault("_stall", StallWatch())
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -73,6 +78,9 @@ class CompressedStates(Optimizer):
             payloads are laid out by rows, as DTensors (`rows.to_rows`): what
             `torch.distributed.checkpoint` saves, any number of processes loads.
         """
+        return hooks.saved(self, self, self._whole_state_dict)
+
+    def _whole_state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
         saved["state"] = {**saved["state"], **self._states_by_rows(saved)}
         return {**saved, OWN: {**saved.get(OWN, {}), "states": FORMAT}}
@@ -184,8 +192,10 @@ class CompressedStates(Optimizer):
     def _share_groups(self, groups: list[dict[str, Any]]) -> None:
         # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
         for old, new in zip(groups, self.param_groups, strict=True):
+            # A peer's checkpoint may lack options.
+            lacking = {name: self.defaults[name] for name in old.keys() & self.defaults.keys()}
             old.clear()
-            old.update({**self.defaults, **new})  # a peer's checkpoint may lack options
+            old.update({**lacking, **new})
         self.param_groups = groups
         if self.original is not None:
             self.original.param_groups = groups

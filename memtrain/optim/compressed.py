@@ -96,6 +96,7 @@ class CompressedOptimizer(CompressedStates):
         loss = closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
         inner = _inner(self)
+        watched = self._watch.before(self.param_groups)
         for group in self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
             # advances (a counter, a running sum) moves once, not once per parameter.
@@ -107,6 +108,7 @@ class CompressedOptimizer(CompressedStates):
                     raw_step(inner)
                     self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
+        self._watch.after(watched)
         self.tell_schedulers()
         return loss
 

@@ -20,7 +20,6 @@ from memtrain.kernels.split import PLAIN, Beside
 from memtrain.optim import capturable, layout
 from memtrain.optim.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
 from memtrain.optim.shards import local, sharded_like
-from memtrain.optim.stall import StallWatch
 
 Entry = adamw.Entry | blockstep.Entry
 REFUSED = {
@@ -49,7 +48,6 @@ class FusedStates(CompressedStates):
         choose: layout.Choice,
     ) -> None:
         self.choose = choose
-        self._stall = StallWatch()
         super().__init__(params, defaults)
 
     @classmethod
@@ -104,9 +102,6 @@ class FusedStates(CompressedStates):
         """Count a step of a parameter; the first is 1. Optimizers without a counter say 1 or 2."""
         return 2.0 if self.state.get(param) else 1.0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stall": self._stall}
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its options and its parameters are checked."""
         self.check({**self.defaults, **param_group})
@@ -139,7 +134,7 @@ class FusedStates(CompressedStates):
             self.check(group)
         entries: list[Entry] = []
         looks = not capture.capturing()
-        watched = self._stall.before(self.param_groups, self._masters()) if looks else None
+        watched = self._watch.before(self.param_groups, self._masters()) if looks else None
         for group in self.param_groups:
             ready = [param for param in group["params"] if param.grad is not None]
             names, numbers = self.state_names(group), self._all_numbers(group, ready)
@@ -147,7 +142,7 @@ class FusedStates(CompressedStates):
                 self._first_states(param, names)
                 self._add(entries, param, names, numbers[param])
         _run(entries, self.__dict__.setdefault("_kept", Kept()))
-        self._stall.after(watched)
+        self._watch.after(watched)
         self.tell_schedulers()
         return loss
 

@@ -1,5 +1,6 @@
 """Parameters of which each process holds a part (DTensor): their parts, and what is split how."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -172,3 +173,13 @@ def place(value: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(
         value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
+
+
+def check_unsharded(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for a float32 DTensor: `fully_shard` holds its dtype already."""
+    for param in params:
+        if local(param) is not param and param.dtype == torch.float32:
+            raise ValueError(
+                f"a sharded parameter of shape {tuple(param.shape)} is float32 and cannot be "
+                "converted any more: call model.to(torch.bfloat16) before fully_shard"
+            )

@@ -32,14 +32,14 @@ class StallWatch:
         if self.warned or self.steps < FIRST_LOOK or self.steps & (self.steps - 1):
             return None
         halves = [
-            (param.numel(), k, param, float(group["lr"]))
+            (param.numel(), k, param, float(group.get("lr", 1.0)))
             for k, group in enumerate(groups)
             for param in group["params"]
             if param.grad is not None
             and param.numel()
             and param.dtype in (torch.bfloat16, torch.float16)
             and param not in masters
-            and float(group["lr"]) > 0
+            and float(group.get("lr", 1.0)) > 0
         ]
         if not halves:
             return None

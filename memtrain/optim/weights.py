@@ -15,7 +15,8 @@ from memtrain.optim.base import closure_loss, refuse_sparse
 from memtrain.optim.capturable import Ticks
 from memtrain.optim.formats import parse
 from memtrain.optim.fused import FusedStates
-from memtrain.optim.shards import local, part_number, sharded_like
+from memtrain.optim.shards import check_unsharded, local, part_number, sharded_like
+from memtrain.optim.stall import StallWatch
 
 
 class SplitWeights(Around):
@@ -72,7 +73,7 @@ class SplitWeights(Around):
         self.corrections: dict[Tensor, Tensor | None] = {}
         self._before: dict[Tensor, torch.dtype] = {}  # what each converted parameter was
         self._versions: dict[Tensor, int | None] = {}  # None: whatever comes is right
-        self._count = Ticks()
+        self._count, self._stall = Ticks(), StallWatch()
         self._keep, frozen = set(keep), list(frozen)
         params = [p for group in inner.param_groups for p in group["params"]]
         check_unsharded(params + frozen)
@@ -100,13 +101,19 @@ class SplitWeights(Around):
         ready = [p for p in self.params() if p.grad is not None]
         refuse_sparse(ready, type(self).__name__)
         members = [Member(p, p) for p in ready]
+        watched = None if self._cannot_stall() else self._stall.before(self.param_groups)
         fused = [m for m in members if self._is_fused(m)]
         self._step_fused(fused)
         for bundle in bundles([m.param for m in members if not self._is_fused(m)]):
             self.step_members([Member(p, p) for p in bundle])
+        self._stall.after(watched)
         self.advance()
         self.tell_schedulers()
         return loss
+
+    def _cannot_stall(self) -> bool:
+        kept = self.format.correction is not None or self.format.stochastic
+        return kept or isinstance(self.inner, FusedStates) or capture.capturing()
 
     @torch.no_grad()
     def step_members(self, members: Sequence[Member]) -> None:
@@ -279,16 +286,6 @@ class SplitWeights(Around):
             numbers.update((p, i) for i, p in enumerate(self.params()))
         rank = part_number(param)
         return Key(self.seed, site=numbers[param], step=step, rank=rank)
-
-
-def check_unsharded(params: Iterable[Tensor]) -> None:
-    """Raise ValueError for a float32 DTensor: `fully_shard` holds its dtype already."""
-    for param in params:
-        if local(param) is not param and param.dtype == torch.float32:
-            raise ValueError(
-                f"a sharded parameter of shape {tuple(param.shape)} is float32 and cannot be "
-                "converted any more: call model.to(torch.bfloat16) before fully_shard"
-            )
 
 
 def _set_dtype(param: Tensor, value: Tensor) -> None:

@@ -89,6 +89,7 @@ def test_eight_bits_stay_within_their_rounding():
         assert ((optimizer.master(ours) - theirs).abs() <= bound).all()
 
 
+@pytest.mark.filterwarnings("ignore:the weights have stalled")
 def test_small_updates_get_lost_without_a_correction_only():
     change = 2.0**-14
     for name, expected in [

@@ -1,0 +1,76 @@
+"""Hooks of optimizers around optimizers: each runs once, on what the outermost saves or loads."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+SAVE = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+LOAD = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+def share(optimizer: Optimizer, inner: Optimizer) -> None:
+    """Let `optimizer` run the hooks that `inner` has, and those that either gets later."""
+    for name in (*STEP, *SAVE, *LOAD):
+        setattr(optimizer, name, getattr(inner, name))
+
+
+@contextmanager
+def held(optimizer: Optimizer, names: tuple[str, str]) -> Iterator[None]:
+    """The optimizer without these hooks."""
+    kept = {name: getattr(optimizer, name) for name in names}
+    vars(optimizer).update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(kept)
+
+
+def saved(outer: Optimizer, inner: Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` gives, with the outer optimizer's hooks run before and after, and no others.
+
+    Args:
+        outer: Whose `state_dict` was called.
+        inner: Whose `state_dict` `make` calls; may be the same.
+        make: Makes the whole dict.
+
+    Returns:
+        The dict, or what a hook returned in its place.
+    """
+    before, after = (getattr(outer, name).values() for name in SAVE)
+    for hook in before:
+        hook(outer)
+    with held(inner, SAVE):
+        state_dict = make()
+    for hook in after:
+        replaced = hook(outer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    return state_dict
+
+
+def loaded(
+    outer: Optimizer,
+    inner: Optimizer,
+    state_dict: dict[str, Any],
+    apply: Callable[[dict[str, Any]], None],
+) -> None:
+    """`apply` to what the outer optimizer's hooks make of a `state_dict`; then those after it.
+
+    Args:
+        outer: Whose `load_state_dict` was called.
+        inner: Whose `load_state_dict` `apply` calls.
+        state_dict: It is not changed.
+        apply: Loads the whole dict.
+    """
+    before, after = (getattr(outer, name).values() for name in LOAD)
+    state_dict = dict(state_dict)
+    for hook in before:
+        replaced = hook(outer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    with held(inner, LOAD):
+        apply(state_dict)
+    for hook in after:
+        hook(outer)
