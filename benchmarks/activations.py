@@ -5,6 +5,7 @@ the bits of those that have a choice.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from memtrain.kernels.dispatch import backend
 from memtrain.meter import saved_nbytes
 
 DTYPES = (torch.float32, torch.bfloat16)
+FUNCTIONS = (*((name, bits) for name in ("gelu", "silu") for bits in (1, 2, 3, 4)), ("relu", 1))
+PAIRS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("group", 2, {"bits": 2}),
+    ("group", 4, {"bits": 4}),
+    ("patch", 2, {}),
+    ("derivative", 3, {"bits": 3, "function": "gelu"}),
+)
 TORCH = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 GATED = 1 << 16  # elements that a gate compares with the reference, which is slow
 REFERENCE = 1 << 18  # the largest size at which the reference itself is timed
@@ -46,25 +54,26 @@ def jobs(options: Options) -> list[Job]:
     return [*_ops(options), *([step(options)] if not ops or "step" in ops else [])]
 
 
-def _ops(options: Options) -> Iterator[Job]:
+def _wanted(options: Options, op: str, bits: int) -> bool:
     ops = setting(options, "ops")
+    return not ops or op in ops or f"{op}:{bits}" in ops
 
-    def wanted(op: str, bits: int) -> bool:
-        return not ops or op in ops or f"{op}:{bits}" in ops
 
+def _ops(options: Options) -> Iterator[Job]:
+    wanted = partial(_wanted, options)
     for dtype in DTYPES:
         for n in sizes(options):
-            for function in ("gelu", "silu"):
-                for bits in filter(lambda bits, op=function: wanted(op, bits), (1, 2, 3, 4)):
+            for function, bits in FUNCTIONS:
+                if wanted(function, bits):
                     yield nonlinearity(function, bits, n, dtype, options)
-            if wanted("relu", 1):
-                yield nonlinearity("relu", 1, n, dtype, options)
             if wanted("dropout", 1):
                 yield masked_dropout(n, dtype, options)
-            for bits in filter(lambda bits: wanted("group", bits), (2, 4)):
-                yield from pair("group", {"bits": bits}, (n,), dtype, options)
-            if wanted("patch", 2):
-                yield from pair("patch", {}, (n // MAP, 1, 32, 32), dtype, options)
+            for name, bits, fields in PAIRS:
+                if wanted(name, bits):
+                    yield from pair(name, fields, n, dtype, options)
+    if wanted("mask", 1):
+        for n in sizes(options):
+            yield from pair("mask", {}, n, torch.bool, options)
 
 
 def _labels(op: str, baseline: str, bits: int | str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -154,17 +163,19 @@ def masked_dropout(n: int, dtype: torch.dtype, options: Options) -> Job:
 
 
 def pair(
-    name: str, fields: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, options: Options
+    name: str, fields: dict[str, Any], n: int, dtype: torch.dtype, options: Options
 ) -> Iterator[Job]:
     """Compress and decompress, each by itself; small sizes beside the pure-torch reference."""
-    n, compressor = torch.Size(shape).numel(), COMPRESSORS[name](**fields)
+    shape = (n // MAP, 1, 32, 32) if name == "patch" else (n,)
+    compressor = COMPRESSORS[name](**fields)
     for direction in ("compress", "decompress"):
         theirs = "reference" if n <= REFERENCE else ""
         bits = fields.get("bits", "")
         labels = _labels(f"{name} {direction}", theirs, bits, shape, dtype)
 
         def build(direction: str = direction) -> Trial:
-            return _one_way(compressor, direction, torch.randn(shape).to(options.device, dtype))
+            x = torch.randn(shape) if dtype.is_floating_point else torch.rand(shape) < 0.9
+            return _one_way(compressor, direction, x.to(options.device, dtype))
 
         yield timed(_title(labels), labels, build, options)
 
@@ -190,7 +201,11 @@ def _one_way(compressor: Compressor, direction: str, x: Tensor) -> Trial:
             slow = compressor.compress(some, key=key)
             for part, tensor in slow.tensors.items():
                 require(torch.equal(fast.tensors[part], tensor), f"{part} is not the reference's")
-            _close(y, compressor.decompress(slow), "the tensor that comes back")
+            back = compressor.decompress(slow)
+        if y.is_floating_point():
+            _close(y, back, "the tensor that comes back")
+        else:
+            require(torch.equal(y, back), "what comes back is not the reference's")
 
     return Trial(
         ours=ours,
