@@ -14,7 +14,7 @@ _REMEDIES = {
     "gradients": "gradients=release lets each go as soon as it is used",
     "optimizer states": "preset=balanced keeps them in 4 bits",
     "saved activations": "preset=smallest, activations.recompute, or a smaller batch",
-    "temporaries": "a smaller batch or a shorter sequence",
+    "temporaries": "a smaller batch, shorter sequences or smaller images",
 }
 _ONCE = ("weights", "gradients", "optimizer states")
 """Where nothing is advised that the plan does already."""

@@ -15,7 +15,7 @@ from memtrain.cli.report_groups import BY
 from memtrain.cli.request import Request
 from memtrain.config import Config, load, nearest, options
 from memtrain.experiments.config import typed
-from memtrain.sizes import parse_size
+from memtrain.sizes import UNITS, parse_size
 
 FILES = ("json", "csv", "html", "png")
 """Options that write a file."""
@@ -116,9 +116,10 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
     theirs = {item.name for item in dataclasses.fields(Config)}
     for item in overrides:
         key, sign, _ = item.lstrip("+~").partition("=")
-        if not sign or key.split(".")[0] not in own | theirs:
-            fault = "unknown key" if sign else "no key=value:"
-            raise ValueError(f"{fault} {key!r}; {nearest(key, sorted(own | theirs))}")
+        if not sign:
+            raise ValueError(_no_key(key))
+        if key.split(".")[0] not in own | theirs:
+            raise ValueError(f"unknown key {key!r}; {nearest(key, sorted(own | theirs))}")
     mine = [item for item in overrides if item.partition("=")[0].split(".")[0] in own]
     request = typed(Request, OmegaConf.from_dotlist(mine), "")  # type: ignore[arg-type]
     if not request.model:
@@ -131,6 +132,15 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
         value = preset[-1].partition("=")[2]
         raise ValueError(f"unknown preset {value!r}; {nearest(value, options('preset'))}")
     return request, load(rest)
+
+
+def _no_key(word: str) -> str:
+    """What may be meant by a word without a key: a model, a preset, the unit of a size."""
+    if word in UNITS:
+        return f"no key=value: {word!r}; a size is one word: budget=8{word}"
+    kinds = {"preset": options("preset"), "model": known_models()}
+    meant = next((f"; did you mean {k}={word}?" for k, names in kinds.items() if word in names), "")
+    return f"no key=value: {word!r}{meant or '; such as model=gpt2 batch=8'}"
 
 
 def of_device(overrides: Sequence[str]) -> Request:

@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
 }
+_FORGOTTEN = 2**20
+"""A size below it without a unit lacks its unit."""
 _ALLOWED = {
     "dtype": tuple(DTYPES),
     "optimizer": tuple(OPTIMIZERS),
@@ -86,6 +88,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and parse_size(value, name) == 0:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1B or more")
+            if value is not None and value.isdigit() and int(value) < _FORGOTTEN:
+                raise ValueError(f"{name}={value} is {value} bytes; did you mean {value}GiB?")
 
     @property
     def memory_nbytes(self) -> int | None:

@@ -1,5 +1,6 @@
 """What the planner found, or why it found nothing, as a person reads it."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,4 +169,6 @@ def _mixture(states: Mapping[str, int]) -> str:
 def _named(option: str) -> str:
     if option == "recompute":
         return "blocks recomputed"
-    return option if option in (KEEP, LOSSLESS) else f"with {option}"
+    if option in (KEEP, LOSSLESS):
+        return option
+    return "with " + re.sub(r"(\w+) (\d)", r"\2-bit \1", option)

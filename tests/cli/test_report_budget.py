@@ -206,7 +206,7 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
     assert (content["seconds"], content["least_seconds"], content["exact"]) == (1.2, 1.0, False)
     assert (content["error"], content["weights"], content["gradients"]) == (0.5, "keep", "keep")
     page = as_html(outcome)
-    for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 with group 4",
+    for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 with 4-bit group",
                   "3 8-bit, 1 factored", "none is faster by more than 20.0%"):  # fmt: skip
         assert words in page
     assert "The plan for a budget" not in as_html(Outcome(report, settings))
