@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from memtrain.optim.capturable import stays_on_device
 
 
 def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
     """Raise for options that must not be negative; NaN is refused too."""
     for name in names:
+        if isinstance(group[name], Tensor) and group[name].numel() != 1:
+            raise ValueError(f"{name} must have one element, got {tuple(group[name].shape)}")
         if not stays_on_device(group, group[name]) and not float(group[name]) >= 0:
             raise ValueError(f"{name} must be at least 0, got {group[name]}")
 

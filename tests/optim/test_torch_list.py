@@ -1,0 +1,242 @@
+"""The list of torch's own tests of AdamW, for every optimizer of memtrain.
+
+Beside `test_torch_behaviours.py`: how groups are checked, what old checkpoints and pickles lack,
+what is printed, recorded and copied.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.optim import CompressedOptimizer, ReleaseGradients, SplitWeights
+from tests.optim.test_torch_behaviours import ADAMS, FUSED, GENERAL, make, parameter
+
+every = pytest.mark.parametrize("name", [*FUSED, GENERAL])
+fused = pytest.mark.parametrize("name", FUSED)
+
+
+@every
+def test_what_is_no_list_of_leaves_is_refused(name):
+    with pytest.raises(TypeError, match="iterable"):
+        make(name, parameter(5))
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make(name, [])
+    with pytest.raises(ValueError, match="non-leaf"):
+        make(name, [parameter(5) * 2])
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        make(name, [3])
+
+
+@every
+def test_parameters_given_twice(name):
+    param = parameter(80, 80)
+    alone = nn.Parameter(param.detach().clone())
+    alone.grad = param.grad.clone()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        make(name, [{"params": [param]}, {"params": [param], "lr": 0.1}])
+    optimizer = make(name, [param])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [param]})
+    with pytest.raises(TypeError, match="set"):
+        optimizer.add_param_group({"params": {parameter(5)}})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+    make(name, [alone]).step()
+    assert torch.equal(param, alone)
+
+
+@every
+def test_named_parameters_keep_their_names(name):
+    model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 10))
+    optimizer = make(name, model.named_parameters())
+    names = [n for n, _ in model.named_parameters()]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
+    model(torch.ones(1, 80)).sum().backward()
+    optimizer.step()
+    other = make(name, copy.deepcopy(model).named_parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["param_names"] == names
+
+
+@every
+def test_older_checkpoints_lack_options_and_hold_numbers(name):
+    param, other = parameter(80, 80), parameter(80, 80)
+    optimizer, late = make(name, [param], lr=0.02), make(name, [other])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for option in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+        saved["param_groups"][0].pop(option, None)
+    for state in saved["state"].values():
+        if name in ADAMS:
+            state["step"] = 1.0  # once a number, now a tensor
+    late.load_state_dict(saved)
+    assert late.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    for own in (param, other):
+        own.data.zero_()
+        own.grad = torch.ones_like(own)
+    optimizer.step()
+    late.step()
+    assert torch.equal(param, other)
+
+
+@every
+def test_older_pickles_lack_options(name):
+    param = parameter(80, 80)
+    optimizer = make(name, [param])
+    optimizer.step()
+    copied = pickle.loads(pickle.dumps(optimizer))
+    vars(copied).pop("_stall")
+    for option in ("capturable", "foreach", "fused", "differentiable"):
+        copied.param_groups[0].pop(option, None)
+    for each in filter(None, (copied.original, copied)):
+        each.__setstate__({"state": each.state, "param_groups": each.param_groups})
+    (own,) = copied.param_groups[0]["params"]
+    own.grad = param.grad.clone()
+    optimizer.step()
+    copied.step()
+    assert torch.equal(param, own)
+
+
+@every
+def test_states_keep_their_dtypes_in_a_model_of_another(name):
+    param = parameter(80, 80)
+    optimizer = make(name, [param])
+    optimizer.step()
+    low = nn.Parameter(param.detach().bfloat16())
+    moved = make(name, [low])
+    moved.load_state_dict(optimizer.state_dict())
+
+    def parts(state):
+        for value in state.values():
+            yield from value.values() if isinstance(value, dict) else [value]
+
+    pairs = zip(parts(moved.state[low]), parts(optimizer.state[param]), strict=True)
+    assert all(
+        torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs)) for mine, theirs in pairs
+    )
+    low.grad = torch.ones_like(low)
+    moved.step()
+    assert low.dtype == torch.bfloat16
+
+
+@every
+def test_deep_copied_groups_make_another_optimizer(name):
+    param = parameter(80, 80)
+    optimizer = make(name, [{"params": [param], "lr": 0.05}], weight_decay=0.1)
+    groups = copy.deepcopy(optimizer.param_groups)
+    (own,) = groups[0]["params"]
+    own.grad = param.grad.clone()
+    other = make(name, groups)
+    assert own is not param
+    optimizer.step()
+    other.step()
+    assert torch.equal(param, own)
+    assert other.param_groups[0]["lr"] == 0.05
+
+
+@every
+def test_it_is_printed_with_its_groups(name):
+    optimizer = make(name, [{"params": [parameter(5)]}, {"params": [parameter(6)], "lr": 0.125}])
+    text = repr(optimizer)
+    assert text.startswith(name)
+    assert "Parameter Group 1" in text
+    assert "lr: 0.125" in text
+    assert "params" not in text
+
+
+@pytest.mark.parametrize("name", ["AdamW4bit", "SGD8bit", "Lion4bit", GENERAL, "around"])
+def test_profilers_find_its_steps_by_name(name):
+    param = parameter(8, 8)
+    if name == "around":
+        optimizer = ReleaseGradients(SplitWeights(make("AdamW4bit", [param])))
+        name = "ReleaseGradients"
+        param.grad = torch.ones_like(param)
+    else:
+        optimizer = make(name, [param])
+    with torch.autograd.profiler.profile() as profile:
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [event.name for event in profile.function_events]
+    steps = [found for found in names if found.startswith("Optimizer.step#")]
+    assert steps == [f"Optimizer.step#{name}.step"]  # the inner one's is no step of its own
+    assert f"Optimizer.zero_grad#{name}.zero_grad" in names
+
+
+@fused
+def test_a_learning_rate_of_several_elements_is_refused(name):
+    param = parameter(80, 80)
+    with pytest.raises(ValueError, match="lr must have one element"):
+        make(name, [param], lr=torch.tensor([0.1, 0.2]))
+    optimizer = make(name, [param], lr=torch.tensor([0.1]))
+    other = nn.Parameter(param.detach().clone())
+    other.grad = param.grad.clone()
+    optimizer.step()
+    make(name, [other], lr=float(torch.tensor(0.1))).step()
+    assert torch.equal(param, other)
+
+
+@pytest.mark.parametrize("name", [*ADAMS, "Lion4bit", "Lion8bit"])
+def test_betas_may_be_tensors(name):
+    param = parameter(80, 80)
+    other = nn.Parameter(param.detach().clone())
+    other.grad = param.grad.clone()
+    make(name, [param], betas=(torch.tensor(0.5), torch.tensor(0.75))).step()
+    make(name, [other], betas=(0.5, 0.75)).step()
+    assert torch.equal(param, other)
+
+
+@fused
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("lr", -1.0, "lr must be at least 0"),
+        ("lr", float("nan"), "lr must be at least 0"),
+        ("weight_decay", -0.1, "weight_decay must be at least 0"),
+        ("betas", (1.0, 0.5), r"betas\[0\] must be in"),
+        ("betas", (0.5, -0.1), r"betas\[1\] must be in"),
+        ("min_elements", -1, "min_elements must be at least 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(name, option, value, match):
+    if option == "betas" and name.startswith("SGD"):
+        option, value, match = "momentum", -0.5, "momentum must be at least 0"
+    with pytest.raises(ValueError, match=match):
+        make(name, [parameter(5)], **{option: value})
+
+
+@every
+def test_it_goes_down_a_narrow_valley(name):
+    """Rosenbrock's function, many times over: a step in the right direction, on every form."""
+    point = nn.Parameter(torch.tensor([1.5, 1.5]).repeat(2100, 1))
+    optimizer = make(name, [point], lr=2e-4 if name.startswith("SGD") else 5e-3)
+
+    def valley():
+        x, y = point.unbind(1)
+        return ((1 - x).square() + 100 * (y - x.square()).square()).sum()
+
+    start = valley().item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        valley().backward()
+        optimizer.step()
+    assert valley().item() < 0.5 * start
+
+
+@every
+def test_empty_parameters_and_groups_do_nothing(name):
+    empty, full = nn.Parameter(torch.zeros(0, 8)), parameter(80, 80)
+    empty.grad = torch.zeros_like(empty)
+    optimizer = make(name, [{"params": []}, {"params": [empty, full]}])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert empty.shape == (0, 8)
+
+
+def test_the_general_wrapper_prints_its_inner_options():
+    optimizer = CompressedOptimizer(torch.optim.NAdam([parameter(5)], momentum_decay=0.25))
+    assert "momentum_decay: 0.25" in repr(optimizer)
