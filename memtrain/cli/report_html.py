@@ -39,6 +39,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: right; padding: .2rem 0 .2rem 1rem; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; white-space: nowrap; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; }
+.words th, .words td { text-align: left; white-space: normal; }
 th { font-weight: 600; } tr.total td { font-weight: 600; }
 """
 _ROWS = 40
@@ -91,7 +92,7 @@ def _summary(report: Report) -> str:
 def _planner(outcome: Outcome) -> Iterable[str]:
     if outcome.fit is not None:
         yield tag("h2", "The plan for a budget")
-        yield _table(("", "what the planner found"), outcome.fit.rows())
+        yield _table(("", "what the planner found"), outcome.fit.rows(), "words")
         yield from (tag("p", escape(line)) for line in verdict(outcome))
 
 
@@ -152,13 +153,13 @@ def _tables(report: Report) -> Iterable[str]:
         yield tag("p", f"Matched nothing: {tag('code', escape(rule))}", class_="faint")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "numbers") -> str:
     names = tag("tr", "".join(tag("th", escape(name)) for name in head))
     lines = [
         tag("tr", "".join(tag("td", escape(cell)) for cell in row), class_=_class(row[0]))
         for row in rows
     ]
-    return tag("table", tag("thead", names) + tag("tbody", "".join(lines)))
+    return tag("table", tag("thead", names) + tag("tbody", "".join(lines)), class_=kind)
 
 
 def _class(name: str) -> str:
