@@ -68,13 +68,16 @@ MT_INLINE Numbers splat_all(const float* x) {
           splat(x[5]), splat(x[6]), splat(x[7]), x[1] != 0.0f, x[5] != 0.0f};
 }
 
+// AdamW's new moments, and what divides its step.
+MT_INLINE F moments(const Numbers& h, F g, F& m, F& v) {
+  m = m + h.a * (g - m);
+  v = h.b * v + (h.c * g) * g;
+  return root(v) + h.e;
+}
+
+// The new parameter of the others.
 template <int kRule>
-MT_INLINE F advance(const Numbers& h, F p, F g, F& m, F& v) {
-  if (kRule == kAdamW) {
-    m = m + h.a * (g - m);
-    v = h.b * v + (h.c * g) * g;
-    return p * h.decay - (h.d * m) / (root(v) + h.e);
-  }
+MT_INLINE F advance(const Numbers& h, F p, F g, F& m) {
   if (kRule == kSgd) {
     m = h.a * m + h.b * g;
     return p - h.d * (h.nesterov ? g + h.c * m : m);
@@ -131,34 +134,36 @@ MT_HELPER Waiting wait_for(const State& s, int64_t b, const float* x, float scal
   return {codes, splat(scale), splat(1.0f / scale), usual};
 }
 
-struct Room {  // for a block that is not whole, or not float32
-  float g[256], p[256];
+struct Room {  // for a block that is not whole, or not float32; p for the block before as well
+  float g[256], p[2][256];
 };
 
-// The codes of a block are made in the loop of the next one: its arithmetic does not wait for the
-// roots and quotients, which take a third of the time.
+// The codes of a block are made, and AdamW's quotients taken, in the loop of the next one: neither
+// waits for the other's roots and quotients, which take a third of the time.
 template <int kRule>
 inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
-  constexpr int kStates = kRule == kAdamW ? 2 : 1;
+  constexpr bool kLate = kRule == kAdamW;
+  constexpr int kStates = kLate ? 2 : 1;
   const Numbers h = splat_all(t.numbers);
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Dynamic first = dynamic_of<true>(t.state[0].book, t.state[0].buckets);
   Dynamic second{};
   if (kStates == 2) second = dynamic_of<false>(t.state[1].book, t.state[1].buckets);
-  Room part = {};
+  alignas(64) Room part = {};
   Draws draws;
-  alignas(64) float held[2][2][256] = {};
+  alignas(64) float held[2][kStates + kLate][256] = {};  // the states, and AdamW's divisors
   Waiting waiting[2] = {};
   for (int64_t b = begin; b <= end; ++b) {
     float (*now)[256] = held[b & 1], (*then)[256] = held[~b & 1];
     const int64_t from = b * 256, n = std::min<int64_t>(256, t.n - from);
     const bool apart = n < 256 || !t.direct();
-    const float* g = t.g + from;
-    float* p = t.p + from;
+    const float* g = apart ? part.g : t.g + from;
+    float* p = apart ? part.p[b & 1] : t.p + from;
+    // The block before is the last one, and in part, only after it.
+    float* before = t.direct() && from <= t.n ? t.p + from - 256 : part.p[~b & 1];
     if (b < end && apart) {
       read_floats(t.g, t.g_type, from, n, part.g);
-      read_weights(t.p, t.p_type, t.beside, from, n, part.p);
-      g = part.g, p = part.p;
+      read_weights(t.p, t.p_type, t.beside, from, n, p);
     }
     I top[2] = {};
     MT_UNROLL(1)
@@ -175,7 +180,8 @@ inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
           const F old = load(p + i);
           if (h.has_l2) grad = grad + h.l2 * old;
           for (int k = 0; k < kStates; ++k) x[k] = load(now[k] + i);
-          store(p + i, advance<kRule>(h, old, grad, x[0], x[1]));
+          if constexpr (kLate) store(now[2] + i, moments(h, grad, x[0], x[1]));
+          else store(p + i, advance<kRule>(h, old, grad, x[0]));
           for (int k = 0; k < kStates; ++k) {
             if (n < 256) {  // what lies past the end is zero, as the reference pads
               const I inside = lane + static_cast<int32_t>(i) < static_cast<int32_t>(n);
@@ -186,11 +192,18 @@ inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
           }
         }
       }
+      if (kLate && b > begin) {
+        MT_UNROLL(4)
+        for (int64_t i = at; i < at + 64; i += 16)
+          store(before + i, load(before + i) * h.decay - (h.d * load(then[0] + i)) / load(then[kLate * 2] + i));
+      }
       if (waiting[0].usual) encode8<true>(first, then[0] + at, waiting[0].scale, waiting[0].inverse, waiting[0].codes + at);
       if (kStates == 2 && waiting[1].usual) encode8<false>(second, then[1] + at, waiting[1].scale, waiting[1].inverse, waiting[1].codes + at);
     }
+    if (kLate && b > begin && before == part.p[~b & 1])
+      write_weights(t.p, t.p_type, t.beside, from - 256, std::min<int64_t>(256, t.n - from + 256), before, draws);
     if (b == end) break;
-    if (apart) write_weights(t.p, t.p_type, t.beside, from, n, part.p, draws);
+    if (!kLate && apart) write_weights(t.p, t.p_type, t.beside, from, n, p, draws);
     for (int k = 0; k < kStates; ++k) waiting[k] = wait_for(t.state[k], b, now[k], as_float(top_of(top[k])));
   }
 }
@@ -227,10 +240,10 @@ inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
     MT_UNROLL(1)
     for (int64_t at = 0; at < 128; at += 16) {
       if (!apart) __builtin_prefetch(g + at + 256), __builtin_prefetch(p + at + 256);
-      F grad = load(g + at) * h.sign, x = load(held + at), none = {};
+      F grad = load(g + at) * h.sign, x = load(held + at);
       const F old = load(p + at);
       if (h.has_l2) grad = grad + h.l2 * old;
-      store(p + at, advance<kRule>(h, old, grad, x, none));
+      store(p + at, advance<kRule>(h, old, grad, x));
       if (n < 128) {  // what lies past the end is zero, as the reference pads
         const I inside = lane + static_cast<int32_t>(at) < static_cast<int32_t>(n);
         x = (F)((I)x & inside);

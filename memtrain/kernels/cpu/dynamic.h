@@ -17,6 +17,8 @@ struct Dynamic {
 };
 
 constexpr float kBase = 512.0f;  // added to positions: the sum has 14 bits after the point
+constexpr float kLeast = 0x1p-30f;  // added to magnitudes: no octave is below the tables'
+constexpr float kDoubt = 0x1p-12f;  // added to positions: what is near a whole one is just above it
 constexpr int32_t kBaseCount = 0x44000000 >> 14;
 
 MT_INLINE F permute(I at, F table) {
@@ -43,9 +45,10 @@ inline Dynamic dynamic_of(const float* book, const uint8_t*) {
     const double octave = 1.0 / (1u << (31 - k)), whole = 1 << e, half = 1 << e >> 1;
     edge[k] = __builtin_inff();
     slope[k] = e > kFirst && e <= kLast ? static_cast<float>(half / (0.9 * unit[e - 1 - kFirst])) : 0.0f;
-    shift[k] = kBase + static_cast<float>(slope[k] != 0.0f ? half * (8.0 / 9.0) : e > kLast ? half + 0.5 : kFirst + 0.5);
+    const double line = slope[k] != 0.0f ? half * (8.0 / 9.0) : e > kLast ? half + 0.5 : kFirst + 0.5;
+    shift[k] = static_cast<float>(kBase + kDoubt + line - double{slope[k]} * kLeast);
     last[k] = kBase + static_cast<float>(e > kLast ? half + 0.5 : whole - 0.5);
-    if (e <= kLast && d.bounds[(1 << e) - 1] < 2 * octave) edge[k] = d.bounds[(1 << e++) - 1];
+    if (e <= kLast && d.bounds[(1 << e) - 1] + kLeast < 2 * octave) edge[k] = d.bounds[(1 << e++) - 1];
   }
   d.high = load(high), d.low = load(low);
   for (int i = 0; i < 2; ++i) {
@@ -76,8 +79,8 @@ template <bool kSigned>
 MT_INLINE void decode8(const Dynamic& d, const uint8_t* codes, F scale, float* out) {
   F x[4], position[4], y[4];
   MT_FOUR x[k] = (F)_mm512_cvtepi32_ps((__m512i)widen(codes + 16 * k));
-  MT_FOUR x[k] = x[k] - (kSigned ? 127.0f : -1.0f);
-  MT_FOUR position[k] = (kSigned ? (F)magnitude(x[k]) : x[k]) + 0.5f;
+  if (kSigned) MT_FOUR x[k] = x[k] - 127.0f;
+  MT_FOUR position[k] = kSigned ? (F)magnitude(x[k]) + 0.5f : x[k] + 1.5f;
   lines_at(d, position, y);
   if (kSigned) MT_FOUR y[k] = (F)((I)y[k] | ((I)x[k] & INT32_MIN));
   MT_FOUR store(out + 16 * k, y[k] * scale);
@@ -109,8 +112,7 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uin
   F r[4];
   __mmask16 minus[4] = {}, near[4];
   MT_FOUR size[k] = kSigned ? magnitude(load(x + 16 * k)) : (I)load(x + 16 * k);
-  MT_FOUR r[k] = (F)size[k] * inverse;
-  MT_FOUR r[k] = (F)_mm512_max_ps((__m512)r[k], _mm512_set1_ps(0x1p-30f));
+  MT_FOUR r[k] = fused((F)size[k], inverse, splat(kLeast));
   MT_FOUR at[k] = (I)_mm512_srli_epi32((__m512i)r[k], 23);
   if (kSigned) {  // below zero a bound equal to x counts too, and the codes descend
     MT_FOUR minus[k] = _mm512_movepi32_mask((__m512i)load(x + 16 * k));
@@ -119,10 +121,10 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uin
   MT_FOUR at[k] = plus_one(at[k], _mm512_cmpgt_epi32_mask((__m512i)size[k], (__m512i)choose(edge, at[k])));
   MT_FOUR r[k] = fused(r[k], choose(d.slope, at[k]), choose(d.shift, at[k]));
   MT_FOUR r[k] = (F)_mm512_min_ps((__m512)r[k], (__m512)choose(d.last, at[k]));
-  MT_FOUR near[k] = _mm512_testn_epi32_mask(_mm512_add_epi32((__m512i)r[k], _mm512_set1_epi32(4)), _mm512_set1_epi32(0x3ff8));
+  MT_FOUR near[k] = _mm512_testn_epi32_mask((__m512i)r[k], _mm512_set1_epi32(0x3ff8));
   MT_FOUR count[k] = (I)_mm512_srli_epi32((__m512i)r[k], 14);
-  const uint64_t doubt = near[0] | static_cast<uint64_t>(near[1]) << 16 | static_cast<uint64_t>(near[2]) << 32 | static_cast<uint64_t>(near[3]) << 48;
-  if (__builtin_expect(doubt != 0, 0)) {
+  if (__builtin_expect(!_kortestz_mask16_u8(_kor_mask16(near[0], near[1]), _kor_mask16(near[2], near[3])), 0)) {
+    const uint64_t doubt = near[0] | static_cast<uint64_t>(near[1]) << 16 | static_cast<uint64_t>(near[2]) << 32 | static_cast<uint64_t>(near[3]) << 48;
     float position[64];
     int32_t sizes[64], counts[64];
     MT_FOUR store(position + 16 * k, r[k]), store((float*)sizes + 16 * k, (F)size[k]), store((float*)counts + 16 * k, (F)count[k]);
@@ -132,10 +134,8 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uin
   I code[4];
   MT_FOUR code[k] = count[k] + ((kSigned ? 127 : -1) - kBaseCount);
   if (kSigned) MT_FOUR code[k] = (I)_mm512_mask_sub_epi32((__m512i)code[k], minus[k], _mm512_set1_epi32(127 + kBaseCount), (__m512i)count[k]);
-  const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32((__m512i)code[0], (__m512i)code[1]),
-                                            _mm512_packs_epi32((__m512i)code[2], (__m512i)code[3]));
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(codes, _mm512_permutexvar_epi32(order, bytes));
+  const __m512i halves[2] = {pack_two(code), pack_two(code + 2)};
+  _mm512_storeu_si512(codes, straight(pack_four(halves)));
 }
 
 #undef MT_FOUR
