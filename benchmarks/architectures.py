@@ -107,10 +107,14 @@ def _row(kind: str, name: str, preset: str) -> list[Row]:
     if not all(g.isfinite().all() for g in plain.values()):
         return [{**label, "left_out": "its plain gradient is not finite"}]
     repeats = _equal(plain, again)
-    through = compare(case, ["preset=exact", "optim=none"])
+    through = compare(case, ["preset=exact", "optim=none"], predict=False)
     if repeats:
         require(through["gradient_error"] == 0, f"{name}: the exact path changes a gradient")
-    under = compare(case, [f"preset={preset}", "optim=none", "gradients=keep"])
+    cfg = [f"preset={preset}", "optim=none", "gradients=keep"]
+    try:
+        under = compare(case, cfg)
+    except RuntimeError:  # an op without a fake form of this dtype: torch's grouped matmul
+        under = compare(case, cfg, predict=False)
     parameters = sum(p.numel() for p in case.model.parameters())
     return [{**label, "left_out": "", "parameters": parameters, "exact": repeats, **under}]
 
