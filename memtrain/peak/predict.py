@@ -1,14 +1,18 @@
 """The peak of a training step, before anything runs."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -23,6 +27,8 @@ from memtrain.peak.step import Step, StepOptions, check, wants_closure
 from memtrain.peak.timeline import NOTHING, Timeline, replay
 from memtrain.peak.twin import twin
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_DISPATCH = FakeTensorMode.dispatch.__code__
 MEASURE = "measure a real step instead: audit(..., measure=True), or memtrain-report --measure"
 
 
@@ -107,6 +113,7 @@ def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
 def translated(model: nn.Module) -> Iterator[None]:
     """Say of what fake tensors cannot run which op it is, and what to do instead."""
     name = type(model).__name__
+    logged, _LOG.disabled = _LOG.disabled, True  # it prints a traceback for what is said here
     try:
         yield
     except DataDependentOutputException as error:
@@ -127,11 +134,23 @@ def translated(model: nn.Module) -> Iterator[None]:
             f"{name} cannot run on fake tensors ({error.reason}): {MEASURE}"
         ) from error
     except RuntimeError as error:
-        if ".numpy()" not in str(error):
+        first = str(error).partition("\n")[0].rstrip(".")
+        if ".numpy()" in first:
+            why = f"{name} takes a tensor's values out with .numpy()"
+        elif (op := _failed(error)) is not None:
+            why = f"{name} runs {op}, which fails ({first}). If it does not with data"
+        else:
             raise
-        raise UnpredictableError(
-            f"{name} takes a tensor's values out with .numpy(): {MEASURE}"
-        ) from error
+        raise UnpredictableError(f"{why}: {MEASURE}") from error
+    finally:
+        _LOG.disabled = logged
+
+
+def _failed(error: RuntimeError) -> OpOverload | None:
+    """The op whose fake form raised an error; None where none did."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    ours = (frame.f_locals.get("func") for frame in frames if frame.f_code is _DISPATCH)
+    return next((func for func in ours if isinstance(func, OpOverload)), None)
 
 
 def _first_step(step: Step, *, full: bool) -> None:

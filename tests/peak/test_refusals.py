@@ -47,6 +47,28 @@ def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, mat
     assert measure(model, optimizer, torch.ones(2, 8), "balanced").peak.nbytes > 288
 
 
+class Grouped(nn.Module):
+    """Torch's grouped product runs in float32 with data, but has a fake form in bfloat16 only."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 16, 16))
+
+    def forward(self, x):
+        ends = torch.tensor([4, 8], dtype=torch.int32)
+        return nn.functional.grouped_mm(x, self.weight, offs=ends).square()
+
+
+def test_an_op_that_fails_on_fake_tensors_only_is_named_without_a_traceback(caplog):
+    model, x = Grouped(), torch.ones(8, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    for run in (predict, audit):
+        with pytest.raises(ValueError, match=r"Grouped runs aten\._grouped_mm.*with data: measure"):
+            run(model, optimizer, x)
+    assert not caplog.records
+    assert measure(model, optimizer, x, "balanced").peak.nbytes > 1024
+
+
 def test_a_measured_audit_tells_all_but_what_needs_fake_tensors():
     model = Branching(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
