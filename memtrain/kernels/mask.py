@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import bits, cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
 
 BLOCK = 256  # elements per block; the layout is that of `kernels.bits` at 1 bit
 
@@ -29,6 +29,8 @@ def pack_mask(x: Tensor) -> Tensor:
         >>> packed.shape, packed[:4].tolist()
         (torch.Size([32]), [1, 0, 1, 0])
     """
+    if is_plain_cpu(x) and x.is_contiguous():
+        return _pack_in_cpp(x)
     return (_pack if is_plain(x) else _pack_op)(x)
 
 
@@ -73,17 +75,21 @@ def _empty_packed(x: Tensor) -> Tensor:
 
 
 def _pack(x: Tensor) -> Tensor:
-    packed = _empty_packed(x)
     chosen = choose(x)
+    if chosen == "cpu":
+        return _pack_in_cpp(x.reshape(-1).contiguous())
+    packed = _empty_packed(x)
     if chosen == "reference":
         return pack_reference(x)
-    flat = x.reshape(-1).contiguous().view(torch.uint8)
-    if chosen == "triton":
-        from memtrain.kernels import mask_triton
+    from memtrain.kernels import mask_triton
 
-        mask_triton.pack(flat, packed)
-    else:
-        cpu.call("mt_pack_mask", flat, packed, flat.numel())
+    mask_triton.pack(x.reshape(-1).contiguous().view(torch.uint8), packed)
+    return packed
+
+
+def _pack_in_cpp(x: Tensor) -> Tensor:
+    packed = _empty_packed(x)
+    cpu.call_raw("mt_pack_mask", x.data_ptr(), packed.data_ptr(), x.numel())
     return packed
 
 

@@ -54,7 +54,8 @@ class _Dropout(Function):
             y, mask = torch.native_dropout(x, p, True)
         else:
             y, mask = None, torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-        packed, factor = pack_mask(memory_order(mask)), _factor(p, x.dtype)
+        flat = mask if mask.is_contiguous() else memory_order(mask)
+        packed, factor = pack_mask(flat), _factor(p, x.dtype)
         ctx.save_for_backward(packed)
         ctx.factor, ctx.shape, ctx.stride = factor, x.shape, x.stride()
         return _times(x, packed, factor) if y is None else y
