@@ -2,6 +2,7 @@
 
 import importlib
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,11 @@ def stored(path: Path) -> Family:
             f"model=hf:{path}: no task for {type(config).__name__}; allowed: {', '.join(TASKS)}; "
             "model=py:<module>:<builder> takes any model"
         )
-    options = config.to_diff_dict()
-    return Family(config=type(config).__name__, task=[*named, *known][0], options=options)
+    own = Family(
+        config=type(config).__name__, task=[*named, *known][0], options=config.to_diff_dict()
+    )
+    longest = getattr(config, "max_position_embeddings", None) or own.seq
+    return replace(own, seq=min(own.seq, longest))
 
 
 def from_family(family: Family, request: Request) -> tuple[nn.Module, dict[str, Any]]:

@@ -124,6 +124,9 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
     request = typed(Request, OmegaConf.from_dotlist(mine), "")  # type: ignore[arg-type]
     if not request.model:
         raise ValueError(f"model= is missing; allowed: {', '.join(known_models())}")
+    keys = {item.partition("=")[0] for item in mine}
+    if request.budget is None and (lone := [name for name in PLANNER if name in keys]):
+        raise ValueError(f"{lone[0]}= is for a plan that fits; allowed: with budget=")
     rest = [item for item in overrides if item not in mine]
     if request.plan is not None and rest:
         raise ValueError(f"plan= takes the place of memtrain's keys; {rest[0]!r} is not for it")

@@ -96,7 +96,8 @@ def fit(
     place = _search(len(listed), _fits(listed, peak, size))
     if place is None:
         smallest = peak(len(listed) - 1)
-        raise DoesNotFit(size, smallest, advice(size, smallest, batch, ALLOWED, goal.names))
+        helps = advice(size, smallest, batch, ALLOWED, goal.names, goal.max_error)
+        raise DoesNotFit(size, smallest, helps)
     offer = listed[place]
     surplus = peak(place).nbytes - offer.peak
     least = None

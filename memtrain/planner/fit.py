@@ -118,7 +118,12 @@ class DoesNotFit(ValueError):
 
 
 def advice(
-    budget: int, smallest: Moment, batch: Any, allowed: Iterable[str], names: Iterable[str]
+    budget: int,
+    smallest: Moment,
+    batch: Any,
+    allowed: Iterable[str],
+    names: Iterable[str],
+    max_error: float = 1.0,
 ) -> list[str]:
     """What would make a step fit, from what holds its smallest peak.
 
@@ -128,6 +133,7 @@ def advice(
         batch: What the model is called with; its first tensor's first size counts samples.
         allowed: Everything that could be allowed.
         names: What was.
+        max_error: What was; one below 1 is the first that could be larger.
 
     Returns:
         Lines.
@@ -153,7 +159,8 @@ def advice(
     if missing:
         means = "; ".join(_MEANS[name] for name in missing)
         lines.append(f"allow={','.join(allowed)} ({means})")
-    if smallest.parts.get(SAVED, 0) > rest // 2 and "recompute" not in missing:
+    tight = max_error < 1 and "quantise" in known
+    if tight or (smallest.parts.get(SAVED, 0) > rest // 2 and "recompute" not in missing):
         lines.append("a larger max_error")
     return lines
 

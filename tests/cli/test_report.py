@@ -136,6 +136,7 @@ def test_help_teaches_by_examples(capsys):
         (["model=gpt2", "optim.min_element=1"], "optim.min_elements"),
         (["model=gpt2", "batch"], "no key=value: 'batch'; such as model=gpt2 batch=8"),
         (["gpt2"], "did you mean model=gpt2?"),
+        (["model=gpt2", "max_error=2"], "max_error= is for a plan that fits"),
         (["model=gpt2", "smallest"], "did you mean preset=smallest?"),
         (["model=gpt2", "budget=8", "GiB"], "a size is one word: budget=8GiB"),
         (["model=gpt2", "memory=8"], "memory=8 is 8 bytes; did you mean 8GiB?"),
@@ -230,6 +231,10 @@ def test_a_config_on_disk(builder, capsys):
         assert type(built.model).__name__ == "LlamaForCausalLM"
         assert built.model.config.vocab_size == 99
         assert {name: tuple(x.shape) for name, x in built.batch.items()} == {"input_ids": (2, 16)}
+    short = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99, n_positions=64)
+    short.save_pretrained(builder)
+    built = build(Request(model=f"hf:{builder}"))  # no longer than its positions
+    assert built.batch["input_ids"].shape == (1, 64)
     (builder / "config.json").write_text("{")
     assert main([f"model=hf:{builder}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

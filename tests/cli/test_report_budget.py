@@ -180,8 +180,8 @@ def test_rates_are_measured_by_a_command_and_read_by_the_planner(machine, tmp_pa
     assert text.splitlines()[:2] == ["a machine:", "  copying         2.0 GB/s, read plus written"]
     assert text.splitlines()[-2:] == [
         "  any op          5.0 us besides", "  a group code    40.0 us besides"]  # fmt: skip
-    assert report_budget.rates_of(asked(f"rates={path}")[0]) == RATES
-    assert report_budget.rates_of(asked("rates=measure", "device=cpu")[0]) == RATES
+    assert report_budget.rates_of(asked(f"rates={path}", "budget=1GiB")[0]) == RATES
+    assert report_budget.rates_of(asked("rates=measure", "device=cpu", "budget=1GiB")[0]) == RATES
     assert report_budget.rates_of(asked()[0]) == planner.Rates()
     assert main(["--measure-rates", str(path)]) == 2
     assert "no CUDA device here to measure" in capsys.readouterr().err
