@@ -65,6 +65,8 @@ def _is_fused(function: str, x: Tensor) -> bool:
     if function != "silu":
         return True
     if x.dtype == torch.float32:  # 16 bits do not tell torch's two kinds of exp() apart
+        if not is_dense(x):  # torch works on its rows
+            return False
         n, threads = x.numel(), torch.get_num_threads()
         parts = max(1, min(threads, (n + _TORCHS_PART - 1) // _TORCHS_PART))
         if n % (parts * _TORCHS_RUN) != 0:

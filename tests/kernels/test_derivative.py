@@ -249,6 +249,15 @@ def test_silus_value_is_torchs_at_any_size(threads):
 
 
 @pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_silus_value_is_torchs_in_any_layout():
+    x = torch.randn(256, 128) * 4
+    for some in (x.t(), x[:, :100], x[:, ::2], x[:, :1].expand(256, 32), x.view(16, 16, 128).mT):
+        with backend("cpu"):
+            y, _ = derivative.forward(some, "silu", [0.0])
+        assert torch.equal(y, FUNCTIONS["silu"](some)), some.stride()
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ library")
 def test_silu_runs_in_one_pass_where_it_can(monkeypatch):
     def no(function, x, parameters=()):
         raise AssertionError(f"torch's {function} was called")
