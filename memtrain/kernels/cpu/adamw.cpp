@@ -8,7 +8,7 @@
 namespace memtrain {
 
 enum Kind : int64_t { kExact, kBlock, kRank1, kFactored };
-constexpr int64_t kFields = 28, kMaxDims = 8, kItem = 256, kGroup = 4 << 20;
+constexpr int64_t kFields = 28, kMaxDims = 8, kItem = 256, kGroup = 2 << 20;
 constexpr int64_t kPart = 1024;  // of a row, where it goes through a buffer
 
 // One row of the table that Python sends; the order is that of `_table` in kernels/adamw.py.
@@ -69,33 +69,10 @@ MT_INLINE void raise(int32_t* at, int32_t x) {
 
 namespace memtrain {
 
+// Blocks (of pass 1 of factored: rows) of a tensor.
 struct Item {
   int64_t task, begin, end;
-};
-
-struct Group {
-  int64_t first = 0, last = 0;  // tasks
-  bool two_passes = false;
-  std::vector<Item> look, write;
-  std::atomic<size_t> looked{0}, settled{0}, written{0};
-};
-
-class Barrier {
- public:
-  explicit Barrier(int64_t n) : n_(n) {}
-  void wait() {
-    const int64_t round = round_.load();
-    if (waiting_.fetch_add(1) + 1 == n_) {
-      waiting_.store(0);
-      round_.fetch_add(1);
-    } else {
-      while (round_.load() == round) std::this_thread::yield();
-    }
-  }
-
- private:
-  const int64_t n_;
-  std::atomic<int64_t> waiting_{0}, round_{0};
+  bool first_pass;
 };
 
 // Vectors begin at whole cache lines: lanes across two would cost twice.
@@ -135,49 +112,53 @@ static void place_scratch(Task& t, float* at) {
   }
 }
 
-static void cut(std::vector<Item>& items, int64_t task, int64_t n, int64_t chunk) {
-  for (int64_t i = 0; i < n; i += chunk) items.push_back({task, i, std::min(n, i + chunk)});
+static void cut(std::vector<Item>& items, int64_t task, int64_t n, int64_t chunk, bool first_pass) {
+  for (int64_t i = 0; i < n; i += chunk)
+    items.push_back({task, i, std::min(n, i + chunk), first_pass});
 }
 
-// Tensors of some 4 M elements together, so that the second pass finds its input in the cache.
-static std::vector<std::unique_ptr<Group>> make_groups(const std::vector<Task>& tasks) {
-  std::vector<std::unique_ptr<Group>> groups;
-  int64_t held = kGroup;
+// All work, in an order that one thread could follow: a second pass comes after its first one, and
+// soon, so that it finds its input in the cache, but other work lies between, so that a thread
+// that has lost its core holds nobody up for long. `left` of a tensor: the items of its first pass,
+// counted down, and one more until it is settled.
+static std::vector<Item> make_items(const std::vector<Task>& tasks, std::atomic<int64_t>* left) {
+  std::vector<Item> items, late, held;  // late: second passes of the group, held: of the one before
+  int64_t elements = 0;
+  const auto end_group = [&] {
+    items.insert(items.end(), held.begin(), held.end());
+    held.swap(late);
+    late.clear();
+    elements = 0;
+  };
   for (int64_t i = 0; i < static_cast<int64_t>(tasks.size()); ++i) {
     const Task& t = tasks[i];
-    if (held + t.n > kGroup) {
-      groups.push_back(std::make_unique<Group>());
-      groups.back()->first = i;
-      held = 0;
-    }
-    held += t.n;
-    Group& group = *groups.back();
-    group.last = i + 1;
-    group.two_passes |= t.two_passes();
-    if (t.two_passes()) cut(group.look, i, t.kind == kRank1 ? t.blocks() : t.rows, t.chunk);
-    cut(group.write, i, t.blocks(), kItem);
+    if (elements + t.n > kGroup) end_group();
+    elements += t.n;
+    const size_t before = items.size();
+    if (t.two_passes()) cut(items, i, t.kind == kRank1 ? t.blocks() : t.rows, t.chunk, true);
+    left[i] = t.two_passes() ? static_cast<int64_t>(items.size() - before) + 1 : 0;
+    cut(late, i, t.blocks(), kItem, false);
   }
-  return groups;
+  end_group(), end_group();
+  return items;
 }
 
-static void work(std::vector<Task>& tasks, std::vector<std::unique_ptr<Group>>& groups,
-                 Barrier& barrier) {
+static void work(std::vector<Task>& tasks, const std::vector<Item>& items,
+                 std::atomic<int64_t>* left, std::atomic<size_t>& next) {
   Column column;
-  for (auto& held : groups) {
-    Group& group = *held;
-    if (group.two_passes) {
-      for (size_t i; (i = group.looked++) < group.look.size();) {
-        const Item& item = group.look[i];
-        MT_DISPATCH(look(tasks[item.task], item.begin, item.end, column));
-      }
-      barrier.wait();
-      for (size_t i; (i = group.settled++) < static_cast<size_t>(group.last - group.first);)
-        MT_DISPATCH(settle(tasks[group.first + i]));
-      barrier.wait();
+  for (size_t i; (i = next++) < items.size();) {
+    const Item& item = items[i];
+    Task& task = tasks[item.task];
+    std::atomic<int64_t>& waited = left[item.task];
+    if (!item.first_pass) {
+      while (waited.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+      MT_DISPATCH(update(task, item.begin, item.end));
+      continue;
     }
-    for (size_t i; (i = group.written++) < group.write.size();) {
-      const Item& item = group.write[i];
-      MT_DISPATCH(update(tasks[item.task], item.begin, item.end));
+    MT_DISPATCH(look(task, item.begin, item.end, column));
+    if (waited.fetch_sub(1) == 2) {  // the tensor's last: who did it settles the tensor
+      MT_DISPATCH(settle(task));
+      waited.store(0, std::memory_order_release);
     }
   }
 }
@@ -199,10 +180,11 @@ MT_EXPORT void mt_adamw_step(const int64_t* table, int64_t n, int64_t threads) {
   std::unique_ptr<float[]> scratch(new float[offset[n] + 16]);
   float* line = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.get()) + 63) & ~uintptr_t{63});
   for (int64_t i = 0; i < n; ++i) place_scratch(tasks[i], line + offset[i]);
-  auto groups = make_groups(tasks);
+  std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[n]);
+  const std::vector<Item> items = make_items(tasks, left.get());
+  std::atomic<size_t> next{0};
   const int64_t crew = std::max<int64_t>(1, std::min(threads, elements / 32768));
-  Barrier barrier(crew);
-  run_together(crew, [&](int64_t) { work(tasks, groups, barrier); });
+  parallel_for(crew, 1, crew, [&](int64_t, int64_t) { work(tasks, items, left.get(), next); });
   for (Task& t : tasks)
     if (t.kind == kRank1) std::copy(t.next, t.next + t.rows + side(t), t.v_scale);
 }
