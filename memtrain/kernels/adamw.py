@@ -86,8 +86,8 @@ def adamw_step(given: Sequence[Entry], kept: Kept | None = None) -> None:
     """
     for entry in given:
         _check(entry)
-    split = [e for e in given if e.shard is not None and e.kind in ("rank1", "factored")]
-    pieces = [e for e in given if e.kind == PIECEWISE]
+    split = [e for e in given if e.shard is not None and e.kind in ("rank1", *FACTORED)]
+    pieces = [e for e in given if e.shard is None and e.kind == PIECEWISE]
     whole = [e for e in given if not any(e is other for other in split + pieces)]
     if pieces:
         from memtrain.kernels import adamw_pieces

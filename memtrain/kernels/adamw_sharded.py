@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memtrain.kernels import adamw, codebook, rank1, shards, sides
 from memtrain.kernels import entries as stepped
-from memtrain.kernels.adamw import BLOCK, Entry
+from memtrain.kernels.adamw import BLOCK, FACTORED, FIRST, Entry
 from memtrain.kernels.book import Book
 from memtrain.kernels.capture import Kept
 from memtrain.kernels.dispatch import choose
@@ -55,6 +55,8 @@ def step(entries: Sequence[Entry], kept: Kept | None = None) -> None:
 
 def _launches(entry: Entry) -> bool:
     if not entry.param.numel() or choose(entry.param) != "triton":
+        return False
+    if entry.kind not in adamw.KINDS:
         return False
     return adamw.fits(entry) and _shard(entry).by_rows
 
@@ -115,7 +117,7 @@ def _reduce(looked: Sequence[tuple[Entry, Sums]]) -> None:
     all_reduce(maxima, "max")
     all_reduce([*rows, *columns], "sum")
     for entry, sums in looked:
-        if entry.kind == "factored":
+        if entry.kind in FACTORED:
             whole, h = _shard(entry).shape, known(Hyper, entry.hyper)
             row, col = entry.second["row"], entry.second["col"]
             row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(whole[1:]).numel()))
@@ -142,7 +144,8 @@ def _update(entry: Entry, sums: Sums) -> None:
         row, col = ratio(entry.second["row"], sums["mean"]), entry.second["col"]
         v = (row.unsqueeze(1) * col).view(p.shape).to(g.dtype)
     stepped.write(entry, stepped.read(entry) * h.decay - (h.step_size * m) / (v.sqrt() + h.eps))
-    codes, scale = codebook.quantize_reference(m, entry.first_map, 4, True, BLOCK)
+    bits, size = FIRST.get(entry.kind, (4, BLOCK))
+    codes, scale = codebook.quantize_reference(m, entry.first_map, bits, True, size)
     entry.first["codes"].copy_(codes)
     entry.first["scale"].copy_(scale)
     if entry.kind == "rank1":

@@ -146,8 +146,6 @@ class AdamStates(FusedStates):
         if kind == "block8":
             return blockstep.Entry(own, grad, tuple(payloads), "adamw", 8, numbers, maps)
         shard = shard_of(param)
-        if kind == adamw.PIECEWISE and shard is not None:
-            return None  # its factors are made by `shards.pack_part`
         return adamw.Entry(own, grad, *payloads, kind, numbers, *maps, shard)  # pyright: ignore[reportCallIssue]
 
 

@@ -15,8 +15,9 @@ HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
 def entry(param, kind, shard=None):
     """A parameter's entry before its first step."""
     shape = param.shape
-    blocks = -(-param.numel() // 128)
-    coded = {"codes": torch.zeros(blocks, 64, dtype=torch.uint8)}
+    bits, size = adamw.FIRST.get(kind, (4, 128))
+    blocks = -(-param.numel() // size)
+    coded = {"codes": torch.zeros(blocks, size * bits // 8, dtype=torch.uint8)}
     first = {**coded, "scale": torch.zeros(blocks)}
     if kind == "rank1":
         second = {"codes": coded["codes"].clone(), "scale": torch.zeros(sum(shape))}
@@ -28,7 +29,8 @@ def entry(param, kind, shard=None):
 
 def first(entry):
     pair = entry.first["codes"], entry.first["scale"]
-    flat = codebook.dequantize_reference(*pair, "DE", 4, True, entry.param.numel())
+    bits, _ = adamw.FIRST.get(entry.kind, (4, 128))
+    flat = codebook.dequantize_reference(*pair, "DE", bits, True, entry.param.numel())
     return flat.view(entry.param.shape)
 
 
@@ -67,7 +69,7 @@ SPLITS = [
 BY_KERNELS = SPLITS[:3]  # those split by rows
 
 
-@pytest.mark.parametrize("kind", ["rank1", "factored"])
+@pytest.mark.parametrize("kind", ["rank1", "factored", "factored8"])
 @pytest.mark.parametrize(
     ("name", "shape", "cuts", "dim"),
     [
@@ -97,9 +99,10 @@ def test_parts_equal_the_whole(shape, cuts, dim, kind, name, monkeypatch):
     got = torch.cat([second(part) for part in parts], dim)
     # Sums in another order: one rounding for each term added, in the rows, the columns, the mean.
     terms = max(shape[0], start[0].numel())
-    sums = 3 * terms * 2.0**-24 if kind == "factored" else 0.0
+    sums = 3 * terms * 2.0**-24 if kind in adamw.FACTORED else 0.0
     assert torch.allclose(got, second(whole), rtol=sums, atol=0)
-    if shape[1:] in [(128,), (256,)]:  # parts and the whole have the same blocks
+    same_blocks = [(128,)] if kind == "factored8" else [(128,), (256,)]
+    if shape[1:] in same_blocks:
         p, q = torch.cat([part.param for part in parts], dim), whole.param
         update = (q - start).abs().max()
         room = STEPS * ((4 * 2.0**-23 + sums) * update + 2.0**-23 * q.abs().max())

@@ -16,7 +16,7 @@ from memtrain.optim import CompressedOptimizer, SplitWeights, capturable
 from tests.kernels.test_capture import NoHost
 from tests.optim.test_torch_behaviours import ADAMS, FUSED, make
 
-TRITON = ["Adam4bit", "SGD4bit"]
+TRITON = ["AdamW4bit", "AdamW8bit", "Lion4bit"]  # nightly, but for SGD4bit
 
 
 @pytest.fixture
@@ -36,7 +36,12 @@ def set_gradients(given, seed):
 
 @pytest.mark.usefixtures("_any_device")
 @pytest.mark.parametrize(
-    ("name", "kernels"), [*((n, "reference") for n in FUSED), *((n, "triton") for n in TRITON)]
+    ("name", "kernels"),
+    [
+        *((name, "reference") for name in FUSED),
+        ("SGD4bit", "triton"),
+        *(pytest.param(name, "triton", marks=pytest.mark.nightly) for name in TRITON),
+    ],
 )
 def test_steps_equal_plain_ones_and_read_nothing_on_the_host(name, kernels, monkeypatch):
     plain = params()
