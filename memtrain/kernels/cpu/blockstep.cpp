@@ -134,13 +134,23 @@ MT_HELPER Waiting wait_for(const State& s, int64_t b, const float* x, float scal
   return {codes, splat(scale), splat(1.0f / scale), usual};
 }
 
+// The maximum and x as magnitudes; x is never below zero, but NaN may have a sign, which is left to
+// who reads the maximum.
+MT_INLINE I highest(I top, F x) {
+#ifdef MT_AVX512
+  return (I)_mm512_max_epu32((__m512i)top, (__m512i)x);
+#else
+  return imax(top, magnitude(x));
+#endif
+}
+
 struct Room {  // for a block that is not whole, or not float32; p for the block before as well
   float g[256], p[2][256];
 };
 
 // The codes of a block are made, and AdamW's quotients taken, in the loop of the next one: neither
 // waits for the other's roots and quotients, which take a third of the time.
-template <int kRule>
+template <int kRule, bool kPlain>
 inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
   constexpr bool kLate = kRule == kAdamW;
   constexpr int kStates = kLate ? 2 : 1;
@@ -176,9 +186,10 @@ inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
         MT_UNROLL(4)
         for (int64_t i = at; i < at + 64; i += 16) {
           if (!apart) __builtin_prefetch(g + i + 512), __builtin_prefetch(p + i + 512, 1);
-          F grad = load(g + i) * h.sign, x[2] = {};
+          F grad = load(g + i), x[2] = {};
           const F old = load(p + i);
-          if (h.has_l2) grad = grad + h.l2 * old;
+          if (!kPlain) grad = grad * h.sign;
+          if (!kPlain && h.has_l2) grad = grad + h.l2 * old;
           for (int k = 0; k < kStates; ++k) x[k] = load(now[k] + i);
           if constexpr (kLate) store(now[2] + i, moments(h, grad, x[0], x[1]));
           else store(p + i, advance<kRule>(h, old, grad, x[0]));
@@ -187,7 +198,7 @@ inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
               const I inside = lane + static_cast<int32_t>(i) < static_cast<int32_t>(n);
               x[k] = (F)((I)x[k] & inside);
             }
-            top[k] = imax(top[k], magnitude(x[k]));
+            top[k] = k == 0 ? imax(top[k], magnitude(x[k])) : highest(top[k], x[k]);
             store(now[k] + i, x[k]);
           }
         }
@@ -204,8 +215,17 @@ inline void step_bytes(const BlockRow& t, int64_t begin, int64_t end) {
       write_weights(t.p, t.p_type, t.beside, from - 256, std::min<int64_t>(256, t.n - from + 256), before, draws);
     if (b == end) break;
     if (!kLate && apart) write_weights(t.p, t.p_type, t.beside, from, n, p, draws);
-    for (int k = 0; k < kStates; ++k) waiting[k] = wait_for(t.state[k], b, now[k], as_float(top_of(top[k])));
+    for (int k = 0; k < kStates; ++k) waiting[k] = wait_for(t.state[k], b, now[k], as_float(top_of(top[k] & 0x7fffffff)));
   }
+}
+
+// Only the AVX-512 form has loops of its own for the usual case: neither maximised nor with L2 decay.
+template <int kRule>
+inline void step_eight(const BlockRow& t, int64_t begin, int64_t end) {
+#ifdef MT_AVX512
+  if (t.numbers[1] == 0.0f && t.numbers[2] == 1.0f) return step_bytes<kRule, true>(t, begin, end);
+#endif
+  step_bytes<kRule, false>(t, begin, end);
 }
 
 template <int kBits>
@@ -259,14 +279,14 @@ inline void step_blocks(const BlockRow& t, int64_t begin, int64_t end) {
 
 template <int kRule>
 inline void step_rule(const BlockRow& t, int64_t begin, int64_t end) {
-  if (t.bits == 8) step_bytes<kRule>(t, begin, end);
+  if (t.bits == 8) step_eight<kRule>(t, begin, end);
   if (t.bits == 4) step_blocks<kRule, 4>(t, begin, end);
   if (t.bits == 32) step_blocks<kRule, 32>(t, begin, end);
   if (t.bits == 0) step_blocks<kRule, 0>(t, begin, end);
 }
 
 inline void step_piece(const BlockRow& t, int64_t begin, int64_t end) {
-  if (t.rule == kAdamW) step_bytes<kAdamW>(t, begin, end);
+  if (t.rule == kAdamW) step_eight<kAdamW>(t, begin, end);
   if (t.rule == kSgd) step_rule<kSgd>(t, begin, end);
   if (t.rule == kLion) step_rule<kLion>(t, begin, end);
 }

@@ -189,7 +189,8 @@ MT_INLINE void finish(SignedCoder&, const SignedMap& map, const float* x, float 
   search(scaled(map.table, scale), x, codes);
 }
 
-MT_INLINE void finish_scaled(UnsignedCoder&, const UnsignedMap& map, const float* x, float scale, uint8_t* codes) {
+MT_INLINE void finish_scaled(UnsignedCoder&, const UnsignedMap& map, const float* x, float scale,
+                             uint8_t* codes) {
   search(scaled(map.table, scale), x, codes);
 }
 
