@@ -113,7 +113,7 @@ def check_distances(distances):
 def test_every_optimizer_trains_as_the_whole_and_comes_back(tmp_path):
     for rank in launch(2, tmp_path / "store", "all_optimizers"):
         check_distances(rank["whole_blocks"])
-        assert len(rank["checkpoint"]) == 10
+        assert len(rank["checkpoint"]) == 11
         assert all(rank["checkpoint"].values()), rank["checkpoint"]
 
 
