@@ -200,14 +200,30 @@ def test_more_budget_never_plans_a_slower_step(parts, heuristic, budgets, random
     peaks = [offer.peak + random.randint(-9, 9) for offer in listed]
     seconds = math.inf
     for size in sorted(budgets):
-        fits = budget._fits(listed, lambda index: Moment("", "step", peaks[index], {}), size)
-        place = budget._search(len(listed), fits)
-        if place is not None:
-            assert peaks[place] <= size
+        place = budget._place(listed, lambda index: Moment("", "step", peaks[index], {}), size)
+        if peaks[place] <= size:
             assert listed[place].seconds <= seconds
             seconds = listed[place].seconds
         else:
             assert seconds == math.inf
+
+
+def test_a_plan_is_found_although_the_smallest_by_its_bytes_has_larger_temporaries():
+    offers = [Offer(float(k), 0.0, 8.0 - k, 0.0, None, None, None) for k in range(8)]  # type: ignore[arg-type]
+    peaks = [18, 17, 13, 13, 14, 14, 19, 18]
+    asked = []
+
+    def peak(index):
+        asked.append(index)
+        return Moment("", "step", peaks[index], {})
+
+    assert budget._place(offers, peak, 14) == 2
+    assert budget._place(offers, peak, 17) == 1
+    assert peaks[budget._place(offers, peak, 9)] == 13  # nothing fits: the smallest that is known
+    # all three need 8 bytes or more besides: with nine tenths of them 7 bytes do not fit into 14
+    asked.clear()
+    budget._place(offers, peak, 14)
+    assert 1 not in asked
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`memtrain-report budget=24GiB`: the plan whose peak fits, and plans as files."""
 
-import textwrap
 from pathlib import Path
 
 import torch
@@ -137,9 +136,8 @@ def save(path: Path, built: Built, config: Config, step: StepOptions) -> None:
 
 def show_fit(console: Console, found: Fit) -> None:
     """Print what the planner found, in 80 columns."""
-    for head, text in found.rows():
-        for number, line in enumerate(textwrap.wrap(text, 66)):
-            console.print(f"{'' if number else head:14}{line}", markup=False, highlight=False)
+    for line in found.lines():
+        console.print(line, markup=False, highlight=False)
     console.print()
 
 

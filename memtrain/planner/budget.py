@@ -35,7 +35,7 @@ from memtrain.quality import closure_of
 from memtrain.sizes import parse_size
 
 TEMPORARIES = 0.9
-"""This share of temporaries that two plans need, all are taken to need."""
+"""This share of temporaries that three plans need, all are taken to need."""
 
 
 def fit(
@@ -93,11 +93,10 @@ def fit(
     def peak(index: int) -> Moment:
         return predict(model, optimizer, batch, config_of(listed[index]), goal.options).peak
 
-    place = _search(len(listed), _fits(listed, peak, size))
-    if place is None:
-        smallest = peak(len(listed) - 1)
-        helps = advice(size, smallest, batch, ALLOWED, goal.names, goal.max_error)
-        raise DoesNotFit(size, smallest, helps)
+    place = _place(listed, peak, size)
+    if peak(place).nbytes > size:
+        helps = advice(size, peak(place), batch, ALLOWED, goal.names, goal.max_error)
+        raise DoesNotFit(size, peak(place), helps)
     offer = listed[place]
     surplus = peak(place).nbytes - offer.peak
     least = None
@@ -146,41 +145,25 @@ def _options(now: str, other: str, allowed: bool) -> list[str]:
     return [now, other] if allowed and now == KEEP else [now]
 
 
-def _fits(
-    listed: Sequence[Offer], peak: Callable[[int], Moment], size: int
-) -> Callable[[int], bool]:
-    """Whether a plan fits, by its predicted peak; what is surely too large is not predicted.
+def _place(listed: Sequence[Offer], peak: Callable[[int], Moment], size: int) -> int:
+    """The first plan of the list that fits, or else the smallest that is known.
 
-    Too large is what is with a share of the temporaries that the smallest plan and the one in the
-    middle both need. That share does not depend on the budget, so a larger budget says yes
-    wherever a smaller one does.
+    By bisection, up to the smallest of three fixed plans: temporaries may make the last one larger
+    than others. What is too large with a share of the temporaries that these three all need is not
+    predicted. Neither depends on the budget, and what is asked depends on the answers alone; so a
+    larger budget, to which more says yes, never ends further down the list.
     """
     last = len(listed) - 1
-
-    @cache
-    def besides() -> float:
-        least = min(peak(index).nbytes - listed[index].peak for index in (last, last // 2))
-        return max(0.0, least) * TEMPORARIES
-
-    def fits(index: int) -> bool:
-        hopeless = index != last and listed[index].peak + besides() > size
-        return not hopeless and peak(index).nbytes <= size
-
-    return fits
-
-
-def _search(count: int, fits: Callable[[int], bool]) -> int | None:
-    """By bisection the first that fits.
-
-    What it asks depends on the answers alone, so that a larger budget, to which more says yes,
-    never ends further down the list.
-    """
-    if not fits(count - 1):
-        return None
-    low, high = 0, count - 1
-    while low < high:
+    fixed = sorted({last // 2, 3 * last // 4, last})
+    floor = min(fixed, key=lambda index: peak(index).nbytes)
+    least = min(peak(index).nbytes - listed[index].peak for index in fixed)
+    besides = max(0.0, least) * TEMPORARIES
+    low, high = 0, floor
+    while low < high and peak(floor).nbytes <= size:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        hopeless = listed[middle].peak + besides > size
+        fits = not hopeless and peak(middle).nbytes <= size
+        low, high = (low, middle) if fits else (middle + 1, high)
     return high
 
 

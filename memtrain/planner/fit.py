@@ -1,6 +1,7 @@
 """What the planner found, or why it found nothing, as a person reads it."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,12 @@ class Fit:
         ]
 
     def lines(self) -> list[str]:
-        """The same as text."""
-        return [f"{name:14}{text}" for name, text in self.rows()]
+        """The same as text of 80 columns."""
+        return [
+            f"{'' if number else name:14}{line}"
+            for name, text in self.rows()
+            for number, line in enumerate(textwrap.wrap(text, 66))
+        ]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
