@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from memtrain.activations.groups import Groups
 from memtrain.activations.sites import Record, Site
 
 
@@ -55,13 +56,13 @@ def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[Joined]:
     """
     left = _sums((record.site, record.nbytes) for record in plain)
     right = _sums((record.site, record.planned) for record in planned)
-    groups = _Groups([*left, *right])
+    groups = Groups([*left, *right])
     _join_ops(groups, left, right)
     _join_storages(groups, plain, left, right)
     chosen: dict[Site, list[Record]] = {}
     for record in planned:
         chosen.setdefault(groups.find(record.site), []).append(record)
-    rows = [_row(sites, left, right, chosen.get(top, [])) for top, sites in groups.items()]
+    rows = [_row(sites, left, right, chosen.get(top, [])) for top, sites in groups.sets().items()]
     return [row for row in rows if row.plain or row.planned]
 
 
@@ -72,32 +73,7 @@ def _sums(pairs: Iterable[tuple[Site, int]]) -> dict[Site, int]:
     return sums
 
 
-class _Groups:
-    """Disjoint sets of sites, each known by its earliest site (union-find)."""
-
-    def __init__(self, sites: Iterable[Site]) -> None:
-        self._rank = {site: rank for rank, site in enumerate(dict.fromkeys(sites))}
-        self._above = {site: site for site in self._rank}
-
-    def find(self, site: Site) -> Site:
-        while self._above[site] != site:
-            self._above[site] = self._above[self._above[site]]
-            site = self._above[site]
-        return site
-
-    def unite(self, sites: Iterable[Site]) -> None:
-        tops = sorted({self.find(site) for site in sites}, key=self._rank.__getitem__)
-        for top in tops[1:]:
-            self._above[top] = tops[0]
-
-    def items(self) -> Iterable[tuple[Site, list[Site]]]:
-        groups: dict[Site, list[Site]] = {}
-        for site in self._rank:
-            groups.setdefault(self.find(site), []).append(site)
-        return groups.items()
-
-
-def _join_ops(groups: _Groups, left: dict[Site, int], right: dict[Site, int]) -> None:
+def _join_ops(groups: Groups, left: dict[Site, int], right: dict[Site, int]) -> None:
     """Unite the sites of an op that differ, and the ops of a module that one side lacks."""
     modules: dict[str, dict[str, list[set[Site]]]] = {}
     for side, sums in enumerate((left, right)):
@@ -114,13 +90,13 @@ def _join_ops(groups: _Groups, left: dict[Site, int], right: dict[Site, int]) ->
 
 
 def _join_storages(
-    groups: _Groups, plain: Sequence[Record], left: dict[Site, int], right: dict[Site, int]
+    groups: Groups, plain: Sequence[Record], left: dict[Site, int], right: dict[Site, int]
 ) -> None:
     """Unite a group that only the plan counts with the one that plain PyTorch counts it at."""
     counted = {record.storage: record.site for record in plain if record.nbytes}
     sums = {
         top: (sum(left.get(site, 0) for site in sites), sum(right.get(site, 0) for site in sites))
-        for top, sites in groups.items()
+        for top, sites in groups.sets().items()
     }
     for record in plain:
         before, after = sums.get(groups.find(record.site), (1, 1))

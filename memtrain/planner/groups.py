@@ -1,7 +1,8 @@
 """Sites that share memory or lean on one another: what is done to one, the others feel."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from memtrain.activations.groups import Groups
 from memtrain.activations.join import join
 from memtrain.activations.sites import Record, Site
 from memtrain.config import KEEP
@@ -9,49 +10,6 @@ from memtrain.planner.traces import Traces
 
 DERIVED = "derived"
 _SINCE = "computed again from what "
-
-
-class Groups:
-    """Disjoint sets of sites, each known by its earliest (union-find).
-
-    Example:
-        >>> sites = [Site("", op, "input") for op in ("relu", "linear", "gelu")]
-        >>> groups = Groups()
-        >>> for site in sites:
-        ...     groups.add(site)
-        >>> groups.unite(sites[:2])
-        >>> [len(own) for own in groups.sets().values()]
-        [2, 1]
-    """
-
-    def __init__(self) -> None:
-        self._above: dict[Site, Site] = {}
-        self._rank: dict[Site, int] = {}
-
-    def add(self, site: Site) -> None:
-        """Make a set of one site, unless it is known."""
-        self._rank.setdefault(site, len(self._rank))
-        self._above.setdefault(site, site)
-
-    def find(self, site: Site) -> Site:
-        """The earliest site of its set."""
-        while self._above[site] != site:
-            self._above[site] = self._above[self._above[site]]
-            site = self._above[site]
-        return site
-
-    def unite(self, sites: Iterable[Site]) -> None:
-        """Make one of the sets of these sites."""
-        tops = sorted({self.find(site) for site in sites}, key=self._rank.__getitem__)
-        for top in tops[1:]:
-            self._above[top] = tops[0]
-
-    def sets(self) -> dict[Site, set[Site]]:
-        """Earliest site -> all of its set, in the order of these."""
-        found: dict[Site, set[Site]] = {}
-        for site in self._rank:
-            found.setdefault(self.find(site), set()).add(site)
-        return found
 
 
 def united(traces: Traces) -> Groups:

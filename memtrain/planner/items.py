@@ -108,7 +108,7 @@ def items_of(traces: Traces) -> list[Item]:
     items = []
     for top, sites in groups.sets().items():
         options = _worth([own.get(top, []) for own in parts.values()])
-        items.append(Item(top.name, sites, options, _option(balanced.get(top, []), Widths())))
+        items.append(Item(top.name, set(sites), options, _option(balanced.get(top, []), Widths())))
     return items
 
 
