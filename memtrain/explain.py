@@ -1,0 +1,117 @@
+"""What an error says of a config: the key or value that is wrong, and the nearest that is right."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+
+def nearest(value: str, allowed: Sequence[str]) -> str:
+    """The end of an error message: the nearest allowed value, then all of them.
+
+    Example:
+        >>> nearest("balance", ["balanced", "exact"])
+        "did you mean 'balanced'? allowed: balanced, exact"
+    """
+    close = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}allowed: {', '.join(sorted(allowed))}"
+
+
+def at_least(name: str, value: int, lowest: int) -> None:
+    """Raise for a number that is too small.
+
+    Raises:
+        ValueError: If `value` is below `lowest`.
+    """
+    if value < lowest:
+        raise ValueError(f"{name}={value} is out of range; allowed: {lowest} or more")
+
+
+def check_keys(cfg: Any, schema: type, path: str = "") -> None:
+    """Raise for keys of `cfg` that are not fields of the dataclass `schema`, at any depth.
+
+    Args:
+        cfg: A mapping; lists in it are checked against their element's class.
+        schema: A dataclass.
+        path: Where `cfg` stands, for the message.
+
+    Raises:
+        ValueError: For an unknown key, with the nearest valid one.
+        TypeError: For a value where a mapping or a list must stand.
+    """
+    if not isinstance(cfg, Mapping | DictConfig):
+        raise TypeError(f"{path.rstrip('.') or 'a config'}={cfg!r} must be a mapping of keys")
+    fields = {item.name: item for item in dataclasses.fields(schema)}
+    for key in cfg:
+        if key not in fields:
+            raise ValueError(f"unknown key '{path}{key}'; {nearest(str(key), list(fields))}")
+        inner, value = fields[key].type, cfg[key]
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            check_keys(value, inner, f"{path}{key}.")
+        element = next(iter(getattr(inner, "__args__", ())), None)
+        if isinstance(element, type) and dataclasses.is_dataclass(element):
+            if not isinstance(value, list | ListConfig):
+                raise TypeError(f"{path}{key}={value!r} must be a list")
+            for index, item in enumerate(value):
+                check_keys(item, element, f"{path}{key}.{index}.")
+
+
+def first_line(error: Exception) -> str:
+    """The key and the first line of an OmegaConf error, which has many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
+    return f"{key}: {lines[0]}" if key else lines[0]
+
+
+def explain(
+    error: Exception,
+    overrides: Sequence[str],
+    options: Callable[[str], list[str]],
+    defaults: Callable[[], Any],
+) -> Exception:
+    """Turn Hydra's messages into one that names the value and what is allowed.
+
+    Args:
+        error: What Hydra raised.
+        overrides: What it was given.
+        options: The names of a config group's files; none of what is no group.
+        defaults: Composes the same primary config without overrides.
+
+    Returns:
+        A ValueError for an unknown option or key, a TypeError for a value of the wrong type.
+    """
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        group = options(key)
+        if group and value not in group:
+            return ValueError(f"unknown {key} {value!r}; {nearest(value, group)}")
+    failed = [line for line in str(error).splitlines() if line.strip()]
+    text = " ".join(line.strip() for line in failed[:3])
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key and key in text:
+            valid = _keys(defaults(), "")
+            if key not in valid:
+                return ValueError(f"unknown key {key!r}; {_closest(key, valid)}")
+            return TypeError(f"{override!r}: {first_line(error)}")
+    return ValueError(text)
+
+
+def _keys(node: Any, path: str) -> list[str]:
+    """Every dotted key of a config."""
+    if isinstance(node, Mapping | DictConfig):
+        pairs = [(str(key), node[key]) for key in node]
+    elif isinstance(node, list | ListConfig):
+        pairs = [(str(index), item) for index, item in enumerate(node)]
+    else:
+        return [path]
+    inner = [key for name, item in pairs for key in _keys(item, f"{path}.{name}".lstrip("."))]
+    return [path, *inner] if path else inner
+
+
+def _closest(value: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(value, allowed, n=3, cutoff=0.3)
+    return f"nearest valid: {', '.join(close)}" if close else f"allowed: {', '.join(allowed)}"
