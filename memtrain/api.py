@@ -7,30 +7,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain import optim
-from memtrain.activations.adapt import Adapter
 from memtrain.activations.intercept import Interception
 from memtrain.activations.statistics import Statistics
 from memtrain.compressors import Compressor
-from memtrain.parameters import ATTRIBUTE as _ATTRIBUTE
-from memtrain.parameters import apply, check, check_removable, remove
+from memtrain.parameters import ATTRIBUTE, apply, check, check_removable, remove
 from memtrain.plan import Plan, make_plan
 from memtrain.precision.run import Rounder
 from memtrain.precision.settle import Settle
 from memtrain.precision.skip import SkipOverflows
-from memtrain.precision.state import PrecisionState
 from memtrain.rules import NO_RULE
+from memtrain.wrapped import (
+    Wrapped,
+    adapter,
+    load_state_dict,
+    plan_of,
+    precision_state,
+    state_dict,
+    wrapped_of,
+)
 
-
-@dataclass
-class _Wrapped:
-    """What `wrap` leaves on the model."""
-
-    plan: Plan
-    interception: Interception | None
-    weights: Any
-    """A link to the optimizer's `SplitWeights`, empty without."""
-    handles: list[Any]
-    """Of the hooks that weights and gradients need."""
+__all__ = [
+    "adapter",
+    "load_state_dict",
+    "plan_of",
+    "precision_state",
+    "state_dict",
+    "unwrap",
+    "wrap",
+]
 
 
 @dataclass
@@ -120,7 +124,7 @@ def wrap(
     handles += applied.handles
     if rounder is not None:
         handles += SkipOverflows(rounder.boundary).attach(applied.optimizer)
-    setattr(model, _ATTRIBUTE, _Wrapped(plan, interception, applied.weights, handles))
+    setattr(model, ATTRIBUTE, Wrapped(plan, interception, applied.weights, handles))
     return model, applied.optimizer
 
 
@@ -144,7 +148,7 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
         >>> type(unwrap(model, optimizer)[1]).__name__
         'AdamW'
     """
-    wrapped = _wrapped(model)
+    wrapped = wrapped_of(model)
     check_removable(optimizer, wrapped.plan.config)
     optimizer = remove(optimizer, wrapped.handles)
     if wrapped.plan.state_rules:
@@ -154,135 +158,8 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
         optimizer = optim.restore(optimizer)
     if wrapped.interception is not None:
         wrapped.interception.detach()
-    delattr(model, _ATTRIBUTE)
+    delattr(model, ATTRIBUTE)
     return model, optimizer
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """The plan that a wrapped model runs under.
-
-    Args:
-        model: A model that `wrap` returned.
-
-    Raises:
-        ValueError: If the model is not wrapped.
-    """
-    return _wrapped(model).plan
-
-
-def state_dict(model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint needs besides the model's and the optimizer's own `state_dict`.
-
-    Args:
-        model: A model that `wrap` returned.
-
-    Returns:
-        `step`, the number of forward passes so far: it feeds the keys of stochastic rounding. Where
-        a rule has `bits: auto`, also the present `bits` and what is known of the data set's
-        `samples`. In mixed `precision`, the assignment, what was promoted and the loss scale. A run
-        that restores them goes on bit for bit.
-    """
-    wrapped = _wrapped(model)
-    state: dict[str, Any] = {"step": wrapped.interception.saved.step if wrapped.interception else 0}
-    if wrapped.plan.precision is not None:
-        state["precision"] = wrapped.plan.precision.state()
-    if wrapped.plan.bits is not None and wrapped.interception is not None:
-        watch = _statistics(wrapped.interception)
-        if watch is not None:
-            watch.flush()
-        state["bits"] = wrapped.plan.bits.state()
-        state["samples"] = watch.state() if watch is not None else {}
-    return state
-
-
-def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Restore what `memtrain.state_dict` returned.
-
-    Args:
-        model: A model that `wrap` returned.
-        state_dict: Of the run that is resumed.
-
-    Raises:
-        ValueError: If the model is not wrapped or the state has other keys.
-    """
-    wrapped = _wrapped(model)
-    bits, interception = wrapped.plan.bits, wrapped.interception
-    keys = {"step"} if bits is None else {"step", "bits", "samples"}
-    if wrapped.plan.precision is not None:
-        keys.add("precision")
-    if set(state_dict) != keys:
-        named = "the key 'step'" if len(keys) == 1 else f"the keys {sorted(keys)}"
-        raise ValueError(f"memtrain's state has {named}, not {sorted(state_dict)}")
-    if interception is None:
-        return
-    if wrapped.plan.precision is not None:
-        wrapped.plan.precision.load(state_dict["precision"])
-    interception.saved.step = int(state_dict["step"])
-    if bits is not None:
-        bits.load(state_dict["bits"])
-        interception.resettle()
-    watch = _statistics(interception)
-    if watch is not None:
-        watch.load(state_dict["samples"])
-
-
-def precision_state(model: nn.Module) -> PrecisionState:
-    """What is low now, what was promoted and when, the low-precision ratio and the loss scale.
-
-    Args:
-        model: A model that `wrap` returned, with a `precision` in its config.
-
-    Returns:
-        The run's own state, which goes on changing; `print` tells it.
-
-    Raises:
-        ValueError: If the model is not wrapped, or nothing is rounded.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
-        >>> cfg = ["activations=none", "optim=none", "precision=size_ordered"]
-        >>> model, _ = wrap(model, torch.optim.SGD(model.parameters()), cfg)
-        >>> model(torch.randn(32, 64)).square().mean().backward()
-        >>> round(precision_state(model).ratio, 3)
-        0.37
-    """
-    state = _wrapped(model).plan.precision
-    if state is None:
-        raise ValueError("nothing is rounded: the config has precision.assignment=fp32")
-    return state
-
-
-def adapter(model: nn.Module) -> Adapter:
-    """What measures again, for a config with `bits: auto` and `sensitivity=passes`.
-
-    Args:
-        model: A model that `wrap` returned.
-
-    Returns:
-        An object whose `step(closure)` is called once per training step.
-
-    Raises:
-        ValueError: If the model is not wrapped or no rule has automatic bits.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
-        >>> model, _ = wrap(model, torch.optim.SGD(model.parameters()), "gact4")
-        >>> x = torch.randn(32, 64)
-        >>> adapter(model).step(lambda: model(x).square().mean().backward())
-        True
-    """
-    wrapped = _wrapped(model)
-    bits, interception = wrapped.plan.bits, wrapped.interception
-    if bits is None or interception is None:
-        raise ValueError("no rule has bits='auto': there is nothing to adapt")
-    return Adapter(interception, bits, interval=wrapped.plan.config.activations.adapt_interval)
-
-
-def _statistics(interception: Interception) -> Statistics | None:
-    watch = interception.saved.watch
-    return watch if isinstance(watch, Statistics) else None
 
 
 def _watch(plan: Plan) -> Statistics | None:
@@ -293,20 +170,13 @@ def _watch(plan: Plan) -> Statistics | None:
     return Statistics(plan.bits, own.adapt_interval, per_sample=own.sample_statistics)
 
 
-def _wrapped(model: nn.Module) -> _Wrapped:
-    wrapped = getattr(model, _ATTRIBUTE, None)
-    if wrapped is None:
-        raise ValueError(f"this {type(model).__name__} is not wrapped by memtrain")
-    return wrapped
-
-
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     for name, module in model.named_modules():
-        if hasattr(module, _ATTRIBUTE):
+        if hasattr(module, ATTRIBUTE):
             raise ValueError(
                 f"{name or 'the model'} is wrapped already; unwrap(model, optimizer) undoes it"
             )

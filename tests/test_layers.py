@@ -62,7 +62,9 @@ ALLOWED = {
         "activations",
         "optim",
         "precision",
+        "wrapped",
     },
+    "wrapped": {"plan", "parameters", "activations", "precision"},
     "planner": {
         "activations",
         "compressors",

@@ -14,7 +14,7 @@ import memtrain
 from memtrain.activations.passes import distance, untouched
 from memtrain.activations.sites import Op, Site
 from memtrain.activations.statistics import Statistics, content_hashes
-from memtrain.api import _wrapped
+from memtrain.wrapped import wrapped_of
 
 LEVELS = [f"actnn_l{level}" for level in range(6)]
 
@@ -244,7 +244,7 @@ def test_the_table_averages_half_and_half_and_fills_in_the_mean():
     model, _ = memtrain.wrap(model, sgd(model), overrides)
     x, y = images(4)
     site = "8 / linear / input"
-    watch = _wrapped(model).interception.saved.watch
+    watch = wrapped_of(model).interception.saved.watch
 
     def norms(scale):
         model.eval()  # one gradient per sample, whatever the others
@@ -320,12 +320,12 @@ def test_a_sensitivity_is_twice_the_variance_at_one_bit():
         warnings.simplefilter("ignore", UserWarning)
         found = []
         for seed in range(12):
-            _wrapped(model).interception.saved.seed = seed
+            wrapped_of(model).interception.saved.seed = seed
             adapter.measure(closure)
             found.append(dict(adapter.sensitivities))
     site = "2 / linear / input"
     leader = bits_of(model).leaders.get(site, site)
-    interception = _wrapped(model).interception
+    interception = wrapped_of(model).interception
     with untouched(model) as gradient:
 
         def at(width, draw):
@@ -373,7 +373,7 @@ def test_measuring_changes_nothing_of_the_users(fails):
     train(model, optimizer, 1)
     x, y = images()
     gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
-    interception = _wrapped(model).interception
+    interception = wrapped_of(model).interception
     calls = 0
 
     def closure():
