@@ -18,7 +18,7 @@ from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor
 from memtrain.compressors.auto import Auto
 from memtrain.config import Config
-from memtrain.entry import UNKNOWN, Entry
+from memtrain.entry import UNKNOWN, Entry, merge
 from memtrain.optim.layout import is_unsigned
 from memtrain.parameters import predict_gradients, predict_weights, training_dtypes
 from memtrain.planfile import Decision, load
@@ -29,6 +29,7 @@ from memtrain.rules import (
     NO_RULE,
     Rules,
     activation_rules,
+    automatic_bits,
     missing,
     state_rules,
     state_site,
@@ -129,6 +130,10 @@ class Plan:
         if self.precision is not None:
             self.precision.settle(graph_of(model, batch, self.choose_activation, self.options))
 
+    def automatic_bits(self) -> Bits | None:
+        """The widths that rules with `bits: auto` start with; None if no rule has it."""
+        return automatic_bits(self.config.activations, self.activation_rules, self.state_rules)
+
     def unused(self) -> dict[str, list[str]]:
         """Rules that have matched nothing so far, by what they are for."""
         return {
@@ -157,12 +162,12 @@ class Plan:
             self.config,
             {
                 "activations": [
-                    Decision(entry.site, self.activation_rules.choose(*site), _comment(entry))
+                    Decision(entry.site, self.activation_rules.choose(*site), entry.comment)
                     for entry, site in saved
                     if "*" not in site
                 ],
                 "optim": [
-                    Decision(entry.site, self.choose_state(site[0], site[-1]), _comment(entry))
+                    Decision(entry.site, self.choose_state(site[0], site[-1]), entry.comment)
                     for entry, site in states
                     if len(site) == 3 and entry.reason != NO_COUNTER
                 ],
@@ -237,7 +242,7 @@ def make_plan(
     precision = PrecisionState(config.precision) if config.precision.active else None
     if precision is not None:
         check(model)
-    plan = replace(plan, bits=automatic_bits(plan), precision=precision)
+    plan = replace(plan, bits=plan.automatic_bits(), precision=precision)
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
     plan._entries["state"] = predict_states(model, optimizer, plan)
@@ -274,23 +279,7 @@ def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
     config = load(cfg)
     rules = activation_rules(config.activations, [name for name, _ in model.named_modules()])
     plan = Plan(config, rules, Rules([], [], ("parameter", "state")))
-    return replace(plan, bits=automatic_bits(plan))
-
-
-def automatic_bits(plan: Plan) -> Bits | None:
-    """The widths that a plan's rules with `bits: auto` start with; None if no rule has it.
-
-    Raises:
-        ValueError: If such a rule has no `average_bits`, or is for optimizer states.
-    """
-    if any(isinstance(chosen, Auto) for chosen in plan.state_rules.compressors()):
-        raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
-    if not any(isinstance(chosen, Auto) for chosen in plan.activation_rules.compressors()):
-        return None
-    average = plan.config.activations.average_bits
-    if average is None:
-        raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
-    return Bits(average)
+    return replace(plan, bits=plan.automatic_bits())
 
 
 def _check_states(plan: Plan) -> None:
@@ -309,27 +298,3 @@ def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...
     for name, parameter in parameters.items():
         names[parameter] = (*names.get(parameter, ()), name)
     return {name: tied for tied in names.values() for name in tied if len(tied) > 1}
-
-
-def merge(records: Iterable[Record]) -> Iterable[Entry]:
-    """One entry per site: the sums over its saves."""
-    sites: dict[Site, list[Record]] = {}
-    for record in records:
-        sites.setdefault(record.site, []).append(record)
-    for site, rows in sites.items():
-        shown = next((row for row in rows if row.compressor), rows[0])
-        yield Entry(
-            site.name,
-            "activation",
-            sum(row.nbytes for row in rows),
-            sum(row.planned for row in rows),
-            shown.compressor,
-            "" if shown.compressor else shown.reason,
-        )
-
-
-def _comment(entry: Entry) -> str:
-    """Bytes, and the reason to keep, for people."""
-    replaced = entry.nbytes == entry.planned
-    sides = f"{entry.planned:,} B" if replaced else f"{entry.nbytes:,} B -> {entry.planned:,} B"
-    return f"{sides}; {entry.reason}" if entry.reason else sides

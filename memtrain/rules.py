@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from memtrain.activations.bits import Bits
 from memtrain.activations.families import FAMILIES
 from memtrain.activations.sites import Site
 from memtrain.build import build
 from memtrain.compressors import Compressor
+from memtrain.compressors.auto import Auto
 from memtrain.config import ActivationRule, Activations, Optim, StateRule, nearest
 
 NO_RULE = "no rule matches"
@@ -146,6 +148,26 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
     missing(strangers, "the model has no such parameters")
     exact = {state_site(site): what for site, what in own.sites.items()}
     return Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
+
+
+def automatic_bits(own: Activations, activations: Rules, states: Rules) -> Bits | None:
+    """The widths that rules with `bits: auto` start with; None if no rule has it.
+
+    Args:
+        own: That part of the config: its `average_bits`.
+        activations: The rules for saved tensors.
+        states: The rules for optimizer states, which may not have it.
+
+    Raises:
+        ValueError: If such a rule has no `average_bits`, or is for optimizer states.
+    """
+    if any(isinstance(chosen, Auto) for chosen in states.compressors()):
+        raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
+    if not any(isinstance(chosen, Auto) for chosen in activations.compressors()):
+        return None
+    if own.average_bits is None:
+        raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
+    return Bits(own.average_bits)
 
 
 def state_site(name: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ ALLOWED = {
     "report": {"peak"},
     "peak": {"api", "activations", "held", "kernels", "meter", "optim", "parameters"},
     "sizes": set(),
-    "entry": set(),
+    "entry": {"activations"},
     "activations": {"kernels", "compressors"},
     "optim": {"kernels", "compressors"},
     "precision": {"kernels", "compressors", "activations"},

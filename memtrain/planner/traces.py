@@ -9,7 +9,7 @@ from torch import nn
 from memtrain.activations.sites import Record, Site
 from memtrain.compressors import Compressor
 from memtrain.config import KEEP
-from memtrain.plan import Plan, automatic_bits
+from memtrain.plan import Plan
 from memtrain.planner.levels import CODES, GROUPS, NARROW, SCHEMES, Widths, activation_rules
 from memtrain.rules import activation_rules as rules_of
 
@@ -89,4 +89,4 @@ class Traces:
             activation_rules=rules_of(own, paths),
             _entries={},
         )
-        return replace(plan, bits=automatic_bits(plan))
+        return replace(plan, bits=plan.automatic_bits())
