@@ -114,3 +114,12 @@ def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | 
     """
     written = norm_calls.recognise_module if norm_calls.writes_out(name) else None
     return MODULES.get(name, written)
+
+
+def unwatched(module: nn.Module) -> bool:
+    """Whether only we have hooks on the module: others would see that it runs as one op."""
+    return (
+        len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+    )

@@ -1,8 +1,7 @@
 """Turns itself on around a model's forward, and hands every op of it to the performer."""
 
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,34 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.calls import FUNCTION_MODULES, Call, recognise_module
+from memtrain.activations.calls import FUNCTION_MODULES, Call, recognise_module, unwatched
 from memtrain.activations.options import Options
 from memtrain.activations.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.payload import unpack
-from memtrain.activations.perform import Performer, tensors_of, top_hooks
+from memtrain.activations.perform import Mode, Performer, tensors_of
 from memtrain.activations.recompute import Recompute
 from memtrain.activations.rounding import Rounding
 from memtrain.activations.saved import Choose, SavedTensors, Watch
 from memtrain.activations.sites import Op, Record, Site
-
-
-class _Mode(TorchFunctionMode):
-    """Hands every torch function that runs inside the forward to the performer."""
-
-    def __init__(self, performer: Performer) -> None:
-        super().__init__()
-        self.performer = performer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # x.shape and its like: nothing to save
-            return func(*args, **(kwargs or {}))
-        return self.performer.run(func, name, args, kwargs or {})
+from memtrain.activations.turns import Turn, awake, foreign_hooks, saves, sleeps
 
 
 class _Entry(NamedTuple):
@@ -50,9 +33,6 @@ class _Entry(NamedTuple):
     name: str
     whole: Callable[[], Any] | None = None
     function: Op | None = None
-
-
-_only: "Interception | None" = None  # while a trace runs, live interceptions sleep
 
 
 class Interception:
@@ -95,12 +75,12 @@ class Interception:
 
     def _clear(self) -> None:
         self._path: list[_Entry] = []
-        self._outer: tuple[str, saved_tensors_hooks | None, _Mode] | None = None
+        self._outer: tuple[str, saved_tensors_hooks | None, Mode] | None = None
         self._depth = 0  # of the path when the interception was turned on
-        self._owner: dict[str, int] = {}  # the thread whose forward it is: one at a time
+        self._turn = Turn()
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_path", "_outer", "_depth", "_owner")  # of a forward that runs now
+        runtime = ("_path", "_outer", "_depth", "_turn")  # of a forward that runs now
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -130,7 +110,7 @@ class Interception:
 
     def sleeps(self) -> bool:
         """Whether another interception has the forward to itself."""
-        return _only is not None and _only is not self
+        return sleeps(self)
 
     def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's forward within its backward, known by its path as the first time."""
@@ -164,14 +144,12 @@ class Interception:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Attached inside the block, with every other interception asleep."""
-        global _only
-        outer, _only = _only, self
-        self.attach()
-        try:
-            yield
-        finally:
-            self.detach()
-            _only = outer
+        with awake(self):
+            self.attach()
+            try:
+                yield
+            finally:
+                self.detach()
 
     # -- around modules ---------------------------------------------------------------------
 
@@ -196,7 +174,8 @@ class Interception:
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
-            entry = _Entry(name, self._whole(composite, module, args[0]))
+            call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
+            entry = _Entry(name, None if call is None else self.performer.whole(call))
         op = FUNCTION_MODULES.get(type(module).__name__)
         if op is not None:
             entry = _Entry(name, function=Op(name, op, tensors_of(args, kwargs)))
@@ -221,7 +200,7 @@ class Interception:
             self._start(name, module, (args, kwargs))
         elif rounds:
             self._depth, self.performer.idle = len(self._path), True
-            mode = _Mode(self.performer)
+            mode = Mode(self.performer)
             mode.__enter__()
             self._outer = (name, None, mode)
         return given if rounds else None
@@ -229,20 +208,13 @@ class Interception:
     def _alike(self, module: nn.Module) -> bool:
         """Whether the module as one op is what it is written as, also to others."""
         weights = self.rounding is not None and next(module.parameters(), None) is not None
-        return _only_our_hooks(module) and not weights
-
-    def _whole(
-        self, recognise: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any
-    ) -> Callable[[], Any] | None:
-        call = recognise(module, x) if isinstance(x, Tensor) else None
-        chosen = None if call is None else self.performer.compressor(call)
-        return None if call is None or chosen is None else self.performer.whole(call, chosen)
+        return unwatched(module) and not weights
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
         # Another thread's forward, or the hooks were put on during this very one.
-        if not self._path or self._owner.get("thread") != threading.get_ident():
+        if not self._path or not self._turn.mine():
             return None
         self.performer.module, whole, _ = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
@@ -258,12 +230,10 @@ class Interception:
         return result
 
     def _claim(self, name: str) -> bool:
-        """Whether the forward that runs is this thread's, which it becomes where it is no one's."""
-        thread = threading.get_ident()
-        owner = self._owner.setdefault("thread", thread)  # at once: no other thread comes between
-        if owner == thread:
+        """Whether the forward that runs is this thread's."""
+        if self._turn.claim():
             return True
-        if all(other.ident != owner for other in threading.enumerate()):  # it died in a forward
+        if self._turn.died():
             self._outer = None
             self._leave()
             return self._claim(name)
@@ -273,20 +243,12 @@ class Interception:
 
     def _leave(self) -> None:
         self._path.clear()
-        self._owner.clear()
+        self._turn.leave()
 
     def _may_start(self, name: str) -> bool:
-        if not torch.is_grad_enabled() or torch.jit.is_tracing():
+        if not saves() or sleeps(self):
             return False
-        if torch._C._current_graph_task_id() != -1:  # reentrant checkpointing recomputes
-            return False
-        if _only is not None and _only is not self:
-            return False
-        why = ""
-        if top_hooks() is not None:
-            why = "saved-tensor hooks of someone else are on"
-        elif in_transform():
-            why = "inside a transform of torch.func or forward-mode differentiation"
+        why = foreign_hooks()
         if why and not self._path:
             self._settle(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
         return not why
@@ -294,7 +256,7 @@ class Interception:
     def _may_round(self) -> bool:
         """Whether ops may be rounded where nothing is compressed: evaluation, recomputation."""
         busy = torch.jit.is_tracing() or in_transform()
-        return not busy and (_only is None or _only is self)
+        return not busy and not sleeps(self)
 
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
         own = [*self.model.parameters(), *self.model.buffers()]
@@ -310,7 +272,7 @@ class Interception:
         self.saved.begin({storage_id(x) for x in own}, {storage_id(x) for x in given})
         self.saved.records = [] if name not in self._settled else None
         self._depth = len(self._path)
-        hooks, mode = saved_tensors_hooks(self.performer.pack, unpack), _Mode(self.performer)
+        hooks, mode = saved_tensors_hooks(self.performer.pack, unpack), Mode(self.performer)
         hooks.__enter__()
         mode.__enter__()
         self._outer = (name, hooks, mode)
@@ -334,12 +296,3 @@ class Interception:
         if name not in self._settled:
             self._settled.add(name)
             self.settle(records)
-
-
-def _only_our_hooks(module: nn.Module) -> bool:
-    """Whether no one else watches the module, who would see the empty tensor."""
-    return (
-        len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-    )

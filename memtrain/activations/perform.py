@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.calls import SMOOTH, Call, recognise
@@ -128,8 +129,11 @@ class Performer:
             self.saved.derive(y, again, op.name)
         return y
 
-    def whole(self, call: Call, compressor: Compressor) -> Callable[[], Any] | None:
+    def whole(self, call: Call) -> Callable[[], Any] | None:
         """What runs, as one op, a module that writes the op out in several; None: as it is."""
+        compressor = self.compressor(call)
+        if compressor is None:
+            return None
         if call.accepts(compressor):
             return self._one(call, partial(self.replace, call, compressor))
         plain = getattr(call, "plain", None)
@@ -203,6 +207,22 @@ class Performer:
             and x.numel() >= self.options.min_elements
             and top_hooks() == self.pack  # not inside someone's activation checkpointing
         )
+
+
+class Mode(TorchFunctionMode):
+    """Hands every torch function that runs inside the forward to the performer."""
+
+    def __init__(self, performer: Performer) -> None:
+        super().__init__()
+        self.performer = performer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # x.shape and its like: nothing to save
+            return func(*args, **(kwargs or {}))
+        return self.performer.run(func, name, args, kwargs or {})
 
 
 def top_hooks() -> Any:
