@@ -14,7 +14,7 @@ from memtrain.kernels import capture
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import CompressedOptimizer, SplitWeights, capturable
 from tests.kernels.test_capture import NoHost
-from tests.optim.test_torch_behaviours import ADAMS, FUSED, make
+from tests.optim.behaviours import ADAMS, FUSED, make
 
 TRITON = ["AdamW4bit", "AdamW8bit", "Lion4bit"]  # nightly, but for SGD4bit
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memtrain.optim import CompressedOptimizer, ReleaseGradients, SplitWeights, compress
-from tests.optim.test_torch_behaviours import FUSED, GENERAL, make, parameter
+from tests.optim.behaviours import FUSED, GENERAL, make, parameter
 
 AROUND = {
     "SplitWeights": lambda o: SplitWeights(o, "bf16+8"),

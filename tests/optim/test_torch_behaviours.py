@@ -12,35 +12,19 @@ from torch.optim.swa_utils import AveragedModel
 
 import memtrain
 from memtrain import optim
-from memtrain.optim import CompressedOptimizer, compress, describe, state_bytes
+from memtrain.optim import compress, describe, state_bytes
+from tests.optim.behaviours import (
+    ADAMS,
+    GENERAL,
+    every,
+    fused,
+    make,
+    parameter,
+    step_alike,
+    twin,
+)
 
-ADAMS = ["AdamW4bit", "Adam4bit", "AdamW4bitFactor", "AdamW8bit", "AdamW8bitFactor", "Adam8bit"]
-FUSED = [*ADAMS, "SGD4bit", "SGD8bit", "Lion4bit", "Lion8bit"]
-GENERAL = "CompressedOptimizer"
 ODD = [(1000, 77), (64, 3, 7, 7), (4099,), (5000, 3), (1, 9001)]
-
-
-def make(name, params, **options):
-    if name == GENERAL:
-        return CompressedOptimizer(torch.optim.RMSprop(params, **{"lr": 0.01, **options}))
-    momentum = {"momentum": 0.9} if name.startswith("SGD") else {}
-    return getattr(optim, name)(params, **{"lr": 0.01, **momentum, **options})
-
-
-def parameter(*shape, dtype=torch.float32):
-    param = nn.Parameter(torch.randn(shape).to(dtype))
-    param.grad = torch.randn(shape).to(dtype)
-    return param
-
-
-def twin(param):
-    copied = nn.Parameter(param.detach().clone())
-    copied.grad = param.grad.clone()
-    return copied
-
-
-every = pytest.mark.parametrize("name", [*FUSED, GENERAL])
-fused = pytest.mark.parametrize("name", FUSED)
 
 
 @every
@@ -48,9 +32,8 @@ def test_groups_have_their_own_options(name):
     a, b = parameter(80, 80), parameter(80, 80)
     alone, start = twin(a), b.detach().clone()
     options = {"lr": 0.05, "weight_decay": 0.1}
-    make(name, [{"params": [a], **options}, {"params": [b], "lr": 0.0}]).step()
-    make(name, [alone], **options).step()
-    assert torch.equal(a, alone)
+    together = make(name, [{"params": [a], **options}, {"params": [b], "lr": 0.0}])
+    step_alike((a, together), (alone, make(name, [alone], **options)))
     assert torch.equal(b, start)
 
 
@@ -61,18 +44,14 @@ def test_a_group_added_later_is_stepped(name):
     optimizer = make(name, [first])
     optimizer.step()
     optimizer.add_param_group({"params": [late], "lr": 0.05})
-    optimizer.step()
-    make(name, [alone], lr=0.05).step()
-    assert torch.equal(late, alone)
+    step_alike((late, optimizer), (alone, make(name, [alone], lr=0.05)))
 
 
 @every
 def test_tensor_lr(name):
     a = parameter(80, 80)
     b = twin(a)
-    make(name, [a], lr=torch.tensor(0.25)).step()
-    make(name, [b], lr=0.25).step()
-    assert torch.equal(a, b)
+    step_alike((a, make(name, [a], lr=torch.tensor(0.25))), (b, make(name, [b], lr=0.25)))
 
 
 @every
@@ -80,21 +59,15 @@ def test_maximize_is_the_step_of_the_opposite_gradient(name):
     a = parameter(80, 80)
     b = twin(a)
     b.grad = -b.grad
-    make(name, [a], maximize=True).step()
-    make(name, [b]).step()
-    assert torch.equal(a, b)
+    step_alike((a, make(name, [a], maximize=True)), (b, make(name, [b])))
 
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_foreach_and_fused_are_taken(name):
-    results = []
-    torch.manual_seed(0)
     start = parameter(80, 80)
-    for options in ({}, {"foreach": True}, {"fused": True}, {"foreach": False}):
-        param = twin(start)
-        make(name, [param], **options).step()
-        results.append(param.detach())
-    assert all(torch.equal(result, results[0]) for result in results)
+    ways = ({}, {"foreach": True}, {"fused": True}, {"foreach": False})
+    params = [twin(start) for _ in ways]
+    step_alike(*((p, make(name, [p], **way)) for p, way in zip(params, ways, strict=True)))
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
@@ -160,9 +133,7 @@ def test_copies_go_on_alike(name, how):
     optimizer.step()
     (other,), copied = how(([param], optimizer))
     other.grad = param.grad.clone()
-    optimizer.step()
-    copied.step()
-    assert torch.equal(param, other)
+    step_alike((param, optimizer), (other, copied))
 
 
 @every
@@ -294,9 +265,8 @@ def test_mixed_dtypes_step_together(name):
     together = [parameter(80, 80, dtype=dtype) for dtype in dtypes]
     apart = [twin(param) for param in together]
     make(name, together).step()
-    for param in apart:
-        make(name, [param]).step()
     for a, b in zip(together, apart, strict=True):
+        make(name, [b]).step()
         assert torch.equal(a, b)
 
 
@@ -343,11 +313,9 @@ def test_strides_of_the_gradient_do_not_matter(name):
     b = twin(a)
     b.grad = a.grad.t().contiguous().t()
     assert b.grad.stride() != b.stride()
-    for param in (a, b):
-        optimizer = make(name, [param])
-        optimizer.step()
-        optimizer.step()
-    assert torch.equal(a, b)
+    pairs = [(param, make(name, [param])) for param in (a, b)]
+    step_alike(*pairs)
+    step_alike(*pairs)
 
 
 @fused
@@ -403,9 +371,7 @@ def test_sgd_without_momentum_is_torchs_and_has_no_states():
     a = parameter(80, 80)
     b = twin(a)
     optimizer = optim.SGD4bit([a], lr=0.1, weight_decay=0.1)
-    optimizer.step()
-    torch.optim.SGD([b], lr=0.1, weight_decay=0.1).step()
-    assert torch.equal(a, b)
+    step_alike((b, torch.optim.SGD([b], lr=0.1, weight_decay=0.1)), (a, optimizer))
     assert state_bytes(optimizer) == 0
 
 

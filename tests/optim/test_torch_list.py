@@ -12,10 +12,16 @@ import torch
 from torch import nn
 
 from memtrain.optim import CompressedOptimizer, ReleaseGradients, SplitWeights
-from tests.optim.test_torch_behaviours import ADAMS, FUSED, GENERAL, make, parameter
-
-every = pytest.mark.parametrize("name", [*FUSED, GENERAL])
-fused = pytest.mark.parametrize("name", FUSED)
+from tests.optim.behaviours import (
+    ADAMS,
+    GENERAL,
+    every,
+    fused,
+    make,
+    parameter,
+    step_alike,
+    twin,
+)
 
 
 @every
@@ -33,8 +39,7 @@ def test_what_is_no_list_of_leaves_is_refused(name):
 @every
 def test_parameters_given_twice(name):
     param = parameter(80, 80)
-    alone = nn.Parameter(param.detach().clone())
-    alone.grad = param.grad.clone()
+    alone = twin(param)
     with pytest.raises(ValueError, match="more than one parameter group"):
         make(name, [{"params": [param]}, {"params": [param], "lr": 0.1}])
     optimizer = make(name, [param])
@@ -43,9 +48,7 @@ def test_parameters_given_twice(name):
     with pytest.raises(TypeError, match="set"):
         optimizer.add_param_group({"params": {parameter(5)}})
     assert len(optimizer.param_groups) == 1
-    optimizer.step()
-    make(name, [alone]).step()
-    assert torch.equal(param, alone)
+    step_alike((param, optimizer), (alone, make(name, [alone])))
 
 
 @every
@@ -77,9 +80,7 @@ def test_older_checkpoints_lack_options_and_hold_numbers(name):
     for own in (param, other):
         own.data.zero_()
         own.grad = torch.ones_like(own)
-    optimizer.step()
-    late.step()
-    assert torch.equal(param, other)
+    step_alike((param, optimizer), (other, late))
 
 
 @every
@@ -95,9 +96,7 @@ def test_older_pickles_lack_options(name):
         each.__setstate__({"state": each.state, "param_groups": each.param_groups})
     (own,) = copied.param_groups[0]["params"]
     own.grad = param.grad.clone()
-    optimizer.step()
-    copied.step()
-    assert torch.equal(param, own)
+    step_alike((param, optimizer), (own, copied))
 
 
 @every
@@ -131,9 +130,7 @@ def test_deep_copied_groups_make_another_optimizer(name):
     own.grad = param.grad.clone()
     other = make(name, groups)
     assert own is not param
-    optimizer.step()
-    other.step()
-    assert torch.equal(param, own)
+    step_alike((param, optimizer), (own, other))
     assert other.param_groups[0]["lr"] == 0.05
 
 
@@ -171,21 +168,17 @@ def test_a_learning_rate_of_several_elements_is_refused(name):
     with pytest.raises(ValueError, match="lr must have one element"):
         make(name, [param], lr=torch.tensor([0.1, 0.2]))
     optimizer = make(name, [param], lr=torch.tensor([0.1]))
-    other = nn.Parameter(param.detach().clone())
-    other.grad = param.grad.clone()
-    optimizer.step()
-    make(name, [other], lr=float(torch.tensor(0.1))).step()
-    assert torch.equal(param, other)
+    other = twin(param)
+    step_alike((param, optimizer), (other, make(name, [other], lr=float(torch.tensor(0.1)))))
 
 
 @pytest.mark.parametrize("name", [*ADAMS, "Lion4bit", "Lion8bit"])
 def test_betas_may_be_tensors(name):
     param = parameter(80, 80)
-    other = nn.Parameter(param.detach().clone())
-    other.grad = param.grad.clone()
-    make(name, [param], betas=(torch.tensor(0.5), torch.tensor(0.75))).step()
-    make(name, [other], betas=(0.5, 0.75)).step()
-    assert torch.equal(param, other)
+    other = twin(param)
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    plain = make(name, [other], betas=(0.5, 0.75))
+    step_alike((param, make(name, [param], betas=betas)), (other, plain))
 
 
 @fused
