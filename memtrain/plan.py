@@ -17,7 +17,7 @@ from memtrain.activations.sites import Record, Site
 from memtrain.activations.trace import trace
 from memtrain.compressors import Compressor
 from memtrain.compressors.auto import Auto
-from memtrain.config import Config
+from memtrain.config import KEEP, Config
 from memtrain.entry import UNKNOWN, Entry, merge
 from memtrain.optim.layout import is_unsigned
 from memtrain.parameters import predict_gradients, predict_weights, training_dtypes
@@ -31,6 +31,7 @@ from memtrain.rules import (
     activation_rules,
     automatic_bits,
     missing,
+    recompute_inputs,
     state_rules,
     state_site,
 )
@@ -71,13 +72,15 @@ class Plan:
             derive_outputs=own.derive_outputs,
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
+            recompute_inputs=recompute_inputs(own),
         )
 
     @property
     def intercepts(self) -> bool:
         """Whether forwards have anything done to their ops or to what they save."""
-        own = self.config
-        return bool(self.activation_rules or own.activations.recompute or own.precision.active)
+        own = self.config.activations
+        recomputes = own.recompute or own.recompute_inputs != KEEP
+        return bool(self.activation_rules or recomputes or self.config.precision.active)
 
     def choose_activation(self, site: Site) -> Compressor | str:
         """The compressor for a saved tensor's site, or the reason to keep it."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from memtrain.activations.bits import Bits
 from memtrain.activations.families import FAMILIES
-from memtrain.activations.sites import Site
+from memtrain.activations.sites import STARTS, Site
 from memtrain.build import build
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, DerivativeCode, Integers, Mask
 from memtrain.compressors.auto import Auto
-from memtrain.config import ActivationRule, Activations, Optim, StateRule, nearest
+from memtrain.config import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
 
 NO_RULE = "no rule matches"
 
@@ -122,6 +122,7 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
             does not have.
     """
     _check_exceptions(own.exceptions, "module", modules)
+    recompute_inputs(own)
     sites = {site: Site.parse(site) for site in own.sites}
     strangers = [name for name, site in sites.items() if site.module not in modules]
     missing(strangers, "the model has no such modules")
@@ -131,6 +132,31 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
             raise ValueError(f"activations.recompute={pattern!r} matches no module; {hint}")
     exact = {tuple(site): own.sites[name] for name, site in sites.items()}
     return Rules(own.exceptions, own.rules, ("module", "op", "tensor"), exact)
+
+
+def recompute_inputs(own: Activations) -> Compressor | str:
+    """What holds the inputs of modules that run again, or the reason to keep them.
+
+    Args:
+        own: That part of the config.
+
+    Raises:
+        ValueError: For a compressor that does not give numbers of any tensor back.
+        TypeError: For a value that describes none.
+
+    Example:
+        >>> recompute_inputs(Activations(recompute_inputs={"name": "group", "bits": 8})).bits
+        8
+    """
+    if own.recompute_inputs == KEEP:
+        return STARTS
+    built = build(own.recompute_inputs)
+    if isinstance(built, Auto | DerivativeCode | Mask | Integers):
+        raise ValueError(
+            f"activations.recompute_inputs={own.recompute_inputs!r}; allowed: keep, or a "
+            "compressor of any numbers such as {name: group, bits: 8}"
+        )
+    return built
 
 
 def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:

@@ -51,6 +51,9 @@ class Activations:
     recompute: list[str] = field(default_factory=list)
     """Modules (paths; globs) that keep their inputs only, and run again in the backward. Of nested
     ones the outermost. One that does not exist is an error."""
+    recompute_inputs: Any = "keep"
+    """A compressor for what those modules, and your own `torch.utils.checkpoint`, start again from.
+    `keep`: their gradients are plain training's to the last bit."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
     derive_outputs: bool = True

@@ -63,7 +63,7 @@ class Interception:
         rounding: Rounding | None = None,
     ) -> None:
         self.model, self.settle = model, settle
-        self.saved = SavedTensors(choose, options.min_elements, seed)
+        self.saved = SavedTensors(choose, options.min_elements, seed, options.recompute_inputs)
         self.performer = Performer(self.saved, options)
         self.performer.rounding = self.rounding = rounding
         if rounding is not None:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from memtrain.activations.sites import STARTS
+from memtrain.compressors import Compressor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -14,9 +17,12 @@ class Options:
         backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
             once (one sample at least), and works through the batch in pieces. None: all at once.
         recompute: Modules (globs) that keep their inputs only, and run again in the backward.
+        recompute_inputs: What holds those inputs, and those of torch's own checkpointing, where
+            they require a gradient; a reason to keep them otherwise.
     """
 
     min_elements: int = 1024
     derive_outputs: bool = True
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
+    recompute_inputs: Compressor | str = STARTS

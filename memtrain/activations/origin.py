@@ -1,11 +1,14 @@
 """What a saved tensor is: an ordinary one, a parameter's memory, or something to stay away from."""
 
+import sys
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, checkpoint
 
 # What may lie between a parameter and its stand-in: a cast, a view, weight norm. Nothing that
 # mixes in activations: a linear layer's output also leads to parameters only.
@@ -20,6 +23,9 @@ _STAND_INS = (
     "SelectBackward",
     "WeightNormInterfaceBackward",
 )
+# Who calls to save the inputs, so many frames above at the most.
+_CHECKPOINT = (unwrap(checkpoint).__code__, _checkpoint_without_reentrant_generator.__code__)
+_DEPTH = 12
 
 
 def foreign(x: Tensor) -> str:
@@ -79,6 +85,18 @@ def refuse_replica(module: nn.Module) -> None:
             "memtrain does not compress what nn.DataParallel's copies save; "
             "train with nn.parallel.DistributedDataParallel, or unwrap the model"
         )
+
+
+def of_checkpoint() -> bool:
+    """Whether torch's activation checkpointing saves now: an input that it starts again from."""
+    frame = sys._getframe()
+    for _ in range(_DEPTH):
+        frame = frame.f_back
+        if frame is None:
+            return False
+        if frame.f_code in _CHECKPOINT:
+            return True
+    return False
 
 
 def storage_id(x: Tensor) -> int:

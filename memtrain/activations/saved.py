@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.layout import flatten, layout_of, memory_key, overlaps
-from memtrain.activations.origin import foreign, is_parameter, storage_id
+from memtrain.activations.origin import foreign, is_parameter, of_checkpoint, storage_id
 from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared, witness_of
-from memtrain.activations.sites import RECOMPUTE, Op, Record, Site
+from memtrain.activations.sites import RECOMPUTE, STARTS, Op, Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
@@ -63,10 +63,14 @@ class SavedTensors:
         choose: Site -> compressor, or the reason to keep the tensor.
         min_elements: Smaller tensors are kept.
         seed: Feeds the keys of stochastic rounding.
+        starts: A compressor for what recomputed modules start from, or the reason to keep it.
     """
 
-    def __init__(self, choose: Choose, min_elements: int, seed: int) -> None:
+    def __init__(
+        self, choose: Choose, min_elements: int, seed: int, starts: Compressor | str = STARTS
+    ) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
+        self.starts = starts
         self.step = 0  # forward passes so far
         self.draws: dict[str, int] = {}  # site -> number; another one gives it other random bits
         self.watch: Watch | None = None
@@ -128,6 +132,8 @@ class SavedTensors:
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return Kept(x.detach(), x._version)
         given, x = x, x.detach().resolve_neg()
+        if not op.inputs and of_checkpoint():
+            op = Op(op.module, RECOMPUTE, (x,) if given.requires_grad else ())
         site = Site(op.module, op.name, op.replaced or op.role(x))
         if op.replaced:
             self._record(site, x, x.nbytes, "payload", "")
@@ -137,8 +143,8 @@ class SavedTensors:
         if weight is not None and weight.version == x._version and x.numel() == weight.numel:
             self._note(site, x, "a weight: rounded again from its parameter")
             return Derived(weight.source, layout_of(x), witness, witness._version)
-        why = self._why_keep(x, op, site)
-        chosen = why or self._fit(self.choose(site), x, op)
+        why = self._why_keep(x, op, site, given.requires_grad)
+        chosen = why or self._fit(self.starts if op.name == RECOMPUTE else self.choose(site), x, op)
         exact = self._exact(x, chosen) if not why else None
         if exact is not None:
             return self._compress(x, site, exact, witness)
@@ -146,12 +152,13 @@ class SavedTensors:
             return self._keep(x, site, chosen)
         return self._derived(x, site, witness) or self._compress(x, site, chosen, witness)
 
-    def _why_keep(self, x: Tensor, op: Op, site: Site) -> str:
+    def _why_keep(self, x: Tensor, op: Op, site: Site, requires_grad: bool) -> str:
         """Why `x` is kept whatever the rules say, or an empty string."""
         if storage_id(x) in self._inputs:
             return "the model's own input: stays alive anyway"
-        if op.name == RECOMPUTE:
-            return "what a recomputed module starts from"
+        # What has no gradient may be a mask, of numbers that no group holds side by side.
+        if op.name == RECOMPUTE and (isinstance(self.starts, str) or not requires_grad):
+            return STARTS
         if x.numel() < self.min_elements:
             return f"under {self.min_elements:,} elements"
         if storage_id(x) in self._held:

@@ -10,6 +10,8 @@ ROOT = "(root)"
 """How the model itself is named where a module's path stands."""
 RECOMPUTE = "recompute"
 """The op, as it were, that keeps the inputs of a module which runs again in the backward."""
+STARTS = "what a recomputed module starts from"
+"""Why they are kept as they are."""
 
 
 class Site(NamedTuple):

@@ -60,8 +60,9 @@ LOSSY = [
 ]
 
 
-def config(patterns, rules=EXACT, **others):
-    return Config(activations=Activations(rules=rules, recompute=list(patterns)), **others)
+def config(patterns, rules=EXACT, inputs="keep", **others):
+    own = Activations(rules=rules, recompute=list(patterns), recompute_inputs=inputs)
+    return Config(activations=own, **others)
 
 
 def wrapped(patterns=("h.*",), rules=EXACT, **others):
@@ -197,6 +198,104 @@ def test_inside_the_users_own_checkpointing():
         optimizer = torch.optim.AdamW(model.parameters())
         model, _ = memtrain.wrap(model, optimizer, config(["h.*"]))
         assert same(gradients(model), gradients(plain))
+
+
+def groups(bits):
+    return {"name": "group", "bits": bits}
+
+
+class Own(nn.Module):
+    """Checkpoints its blocks itself, each with a mask of numbers far apart."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.reentrant = nn.Linear(32, 64), reentrant
+        self.h = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        mask = torch.zeros_like(x).masked_fill_(x > 1, torch.finfo(x.dtype).min).detach()
+        for block in self.h:
+            x = checkpoint(
+                lambda x, mask, block=block: x + torch.exp(block(x) + mask),
+                x,
+                mask,
+                use_reentrant=self.reentrant,
+            )
+        return x
+
+
+def starts(model):
+    rows = memtrain.plan_of(model).entries("activation")
+    return [row for row in rows if " / recompute / " in row.site]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_ones_own_checkpointing_starts_from_is_compressed(reentrant):
+    plain, model = Own(reentrant), Own(reentrant)
+    cfg = config([], KEEP, inputs=groups(8))
+    model, _ = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+    before, _ = saved_nbytes(lambda: plain(X))
+    after, _ = saved_nbytes(lambda: model(X))
+    n = 64 * 64  # elements of an input; in groups of 256
+    assert before - after == 3 * (4 * n - (n + n // 256 * 4))
+    assert [row.planned for row in starts(model)] == [3 * (n + n // 256 * 4), 4 * n]  # the mask
+    exact, noisy = gradients(plain), gradients(model)
+    for ours, theirs in zip(noisy, exact, strict=True):
+        assert not torch.equal(ours, theirs)
+        # 255 steps across a group's range: the mask's, of 3e38, would leave nothing of x
+        assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def test_the_gradients_error_is_a_multiple_of_the_inputs_steps():
+    exact = torch.cat([g.flatten() for g in gradients(make())])
+    errors = []
+    for bits in (4, 8):
+        model, _ = wrapped(rules=KEEP, inputs=groups(bits))
+        noisy = torch.cat([g.flatten() for g in gradients(model)])
+        errors.append(float((noisy - exact).norm()))
+    # Steps are 17 times as long. The error is one draw's: a factor of 2 either way.
+    assert 17 / 2 < errors[0] / errors[1] < 17 * 2
+
+
+def test_the_value_is_exact_whatever_holds_the_inputs():
+    values = []
+    for model in (make(), wrapped(rules=KEEP, inputs=groups(2))[0]):
+        torch.manual_seed(5)
+        values.append(model(X))
+    assert torch.equal(*values)
+
+
+def test_compressed_inputs_are_predicted_and_carried_by_a_plan_file(tmp_path):
+    model, cfg = make(), config(["h.*"], KEEP, inputs=groups(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = memtrain.make_plan(model, optimizer, cfg, batch=X)
+    plan.save(tmp_path / "plan.yaml")
+    model, _ = memtrain.wrap(model, optimizer, tmp_path / "plan.yaml")
+    after, _ = saved_nbytes(lambda: model(X), exclude=model.buffers())
+    planned = sum(row.planned for row in plan.entries("activation"))
+    # the scalar mean that makes the scale, and the random states, are small
+    assert 3 * 64 * 64 < planned < 4 * 64 * 64 * 3
+    assert abs(after - planned) <= 64
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "said"),
+    [
+        ({"name": "derivative"}, ValueError, "allowed: keep, or a compressor of any numbers"),
+        ({"name": "group", "bits": "auto"}, ValueError, "allowed: keep, or a compressor of any"),
+        ({"name": "group", "bits": 9}, ValueError, "bits=9"),
+        ({"name": "grup"}, ValueError, "group"),
+        (8, TypeError, "8"),
+    ],
+    ids=["derivative", "auto", "nine", "typo", "number"],
+)
+def test_inputs_that_cannot_be_held_so_are_an_error_before_anything_changes(inputs, error, said):
+    model, cfg = make(), config(["h.*"], inputs=inputs)
+    with pytest.raises(error, match=said):
+        memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+    assert not any(m._forward_hooks for m in model.modules())
 
 
 def test_copies_pickles_and_unwrap():
