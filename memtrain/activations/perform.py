@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.calls import SMOOTH, Call, recognise
+from memtrain.activations.indices import limit_of
 from memtrain.activations.layout import layout_of
 from memtrain.activations.ops.payload import output_again
 from memtrain.activations.options import Options
@@ -96,7 +97,9 @@ class Performer:
             if chosen is not None and call.accepts(chosen):
                 return self.replace(call, chosen)
             name = call.op
-        op = Op(self.module, _op_name(name, args), tensors_of(args, kwargs))
+        name = _op_name(name, args)
+        limit = limit_of(name, args, kwargs)
+        op = Op(self.module, name, tensors_of(args, kwargs), limit=limit)
         return self._hook(op, func, args, kwargs)
 
     @contextmanager

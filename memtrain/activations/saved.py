@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memtrain.activations.holders import Holders
 from memtrain.activations.layout import flatten, layout_of, memory_key, overlaps
 from memtrain.activations.origin import foreign, is_parameter, of_checkpoint, storage_id
 from memtrain.activations.payload import Compressed, Derived, Kept, Saved, Shared, witness_of
@@ -90,10 +91,10 @@ class SavedTensors:
         self._counted: dict[int, tuple[int, StorageWeakRef]] = {}
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
+        self._holders = Holders()  # of the records
 
     def __getstate__(self) -> dict[str, object]:
-        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return state
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
@@ -112,7 +113,10 @@ class SavedTensors:
     def end(self) -> None:
         """End a forward pass: payloads live on in the graph, and only there."""
         self.step += 1
-        self._reset()
+        holders = self._holders
+        self._reset()  # first: what outputs are derived from is held here too
+        if self.records is not None:
+            self.records = holders.left(self.records)
 
     def key(self, site: Site) -> Key:
         """What feeds the random bits of the site's next payload."""
@@ -123,6 +127,16 @@ class SavedTensors:
 
     def pack(self, x: Tensor, op: Op) -> Saved:
         """What autograd shall hold in place of `x`, which `op` saves."""
+        records = self.records
+        if records is None:
+            return self._pack(x, op)
+        before = len(records)
+        saved = self._pack(x, op)
+        for record in records[before:]:
+            self._holders.add(saved, record)
+        return saved
+
+    def _pack(self, x: Tensor, op: Op) -> Kept | Compressed | Derived:
         why = foreign(x)
         if why:
             site = Site(op.module, op.name, "saved")
@@ -182,7 +196,7 @@ class SavedTensors:
         if x.dtype == torch.bool:
             return Mask()
         if x.dtype in INTEGERS:
-            return Integers(limit=_limit(op))
+            return Integers(limit=op.limit)
         if x.dtype not in FLOATS:
             return f"dtype {x.dtype}"
         if isinstance(chosen, DerivativeCode):
@@ -206,7 +220,9 @@ class SavedTensors:
         self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
         return Kept(x, version, witness)
 
-    def _compress(self, x: Tensor, site: Site, compressor: Compressor, witness: Tensor) -> Saved:
+    def _compress(
+        self, x: Tensor, site: Site, compressor: Compressor, witness: Tensor
+    ) -> Kept | Compressed:
         shaped = getattr(compressor, "shaped", False)
         flat, layout = (x, None) if shaped else flatten(x)
         form = (x.shape, x.stride()) if shaped else memory_key(x)
@@ -284,15 +300,6 @@ class SavedTensors:
 def _held(packed: Packed, x: Tensor) -> int:
     """Bytes of a payload that lie on the device of `x`: what is swapped out is not held."""
     return sum(t.nbytes for t in packed.tensors.values() if t.device == x.device)
-
-
-def _limit(op: Op) -> int | None:
-    """What an op's indices are known to be below: the rows of an embedding's table."""
-    if op.name != "embedding" or len(op.inputs) != 2:
-        return None
-    # torch.embedding takes them in the other order than F.embedding.
-    table = next((x for x in op.inputs if x.is_floating_point()), None)
-    return None if table is None or table.dim() != 2 else max(1, table.shape[0])
 
 
 def _memory(x: Tensor) -> tuple[object, ...]:

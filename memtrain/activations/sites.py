@@ -68,6 +68,7 @@ class Op(NamedTuple):
     name: str
     inputs: tuple[Tensor, ...] = ()
     replaced: str = ""  # role of its site, where its saved tensors are payloads already
+    limit: int | None = None  # its indices are known to be below
 
     def role(self, x: Tensor) -> str:
         """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`."""

@@ -1,0 +1,96 @@
+"""What is predicted of a forward is what stays alive: saves that die count nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.activations.indices import limit_of
+from memtrain.activations.intercept import Interception
+from memtrain.activations.options import Options
+from memtrain.activations.trace import trace
+from memtrain.compressors import Group, Identity
+from memtrain.meter import saved_nbytes
+
+OPTIONS = Options(min_elements=64)
+
+
+class Branched(nn.Module):
+    """A branch that nothing returned needs, and a tensor that both branches save."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        self.norm(self.unused(x).exp()).sin()
+        return self.last(x)
+
+
+class Buckets(nn.Module):
+    """ProphetNet's relative positions: their indices are the batch's, their bound the op's."""
+
+    def __init__(self, run, shape):
+        super().__init__()
+        self.run, self.table = run, nn.Parameter(torch.randn(shape))
+
+    def forward(self, index):
+        return self.run(self.table, index * 1)  # not the model's own input
+
+
+def live(model, batch, choose):
+    """The records of a real forward, its gradient, and the bytes that it leaves alive."""
+    records = []
+    interception = Interception(model, choose, options=OPTIONS, seed=0, settle=records.extend)
+    interception.attach()
+    nbytes, y = saved_nbytes(lambda: model(batch), exclude=[batch])
+    interception.detach()
+    return records, torch.autograd.grad(y.square().sum(), next(iter(model.parameters())))[0], nbytes
+
+
+@pytest.mark.parametrize("choose", [lambda _: Identity(), lambda _: Group(bits=4)], ids=["8", "4"])
+def test_a_branch_that_nothing_needs_counts_nothing(choose):
+    model, x = Branched(), torch.randn(32, 64)
+    records, _, nbytes = live(model, x, choose)
+    assert sum(r.planned for r in records) == nbytes
+    traced = trace(model, x, choose, OPTIONS)
+    assert [r.planned for r in traced] == [r.planned for r in records]
+    sites = {r.site.name: r for r in records}
+    # `first`'s output is saved by both: it stays, and what only the branch saved does not.
+    assert sites["unused / linear / input"].nbytes == 32 * 64 * 4
+    assert sum(r.nbytes for r in records) == 32 * 64 * 4
+    dead = [r for r in records if r.site.op in ("exp", "sin", "layer_norm")]
+    assert len(dead) >= 3
+    assert all(r.planned == r.nbytes == 0 for r in dead)
+
+
+CALLS = {
+    "gather": (lambda t, i: torch.gather(t, dim=1, index=i), (64, 200), (64, 40), 200),
+    "index_select": (lambda t, i: t.index_select(-1, i), (4, 300), (2000,), 300),
+    "scatter_add": (lambda t, i: t.scatter_add(0, i, t * 2), (64, 40), (64, 40), 64),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_indices_take_what_their_bound_needs_in_a_trace_and_live(name):
+    run, shape, indices, bound = CALLS[name]
+    model, index = Buckets(run, shape), torch.randint(0, bound, indices)
+    plain = torch.autograd.grad(model(index).square().sum(), model.table)[0]
+    records, grad, _ = live(model, index, lambda _: Group(bits=4))
+    assert torch.equal(grad, plain)
+    width = 1 if bound <= 256 else 2
+    for found in (records, trace(model, index, lambda _: Group(bits=4), OPTIONS)):
+        kept = [r for r in found if r.site.op == name and r.dtype == "int64"]
+        assert [r.planned for r in kept if r.planned] == [index.numel() * width]
+
+
+def test_bounds_of_indices():
+    x, i = torch.ones(4, 7), torch.zeros(2, 2, dtype=torch.long)
+    assert limit_of("gather", (x, -1, i), {}) == 7
+    assert limit_of("scatter", (x,), {"dim": 0, "index": i, "value": 1.0}) == 4
+    assert limit_of("index_select", (), {"input": x, "dim": 1, "index": i}) == 7
+    assert limit_of("gather", (torch.ones(()), 0, torch.tensor(0)), {}) is None
+    assert limit_of("gather", (torch.ones(0, 2), 0, i), {}) == 1
+    assert limit_of("embedding", (i, torch.ones(9, 2)), {}) == 9
+    assert limit_of("take", (x, i), {}) is None  # negative ones are allowed
