@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from memtrain.activations.direct import direct
 from memtrain.activations.once import once_differentiable
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.fewbit_register import register, registered
@@ -69,8 +70,7 @@ def fewbit(
     wanted = value or (compressor.function, compressor.parameters)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _overwrite(x, wanted) if inplace else _plain(x, wanted)
-    operation = _FewBitInPlace if inplace else _FewBit
-    return operation.apply(x, compressor, wanted)  # type: ignore[return-value]
+    return (_in_place if inplace else _out_of_place)(x, compressor, wanted)
 
 
 def _plain(x: Tensor, wanted: Value) -> Tensor:
@@ -126,6 +126,9 @@ class _FewBitInPlace(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _backward(ctx, *grads)
+
+
+_out_of_place, _in_place = direct(_FewBit), direct(_FewBitInPlace)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -104,8 +104,8 @@ def forward(
         (tensor([0., 2.]), tensor([0., 1.]))
     """
     if is_plain_cpu(x):
-        side = (parity, shift)
-        return in_cpp.forward(x, function, tuple(parameters), tuple(boundaries), side)
+        told = (function, tuple(parameters), tuple(boundaries), parity, shift)
+        return in_cpp.encoder(*told, x.dtype).forward(x)
     check_side(x.dtype, boundaries, parity)
     check_function(function)
     run = _forward if is_plain(x) else _forward_op
@@ -166,7 +166,7 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
         tensor([0.5000, 1.0000])
     """
     if is_plain_cpu(grad):
-        return in_cpp.backward(grad, codes, tuple(levels), torch.empty_like(grad))
+        return in_cpp.decoder(tuple(levels), grad.dtype).backward(grad, codes)
     check_dtype(grad.dtype)
     bits_of(len(levels), 0)
     run = _backward if is_plain(grad) else _backward_op
@@ -182,7 +182,7 @@ def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -
 
         table = tuple(numbers(tuple(boundaries)).tolist())
         return kernels.encode(x, table, parity, shift)
-    return in_cpp.encode(x, tuple(boundaries), (parity, shift))
+    return in_cpp.encoder("", (), tuple(boundaries), parity, shift, x.dtype).codes(x)
 
 
 def _forward(
@@ -195,8 +195,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     choice = choose(x)
     if choice == "cpu":
-        side = (parity, shift)
-        return in_cpp.forward(x, function, tuple(parameters), tuple(boundaries), side)
+        told = (function, tuple(parameters), tuple(boundaries), parity, shift)
+        return in_cpp.encoder(*told, x.dtype).forward(x)
     dense = x if is_dense(x) else x.clone()
     if choice == "triton" and x.dtype != torch.float64:
         from memtrain.kernels import derivative_forward_triton as kernels
@@ -238,7 +238,7 @@ def _to_levels(
 
         table = numbers(tuple(levels), wide(out.dtype))
         return kernels.backward(grad, codes, tuple(table.tolist()), out)
-    return in_cpp.backward(grad, codes, tuple(levels), out)
+    return in_cpp.decoder(tuple(levels), out.dtype).write(grad, codes, out)
 
 
 def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:

@@ -5,7 +5,7 @@ A small tensor costs what runs around its kernel: what depends on no tensor is f
 
 import ctypes
 from functools import cache
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,39 +31,61 @@ _TORCHS_PART = 32768  # torch shares a tensor out among threads in parts of so m
 _TORCHS_RUN = 32  # and works on so many at a time; what is left of a part has another exp()
 
 
-class _Plan(NamedTuple):
-    """What the kernel is told besides the tensors."""
+class _Told(ctypes.Structure):
+    """What a kernel is told besides the tensors: `Told` of derivative.cpp."""
 
-    table: Tensor  # kept alive, for `address` is its
-    address: int
-    width: int  # bytes of a block's codes
-    numbers: tuple[int | float, ...]
-
-
-@cache
-def _forward_plan(
-    function: str,
-    parameters: tuple[float, ...],
-    boundaries: tuple[float, ...],
-    side: tuple[str, float],
-    dtype: torch.dtype,
-) -> _Plan:
-    """For codes alone, or with the value of a function in `_FUSED`."""
-    parity, shift = side
-    check_side(dtype, boundaries, parity)
-    a, b = one_pass(function, parameters, dtype) if function else (0.0, 0.0)
-    kernel = (_FUSED.get(function, 0), float(a), float(b))
-    table, bits = numbers(boundaries), code_bits(boundaries, parity)
-    told = (DTYPES.index(dtype), bits, PARITIES.index(parity), float(shift), *kernel)
-    return _Plan(table, table.data_ptr(), BLOCK_SIZE // 8 * bits, told)
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("table", "dtype", "bits", "parity", "function")),
+        *((name, ctypes.c_float) for name in ("shift", "a", "b")),
+    )
 
 
-def _is_fused(function: str, x: Tensor) -> bool:
-    """Whether one pass gives the codes and torch's own value of all of `x`."""
-    if function not in _FUSED or x.dtype == torch.float64:
-        return False
-    if function != "silu":
-        return True
+class Encoder:
+    """Forward: the codes of tensors of one dtype, and a function's value where one is named."""
+
+    def __init__(
+        self,
+        function: str,
+        parameters: tuple[float, ...],
+        boundaries: tuple[float, ...],
+        parity: str,
+        shift: float,
+        dtype: torch.dtype,
+    ) -> None:
+        check_side(dtype, boundaries, parity)
+        if function:
+            check_function(function)
+        self._function, self._parameters = function, parameters
+        self._is_fused = function in _FUSED and dtype != torch.float64
+        numbers_of = one_pass(function, parameters, dtype) if self._is_fused else (0.0, 0.0)
+        bits, self._table = code_bits(boundaries, parity), numbers(boundaries)
+        kind = (DTYPES.index(dtype), bits, PARITIES.index(parity), _FUSED.get(function, 0))
+        self._told = _Told(self._table.data_ptr(), *kind, shift, *numbers_of)
+        self._at, self._width = ctypes.addressof(self._told), BLOCK_SIZE // 8 * bits
+        self._run, self._pack = cpu.packed("mt_derivative_encode", 6)
+
+    def codes(self, x: Tensor, y: int = 0) -> Tensor:
+        """The codes of `x`, which is dense, in memory order; the value goes to the address `y`."""
+        n = x.numel()
+        codes = torch.empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, self._width, dtype=torch.uint8)
+        threads = torch.get_num_threads()
+        self._run(self._pack(self._at, x.data_ptr(), y, codes.data_ptr(), n, threads))
+        return codes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The value and the codes of `x`, in memory order; of a clone where it is not dense."""
+        dense = x if is_dense(x) else x.clone()
+        if self._is_fused and (self._function != "silu" or _is_torchs_silu(x)):
+            y = torch.empty_like(dense)
+            return y, self.codes(dense, y.data_ptr())
+        y = value(self._function, x, self._parameters)  # of x: its last bit depends on the strides
+        if y.stride() != dense.stride():
+            y = torch.empty_like(dense).copy_(y)
+        return y, self.codes(dense)
+
+
+def _is_torchs_silu(x: Tensor) -> bool:
+    """Whether one pass gives torch's own SiLU of all of `x`, to the bit."""
     if x.dtype == torch.float32:  # 16 bits do not tell torch's two kinds of exp() apart
         if not is_dense(x):  # torch works on its rows
             return False
@@ -81,54 +103,32 @@ def _has_torchs_exp(dtype: torch.dtype) -> bool:
         return False
     x = torch.linspace(-20, 20, 2048, device="cpu").to(dtype)
     y = torch.empty_like(x)
-    _codes(x, y.data_ptr(), _forward_plan("silu", (), (0.0,), ("plain", 0.0), dtype))
+    encoder("silu", (), (0.0,), "plain", 0.0, dtype).codes(x, y.data_ptr())
     return torch.equal(y, value("silu", x))
 
 
-@cache
-def _levels_plan(levels: tuple[float, ...], dtype: torch.dtype) -> _Plan:
-    check_dtype(dtype)
-    bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype))
-    return _Plan(table, table.data_ptr(), BLOCK_SIZE // 8 * bits, (DTYPES.index(dtype), bits))
+class Decoder:
+    """Backward: the levels of tensors of one dtype, times gradients."""
+
+    def __init__(self, levels: tuple[float, ...], dtype: torch.dtype) -> None:
+        check_dtype(dtype)
+        self._table = numbers(levels, wide(dtype))
+        kind = (DTYPES.index(dtype), bits_of(len(levels), 0), 0, 0)
+        self._told = _Told(self._table.data_ptr(), *kind, 0.0, 0.0, 0.0)
+        self._at = ctypes.addressof(self._told)
+        self._run, self._pack = cpu.packed("mt_derivative_decode", 6)
+
+    def backward(self, grad: Tensor, codes: Tensor) -> Tensor:
+        """`grad` times the level of each code; both in memory order."""
+        return self.write(grad, codes, torch.empty_like(grad))
+
+    def write(self, grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
+        """The levels, times `grad` where there is one, written to `out`."""
+        at, threads = 0 if grad is None else grad.data_ptr(), torch.get_num_threads()
+        codes_at, out_at, n = codes.data_ptr(), out.data_ptr(), out.numel()
+        self._run(self._pack(self._at, at, codes_at, out_at, n, threads))
+        return out
 
 
-def _codes(x: Tensor, y: int, plan: _Plan) -> Tensor:
-    n = x.numel()
-    codes = torch.empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, plan.width, dtype=torch.uint8)
-    addresses = (x.data_ptr(), y, plan.address, codes.data_ptr())
-    cpu.call_raw("mt_derivative_forward", *addresses, n, *plan.numbers)
-    return codes
-
-
-def encode(x: Tensor, boundaries: tuple[float, ...], side: tuple[str, float]) -> Tensor:
-    """The codes of `x`, which is dense, in memory order; `side` is its parity and shift."""
-    return _codes(x, 0, _forward_plan("", (), boundaries, side, x.dtype))
-
-
-def forward(
-    x: Tensor,
-    function: str,
-    parameters: tuple[float, ...],
-    boundaries: tuple[float, ...],
-    side: tuple[str, float],
-) -> tuple[Tensor, Tensor]:
-    """The value and the codes of `x`, in memory order; where it is not dense, that of a clone."""
-    check_function(function)
-    dense = x if is_dense(x) else x.clone()
-    if _is_fused(function, x):
-        plan = _forward_plan(function, parameters, boundaries, side, x.dtype)
-        y = torch.empty_like(dense)
-        return y, _codes(dense, y.data_ptr(), plan)
-    plan = _forward_plan("", (), boundaries, side, x.dtype)
-    y = value(function, x, parameters)  # of x itself: torch's last bit depends on the strides
-    if y.stride() != dense.stride():
-        y = torch.empty_like(dense).copy_(y)
-    return y, _codes(dense, 0, plan)
-
-
-def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out: Tensor) -> Tensor:
-    """The levels, times `grad` where there is one, written to `out`."""
-    plan = _levels_plan(levels, out.dtype)
-    addresses = (0 if grad is None else grad.data_ptr(), codes.data_ptr(), plan.address)
-    cpu.call_raw("mt_derivative_backward", *addresses, out.data_ptr(), out.numel(), *plan.numbers)
-    return out
+encoder = cache(Encoder)
+decoder = cache(Decoder)

@@ -7,7 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack as _modes
+from torch.compiler import is_compiling
 
 from memtrain.kernels import cpu
 
@@ -87,11 +89,11 @@ def is_plain(x: Tensor) -> bool:
         (True, False)
     """
     return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
+        type(x) is Tensor
+        and not is_compiling()
         and not x.is_meta
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not (is_grad_enabled() and x.requires_grad)
+        and _modes() == 0
     )
 
 
@@ -107,8 +109,8 @@ def is_plain_cpu(x: Tensor) -> bool:
         False
     """
     return (
-        is_plain(x)
-        and x.is_cpu
+        x.is_cpu
+        and is_plain(x)
         and (_forced is None or _forced == "cpu")
         and cpu.library() is not None
     )

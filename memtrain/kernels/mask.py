@@ -89,7 +89,8 @@ def _pack(x: Tensor) -> Tensor:
 
 def _pack_in_cpp(x: Tensor) -> Tensor:
     packed = _empty_packed(x)
-    cpu.call_raw("mt_pack_mask", x.data_ptr(), packed.data_ptr(), x.numel())
+    run, pack = cpu.packed("mt_pack_mask", 4)
+    run(pack(x.data_ptr(), packed.data_ptr(), x.numel(), torch.get_num_threads()))
     return packed
 
 

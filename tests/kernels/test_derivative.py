@@ -206,6 +206,30 @@ def test_the_cpus_one_pass_gives_torchs_value(function, dtype):
     assert torch.equal(y.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("function", ["", "relu", "leaky_relu", "hardtanh"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.skipif(library() is None, reason="no C++ library")
+def test_one_bit_on_every_side_is_the_references(function, dtype):
+    special = torch.tensor([NAN, -NAN, INF, -INF, -0.0, 0.25, -0.25, 0.75, 1e-40, -1e-40])
+    sides = [("plain", 0.0), ("plain", 0.5), ("even", 0.0), ("even", 0.5), ("band", 0.0)]
+    for n in (0, 1, 9, 255, 256, 257, 1031):
+        x = torch.cat([special, torch.randn(1031)]).to(dtype)[:n]
+        grad = torch.cat([torch.randn(1024), special]).to(dtype)[-n or 1034 :]
+        for parity, shift in sides:
+            boundaries = [-0.25, 0.75] if parity == "band" else [0.25]
+            results = []
+            for choice in ("reference", "cpu"):
+                with backend(choice):
+                    side = {"parity": parity, "shift": shift}
+                    if function:
+                        y, codes = derivative.forward(x, function, boundaries, **side)
+                    else:
+                        y, codes = x, derivative.encode(x, boundaries, **side)
+                    results.append((codes, y, derivative.backward(grad, codes, [-0.5, 1.5])))
+            for reference, kernel in zip(*results, strict=True):
+                torch.testing.assert_close(kernel, reference, rtol=0, atol=0, equal_nan=True)
+
+
 def floats(first: int, step: int, count: int) -> torch.Tensor:
     """Float32 numbers by their bits."""
     bits = first + step * torch.arange(count, dtype=torch.int64)

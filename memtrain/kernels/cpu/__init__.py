@@ -1,8 +1,9 @@
 """The C++ kernels: a plain C library, found beside this file, loaded once through ctypes."""
 
 import ctypes
+import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -74,17 +75,24 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
     function(*values, torch.get_num_threads())
 
 
-def call_raw(name: str, *values: int | float) -> None:
-    """`call` with addresses in place of tensors, which must outlive it, and 0 for none: faster.
+@cache
+def packed(name: str, count: int) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
+    """A function of the C++ library that takes its arguments as one struct of 8-byte integers.
+
+    `ctypes` takes longer to convert an argument than a small kernel to work on a block.
 
     Args:
-        name: An exported symbol of the C++ library, which must be there.
-        *values: What the symbol takes, in order.
+        name: An exported symbol of the library, which must be there.
+        count: How many integers the struct holds, addresses among them.
+
+    Returns:
+        run: The function, to be given what `pack` made.
+        pack: Makes the struct of so many integers; tensors whose addresses are among them must
+            outlive the call.
     """
     function = getattr(library(), name)
-    if function.argtypes is None:  # an address is an int64 as well
-        function.argtypes = [*map(_c_type, values), ctypes.c_int64]
-    function(*values, torch.get_num_threads())
+    function.restype = None
+    return function, struct.Struct(f"{count}q").pack
 
 
 def _c_type(value: Tensor | int | float | None) -> type:

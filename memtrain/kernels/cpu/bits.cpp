@@ -41,9 +41,16 @@ MT_CLONES static void unpack_mask_range(const uint8_t* packed, uint8_t* out, int
 
 }  // namespace memtrain
 
-MT_EXPORT void mt_pack_mask(const uint8_t* x, uint8_t* out, int64_t n, int64_t threads) {
-  memtrain::parallel_for((n + 255) / 256, 2048, threads, [=](int64_t begin, int64_t end) {
-    memtrain::pack_mask_range(x, out, n, begin, end);
+struct PackMask {
+  const uint8_t* x;
+  uint8_t* out;
+  int64_t n, threads;
+};
+
+MT_EXPORT void mt_pack_mask(const PackMask* call) {
+  const PackMask c = *call;
+  memtrain::parallel_for((c.n + 255) / 256, 2048, c.threads, [&c](int64_t begin, int64_t end) {
+    memtrain::pack_mask_range(c.x, c.out, c.n, begin, end);
   });
 }
 

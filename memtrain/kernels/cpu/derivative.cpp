@@ -10,6 +10,7 @@
 
 #include "common.h"
 #include "derivative_avx512.h"
+#include "derivative_bit.h"
 #include "exponential.h"
 
 namespace memtrain {
@@ -357,99 +358,156 @@ void decode(const uint8_t* codes, const uint32_t* levels, uint32_t* out, int64_t
 
 // -- passes --------------------------------------------------------------------------------------
 
-struct Forward {
-  const void* x;
-  void* y;  // written where a function is asked for
-  const float* boundaries;
-  uint8_t* codes;
-  int64_t n, bits, parity, function;
+// What a pass is told besides its tensors.
+struct Told {
+  const void* table;  // boundaries, or levels; levels of doubles are doubles
+  int64_t dtype, bits, parity, function;
   float shift, a, b;
+
+  const float* boundaries() const { return static_cast<const float*>(table); }
 };
 
-#ifdef MT_DERIVATIVE_AVX512
-// In one pass, where the machine has one; whether it did.
+struct Forward {
+  const Told* told;
+  const void* x;
+  void* y;  // null: codes alone are wanted
+  uint8_t* codes;
+  int64_t n, threads;
+};
+
 template <typename T>
-bool forward_at_once(const Forward& job, int64_t begin, int64_t end) {
-  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Bf16>) {
-    using Raw = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
-    if (!in_register(job.bits) || job.parity == kBand) return false;
-    const int64_t first = begin * kBlock, n = std::min(end * kBlock, job.n) - first;
-    const auto* x = static_cast<const Raw*>(job.x) + first;
-    auto* y = static_cast<Raw*>(job.y) + (job.function == kNone ? 0 : first);
-    uint8_t* codes = job.codes + begin * (kBlock / 8 * job.bits);
-    const avx512::Side side{job.shift, job.parity == kEven ? INT32_MAX : -1};
-    const bool aside = job.shift != 0.0f || job.parity == kEven;
-    const auto go = [&](auto value, auto is_aside) {
-      avx512::encode_any<decltype(value), is_aside.value>(x, y, job.boundaries, side, codes, n,
-                                                          job.bits);
-      return true;
-    };
-    if (job.function == kNone && aside) return go(avx512::NoValue(), std::true_type());
-    if (job.function == kNone) return go(avx512::NoValue(), std::false_type());
-    if (job.function == kSilu && !aside) return go(avx512::Silu(), std::false_type());
-    if (job.function == kRelu && !aside) return go(avx512::Relu(), std::false_type());
-  }
+constexpr bool kVectors = std::is_same_v<T, float> || std::is_same_v<T, Bf16>;
+template <typename T>
+using Raw = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
+
+#ifdef MT_DERIVATIVE_BIT
+// One bit in one pass; whether it did.
+template <typename T>
+bool forward_bit(const Told& told, const T* x, T* y, uint8_t* codes, int64_t n) {
+  const float high = told.parity == kBand ? told.boundaries()[1] : INFINITY;
+  const float kept = float_of(told.parity == kEven ? 0x7FFFFFFFu : 0xFFFFFFFFu);
+  const bit::Above above{_mm_set1_ps(told.boundaries()[0])};
+  const bit::Within within{above.low, _mm_set1_ps(high), _mm_set1_ps(told.shift),
+                           _mm_set1_ps(kept)};
+  const auto go = [&](auto value) {
+    if (told.parity == kPlain && told.shift == 0.0f)
+      bit::encode(x, y, value, above, codes, n);
+    else
+      bit::encode(x, y, value, within, codes, n);
+    return true;
+  };
+  if (told.function == kNone) return go(bit::NoValue(0.0f, 0.0f));
+  if (told.function == kRelu) return go(bit::Relu(0.0f, 0.0f));
+  if (told.function == kLeakyRelu) return go(bit::LeakyRelu(told.a, told.b));
+  if (told.function == kHardtanh) return go(bit::Hardtanh(told.a, told.b));
   return false;
 }
 #endif
 
+#ifdef MT_DERIVATIVE_AVX512
+// Two to four bits, or SiLU, in one pass; whether it did.
+template <typename T>
+bool forward_avx512(const Told& told, const T* x, T* y, uint8_t* codes, int64_t n) {
+  if (!in_register(told.bits) || told.parity == kBand) return false;
+  const avx512::Side side{told.shift, told.parity == kEven ? INT32_MAX : -1};
+  const bool aside = told.shift != 0.0f || told.parity == kEven;
+  const auto go = [&](auto value, auto is_aside) {
+    avx512::encode_any<decltype(value), is_aside.value>(x, y, told.boundaries(), side, codes, n,
+                                                        told.bits);
+    return true;
+  };
+  if (told.function == kNone && aside) return go(avx512::NoValue(), std::true_type());
+  if (told.function == kNone) return go(avx512::NoValue(), std::false_type());
+  if (told.function == kSilu && !aside) return go(avx512::Silu(), std::false_type());
+  if (told.function == kRelu && !aside) return go(avx512::Relu(), std::false_type());
+  return false;
+}
+#endif
+
+// In one pass, where the machine has one; whether it did.
+template <typename T>
+bool forward_at_once(const Forward& job, int64_t begin, int64_t end) {
+  if constexpr (kVectors<T>) {
+    const Told& told = *job.told;
+    const int64_t first = begin * kBlock, n = std::min(end * kBlock, job.n) - first;
+    const auto* x = static_cast<const Raw<T>*>(job.x) + first;
+    auto* y = static_cast<Raw<T>*>(job.y) + (told.function == kNone ? 0 : first);
+    uint8_t* codes = job.codes + begin * (kBlock / 8 * told.bits);
+#ifdef MT_DERIVATIVE_BIT
+    if (told.bits == 1 && forward_bit(told, x, y, codes, n)) return true;
+#endif
+#ifdef MT_DERIVATIVE_AVX512
+    if (forward_avx512(told, x, y, codes, n)) return true;
+#endif
+  }
+  return false;
+}
+
 template <typename T>
 void forward_range(const Forward& job, int64_t begin, int64_t end) {
-#ifdef MT_DERIVATIVE_AVX512
   if (forward_at_once<T>(job, begin, end)) return;
-#endif
+  const Told& told = *job.told;
   float value[kChunk * kBlock], side[kChunk * kBlock];
-  const int64_t bytes = kBlock / 8 * job.bits;
+  const int64_t bytes = kBlock / 8 * told.bits;
   for (int64_t block = begin; block < end; block += kChunk) {
     const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
     const int64_t count = std::min(blocks * kBlock, job.n - first);
     const T* x = static_cast<const T*>(job.x) + first;
     const float* in = value;
-    T* y = job.function == kNone ? nullptr : static_cast<T*>(job.y) + first;
+    T* y = told.function == kNone ? nullptr : static_cast<T*>(job.y) + first;
     if constexpr (std::is_same_v<T, float>) {  // read and written where it lies
       if (count == blocks * kBlock)
         in = x;
       else
         std::memcpy(value, x, 4 * count);
-      if (job.function != kNone) apply(x, y, count, job.function, job.a, job.b);
+      if (told.function != kNone) apply(x, y, count, told.function, told.a, told.b);
     } else {
       widen(x, value, count);
-      if (job.function != kNone) apply(value, side, count, job.function, job.a, job.b);
+      if (told.function != kNone) apply(value, side, count, told.function, told.a, told.b);
       if constexpr (!std::is_same_v<T, double>)
-        if (job.function != kNone) narrow(side, y, count);
+        if (told.function != kNone) narrow(side, y, count);
     }
     if (count < blocks * kBlock) std::memset(value + count, 0, 4 * (blocks * kBlock - count));
     const float* compared = in;
-    if (job.parity == kEven || job.shift != 0.0f) {
-      to_side(in, side, blocks * kBlock, job.parity, job.shift);
+    if (told.parity == kEven || told.shift != 0.0f) {
+      to_side(in, side, blocks * kBlock, told.parity, told.shift);
       compared = side;
     }
-    encode(compared, job.boundaries, job.codes + block * bytes, blocks, job.bits, job.parity);
+    encode(compared, told.boundaries(), job.codes + block * bytes, blocks, told.bits, told.parity);
   }
 }
 
 struct Backward {
+  const Told* told;
   const void* grad;  // null: the levels themselves are wanted
   const uint8_t* codes;
-  const void* levels;  // float, or double for doubles
   void* out;
-  int64_t n, bits;
+  int64_t n, threads;
 };
 
-// Whole blocks in one pass, where the machine has one; how many it did.
+// In one pass, where the machine has one; how many blocks of these it did.
 template <typename T>
-int64_t multiply_blocks(const Backward& job, int64_t block, int64_t blocks) {
-#ifdef MT_DERIVATIVE_AVX512
-  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Bf16>) {
-    using Raw = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
-    const int64_t first = block * kBlock, whole = std::min(blocks, (job.n - first) / kBlock);
-    if (job.grad == nullptr || !in_register(job.bits)) return 0;
-    avx512::multiply(job.codes + block * (kBlock / 8 * job.bits), job.levels,
-                     static_cast<const Raw*>(job.grad) + first, static_cast<Raw*>(job.out) + first,
-                     whole, job.bits);
-    return whole;
-  }
+int64_t multiply_at_once(const Backward& job, int64_t begin, int64_t end) {
+  if constexpr (kVectors<T>) {
+    const Told& told = *job.told;
+    if (job.grad == nullptr) return 0;
+    const int64_t first = begin * kBlock, n = std::min(end * kBlock, job.n) - first;
+    const auto* grad = static_cast<const Raw<T>*>(job.grad) + first;
+    auto* out = static_cast<Raw<T>*>(job.out) + first;
+    const uint8_t* codes = job.codes + begin * (kBlock / 8 * told.bits);
+#ifdef MT_DERIVATIVE_BIT
+    if (told.bits == 1) {
+      bit::multiply(codes, static_cast<const float*>(told.table), grad, out, n);
+      return end - begin;
+    }
 #endif
+#ifdef MT_DERIVATIVE_AVX512
+    if (in_register(told.bits)) {
+      avx512::multiply(codes, told.table, grad, out, n / kBlock, told.bits);
+      return n / kBlock;
+    }
+#endif
+  }
   return 0;
 }
 
@@ -457,12 +515,14 @@ template <typename T>
 void backward_range(const Backward& job, int64_t begin, int64_t end) {
   using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
   Bits level[kChunk * kBlock];
-  const int64_t bytes = kBlock / 8 * job.bits;
-  begin += multiply_blocks<T>(job, begin, end - begin);
+  const Told& told = *job.told;
+  const int64_t bytes = kBlock / 8 * told.bits;
+  begin += multiply_at_once<T>(job, begin, end);
   for (int64_t block = begin; block < end; block += kChunk) {
     const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
     const int64_t count = std::min(blocks * kBlock, job.n - first);
-    decode(job.codes + block * bytes, static_cast<const Bits*>(job.levels), level, blocks, job.bits);
+    decode(job.codes + block * bytes, static_cast<const Bits*>(told.table), level, blocks,
+           told.bits);
     const T* grad = job.grad == nullptr ? nullptr : static_cast<const T*>(job.grad) + first;
     multiply(grad, level, static_cast<T*>(job.out) + first, count);
   }
@@ -476,31 +536,29 @@ void over_blocks(int64_t n, int64_t threads, const Work& work) {
 }  // namespace
 }  // namespace memtrain
 
-// Codes of `x` and, where `function` is not kNone (no doubles), its value in `y`.
-MT_EXPORT void mt_derivative_forward(const void* x, void* y, const float* boundaries,
-                                     uint8_t* codes, int64_t n, int64_t dtype, int64_t bits,
-                                     int64_t parity, float shift, int64_t function, float a,
-                                     float b, int64_t threads) {
+// Codes of `x` and, where `y` is not null (no doubles), the function's value in it.
+MT_EXPORT void mt_derivative_encode(const memtrain::Forward* call) {
   using namespace memtrain;
-  const Forward job{x, y, boundaries, codes, n, bits, parity, function, shift, a, b};
-  over_blocks(n, threads, [&job, dtype](int64_t begin, int64_t end) {
-    if (dtype == kF32) forward_range<float>(job, begin, end);
-    if (dtype == kBf16) forward_range<Bf16>(job, begin, end);
-    if (dtype == kF16) forward_range<Half>(job, begin, end);
-    if (dtype == kF64) forward_range<double>(job, begin, end);
+  Told told = *call->told;
+  if (call->y == nullptr) told.function = kNone;
+  Forward job = *call;
+  job.told = &told;
+  over_blocks(job.n, job.threads, [&job](int64_t begin, int64_t end) {
+    if (job.told->dtype == kF32) forward_range<float>(job, begin, end);
+    if (job.told->dtype == kBf16) forward_range<Bf16>(job, begin, end);
+    if (job.told->dtype == kF16) forward_range<Half>(job, begin, end);
+    if (job.told->dtype == kF64) forward_range<double>(job, begin, end);
   });
 }
 
 // out = grad * level of each code; without `grad`, the levels.
-MT_EXPORT void mt_derivative_backward(const void* grad, const uint8_t* codes, const void* levels,
-                                      void* out, int64_t n, int64_t dtype, int64_t bits,
-                                      int64_t threads) {
+MT_EXPORT void mt_derivative_decode(const memtrain::Backward* call) {
   using namespace memtrain;
-  const Backward job{grad, codes, levels, out, n, bits};
-  over_blocks(n, threads, [&job, dtype](int64_t begin, int64_t end) {
-    if (dtype == kF32) backward_range<float>(job, begin, end);
-    if (dtype == kBf16) backward_range<Bf16>(job, begin, end);
-    if (dtype == kF16) backward_range<Half>(job, begin, end);
-    if (dtype == kF64) backward_range<double>(job, begin, end);
+  const Backward job = *call;
+  over_blocks(job.n, job.threads, [&job](int64_t begin, int64_t end) {
+    if (job.told->dtype == kF32) backward_range<float>(job, begin, end);
+    if (job.told->dtype == kBf16) backward_range<Bf16>(job, begin, end);
+    if (job.told->dtype == kF16) backward_range<Half>(job, begin, end);
+    if (job.told->dtype == kF64) backward_range<double>(job, begin, end);
   });
 }
