@@ -19,7 +19,9 @@ from benchmarks.harness import Benchmark, Job, Options, Row
 from memtrain.experiments.models import CifarConfig
 from memtrain.meter import saved_nbytes
 
-PRESETS = ("balanced", "smallest", "fewbit3", "actnn_fewbit", "patch4x4", "gact4")
+PRESETS = (
+    "balanced", "smallest", "checkpointed", "fewbit3", "actnn_fewbit", "patch4x4", "gact4"
+)  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 from memtrain.activations.bits import Bits
 from memtrain.activations.families import FAMILIES
+from memtrain.activations.recompute import BLOCKS
 from memtrain.activations.sites import STARTS, Site
 from memtrain.build import build
 from memtrain.compressors import Compressor, DerivativeCode, Integers, Mask
@@ -127,7 +128,7 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
     strangers = [name for name, site in sites.items() if site.module not in modules]
     missing(strangers, "the model has no such modules")
     for pattern in own.recompute:
-        if not any(fnmatchcase(name, pattern) for name in modules):
+        if pattern != BLOCKS and not any(fnmatchcase(name, pattern) for name in modules):
             hint = nearest(pattern, modules)[:500]
             raise ValueError(f"activations.recompute={pattern!r} matches no module; {hint}")
     exact = {tuple(site): own.sites[name] for name, site in sites.items()}

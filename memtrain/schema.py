@@ -49,8 +49,9 @@ class Activations:
     """`module / op / tensor` -> compressor: a plan file's decisions, before every rule. A site
     that does not exist is an error."""
     recompute: list[str] = field(default_factory=list)
-    """Modules (paths; globs) that keep their inputs only, and run again in the backward. Of nested
-    ones the outermost. One that does not exist is an error."""
+    """Modules (paths; globs) that keep their inputs only, and run again in the backward; `@blocks`:
+    those that the model repeats. Of nested ones the outermost. One that does not exist is an
+    error."""
     recompute_inputs: Any = "keep"
     """A compressor for what those modules, and your own `torch.utils.checkpoint`, start again from.
     `keep`: their gradients are plain training's to the last bit."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memtrain
+from memtrain.activations.recompute import blocks_of
 from memtrain.compressors import DerivativeCode, Group, Key
 from memtrain.compressors.fewbit_functions import CURVES
 from memtrain.config import ActivationRule, Activations, Config, Optim, StateRule
@@ -31,7 +32,7 @@ from memtrain.planner import (  # fmt: skip
     write_rates,
 )
 from memtrain.planner.candidates import gather
-from memtrain.planner.forward import Work, blocks_of, measure_forward
+from memtrain.planner.forward import Work, measure_forward
 from memtrain.planner.items import Option, best
 from memtrain.planner.levels import STATES, activation_rules, state_rules
 from memtrain.planner.noise import derived_error, moment_error, relative_error

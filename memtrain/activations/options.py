@@ -16,7 +16,8 @@ class Options:
             payload that the op keeps, where that spares a payload.
         backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
             once (one sample at least), and works through the batch in pieces. None: all at once.
-        recompute: Modules (globs) that keep their inputs only, and run again in the backward.
+        recompute: Modules (globs, `@blocks`) that keep their inputs only, and run again in the
+            backward.
         recompute_inputs: What holds those inputs, and those of torch's own checkpointing, where
             they require a gradient; a reason to keep them otherwise.
     """

@@ -1,10 +1,11 @@
 """Modules that keep their inputs only, and run again in the backward: activation checkpointing."""
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from glob import escape
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from memtrain.activations.caches import without_caches
 from memtrain.activations.origin import in_transform
 from memtrain.activations.perform import Performer
 from memtrain.activations.sites import RECOMPUTE, Op
 
+BLOCKS = "@blocks"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 _TORCH = (True, lambda: (_Nothing(), _Nothing()), "default", False, True)  # its own defaults
 
@@ -40,7 +43,7 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
     Args:
         model: Its modules are matched.
-        patterns: Globs over paths as in `named_modules()`.
+        patterns: Globs over paths as in `named_modules()`, or `@blocks` for `blocks_of(model)`.
 
     Returns:
         Paths, in the model's order.
@@ -59,6 +62,8 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         for name, module in model.named_modules()
         if not isinstance(module, (*_CONTAINERS, torch.jit.ScriptModule))
     }
+    if BLOCKS in patterns:
+        patterns = [*(p for p in patterns if p != BLOCKS), *_blocks(model, modules)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise ValueError(
@@ -72,12 +77,62 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return found
 
 
+def blocks_of(model: nn.Module) -> list[str]:
+    """Paths of the modules that a model repeats: what activation checkpointing is put around.
+
+    Args:
+        model: Its `ModuleList`s and `Sequential`s are looked through, outermost first.
+
+    Returns:
+        Paths of their children that have children and parameters; of lists within lists those of
+        the longest.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> blocks_of(nn.ModuleDict({"h": nn.ModuleList([layer, layer])}))
+        ['h.0']
+        >>> blocks_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        []
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+    for module, name in names.items():
+        if any(f"{name}.".startswith(f"{path}.") for path in found):
+            continue
+        parts = _parts(module)
+        found += [names[part] for part in parts if len(_parts(part)) <= len(parts)]
+    return found
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Of a list of two modules or more, those that have children and parameters."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return []
+    return [child for child in module.children() if _has(child.children(), child.parameters())]
+
+
+def _has(*iterators: Iterator[Any]) -> bool:
+    return all(any(True for _ in each) for each in iterators)
+
+
+def _blocks(model: nn.Module, modules: Container[str]) -> list[str]:
+    """As patterns."""
+    found = [escape(name) for name in blocks_of(model) if name in modules]
+    if not found:
+        raise ValueError(
+            f"activations.recompute={BLOCKS!r}: the model repeats no module with children in a "
+            "ModuleList or Sequential; allowed here: paths as in named_modules()"
+        )
+    return found
+
+
 class Recompute:
     """Puts torch's own non-reentrant checkpointing around modules, by hooks.
 
     The gradients are those of plain training to the last bit: the random stream and autocast are
-    as they were, and buffers (running statistics) are updated once. It stays out where nothing is
-    saved (`no_grad`), inside `torch.compile` and transforms of `torch.func`.
+    as they were, buffers (running statistics) are updated once, and no cache of keys and values is
+    filled. It stays out where nothing is saved (`no_grad`), where such a cache has entries already
+    (a prefix), inside `torch.compile` and transforms of `torch.func`.
 
     Args:
         model: Has the modules.
@@ -114,13 +169,15 @@ class Recompute:
 
     def _before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if torch.compiler.is_compiling():
-            return
+            return None
         stack = self._running.setdefault(threading.get_ident(), [])
-        if self._stays_out():
+        given = None if self._stays_out() else without_caches(module, args, kwargs)
+        if given is None:
             stack.append((module, None))
-            return
+            return None
+        args, kwargs = given
         leaves, form = tree_flatten((args, kwargs))
 
         def again(*given: Any) -> None:
@@ -133,6 +190,7 @@ class Recompute:
         with self.around.performer.saving(Op(name, RECOMPUTE, inputs)):
             next(generator)
         stack.append((module, generator))
+        return given
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         stack = self._running.get(threading.get_ident(), [])

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from memtrain.activations.recompute import blocks_of
 from memtrain.activations.sites import Record
 from memtrain.config import Config
 from memtrain.peak import StepOptions
 from memtrain.peak.predict import conditions
 from memtrain.plan import Plan, make_plan
-from memtrain.planner.forward import Work, blocks_of, measure_forward
+from memtrain.planner.forward import Work, measure_forward
 from memtrain.planner.items import Item, items_of
 from memtrain.planner.traces import Traces
 

@@ -21,38 +21,6 @@ class Work(NamedTuple):
     """That do not only make views."""
 
 
-def blocks_of(model: nn.Module) -> list[str]:
-    """Paths of the modules that a model repeats: what activation checkpointing is put around.
-
-    Args:
-        model: Its `ModuleList`s and `Sequential`s are looked through, outermost first.
-
-    Returns:
-        Paths of their children that have children themselves.
-
-    Example:
-        >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        >>> blocks_of(nn.ModuleDict({"h": nn.ModuleList([layer, layer])}))
-        ['h.0']
-        >>> blocks_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-        []
-    """
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-            continue
-        if any(f"{name}.".startswith(f"{path}.") for path in found):
-            continue
-        prefix = f"{name}." if name else ""
-        known = set(dict(model.named_modules()))
-        found += [
-            f"{prefix}{key}"
-            for key, child in module.named_children()
-            if f"{prefix}{key}" in known and any(True for _ in child.children())
-        ]
-    return found
-
-
 def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[str, Work]:
     """Count the work of a forward without running it.
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.activations.recompute import recomputed
+from memtrain.activations.recompute import blocks_of, recomputed
 from memtrain.config import ActivationRule, Activations, Config
 from memtrain.meter import saved_nbytes
 
@@ -296,6 +296,86 @@ def test_inputs_that_cannot_be_held_so_are_an_error_before_anything_changes(inpu
     with pytest.raises(error, match=said):
         memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+        made = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+        return transformers.GPT2LMHeadModel(made).train()
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_heads": 2, "num_layers": 2}
+    made = transformers.T5Config(**sizes, vocab_size=64, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(made).train()
+
+
+TOKENS = torch.arange(2 * 32).view(2, 32)
+
+
+def step(model):
+    torch.manual_seed(5)
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_cache_of_keys_and_values_is_not_filled_twice(kind):
+    plain, model = hugging_face(kind), hugging_face(kind)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, _ = memtrain.wrap(model, optimizer, config(["@blocks"], KEEP))
+    assert same(step(model), step(plain))
+    assert model(input_ids=TOKENS, labels=TOKENS).past_key_values.get_seq_length() == 0
+    with torch.no_grad():  # where nothing is recomputed it is filled as ever
+        assert model(input_ids=TOKENS, labels=TOKENS).past_key_values.get_seq_length() == 32
+
+
+def test_layers_with_a_prefix_in_their_cache_are_not_recomputed():
+    model = hugging_face("gpt2").eval()
+    with torch.no_grad():
+        prefix = model(input_ids=TOKENS[:, :8]).past_key_values
+    expected = model(input_ids=TOKENS[:, 8:], past_key_values=copy.deepcopy(prefix)).logits
+    model, _ = memtrain.wrap(
+        model, torch.optim.AdamW(model.parameters()), config(["@blocks"], KEEP)
+    )
+    found = model(input_ids=TOKENS[:, 8:], past_key_values=prefix)
+    assert torch.equal(found.logits, expected)
+    assert found.past_key_values.get_seq_length() == 32
+    assert not starts(model)
+
+
+def test_blocks_are_what_the_model_repeats():
+    def layer():
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    shared = layer()
+    model = nn.Sequential(
+        layer(),
+        nn.ModuleList([shared, Block(), shared, nn.Sequential(layer(), layer())]),
+        nn.Sequential(nn.Flatten(), nn.Identity()),
+        nn.Linear(4, 4),
+    )
+    assert blocks_of(model) == ["0", "1.0", "1.1", "1.3"]
+    assert recomputed(model, ["@blocks"]) == ["0", "1.0", "1.1", "1.3"]
+    assert recomputed(make(), ["@blocks", "last"]) == ["last", "h.0", "h.1", "h.2"]
+
+
+def test_no_blocks_are_an_error_before_anything_changes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(ValueError, match="'@blocks': the model repeats no module"):
+        memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "checkpointed")
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_the_preset_keeps_eight_bits_of_each_blocks_input():
+    model = make()
+    model, _ = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "checkpointed")
+    gradients(model)
+    held = 64 * 64 + 64 * 64 // 256 * 4
+    assert [row.planned for row in starts(model) if row.compressor] == [held] * 3
 
 
 def test_copies_pickles_and_unwrap():
