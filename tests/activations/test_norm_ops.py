@@ -15,7 +15,9 @@ from memtrain.activations.ops.rms_norm import rms_norm
 from memtrain.activations.options import Options
 from memtrain.activations.sites import Site
 from memtrain.compressors import DerivativeCode, Group, Identity, Key, Packed
+from memtrain.kernels import channel_norm
 from memtrain.kernels import norm as norm_kernel
+from memtrain.meter import LiveStorages
 
 
 class Run:
@@ -182,6 +184,103 @@ def test_one_pass_is_the_composition(name, dtype, monkeypatch):
         assert (one.float() - two.float()).abs().max() <= scale * (8 / 255 + 8 * eps)
     # The value is no payload's: it is torch's up to its own rounding.
     torch.testing.assert_close(results[0][0], module(x), rtol=2 * eps, atol=4 * eps)
+
+
+OVER_CHANNELS = ["batch_norm 2d", "batch_norm 3d", "instance_norm 2d", "group_norm"]
+
+
+@pytest.mark.parametrize("name", OVER_CHANNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ["contiguous", "channels last", "permuted"])
+def test_over_channels_one_pass_is_the_composition(name, dtype, order, monkeypatch):
+    """The value is torch's to the bit. x_hat is not rounded to the dtype before its groups, so
+    that codes may be one step (8 / 255, see above) apart, and gradients by what steps do."""
+    run = RUNS[name]
+    module = copy.deepcopy(run.module)  # float32, beside 16-bit inputs: so are its statistics
+    x, grad = (torch.randn(run.shape).to(dtype) for _ in range(2))
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+    if order == "channels last":
+        x = x.contiguous(memory_format=last)
+    elif order == "permuted":
+        x = x.transpose(2, 3).contiguous().transpose(2, 3)
+    compressor = Group(bits=8, group_size=64, bounds="fp32", rounding="nearest")
+    results, calls = [], []
+    backward = channel_norm.channel_norm_backward
+    monkeypatch.setattr(
+        channel_norm,
+        "channel_norm_backward",
+        lambda *a, **k: (calls.append(1), backward(*a, **k))[1],
+    )
+    for fits in (True, False):
+        if not fits:
+            monkeypatch.setattr(channel_norm, "fits", lambda *a: False)
+        mine, t = copy.deepcopy(module), x.clone().requires_grad_()
+        y = run.ours(mine, t, compressor=compressor)
+        assert torch.equal(y, copy.deepcopy(module)(x))
+        results.append(gradients(y, grad, t, mine))
+        assert len(calls) == 1
+    eps = torch.finfo(dtype).eps
+    for one, two in zip(*results, strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (two.dtype, two.shape, two.stride())
+        scale = grad.abs().max().item() * max(1.0, two.abs().max().item())
+        terms = max(1, grad.numel() // one.numel()) ** 0.5
+        assert (one.float() - two.float()).abs().max() <= scale * terms * (8 / 255 + 8 * eps)
+
+
+@pytest.mark.parametrize("name", OVER_CHANNELS)
+def test_over_channels_x_hat_is_never_whole(name, monkeypatch):
+    """Alive at most, beside what was there: y and the codes in the forward, dx in the backward
+    (float32, and statistics of less than a tenth)."""
+    run = RUNS[name]
+    shape = (8, 12, *run.shape[2:-1], 64)
+    module, _ = Run(nn.BatchNorm2d(12), shape, _batch).copies(torch.float32)
+    module = {"g": nn.GroupNorm(3, 12), "i": nn.InstanceNorm2d(12, affine=True)}.get(
+        name[0], module
+    )
+    peaks = []
+    for fits in (True, False):
+        if not fits:
+            monkeypatch.setattr(channel_norm, "fits", lambda *a: False)
+        x = torch.randn(shape, requires_grad=True)
+        grad = torch.randn(shape)
+        with LiveStorages(peak=True) as forward:
+            y = run.ours(module, x, compressor=Group(bits=4, group_size=64))
+        with LiveStorages(peak=True) as backward:
+            (dx,) = torch.autograd.grad(y, x, grad)
+        peaks.append((forward.peak_nbytes / x.nbytes, backward.peak_nbytes / x.nbytes))
+        del y, dx
+    (forward, backward), (wide_forward, wide_backward) = peaks
+    assert forward <= 1 + (4 / 8 + 4 / 64) / 4 + 0.1
+    assert backward <= 1.1
+    assert wide_forward >= 2
+    assert wide_backward >= 2
+
+
+def test_over_channels_what_the_kernel_does_not_know_goes_torchs_way():
+    """Statistics in 16 bits, a tensor with holes, groups of odd sizes, float64."""
+    module, compressor = nn.BatchNorm2d(6), Group(bits=8, group_size=64)
+    x = torch.randn(4, 6, 8, 8)
+    wide = torch.randn(4, 6, 8, 16)[..., ::2]
+    for mine, t, own in (
+        (copy.deepcopy(module).bfloat16(), x.bfloat16(), compressor),
+        (module, wide, compressor),
+        (module, x, Group(bits=8, group_size=60)),
+        (copy.deepcopy(module).double(), x.double(), compressor),
+    ):
+        t = t.detach().requires_grad_()
+        y = _batch(mine, t, compressor=own)
+        assert y.grad_fn.where is None
+        y.sum().backward()
+        assert t.grad.shape == t.shape
+    frozen = copy.deepcopy(module).requires_grad_(False)
+    t = x.clone().requires_grad_()
+    y = _batch(frozen, t, compressor=compressor)
+    assert y.grad_fn.where is not None
+    y.square().sum().backward()
+    assert frozen.weight.grad is None
+    x.requires_grad_(False)
+    _batch(module, x, compressor=compressor).square().sum().backward()
+    assert module.weight.grad.shape == (6,)
 
 
 def test_one_pass_is_for_usual_calls_only():

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised
 from memtrain.activations.ops.norm import normalised, spread, standard, times, wanted
 from memtrain.activations.ops.payload import keep, kept
 from memtrain.compressors import Compressor, Key
@@ -119,6 +120,8 @@ class _BatchNorm(Function):
     ) -> Tensor:
         norm, cudnn = torch._batch_norm_impl_index, torch.backends.cudnn.enabled
         y, own_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
+        if keep_normalised(ctx, x, (own_mean, rstd), weight, bias, compressor, key):
+            return y
         x_hat = y
         if weight is not None or bias is not None:
             x_hat = normalised(x, own_mean, rstd)
@@ -131,6 +134,8 @@ class _BatchNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.where is not None:
+            return *gradients(ctx, grads[0]), *[None] * 6
         x_hat, (rstd, weight) = kept(ctx)
         dx, dw, db = torch.ops.aten.native_batch_norm_backward(
             grads[0], x_hat, weight, None, None, *standard(rstd), True, ctx.eps, wanted(ctx)

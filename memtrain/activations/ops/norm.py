@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised
 from memtrain.activations.ops.fused_norm import fused
 from memtrain.activations.ops.payload import keep, kept, order_of
 from memtrain.compressors import Compressor, Key
@@ -182,6 +183,9 @@ class _GroupNorm(Function):
         on_cpu = x.device.type == "cpu"
         x = x.contiguous(memory_format=order_of(x) if on_cpu else torch.contiguous_format)
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
+        statistics = (mean, rstd)
+        if keep_normalised(ctx, x, statistics, weight, bias, compressor, key, groups=groups):
+            return y
         x_hat = y
         if weight is not None or bias is not None:
             x_hat = None
@@ -197,6 +201,8 @@ class _GroupNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.where is not None:
+            return *gradients(ctx, grads[0]), *[None] * 4
         x_hat, (rstd, weight) = kept(ctx)
         dx, dw, db = torch.ops.aten.native_group_norm_backward(
             grads[0].contiguous(memory_format=order_of(x_hat)),

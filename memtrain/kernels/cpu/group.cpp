@@ -1,8 +1,8 @@
 // Min/max group quantisation (definition: kernels/group.py, layout of codes: kernels/bits.py).
 #include <cstring>
 
-#include "group.h"
 #include "group_avx512.h"
+#include "group_tiles.h"
 #include "philox.h"
 
 namespace memtrain {
@@ -316,13 +316,26 @@ void over_groups(const Job& job, int64_t threads, const Range& range) {
                });
 }
 
-void quantize_groups(const float* x, int64_t begin, int64_t end, const Quantizer& to,
-                     uint8_t* scratch) {
+void quantize_tile(const float* x, int64_t begin, int64_t n, const Quantizer& to, float* buffer,
+                   uint8_t* scratch) {
   const uintptr_t before = static_cast<uintptr_t>(begin * to.size) * sizeof(float);
   const Job job{reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) - before), nullptr,
-                to.codes, to.bounds, false, to.wide != 0, to.stochastic != 0, end * to.size,
+                to.codes, to.bounds, false, to.wide != 0, to.stochastic != 0, begin * to.size + n,
                 to.bits, to.size, static_cast<uint64_t>(to.seed)};
-  quantize_range(job, begin, end, nullptr, scratch);
+  quantize_range(job, begin, begin + (n + to.size - 1) / to.size, buffer, scratch);
+}
+
+void quantize_groups(const float* x, int64_t begin, int64_t end, const Quantizer& to,
+                     uint8_t* scratch) {
+  quantize_tile(x, begin, (end - begin) * to.size, to, nullptr, scratch);
+}
+
+void dequantize_tile(const Quantizer& from, int64_t begin, int64_t end, float* out) {
+  const uintptr_t before = static_cast<uintptr_t>(begin * from.size) * sizeof(float);
+  const Job job{nullptr, reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - before),
+                from.codes, from.bounds, false, from.wide != 0, false, end * from.size,
+                from.bits, from.size, 0};
+  dequantize_range(job, begin, end, nullptr, nullptr);
 }
 
 }  // namespace memtrain
