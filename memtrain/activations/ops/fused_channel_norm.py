@@ -10,7 +10,7 @@ from memtrain.activations.layout import layout_of, restore
 from memtrain.activations.ops.payload import keep_packed, packed_of
 from memtrain.compressors import Compressor, Group, Key, Packed
 from memtrain.kernels import channel_norm
-from memtrain.kernels.channel_norm import Channels
+from memtrain.kernels.channel_norm_reference import Channels
 from memtrain.kernels.norm import Codes
 
 
