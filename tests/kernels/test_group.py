@@ -118,6 +118,22 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
                 assert equal(reference, kernel)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_blocks_of_usual_groups_equal_the_reference(dtype, bits):
+    # Sixteen groups of 256 at a time, whose codes need no limits; the last block is of five. Near
+    # their bounds codes are what rounding makes them.
+    x = torch.randn(37, 256) * 10.0 ** torch.arange(-18.0, 19).view(-1, 1)
+    x[3], x[5, 1:], x[7] = x[3].abs(), x[5, 0], -x[7].abs()
+    x[:, 17], x[:, 200] = x.amax(1), x.amin(1)
+    x = x.to(dtype)
+    codes, bounds = group.quantize_reference(x, bits, 256, SEED, True, False)
+    with backend("cpu"):
+        twin = group.group_quantize(x, bits, 256, SEED, True, False)
+    assert torch.equal(twin[0], codes)
+    assert equal(twin[1], bounds)
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_twin_equals_reference_on_hard_numbers(name):
     nan, inf = torch.nan, torch.inf

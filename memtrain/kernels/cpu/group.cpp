@@ -235,11 +235,13 @@ MT_INLINE Group load_bounds(const Job& job, int64_t g) {
 // All groups but a last one that is not whole; returns where the rest begins.
 static int64_t quantize_whole(const Job& job, int64_t begin, int64_t end) {
   end = std::min(end, job.n / job.size);
-  const avx512::Encoding e{avx512::keys_of(job.seed), 0, 0, 0, job.stochastic, 0};
-  const auto go = [&](const auto* x) {
-    avx512::encode_any(x, job.codes, job.bounds, job.wide, job.size, job.bits, begin, end, e);
+  const avx512::Encoding e{avx512::keys_of(job.seed), job.stochastic, 0};
+  const auto go = [&](auto type) {
+    using F = decltype(type);
+    avx512::encode_any<F>(static_cast<const typename F::T*>(job.x), job.codes, job.bounds, job.wide,
+                          job.size, job.bits, begin, end, e);
   };
-  job.bf16 ? go(static_cast<const uint16_t*>(job.x)) : go(static_cast<const float*>(job.x));
+  job.bf16 ? go(avx512::Bfloats()) : go(avx512::Floats());
   return std::max(begin, end);
 }
 #endif
