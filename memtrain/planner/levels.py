@@ -39,11 +39,13 @@ _FREE = (  # one bit says all of these derivatives; masks and places in a window
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
     ActivationRule(op="dropout|*max_pool*", compressor=_EXACT),
 )
-_BIAS = (  # where noise would be bias, or in an exponent
+_BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
     ActivationRule(op="@singular", compressor=KEEP),
     ActivationRule(op="@exponential", compressor=_EXACT),
     ActivationRule(op="scaled_dot_product_attention", tensor="input|input1", compressor=_EXACT),
+    ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_EXACT),
 )
+_HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 4})
 _MAPS = ActivationRule(
     op="conv2d|batch_norm|max_pool2d", tensor="input", compressor={"name": "patch"}
 )
@@ -54,7 +56,7 @@ def activation_rules(scheme: str, widths: Widths = Widths()) -> list[ActivationR
     """The rules that do to every saved tensor what a scheme says.
 
     All schemes but `keep` take one bit of piecewise-linear nonlinearities, 8 bits where noise would
-    be in an exponent, and nothing where it would be bias.
+    be in an exponent or in a computed weight, and nothing where it would be bias.
 
     Args:
         scheme: One of `SCHEMES`.
@@ -74,7 +76,14 @@ def activation_rules(scheme: str, widths: Widths = Widths()) -> list[ActivationR
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths.code})
     saturating = ActivationRule(op="sigmoid|tanh", compressor=own.compressor)
     return {
-        BALANCED: [saturating, ActivationRule(op="silu", compressor=smooth), codes, *_BIAS, own],
+        BALANCED: [
+            saturating,
+            ActivationRule(op="silu", compressor=smooth),
+            _HARDSWISH,
+            codes,
+            *_BIAS,
+            own,
+        ],
         CODES: [*_FREE, codes, *_BIAS, own],
         GROUPS: [
             *_FREE,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memtrain
 from memtrain.activations.intercept import Interception
 from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity
@@ -442,6 +443,21 @@ def test_weights_outside_the_model_casts_and_weight_norm_are_not_touched():
     intercept(model, lossy, records)
     model(torch.randn(96, 64)).sum().backward()
     assert {r.shape for r in records if r.compressor} == {(96, 64)}
+
+
+@pytest.mark.parametrize("preset", ["balanced", "smallest"])
+def test_presets_give_a_weight_that_is_computed_8_bits(preset):
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            w = F.batch_norm(self.weight.flatten(1)[None], None, None, training=True)
+            return F.conv2d(x, w.view_as(self.weight))
+
+    model = nn.Sequential(nn.Conv2d(8, 64, 1), Standardised(64, 64, 3), nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    plan = memtrain.make_plan(model, optimizer, preset, batch=torch.randn(4, 8, 6, 6))
+    found = {entry.site: entry.compressor for entry in plan.entries("activation")}
+    assert "bits=8" in found["1 / conv2d / input1"]
+    assert "bits=8" not in found["1 / conv2d / input"]
 
 
 def test_overlapping_windows_are_kept_and_give_the_plain_gradient():
