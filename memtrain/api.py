@@ -111,7 +111,7 @@ def wrap(
             settle=plan.settle,
             rounding=rounder,
         )
-        interception.saved.watch = _watch(plan)
+        interception.saved.watch = _watch(model, plan)
     if plan.state_rules:
         choose = _ChooseState(plan, {p: name for name, p in model.named_parameters()})
         least = plan.config.optim.min_elements
@@ -162,12 +162,17 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     return model, optimizer
 
 
-def _watch(plan: Plan) -> Statistics | None:
+def _watch(model: nn.Module, plan: Plan) -> Statistics | None:
     """ActNN's measurement, where it is asked for."""
     own = plan.config.activations
     if plan.bits is None or own.sensitivity != "statistics":
         return None
-    return Statistics(plan.bits, own.adapt_interval, per_sample=own.sample_statistics)
+    return Statistics(
+        plan.bits,
+        own.adapt_interval,
+        per_sample=own.sample_statistics,
+        parameters=model.parameters,
+    )
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:

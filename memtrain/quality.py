@@ -1,11 +1,12 @@
 """`gradient_quality`: what a config's compression of activations does to the gradient."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memtrain.activations.quality import GradientQuality, measure
 from memtrain.activations.trace import arguments
@@ -20,6 +21,7 @@ def gradient_quality(
     *,
     seeds: Sequence[int] = (0, 1, 2, 3),
     per_site: bool = True,
+    warn: bool = True,
 ) -> GradientQuality:
     """Compare the gradient of one batch with that of the exact twin.
 
@@ -35,6 +37,7 @@ def gradient_quality(
             `"balanced"`. Automatic bits are those of the plan, or uniform.
         seeds: Of the stochastic rounding, at least two.
         per_site: Whether each site is also measured alone, all others exact.
+        warn: Whether the result's `complaint`, where it has one, is a warning.
 
     Returns:
         Cosine, relative variance and relative bias: `whole`, and `sites`. It prints as a table.
@@ -43,6 +46,10 @@ def gradient_quality(
         ValueError: For fewer than two seeds, a closure that leaves no gradient, or a config that
             is not valid.
         TypeError: For a config of the wrong type.
+
+    Warns:
+        UserWarning: If the plan's variance is above 10% of the gradient's own from batch to batch
+            (of a batch with `labels`, whose halves tell it), or else of its squared norm.
 
     Memory:
         One gradient per seed.
@@ -57,14 +64,33 @@ def gradient_quality(
     closure = (
         closure_or_batch if callable(closure_or_batch) else closure_of(model, closure_or_batch)
     )
-    return measure(
+    halves = [] if callable(closure_or_batch) else _halves(model, closure_or_batch)
+    found = measure(
         model,
         closure,
         plan.choose_activation,
         seeds=seeds,
         per_site=per_site,
         options=plan.options,
+        halves=halves,
     )
+    if warn and found.complaint:
+        warnings.warn(found.complaint, stacklevel=2)
+    return found
+
+
+def _halves(model: nn.Module, batch: Any) -> list[Callable[[], None]]:
+    """The model's own loss on each half of a batch; none where it has none, or no halves."""
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    sizes = {x.shape[0] if x.dim() else 0 for x in leaves}
+    if not isinstance(batch, Mapping) or "labels" not in batch or len(sizes) != 1 or min(sizes) < 2:
+        return []
+    n = min(sizes) // 2
+    parts = (slice(n), slice(n, 2 * n))
+    return [
+        closure_of(model, tree_map_only(Tensor, lambda x, part=part: x[part], batch))
+        for part in parts
+    ]
 
 
 def _plan(model: nn.Module, cfg: Any) -> Plan:

@@ -10,12 +10,11 @@ from torch import Tensor
 from memtrain.activations.allocate import CAP
 from memtrain.activations.bits import Bits, Need
 from memtrain.activations.intercept import Interception
+from memtrain.activations.loud import complaint, expected
 from memtrain.activations.passes import Closure, Gradient, distance, dot, untouched
 from memtrain.activations.saved import Choose, Watch
 from memtrain.activations.sites import Op, Site
 from memtrain.compressors import Compressor
-
-LOUD = 0.1  # a predicted variance above this share of the gradient's squared norm is warned of
 
 
 class Adapter:
@@ -115,18 +114,13 @@ class Adapter:
 
     def _warn(self, norm: float) -> None:
         # half of a sensitivity is the variance at 1 bit
-        variance = 0.5 * sum(
-            c
-            * sum(1 / (2**b - 1) ** 2 for b in self.bits.widths[site])
-            / len(self.bits.widths[site])
-            for site, c in self.sensitivities.items()
-        )
-        if variance > LOUD * norm:
-            warnings.warn(
-                f"the saved activations' bits bring {variance / norm if norm else float('inf'):.0%}"
-                " of the gradient's squared norm as variance; more average_bits would bring less",
-                stacklevel=3,
-            )
+        noise = {
+            site: expected(Need([0.5 * found], [1.0]), self.bits.widths[site])
+            for site, found in self.sensitivities.items()
+        }
+        text = complaint(noise, norm, "squared norm", "more average_bits")
+        if text:
+            warnings.warn(text, stacklevel=3)
 
 
 class _Census:

@@ -8,6 +8,7 @@ from rich.table import Table
 from torch import nn
 
 from memtrain.activations.intercept import Interception
+from memtrain.activations.loud import complaint
 from memtrain.activations.options import Options
 from memtrain.activations.passes import (
     Closure,
@@ -45,6 +46,24 @@ class GradientQuality(NamedTuple):
 
     whole: Quality
     sites: list[Quality]
+    batches: float | None = None
+    """Variance of the exact gradient from batch to batch, as a share of its squared norm, from the
+    two halves of the batch; None where they are not known."""
+
+    @property
+    def complaint(self) -> str:
+        """What is said where the variance is above 10% of the gradient's own, or an empty string.
+
+        Compared to the variance from batch to batch where it is known, else to the squared norm.
+        """
+        known = self.batches is not None
+        return complaint(
+            {site.name: site.variance for site in self.sites or [self.whole]},
+            self.batches if self.batches is not None else 1.0,
+            "variance from batch to batch" if known else "squared norm",
+            "a rule that gives them more bits, or keeps them,",
+            self.whole.variance,
+        )
 
     def table(self, top: int | None = None) -> Table:
         """A rich table: the whole, then the noisiest sites, `top` of them (all by default)."""
@@ -70,6 +89,7 @@ def measure(
     seeds: Sequence[int] = (0, 1, 2, 3),
     per_site: bool = True,
     options: Options = Options(),  # noqa: B008 - a constant
+    halves: Sequence[Closure] = (),
 ) -> GradientQuality:
     """Measure gradients with and without compression; nothing of the model is changed.
 
@@ -80,6 +100,7 @@ def measure(
         seeds: Of the stochastic rounding, at least two.
         per_site: Whether each site is measured alone, too.
         options: As of the plan.
+        halves: The closure on each of two halves of its batch, whose mean is its loss.
 
     Returns:
         The quality of the whole and, if asked for, of each site with a compressor.
@@ -105,7 +126,7 @@ def measure(
 
     with untouched(model) as gradient:
 
-        def run(choice: Choose, seed: int) -> Gradient:
+        def run(choice: Choose, seed: int, body: Closure = closure) -> Gradient:
             interception = Interception(
                 model,
                 choice,
@@ -114,17 +135,27 @@ def measure(
                 settle=records.extend,
             )
             with interception.alone():
-                return gradient(closure)
+                return gradient(body)
 
         def quality(name: str, choice: Choose) -> Quality:
             return _quality(name, exact, [run(choice, seed) for seed in seeds])
 
         exact = run(lambda site: EXACT, 0)
+        parts = [run(lambda site: EXACT, 0, half) for half in halves]
+        batches = _between(parts, dot(exact, exact))
         records.clear()
         whole = quality("all", choose)
         groups = _groups(records) if per_site else {}
         sites = [quality(name, _only(choose, names)) for name, names in groups.items()]
-    return GradientQuality(whole, sites)
+    return GradientQuality(whole, sites, batches)
+
+
+def _between(halves: Sequence[Gradient], norm: float) -> float | None:
+    """The variance of the mean of two independent gradients, over a squared norm."""
+    if len(halves) != 2 or not norm:
+        return None
+    first, second = halves
+    return distance(first, second) / 4 / norm
 
 
 def _groups(records: Sequence[Record]) -> dict[str, set[str]]:

@@ -1,16 +1,20 @@
 """ActNN's sensitivities: from what a forward saves and the gradient that its backward brings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from memtrain.activations.bits import Bits, Need
+from memtrain.activations.loud import complaint, expected
 from memtrain.activations.sites import Op, Site
+from memtrain.activations.spread import Spread
 from memtrain.compressors.samples import sensitivity
 
 
@@ -19,6 +23,7 @@ class _Use:
     """One op that reads a saved tensor in its backward."""
 
     factor: float  # (K / 4g) (G / P), see `Statistics`
+    weight: bool  # whether C bounds the variance of a weight's gradient
     gradient: Tensor | None = None  # |dy|**2 of each sample, or [1]: of all together
 
 
@@ -50,6 +55,12 @@ class Statistics:
             known again by a hash of its slice of the model's first input, its squared norms are
             averaged half and half with the earlier ones, and an unseen sample counts as the mean of
             those seen. Every forward is watched then, and waited for.
+        parameters: Gives the model's, whose gradients' variance the bits' is compared to.
+
+    Warns:
+        UserWarning: Some steps after the bits were solved, if the variance that they bring to the
+            weights of linear layers and convolutions is above 10% of the gradient's own from one
+            batch to the next.
 
     Memory:
         While it watches, 4 bytes per sample and saved tensor; with `per_sample`, one number per
@@ -59,8 +70,18 @@ class Statistics:
         Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4; its code's `use_gradient`.
     """
 
-    def __init__(self, bits: Bits, interval: int, *, per_sample: bool = False) -> None:
+    def __init__(
+        self,
+        bits: Bits,
+        interval: int,
+        *,
+        per_sample: bool = False,
+        parameters: Callable[[], Iterable[nn.Parameter]] = tuple,
+    ) -> None:
         self.bits, self.interval, self.per_sample = bits, interval, per_sample
+        self.parameters, self.spread = parameters, Spread()
+        self.noise: dict[str, float] = {}
+        """Expected variance of the gradient by site, with the present bits."""
         self.table: dict[str, dict[int, float]] = {}  # site -> sample's hash -> S
         self._reset()
 
@@ -89,6 +110,10 @@ class Statistics:
             Whether the bits have been solved again.
         """
         solved = self.flush()
+        if self.spread.running and self.spread.next():
+            self._warn()
+        if solved and not self.spread.running:
+            self.spread.begin(self.parameters())
         due = step % self.interval == 0
         if not self._saves or due:  # else a backward that is still to come is waited for
             self._reset()
@@ -108,6 +133,11 @@ class Statistics:
             self._learn()
         if self._due:
             self.bits.solve(self._needs())
+            # rounding a uniform value brings 1/6 of a step squared on average, where C has 1/4
+            self.noise = {
+                site: 4 / 6 * expected(need, self.bits.widths[site])
+                for site, need in self._needs(weights=True).items()
+            }
         solved = self._due
         self._reset()
         return solved
@@ -138,7 +168,8 @@ class Statistics:
             return
         for save, x in pending:
             auto = self.bits.autos[save.site]
-            use = _Use(_factor(op, x, y, auto.group_size))
+            weight = op.name in ("linear", "addmm") or op.name.startswith("conv")
+            use = _Use(_factor(op, x, y, auto.group_size), weight)
             save.uses.append(use)
             y.register_hook(_observer(use, len(save.ranges)))
 
@@ -151,10 +182,19 @@ class Statistics:
         self.table = {site: dict(row) for site, row in state.items()}
         self._reset()
 
-    def _needs(self) -> dict[str, Need]:
+    def _warn(self) -> None:
+        of = "variance from batch to batch"
+        if text := complaint(self.noise, self.spread.variance(), of, "more average_bits"):
+            warnings.warn(text, stacklevel=2)
+
+    def _needs(self, *, weights: bool = False) -> dict[str, Need]:
         found: dict[str, tuple[list[float], list[float]]] = {}
         for save in self._saves:
-            costs = _costs(save, per_sample=self.per_sample)
+            uses = [use for use in save.uses if use.weight or not weights]
+            costs = _costs(save, uses, per_sample=self.per_sample)
+            if weights:  # G counts the zeros that fill a sample's last group
+                filled = save.size / self.bits.autos[save.site].group_size
+                costs = [c * filled / ceil(filled) for c in costs]
             if not costs:
                 continue
             sensitivities, sizes = found.setdefault(save.site, ([], []))
@@ -230,10 +270,10 @@ def _observer(use: _Use, n_samples: int) -> Any:
     return observe
 
 
-def _costs(save: _Save, *, per_sample: bool) -> list[float]:
-    """C of each sample; none if no gradient came."""
+def _costs(save: _Save, uses: Sequence[_Use], *, per_sample: bool) -> list[float]:
+    """C of each sample, by some of the uses; none if no gradient came."""
     n_samples, factors = len(save.ranges), []
-    for use in save.uses:
+    for use in uses:
         if use.gradient is not None:
             own = per_sample and len(use.gradient) == n_samples
             norms = use.gradient if own else use.gradient.sum() / max(1, n_samples)

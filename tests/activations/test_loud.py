@@ -1,0 +1,147 @@
+"""Noise beside the gradient's own variance: measured, compared, and told with the worst sites."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.activations.bits import Need
+from memtrain.activations.loud import complaint, expected
+from memtrain.activations.spread import Spread
+from memtrain.wrapped import wrapped_of
+
+
+def dense():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8)
+    )
+
+
+def config(**compressor):
+    """Linear layers' inputs by a compressor; tanh's output is not kept beside them."""
+    rules = [
+        {"op": "tanh", "compressor": {"name": "derivative", "bits": 8}},
+        {"op": "linear", "compressor": compressor},
+    ]
+    return {"preset": "optimizer_only", "optim": {"rules": []}, "activations": {"rules": rules}}
+
+
+def batches(seed, n=64):
+    return torch.randn(n, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def train(average, seeds):
+    """Warnings of a run with ActNN's statistics, and its watch; weights stay where they are."""
+    model = dense()
+    cfg = config(name="samples", bits="auto")
+    cfg["activations"] |= {"average_bits": average, "adapt_interval": 1000}
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), cfg)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in seeds:
+            model.zero_grad()
+            model(batches(seed)).square().mean().backward()
+    return [str(w.message) for w in told], wrapped_of(model).interception.saved.watch
+
+
+def test_the_spread_of_small_gradients_is_their_variance():
+    weight, spread = nn.Parameter(torch.zeros(3, 50)), Spread(passes=4)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    spread.begin([weight, frozen])
+    given = torch.randn(4, 3, 50)
+    for grad in given:
+        assert spread.running
+        (weight * grad).sum().backward()
+        spread.next()
+    assert not spread.running
+    assert spread.variance() == pytest.approx(float(given.double().var(0).sum()))
+    (weight * 100).sum().backward()  # no hook is left
+    assert not spread.next() or spread.variance() < 300
+
+
+def test_the_spread_of_large_gradients_is_estimated_from_some_elements():
+    weight, spread = nn.Parameter(torch.zeros(400, 500)), Spread(passes=8, elements=2000)
+    spread.begin([weight])
+    given = torch.randn(8, 400, 500)
+    for grad in given:
+        (weight * grad).sum().backward()
+        spread.next()
+    # a chi-square with 7 degrees of freedom each: 2000 of them are off by sqrt(2 / 7 / 2000) = 1.2%
+    assert spread.variance() == pytest.approx(float(given.double().var(0).sum()), rel=0.05)
+
+
+def test_a_spread_that_is_copied_starts_anew():
+    weight, spread = nn.Parameter(torch.zeros(4)), Spread(passes=2)
+    spread.begin([weight])
+    assert not copy.deepcopy(spread).running
+    spread.stop()
+
+
+def test_statistics_warn_where_batches_differ_less_than_the_noise():
+    told, watch = train(1.0, [0] * 12)  # one batch again and again: the bits are all that varies
+    (text,) = told
+    assert "variance from batch to batch" in text
+    assert "more average_bits would bring less" in text
+    assert "2 / linear / input" in text
+    # Rounding brings u (1 - u) of a step squared: 1/6 for uniform values, which is predicted, more
+    # for those that are dense in the middle, as these are, and at most 1/4. 8 passes of 256
+    # elements are off by a few per cent.
+    assert 0.9 < watch.spread.variance() / sum(watch.noise.values()) < 1.1 * 6 / 4
+
+
+def test_statistics_are_silent_where_batches_differ_more():
+    told, watch = train(8.0, range(12))
+    assert told == []
+    assert 0 < sum(watch.noise.values()) < 0.01 * watch.spread.variance()
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = dense()
+
+    def forward(self, x, labels):
+        y = self.layers(x)
+        return type("Output", (), {"loss": (y - labels).square().mean(), "logits": y})()
+
+
+@pytest.mark.parametrize(("bits", "loud"), [(1, True), (8, False)])
+def test_gradient_quality_tells_the_worst_sites(bits, loud):
+    model, batch = Regression(), {"x": batches(0), "labels": torch.zeros(64, 8)}
+    cfg = config(name="group", bits=bits)
+    if not loud:
+        assert memtrain.gradient_quality(model, batch, cfg).complaint == ""
+        return
+    with pytest.warns(UserWarning, match="variance from batch to batch as noise") as told:
+        found = memtrain.gradient_quality(model, batch, cfg)
+    worst = max(found.sites, key=lambda site: site.variance)
+    assert f"most of it by {worst.name} (" in str(told[0].message)
+    # halves of a batch estimate the variance of its gradient: against 200 batches
+    gradients = []
+    for seed in range(1, 201):
+        model.zero_grad()
+        model(batches(seed), torch.zeros(64, 8)).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    stacked = torch.stack(gradients)
+    share = stacked.var(0).sum() / stacked.square().sum(1).mean()
+    assert found.batches == pytest.approx(float(share), rel=0.25)
+
+
+def test_a_closure_is_compared_to_the_squared_norm():
+    model = dense()
+    signs = batches(1).sign()[:, :8]
+    closure = lambda: (model(batches(0)) * signs).sum().backward()  # noqa: E731
+    cfg = config(name="group", bits=1)
+    with pytest.warns(UserWarning, match="of the gradient's squared norm"):
+        assert memtrain.gradient_quality(model, closure, cfg).batches is None
+
+
+def test_what_widths_bring():
+    assert expected(Need([4.0], [8]), (1, 1)) == 4.0
+    assert expected(Need([1.0, 9.0], [8, 8]), (8, 1)) == 1.0 + 9.0 / 255**2
+    assert complaint({"a": 1.0}, float("nan"), "", "") == complaint({"a": 0.1}, 1.0, "", "") == ""
+    assert "more than all" in complaint({"a": 1.0}, 0.0, "squared norm", "8 bits")
