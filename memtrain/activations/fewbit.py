@@ -92,22 +92,27 @@ class _FewBit(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
         step, (function, parameters) = compressor.table(), wanted
-        side: dict[str, Any] = {"parity": step.parity, "shift": step.shift}
         if function in pointwise.FUNCTIONS:
             y, codes = derivative.forward(
-                x, function, step.boundaries, parameters=parameters, **side
+                x,
+                function,
+                step.boundaries,
+                parameters=parameters,
+                parity=step.parity,
+                shift=step.shift,
             )
         else:
             dense = x if is_dense(x) else x.clone()
             y = torch.empty_like(dense).copy_(_plain(x, wanted))
-            codes = derivative.encode(memory_order(dense), step.boundaries, **side)
+            codes = _encode(dense, step)
         ctx.save_for_backward(codes)
-        ctx.levels, ctx.shape, ctx.stride = step.levels, y.shape, y.stride()
+        ctx.told = step.levels, y.shape, y.stride()
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(ctx, *grads)
+        # Without create_graph there is nothing to guard, and the guard costs as much as a kernel.
+        return (_once if torch.is_grad_enabled() else _gradient)(ctx, grads[0])
 
 
 class _FewBitInPlace(Function):
@@ -116,30 +121,25 @@ class _FewBitInPlace(Function):
         step = compressor.table()
         # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
         dense = x if is_dense(x) else x.clone()
-        flat = memory_order(dense)
-        codes = derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
-        ctx.save_for_backward(codes)
-        ctx.levels, ctx.shape, ctx.stride = step.levels, dense.shape, dense.stride()
+        ctx.save_for_backward(_encode(dense, step))
+        ctx.told = step.levels, dense.shape, dense.stride()
         ctx.mark_dirty(x)
         return _overwrite(x, wanted)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(ctx, *grads)
+    backward = _FewBit.backward
 
 
 _out_of_place, _in_place = direct(_FewBit), direct(_FewBitInPlace)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    # Without create_graph there is nothing to guard, and the guard costs as much as a small kernel.
-    return (_once if torch.is_grad_enabled() else _gradient)(ctx, grad)
+def _encode(dense: Tensor, step: Approximation) -> Tensor:
+    flat = memory_order(dense)
+    return derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (codes,) = ctx.saved_tensors
-    grad = in_order(grad, ctx.shape, ctx.stride)
-    return derivative.backward(grad, codes, ctx.levels), None, None
+    (codes,), (levels, shape, stride) = ctx.saved_tensors, ctx.told
+    return derivative.backward(in_order(grad, shape, stride), codes, levels), None, None
 
 
 _once = once_differentiable(_gradient)

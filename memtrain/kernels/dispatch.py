@@ -109,9 +109,9 @@ def is_plain_cpu(x: Tensor) -> bool:
         False
     """
     return (
-        x.is_cpu
+        (_forced is None or _forced == "cpu")
         and is_plain(x)
-        and (_forced is None or _forced == "cpu")
+        and x.is_cpu
         and cpu.library() is not None
     )
 

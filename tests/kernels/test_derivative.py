@@ -81,7 +81,8 @@ def test_kernels_equal_the_reference(name, dtype, bits):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_every_instruction_set_equals_the_reference(level, dtype, bits):
-    x, grad = samples(5000, dtype, "cpu")
+    n = 66001 if bits == 1 else 5000  # gradients of many bfloat16s have another way
+    x, grad = samples(n, dtype, "cpu")
     boundaries = torch.linspace(-2, 2, 2**bits - 1).tolist() if bits > 1 else [0.5]
     x[: len(boundaries)] = torch.tensor(boundaries).to(x)  # ties
     x[300], x[301], x[302], grad[400], grad[401] = NAN, INF, -INF, NAN, INF
@@ -93,7 +94,7 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
             with backend(choice):
                 y, codes = derivative.forward(x, "relu", boundaries, shift=0.25)
                 dx = derivative.backward(grad, codes, levels)
-                results.append((y, codes, dx, derivative.decode(codes, levels, 5000, dtype)))
+                results.append((y, codes, dx, derivative.decode(codes, levels, n, dtype)))
         finally:
             cpu.call("mt_limit_isa", 2)
     for reference, kernel in zip(*results, strict=True):

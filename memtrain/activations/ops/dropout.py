@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from memtrain.activations.direct import direct
 from memtrain.compressors import Compressor, Identity, Key
 from memtrain.kernels import derivative
 from memtrain.kernels.mask import BLOCK, pack_mask
@@ -57,15 +58,18 @@ class _Dropout(Function):
         flat = mask if mask.is_contiguous() else memory_order(mask)
         packed, factor = pack_mask(flat), _factor(p, x.dtype)
         ctx.save_for_backward(packed)
-        ctx.factor, ctx.shape, ctx.stride = factor, x.shape, x.stride()
+        ctx.told = factor, x.shape, x.stride()
         return _times(x, packed, factor) if y is None else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (packed,), (grad,) = ctx.saved_tensors, grads
+        (packed,), (factor, *order), (grad,) = ctx.saved_tensors, ctx.told, grads
         if torch.is_grad_enabled():
-            return _Times.apply(grad, packed, ctx.factor, ctx.shape, ctx.stride), None  # type: ignore[return-value]
-        return _times(in_order(grad, ctx.shape, ctx.stride), packed, ctx.factor), None
+            return _Times.apply(grad, packed, factor, *order), None  # type: ignore[return-value]
+        return _times(in_order(grad, *order), packed, factor), None
+
+
+_dropout = direct(_Dropout)
 
 
 class _Times(Function):
@@ -107,4 +111,4 @@ def dropout(x: Tensor, p: float) -> Tensor:
     Memory:
         1/8 byte per element saved (torch: 4 on a CPU, 1 on CUDA).
     """
-    return _Dropout.apply(x, p)  # type: ignore[return-value]
+    return _dropout(x, p)

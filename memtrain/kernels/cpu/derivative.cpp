@@ -1,8 +1,9 @@
 // Few-bit derivative codes (contract: kernels/derivative.py; layout: kernels/bits.py).
 //
-// Blocks are worked on a few at a time: to float, to the side of the boundaries, to codes; each
-// step is a plain loop over numbers that stay in the first cache, so that dtypes, functions and
-// widths do not multiply.
+// Codes of one bit go in one pass (derivative_bit.h), those of two to four in another where there
+// is AVX-512. All else: blocks are worked on a few at a time, to float, to the side of the
+// boundaries, to codes; each step is a plain loop over numbers that stay in the first cache, so that
+// dtypes, functions and widths do not multiply.
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -19,6 +20,7 @@ namespace {
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 8;    // blocks at a time: 8 KiB of floats
 constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
+constexpr int64_t kLarge = 65536;  // elements from which on steps count more than a core's clock
 
 enum Dtype : int64_t { kF32, kBf16, kF16, kF64 };
 enum Parity : int64_t { kPlain, kEven, kBand };
@@ -496,7 +498,8 @@ int64_t multiply_at_once(const Backward& job, int64_t begin, int64_t end) {
     auto* out = static_cast<Raw<T>*>(job.out) + first;
     const uint8_t* codes = job.codes + begin * (kBlock / 8 * told.bits);
 #ifdef MT_DERIVATIVE_BIT
-    if (told.bits == 1) {
+    // Rounding to bfloat16 takes steps enough for wide vectors to pay.
+    if (told.bits == 1 && (sizeof(T) == 4 || job.n < kLarge || !in_register(1))) {
       bit::multiply(codes, static_cast<const float*>(told.table), grad, out, n);
       return end - begin;
     }
