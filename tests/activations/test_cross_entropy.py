@@ -92,7 +92,8 @@ def test_nothing_to_learn_from_gives_zeros_as_in_torch():
     assert torch.equal(dx, torch.zeros(4, 6))
 
 
-def test_backward_allocates_the_gradient_and_a_piece():
+def test_backward_allocates_the_gradient_and_a_piece(monkeypatch):
+    monkeypatch.setattr(ours, "_PIECE", 2**18)
     rows, classes = 512, 16384
     x = torch.randn(rows, classes, requires_grad=True)
     target = torch.randint(classes, (rows,))
@@ -101,6 +102,60 @@ def test_backward_allocates_the_gradient_and_a_piece():
     with LiveStorages(peak=True) as live:
         loss.backward()
     assert live.peak_nbytes < 1.05 * x.nbytes
+
+
+def test_forward_allocates_the_payload_and_a_piece(monkeypatch):
+    monkeypatch.setattr(ours, "_PIECE", 2**18)
+    x, target = torch.randn(512, 16384, requires_grad=True), torch.randint(16384, (512,))
+    with LiveStorages(peak=True) as live:
+        loss = cross_entropy(x, target, compressor=Group(bits=8))
+    payload = x.numel() + x.numel() // 256 * 4
+    assert loss.grad_fn is not None
+    assert live.peak_nbytes < payload + 1.1 * 4 * 2**18
+
+
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored": {"ignore_index": 3},
+    "ignored sum": {"ignore_index": 0, "reduction": "sum"},
+    "ignored none": {"ignore_index": 70000, "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", [(1000, 17), (37, 300), (3, 5000)], ids=str)
+def test_the_value_by_pieces_is_torchs_to_the_bit(shape, options, dtype, monkeypatch):
+    monkeypatch.setattr(ours, "_PIECE", 4096)
+    x, target, _, _ = made(shape, shape[:1], dtype, {})
+    target[::5] = options.get("ignore_index", -100)
+    mine, dx = gradient(
+        lambda t: cross_entropy(t, target, None, Options(**options), compressor=Exact()), x
+    )
+    plain, expected = gradient(lambda t: F.cross_entropy(t, target, **options), x)
+    assert torch.equal(mine, plain)
+    _, true = gradient(lambda t: F.cross_entropy(t, target, **options), x.double())
+    unit = 2 * torch.finfo(dtype).eps * true.abs().max()
+    error = (dx.double() - true).abs().max()
+    assert error <= 2 * (expected.double() - true).abs().max() + unit
+
+
+def test_pieces_have_random_bits_of_their_own(monkeypatch):
+    monkeypatch.setattr(ours, "_PIECE", 512)
+    x = torch.randn(1, 512).expand(8, 512).contiguous().requires_grad_()
+    loss = cross_entropy(x, torch.zeros(8, dtype=torch.long), compressor=Group(bits=2))
+    loss.backward()
+    assert len({tuple(row.tolist()) for row in x.grad}) == 8
+
+
+def test_a_class_out_of_range_is_torchs_error_in_any_piece(monkeypatch):
+    monkeypatch.setattr(ours, "_PIECE", 64)
+    x, target = torch.randn(16, 8, requires_grad=True), torch.zeros(16, dtype=torch.long)
+    target[13] = 8
+    with pytest.raises(IndexError, match="Target 8 is out of bounds"):
+        cross_entropy(x, target, compressor=Exact())
 
 
 def test_memory_order_and_repeated_backward():

@@ -1,8 +1,9 @@
-"""Cross-entropy whose backward turns what it saved into the gradient, in place.
+"""Cross-entropy that never has a log-softmax of the logits' size, nor its gradient.
 
-Plain PyTorch's backward holds the log-softmax, its gradient and the input's at once: three times
-the logits, which for a small model with many tokens is the peak of the step. Here the decompressed
-log-softmax becomes the gradient piece by piece, and nothing else of its size exists.
+Plain PyTorch's forward makes the log-softmax beside the logits; its backward holds the log-softmax,
+its gradient and the input's at once: three times the logits, which for a small model with many
+tokens is the peak of the step. Here rows are worked on in pieces: each piece of the log-softmax is
+compressed before the next is made, and becomes its piece of the gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from memtrain.activations.layout import Layout, flatten
 from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.norm import as_autocast
 from memtrain.activations.ops.norm_calls import HOOKED
-from memtrain.activations.ops.payload import keep, kept
-from memtrain.compressors import Compressor, Key
+from memtrain.activations.payload import Shared
+from memtrain.compressors import Compressor, Key, Packed
 
 REDUCTIONS = ("mean", "sum", "none")
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-_PIECE = 2**22  # elements that the backward works on at once
+_PIECE = 2**22  # elements that are worked on at once
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ def cross_entropy(
         A scalar, or the shape of `target` without reduction.
 
     Memory:
-        Kept for backward: the payload of x's elements, and `target` in 1 to 4 bytes a class. The
-        backward allocates the gradient, a piece of at most 16 MiB, and numbers of `target`'s shape.
+        Kept for backward: the payload of x's elements, in pieces of 4 Mi elements, and `target` in
+        1 to 4 bytes a class. Forward and backward work in two pieces of 16 MiB (a row at least),
+        and numbers of `target`'s shape; the backward allocates the gradient besides. A forward with
+        weights, smoothing, one row or more dimensions makes the whole log-softmax first.
 
     Example:
         >>> from memtrain.compressors import Group
@@ -121,42 +125,102 @@ class _CrossEntropy(Function):
         compressor: Compressor,
         key: Key,
     ) -> Tensor:
-        ctx.options, ctx.dim = options, min(x.dim() - 1, 1)
-        saved = torch.log_softmax(x, ctx.dim)
-        loss = functional.nll_loss(
-            saved,
-            target,
-            weight,
-            ignore_index=options.ignore_index,
-            reduction=options.reduction,
-        )
-        if options.label_smoothing:
-            loss = _smooth(loss, saved, target, options, ctx.dim)
-        place = _narrow(
-            target.masked_fill(target == options.ignore_index, -1), saved.shape[ctx.dim]
-        )
-        keep(ctx, saved, compressor, key, place, weight)
+        ctx.options, ctx.dim, ctx.compressor = options, min(x.dim() - 1, 1), compressor
+        ctx.shape = x.shape
+        place = _narrow(target.masked_fill(target == options.ignore_index, -1), x.shape[ctx.dim])
+        if _splits(x, weight, options):
+            loss, parts = _by_pieces(x, target, options, compressor, key)
+        else:
+            saved = torch.log_softmax(x, ctx.dim)
+            loss = _loss(saved, target, weight, options, ctx.dim)
+            parts = [_compressed(saved, compressor, key)]
+        payloads = [t for packed, _ in parts for t in packed.tensors.values()]
+        ctx.save_for_backward(*payloads, place, weight)
+        ctx.parts = [(p._replace(tensors=dict.fromkeys(p.tensors)), layout) for p, layout in parts]
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, (place, weight) = kept(ctx)
+        *saved, place, weight = ctx.saved_tensors
         scale, place = _scale(grads[0], place.long(), weight, ctx.options.reduction)
         scale, place = scale.unsqueeze(ctx.dim), place.unsqueeze(ctx.dim)
-        smoothing = ctx.options.label_smoothing
-        each = smoothing / dx.shape[ctx.dim]
-        rows = max(1, _PIECE // max(1, dx[:1].numel())) if ctx.dim else dx.shape[0]
-        for part, s, p in zip(*(t.split(rows) for t in (dx, scale, place)), strict=True):
-            # Halves are rounded once, when all is done; for wider ones `wide` is `part` itself.
-            wide = part if part.dtype == torch.float64 else part.float()
-            wide.exp_().mul_(s.to(wide.dtype))
-            if smoothing:
-                wide.sub_(s * each)
-            wide.scatter_add_(ctx.dim, p, (s * (smoothing - 1)).to(wide.dtype))
-            if wide is not part:
-                part.copy_(wide)
+        dx, row, payloads = None, 0, iter(saved)
+        for packed, layout in ctx.parts:
+            tensors = {name: next(payloads) for name in packed.tensors}
+            part = Shared(packed._replace(tensors=tensors), ctx.compressor, layout).tensor()
+            rows = slice(row, row + len(part)) if len(ctx.parts) > 1 else slice(None)
+            _to_gradient(part, scale[rows], place[rows], ctx.dim, ctx.options.label_smoothing)
+            if len(ctx.parts) == 1:
+                dx = part
+                break
+            dx = part.new_empty(ctx.shape) if dx is None else dx
+            dx[rows], row = part, rows.stop
+            del part  # before the next is made
         return dx, None, None, None, None, None
+
+
+Part = tuple[Packed, Layout | None]
+"""A payload of a piece of the log-softmax, and how it lies in memory."""
+
+
+def _splits(x: Tensor, weight: Tensor | None, options: Options) -> bool:
+    """Whether rows can be worked on by pieces: torch's own value comes of the rows' losses."""
+    usual = weight is None and not options.label_smoothing
+    return usual and x.dim() == 2 and x.is_contiguous() and len(x) > _rows(x)
+
+
+def _rows(x: Tensor) -> int:
+    return max(1, _PIECE // x.shape[1])
+
+
+def _by_pieces(
+    x: Tensor, target: Tensor, options: Options, compressor: Compressor, key: Key
+) -> tuple[Tensor, list[Part]]:
+    """The loss, and what is kept, of logits whose log-softmax is never there as a whole."""
+    losses: list[Tensor] = []
+    parts: list[Part] = []
+    ignored = options.ignore_index
+    for logits, classes in zip(x.split(_rows(x)), target.split(_rows(x)), strict=True):
+        saved = torch.log_softmax(logits, 1)
+        losses.append(functional.nll_loss(saved, classes, ignore_index=ignored, reduction="none"))
+        # Random bits of its own, as each process has for its part of a tensor.
+        parts.append(_compressed(saved, compressor, key._replace(rank=key.rank + len(parts))))
+        del saved  # before the next is made
+    # A table of one class, whose losses torch adds up in the order that it always does.
+    table, classes = -torch.cat(losses).unsqueeze(1), torch.zeros_like(target)
+    classes.masked_fill_(target == ignored, -1)
+    return functional.nll_loss(table, classes, ignore_index=-1, reduction=options.reduction), parts
+
+
+def _compressed(saved: Tensor, compressor: Compressor, key: Key) -> Part:
+    flat, layout = (saved, None) if getattr(compressor, "shaped", False) else flatten(saved)
+    return compressor.compress(flat, key=key), layout
+
+
+def _loss(
+    saved: Tensor, target: Tensor, weight: Tensor | None, options: Options, dim: int
+) -> Tensor:
+    """Torch's value, of the log-softmax."""
+    loss = functional.nll_loss(
+        saved, target, weight, ignore_index=options.ignore_index, reduction=options.reduction
+    )
+    return _smooth(loss, saved, target, options, dim) if options.label_smoothing else loss
+
+
+def _to_gradient(x: Tensor, scale: Tensor, place: Tensor, dim: int, smoothing: float) -> None:
+    """Turn a log-softmax into the gradient of the logits, in place, a piece at a time."""
+    each = smoothing / x.shape[dim]
+    rows = max(1, _PIECE // max(1, x[:1].numel())) if dim else x.shape[0]
+    for part, s, p in zip(*(t.split(rows) for t in (x, scale, place)), strict=True):
+        # Halves are rounded once, when all is done; for wider ones `wide` is `part` itself.
+        wide = part if part.dtype == torch.float64 else part.float()
+        wide.exp_().mul_(s.to(wide.dtype))
+        if smoothing:
+            wide.sub_(s * each)
+        wide.scatter_add_(dim, p, (s * (smoothing - 1)).to(wide.dtype))
+        if wide is not part:
+            part.copy_(wide)
 
 
 def _smooth(loss: Tensor, saved: Tensor, target: Tensor, options: Options, dim: int) -> Tensor:
