@@ -13,7 +13,7 @@ _REMEDIES = {
     "weights": "weights=bf16+8 keeps float32 weights in 3 bytes",
     "gradients": "gradients=release lets each go as soon as it is used",
     "optimizer states": "preset=balanced keeps them in 4 bits",
-    "saved activations": "preset=smallest, activations.recompute, or a smaller batch",
+    "saved activations": "preset=smallest or checkpointed, or a smaller batch",
     "temporaries": "a smaller batch, shorter sequences or smaller images",
 }
 _ONCE = ("weights", "gradients", "optimizer states")
