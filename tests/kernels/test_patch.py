@@ -174,6 +174,28 @@ def test_twin_equals_reference_on_hard_numbers(name, dtype):
             assert same(patch.patch_dequantize(words, 4, 4, dtype), values)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_middle_between_levels_is_where_the_reference_has_it(dtype):
+    # The C++ kernel divides 16-bit numbers at integers. Hard is a minimum far smaller than the
+    # next level, where float32 rounds their difference; and a level's own opposite.
+    n = 8192
+    exponent = -torch.randint(1, 29, (n, 1))
+    lo = (1 + torch.randint(0, 128, (n, 1)) / 128) * 2.0**exponent
+    lo *= torch.randint(0, 2, (n, 1)) * 2 - 1
+    hi = 1 + torch.randint(0, 128, (n, 1)) / 128
+    lo[::9] = -hi[::9]
+    ends = torch.cat([lo, hi], dim=1).to(dtype)
+    level = torch.cat(patch._levels(ends.float(), dtype), dim=1)
+    middle = ((level[:, :-1] + level[:, 1:]) / 2).to(dtype).repeat(1, 4)
+    near = (middle.view(torch.int16) + torch.randint(-1, 2, middle.shape)).to(torch.int16)
+    near = near.view(dtype).maximum(ends[:, :1]).minimum(ends[:, 1:])
+    x = torch.cat([ends, near, middle[:, :2]], dim=1).view(n // 64, 8, 8, 4, 4)
+    x = x.transpose(2, 3).reshape(n // 64, 32, 32, 1)
+    with backend("cpu"):
+        words = patch.patch_quantize(x)
+    assert torch.equal(words, patch.quantize_reference(x, 0, False))
+
+
 def test_every_float16_survives_the_c_plus_plus_conversions():
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     x = bits.view(torch.float16)

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "patch_channels_avx512.h"
-#include "patch_quads_avx512.h"
+#include "patch_nearest_avx512.h"
 #include "philox.h"
 
 namespace memtrain {
@@ -379,9 +379,12 @@ void quantize_fast(const Job& job, int64_t begin, int64_t end) {
   if (job.inner > 1)
     job.stochastic ? avx512::quantize_channels<F, true>(job, begin, end)
                    : avx512::quantize_channels<F, false>(job, begin, end);
+  else if (job.stochastic)
+    avx512::quantize_quads<F, true>(job, begin, end);
+  else if constexpr (sizeof(typename F::T) == 2)
+    avx512::quantize_nearest<F>(job, begin, end);
   else
-    job.stochastic ? avx512::quantize_quads<F, true>(job, begin, end)
-                   : avx512::quantize_quads<F, false>(job, begin, end);
+    avx512::quantize_quads<F, false>(job, begin, end);
 }
 
 template <typename F>

@@ -3,7 +3,7 @@
 // 4 q + j is patch q of quad j.
 #pragma once
 
-#include "patch_avx512.h"
+#include "patch_walk_avx512.h"
 
 #ifdef MT_PATCH_AVX512
 #pragma GCC push_options
@@ -15,57 +15,6 @@
 
 namespace memtrain::avx512 {
 namespace {
-
-// Four quads. Of one that is not there no patch is stored; it reads what the first one reads.
-struct Quads {
-  int64_t at[4];       // where each begins among the values
-  int64_t first[4];    // the number of its first patch
-  int64_t height[4];
-  __mmask16 columns[4];
-  __mmask8 patches[4];  // a bit each
-  bool in_a_row;        // all sixteen patches have consecutive numbers
-  bool whole;           // and all their values
-};
-
-// Goes through the quads in order.
-template <typename Job>
-struct Walk {
-  const Job& job;
-  int64_t quads, band, quad, row, at;
-  MT_INLINE int64_t quads_of(const Job& job) { return (job.across() + 3) / 4; }
-
-  Walk(const Job& of, int64_t from) : job(of), quads(quads_of(of)) {
-    band = from / quads, quad = from % quads, row = band % job.down();
-    at = band / job.down() * job.rows * job.columns + row * 4 * job.columns;
-  }
-  void next(Quads& q, int j) {
-    const int64_t left = job.columns - quad * 16, patches = job.across() - quad * 4;
-    q.at[j] = at + quad * 16;
-    q.first[j] = band * job.across() + quad * 4;
-    q.height[j] = std::min<int64_t>(job.rows - row * 4, 4);
-    q.columns[j] = static_cast<__mmask16>(left >= 16 ? 0xFFFF : (1 << left) - 1);
-    q.patches[j] = static_cast<__mmask8>(patches >= 4 ? 15 : (1 << patches) - 1);
-    if (++quad < quads) return;
-    quad = 0, ++band, at += 4 * job.columns;
-    if (++row < job.down()) return;
-    row = 0, at += (job.rows - 4 * job.down()) * job.columns;
-  }
-  Quads four(int64_t count) {
-    Quads q;
-    for (int j = 0; j < 4; ++j) {
-      if (j < count) {
-        next(q, j);
-        continue;
-      }
-      q.at[j] = q.at[0], q.first[j] = q.first[0], q.height[j] = q.height[0];
-      q.columns[j] = q.columns[0], q.patches[j] = 0;
-    }
-    q.in_a_row = (q.patches[0] & q.patches[1] & q.patches[2] & q.patches[3]) == 15;
-    q.whole = q.in_a_row && (q.columns[0] & q.columns[1] & q.columns[2] & q.columns[3]) == 0xFFFF &&
-              (q.height[0] & q.height[1] & q.height[2] & q.height[3]) == 4;
-    return q;
-  }
-};
 
 MT_INLINE __m512 low_pairs(__m512 a, __m512 b) {
   return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
@@ -193,9 +142,8 @@ MT_INLINE __m512i words_of_quads(int j) {
   return _mm512_add_epi32(first, splat(j));
 }
 
-MT_INLINE void store_words(uint64_t* to, const Quads& q, __m512i ends, __m512i codes) {
-  const __m512i low = _mm512_permutex2var_epi32(ends, words_of_quads(0), codes);
-  const __m512i high = _mm512_permutex2var_epi32(ends, words_of_quads(2), codes);
+// The words of the first two quads and of the last two.
+MT_INLINE void store_quads(uint64_t* to, const Quads& q, __m512i low, __m512i high) {
   if (q.in_a_row) {
     _mm512_storeu_si512(to + q.first[0], low);
     return _mm512_storeu_si512(to + q.first[0] + 8, high);
@@ -204,6 +152,18 @@ MT_INLINE void store_words(uint64_t* to, const Quads& q, __m512i ends, __m512i c
   _mm256_mask_storeu_epi64(to + q.first[1], q.patches[1], _mm512_extracti64x4_epi64(low, 1));
   _mm256_mask_storeu_epi64(to + q.first[2], q.patches[2], _mm512_castsi512_si256(high));
   _mm256_mask_storeu_epi64(to + q.first[3], q.patches[3], _mm512_extracti64x4_epi64(high, 1));
+}
+
+MT_INLINE void store_words(uint64_t* to, const Quads& q, __m512i ends, __m512i codes) {
+  store_quads(to, q, _mm512_permutex2var_epi32(ends, words_of_quads(0), codes),
+              _mm512_permutex2var_epi32(ends, words_of_quads(2), codes));
+}
+
+template <typename F, typename Job>
+MT_INLINE void load_patches(const Job& job, const Quads& q, Patches& p) {
+  load_quads<F>(job, q, p.x);
+  p.lo = reduce_quads(p.x, smaller), p.hi = reduce_quads(p.x, larger);
+  p.nan = nan_quads(p.x);
 }
 
 // A few sixteens at a time, each step for all of them: one by one, each would wait for its levels.
@@ -217,11 +177,8 @@ void quantize_quads(const Job& job, int64_t begin, int64_t end) {
   while (begin < end) {
     int count = 0;
     for (; count < kTogether && begin < end; ++count, begin += 4) {
-      Patches& some = p[count];
       q[count] = walk.four(end - begin);
-      load_quads<F>(job, q[count], some.x);
-      some.lo = reduce_quads(some.x, smaller), some.hi = reduce_quads(some.x, larger);
-      some.nan = nan_quads(some.x);
+      load_patches<F>(job, q[count], p[count]);
     }
     for (int k = 0; k < count; ++k) find_ends<F>(p[k], kStochastic);
     for (int k = 0; k < count; ++k) {
