@@ -1,7 +1,12 @@
-// Elements of a tensor in memory order, and the channel that each belongs to.
+// Elements of a tensor in memory order, the channel that each belongs to, and loops over both.
 #pragma once
 
-#include "common.h"
+#include "group_tiles.h"
+// Of its functions only those for single numbers are needed here.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "halves.h"
+#pragma GCC diagnostic pop
 
 namespace memtrain {
 
@@ -16,25 +21,31 @@ struct Channels {
   bool short_runs() const { return inner < 32 && middle > 1; }
 };
 
-// The run that an element lies in, and the channel of a part that it belongs to: run after run
-// without a division.
+// The run that an element lies in, its channel, the first channel of its outer part, and its
+// statistic: run after run without a division.
 struct Run {
   const Channels& of;
   int64_t left;  // elements of it
-  int64_t channel, base, row;
+  int64_t channel, base, row, statistic, within;
 
   Run(const Channels& shape, int64_t at)
       : of(shape),
         left(shape.inner - at % shape.inner),
         channel(at / shape.inner % shape.channels),
         base(at / shape.span() * shape.channels),
-        row(at % shape.span() / shape.row()) {}
+        row(at % shape.span() / shape.row()),
+        statistic((base + channel) / shape.together),
+        within(channel % shape.together) {}
 
   void next() {
     left = of.inner;
+    if (++within == of.together) within = 0, ++statistic;
     if (++channel < of.channels) return;
     channel = 0;
-    if (++row < of.middle) return;
+    if (++row < of.middle) {
+      statistic -= of.channels / of.together;
+      return;
+    }
     row = 0, base += of.channels;
   }
 };
@@ -60,6 +71,64 @@ struct Rows {
         for (int64_t j = 0; j < shape.inner; ++j) to[i++] = x;
       }
   }
+};
+
+constexpr int64_t kTile = 4096;
+
+// Whole groups, an even number of them: two share their draws.
+MT_INLINE int64_t tile_of(int64_t group_size) {
+  return std::max<int64_t>(kTile / group_size / 2 * 2, 2) * group_size;
+}
+
+// Calls `piece(from, n, base, place)` for the parts of [at, at + n) within which rows of numbers
+// and elements go side by side; `fresh(part)` where another of the outer parts begins.
+template <typename Fresh, typename Piece>
+MT_INLINE void over_rows(const Channels& shape, int64_t at, int64_t n, Rows& rows,
+                         const Fresh& fresh, const Piece& piece) {
+  const int64_t span = shape.span();
+  for (int64_t i = 0; i < n;) {
+    const int64_t part = (at + i) / span, within = (at + i) % span, place = within % rows.size;
+    if (part != rows.part) fresh(rows.part = part);
+    const int64_t some = std::min({rows.size - place, span - within, n - i});
+    piece(i, some, place);
+    i += some;
+  }
+}
+
+template <typename Piece>
+MT_INLINE void over_runs(const Channels& shape, int64_t at, int64_t n, const Piece& piece) {
+  Run run(shape, at);
+  for (int64_t i = 0; i < n;) {
+    const int64_t some = std::min(run.left, n - i);
+    piece(i, some, run);
+    i += some;
+    run.next();
+  }
+}
+
+// How numbers of each type are read and written, one at a time: the loops around become vectors.
+struct Float {
+  typedef float Number;
+  static inline __attribute__((always_inline)) float read(float x) { return x; }
+  static inline __attribute__((always_inline)) float write(float x) { return x; }
+};
+struct Bfloat {
+  typedef uint16_t Number;
+  static inline __attribute__((always_inline)) float read(uint16_t x) {
+    return float_of(uint32_t{x} << 16);
+  }
+  static inline __attribute__((always_inline)) uint16_t write(float x) { return to_bfloat(x); }
+};
+struct Half {
+  typedef uint16_t Number;
+  static inline __attribute__((always_inline)) float read(uint16_t x) { return from_half(x); }
+  static inline __attribute__((always_inline)) uint16_t write(float x) { return to_half(x); }
+};
+
+struct Space {
+  std::vector<float> hat, group;
+  std::vector<uint8_t> codes;
+  Space(int64_t tile, int64_t size) : hat(tile), group(size), codes(size) {}
 };
 
 }  // namespace memtrain
