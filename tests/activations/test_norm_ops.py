@@ -256,6 +256,34 @@ def test_over_channels_x_hat_is_never_whole(name, monkeypatch):
     assert wide_backward >= 2
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm, 2 dimensions", "layer_norm, plain"])
+def test_rows_of_any_length_are_quantised_from_their_statistics(name, monkeypatch):
+    """Nearly the codes of a second norm's result: a step is 8 / 255, sums over rows have 30 terms.
+    The value is torch's to the bit."""
+    run = RUNS[name]
+    module, results, calls = copy.deepcopy(run.module), [], []
+    x, grad = torch.randn(run.shape), torch.randn(run.shape)
+    quantize = channel_norm.channel_norm_quantize
+
+    def counted(*arguments):
+        calls.append(1)
+        return quantize(*arguments)
+
+    monkeypatch.setattr(channel_norm, "channel_norm_quantize", counted)
+    compressor = Group(bits=8, group_size=32, bounds="fp32", rounding="nearest")
+    for fits in (True, False):
+        if not fits:
+            monkeypatch.setattr(channel_norm, "fits", lambda *a: False)
+        mine, t = copy.deepcopy(module), x.clone().requires_grad_()
+        y = run.ours(mine, t, compressor=compressor)
+        assert torch.equal(y, module(x))
+        results.append(gradients(y, grad, t, mine))
+        assert len(calls) == 1
+    for one, two in zip(*results, strict=True):
+        scale = grad.abs().max().item() * 30 * max(1.0, two.abs().max().item())
+        assert (one - two).abs().max() <= scale * 8 / 255
+
+
 def test_over_channels_what_the_kernel_does_not_know_goes_torchs_way():
     """Statistics in 16 bits, a tensor with holes, groups of odd sizes, float64."""
     module, compressor = nn.BatchNorm2d(6), Group(bits=8, group_size=64)

@@ -40,10 +40,49 @@ def keep_normalised(  # noqa: PLR0913 (a norm's results, and the site's)
         key: Feeds its random bits.
         groups: Of channels, in each sample; 0: each channel over all samples.
     """
-    where = channels_of(x, groups)
-    exact = all(t is None or t.dtype == torch.float32 for t in (*statistics, weight, bias))
-    ctx.where = None
-    if type(compressor) is not Group or where is None or not exact:
+    ctx.where = where = channels_of(x, groups)
+    exact = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
+    if where is None or not exact or not _keep(ctx, x, statistics, where, compressor, key, weight):
+        ctx.where = None
+    return ctx.where is not None
+
+
+def keep_rows(
+    ctx: Any,
+    x: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    compressor: Compressor,
+    key: Key,
+    *others: Tensor | None,
+) -> bool:
+    """As `keep_normalised`, of a layer norm's rows, of any length: for `kept` to give back.
+
+    Args:
+        ctx: The Function's context.
+        x: The norm's input.
+        statistics: Means and reciprocal deviations of its rows.
+        compressor: For x_hat.
+        key: Feeds its random bits.
+        *others: Kept beside the reciprocal deviations.
+    """
+    rows = statistics[1].numel()
+    if not rows or not x.is_contiguous():
+        return False
+    where = Channels(1, 1, rows, x.numel() // rows)
+    return _keep(ctx, x, statistics, where, compressor, key, *others)
+
+
+def _keep(
+    ctx: Any,
+    x: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    where: Channels,
+    compressor: Compressor,
+    key: Key,
+    *others: Tensor | None,
+) -> bool:
+    exact = all(t.dtype == torch.float32 for t in statistics)
+    if type(compressor) is not Group or not exact:
         return False
     if not channel_norm.fits(x, where, compressor.group_size):
         return False
@@ -56,11 +95,9 @@ def keep_normalised(  # noqa: PLR0913 (a norm's results, and the site's)
     )
     layout = layout_of(x)
     flat = x.detach().permute(layout.order).view(-1)
-    mean, rstd = statistics
-    payload = channel_norm.channel_norm_quantize(flat, mean, rstd, where, codes)
+    payload = channel_norm.channel_norm_quantize(flat, *statistics, where, codes)
     packed = Packed(dict(zip(("codes", "bounds"), payload, strict=True)), flat.shape, x.dtype)
-    keep_packed(ctx, packed, layout, compressor, rstd, weight)
-    ctx.where = where
+    keep_packed(ctx, packed, layout, compressor, statistics[1], *others)
     return True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.once import once_differentiable
-from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised
+from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised, keep_rows
 from memtrain.activations.ops.fused_norm import fused
 from memtrain.activations.ops.payload import keep, kept, order_of
 from memtrain.compressors import Compressor, Key
@@ -140,7 +140,9 @@ class _LayerNorm(Function):
         y = fused(ctx, x, shape, weight, bias, eps, compressor, key, centred=True)
         if y is not None:
             return y
-        y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        if keep_rows(ctx, x, (mean, rstd), compressor, key, weight, bias):
+            return y
         # x_hat by the same op with other weights: the rounding of these must not enter. Ones and
         # zeros, since torch's CPU kernel takes 1.7 times as long without any.
         like = weight if weight is not None else bias
