@@ -112,15 +112,15 @@ MT_INLINE void encode_blocks(const T* x, T* y, const Value& value, const Side& s
 #pragma GCC unroll 2
         for (int k = 0; k < 2; ++k) {
           const int at = kLane * lane + 16 * half + 8 * k;
-          if (k == 0 || sizeof(T) == 4) fetch(x + at);
+          if (k == 0 && (half == 0 || sizeof(T) == 4)) fetch(x + at);
           __m128 v[2];
           read(x + at, v);
+          if constexpr (!std::is_same_v<Value, NoValue>) {
+            const __m128 values[2] = {Value::of(value, v[0]), Value::of(value, v[1])};
+            write<Value::exact>(values, y + at);
+          }
           above[k] = _mm_packs_epi32(_mm_castps_si128(Side::of(side, v[0])),
                                      _mm_castps_si128(Side::of(side, v[1])));
-          if constexpr (!std::is_same_v<Value, NoValue>) {
-            for (auto& number : v) number = Value::of(value, number);
-            write<Value::exact>(v, y + at);
-          }
         }
         const __m128i all = _mm_packs_epi16(above[0], above[1]);
         bytes[half] = _mm_or_si128(bytes[half], _mm_and_si128(all, bit));
@@ -163,7 +163,7 @@ MT_INLINE void multiply_blocks(const uint8_t* codes, const float* levels, const 
 #pragma GCC unroll 2
         for (int k = 0; k < 2; ++k) {
           const int at = kLane * lane + 16 * half + 8 * k;
-          if (k == 0 || sizeof(T) == 4) fetch(grad + at);
+          if (k == 0 && (half == 0 || sizeof(T) == 4)) fetch(grad + at);
           const __m128i chosen[2] = {_mm_unpacklo_epi16(pairs[k], pairs[k]),
                                      _mm_unpackhi_epi16(pairs[k], pairs[k])};
           __m128 v[2];
