@@ -112,7 +112,7 @@ class Statistics:
         solved = self.flush()
         if self.spread.running and self.spread.next():
             self._warn()
-        if solved and not self.spread.running:
+        if solved and self.noise and not self.spread.running:
             self.spread.begin(self.parameters())
         due = step % self.interval == 0
         if not self._saves or due:  # else a backward that is still to come is waited for
