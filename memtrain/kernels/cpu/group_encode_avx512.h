@@ -144,7 +144,8 @@ MT_INLINE void encode_slices(const typename F::T* x, int64_t slice, const __m512
   constexpr int kSlices = 8 / lanes_of_group(kBits), kLane = S / kSlices;
   __m512 number[N];
   F::load(x, number);
-  _mm_prefetch(reinterpret_cast<const char*>(x + ahead), _MM_HINT_T1);
+  for (size_t line = 0; line < sizeof(number) / 4 * sizeof(*x); line += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(x + ahead) + line, _MM_HINT_T1);
 #pragma GCC unroll 2
   for (int i = 0; i < N; ++i) {
     const int place = kLane + (kShared ? 8 * i : 0);
