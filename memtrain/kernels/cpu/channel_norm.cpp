@@ -11,11 +11,18 @@ struct Forward {
   Quantizer to;
 };
 
+// Fills rows with the statistics of one of the outer parts.
+static void fill_rows(const Forward& job, Rows& rows, int64_t part) {
+  const int64_t first = part * job.shape.channels, of = job.shape.together;
+  rows.part = part;
+  rows.fill(0, job.shape, [&](int64_t c) { return job.mean[(first + c) / of]; });
+  rows.fill(1, job.shape, [&](int64_t c) { return job.rstd[(first + c) / of]; });
+}
+
 template <typename T>
 MT_INLINE void normalise(const Forward& job, int64_t at, int64_t n, Rows& rows,
                          float* __restrict hat) {
   const Channels& shape = job.shape;
-  const int64_t of = shape.together;
   const auto* x = static_cast<const typename T::Number*>(job.x) + at;
   if (!shape.short_runs()) {
     over_runs(shape, at, n,
@@ -26,12 +33,7 @@ MT_INLINE void normalise(const Forward& job, int64_t at, int64_t n, Rows& rows,
     return;
   }
   over_rows(
-      shape, at, n, rows,
-      [&](int64_t part) {
-        const int64_t first = part * shape.channels;
-        rows.fill(0, shape, [&](int64_t c) { return job.mean[(first + c) / of]; });
-        rows.fill(1, shape, [&](int64_t c) { return job.rstd[(first + c) / of]; });
-      },
+      shape, at, n, rows, [&](int64_t part) { fill_rows(job, rows, part); },
       [&](int64_t from, int64_t some, int64_t place) __attribute__((always_inline)) {
         const float *m = rows.kind(0) + place, *r = rows.kind(1) + place;
         for (int64_t i = 0; i < some; ++i) hat[from + i] = (T::read(x[from + i]) - m[i]) * r[i];
@@ -62,9 +64,12 @@ MT_EXPORT void mt_channel_norm_quantize(const void* x, int64_t type, const float
   const Forward job{x, type, mean, rstd, {outer, middle, channels, inner, together},
                     {codes, bounds, wide, bits, group_size, seed, stochastic}};
   const int64_t n = job.shape.numel(), tile = tile_of(group_size);
+  Rows shared(job.shape, job.shape.share_rows() ? 2 : 0);
+  if (job.shape.share_rows() && n) fill_rows(job, shared, 0);
   parallel_for((n + tile - 1) / tile, std::max<int64_t>(32768 / tile, 1), threads,
                [&](int64_t begin, int64_t end) {
-                 Rows rows(job.shape, job.shape.short_runs() ? 2 : 0);
+                 Rows own(job.shape, job.shape.own_rows() ? 2 : 0);
+                 Rows& rows = job.shape.own_rows() ? own : shared;
                  Space space(tile, group_size);
                  quantize_range(job, begin * tile, std::min(end * tile, n), tile, rows, space);
                });

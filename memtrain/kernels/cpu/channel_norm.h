@@ -18,7 +18,12 @@ struct Channels {
   int64_t span() const { return middle * row(); }
   int64_t numel() const { return outer * span(); }
   // Shorter runs are not worth a loop of their own: rows of them are read beside rows of numbers.
-  bool short_runs() const { return inner < 32 && middle > 1; }
+  bool short_runs() const {
+    return middle > 1 && (inner < 8 || (inner < 32 && row() <= 8192));
+  }
+  // One outer part's rows serve all threads; of several, each thread has those of its own.
+  bool share_rows() const { return short_runs() && outer == 1; }
+  bool own_rows() const { return short_runs() && outer > 1; }
 };
 
 // The run that an element lies in, its channel, the first channel of its outer part, and its
@@ -88,7 +93,7 @@ MT_INLINE void over_rows(const Channels& shape, int64_t at, int64_t n, Rows& row
   const int64_t span = shape.span();
   for (int64_t i = 0; i < n;) {
     const int64_t part = (at + i) / span, within = (at + i) % span, place = within % rows.size;
-    if (part != rows.part) fresh(rows.part = part);
+    if (part != rows.part) fresh(part);
     const int64_t some = std::min({rows.size - place, span - within, n - i});
     piece(i, some, place);
     i += some;

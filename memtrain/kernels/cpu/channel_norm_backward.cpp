@@ -130,10 +130,19 @@ struct Lines {
   std::vector<float> slope, shift;
 };
 
+// Fills rows with the lines of one of the outer parts.
+static void fill_rows(const Backward& job, const Lines& lines, Rows& rows, int64_t part) {
+  const int64_t first = part * job.shape.channels, of = job.shape.together;
+  rows.part = part;
+  rows.fill(0, job.shape,
+            [&](int64_t c) { return job.rstd[(first + c) / of] * job.weight_of(c); });
+  rows.fill(1, job.shape, [&](int64_t c) { return lines.slope[(first + c) / of]; });
+  rows.fill(2, job.shape, [&](int64_t c) { return lines.shift[(first + c) / of]; });
+}
+
 template <typename T>
 MT_INLINE void gradient(const Backward& job, const Lines& lines, const Piece& p, Rows& rows) {
   const Channels& shape = job.shape;
-  const int64_t of = shape.together;
   const auto* dy = static_cast<const typename T::Number*>(job.dy) + p.at;
   auto* __restrict dx = static_cast<typename T::Number*>(job.dx) + p.at;
   if (!shape.short_runs()) {
@@ -149,14 +158,7 @@ MT_INLINE void gradient(const Backward& job, const Lines& lines, const Piece& p,
   }
   over_rows(
       shape, p.at, p.n, rows,
-      [&](int64_t part) {
-        const int64_t first = part * shape.channels;
-        rows.fill(0, shape, [&](int64_t c) {
-          return job.rstd[(first + c) / of] * job.weight_of(c);
-        });
-        rows.fill(1, shape, [&](int64_t c) { return lines.slope[(first + c) / of]; });
-        rows.fill(2, shape, [&](int64_t c) { return lines.shift[(first + c) / of]; });
-      },
+      [&](int64_t part) { fill_rows(job, lines, rows, part); },
       [&](int64_t from, int64_t some, int64_t place) __attribute__((always_inline)) {
         const float *a = rows.kind(0) + place, *b = rows.kind(1) + place, *d = rows.kind(2) + place;
         for (int64_t i = 0; i < some; ++i)
@@ -253,9 +255,12 @@ MT_EXPORT void mt_channel_norm_backward(const void* dy, void* dx, int64_t type, 
   }
   if (dx == nullptr) return;
   const Lines lines = lines_of(job, sums.data());
+  Rows shared(job.shape, job.shape.share_rows() ? 3 : 0);
+  if (job.shape.share_rows()) fill_rows(job, lines, shared, 0);
   parallel_for((n + tile - 1) / tile, std::max<int64_t>(32768 / tile, 1), threads,
                [&](int64_t begin, int64_t end) {
-                 Rows rows(job.shape, job.shape.short_runs() ? 3 : 0);
+                 Rows own(job.shape, job.shape.own_rows() ? 3 : 0);
+                 Rows& rows = job.shape.own_rows() ? own : shared;
                  Space space(tile, group_size);
                  gradient_range(job, lines, begin * tile, std::min(end * tile, n), rows, space);
                });
