@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 8;    // blocks at a time: 8 KiB of floats
 constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
-constexpr int64_t kLarge = 65536;  // elements from which on steps count more than a core's clock
+constexpr int64_t kLarge = 262144;  // elements from which on steps count more than a core's clock
 
 enum Dtype : int64_t { kF32, kBf16, kF16, kF64 };
 enum Parity : int64_t { kPlain, kEven, kBand };
