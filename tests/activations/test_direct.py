@@ -24,6 +24,7 @@ def test_value_and_gradient_are_the_functions():
     y = scale(x, 3.0)
     y.backward(torch.ones(5))
     assert torch.equal(y, 3 * x)
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.full((5,), 3.0))
     assert type(y.grad_fn).__name__ == "ScaleBackward"
 
