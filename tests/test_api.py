@@ -59,6 +59,8 @@ def test_exact_is_bit_identical_to_plain(name):
 CORE = ("balanced", "smallest", "exact", "optimizer_only", "activations_only", "all_four")
 
 
+# One batch again and again: the bits are all that varies, and automatic ones say so.
+@pytest.mark.filterwarnings("ignore:the saved activations' bits bring:UserWarning")
 @pytest.mark.parametrize(
     ("preset", "name"),
     [("balanced", name) for name in OPTIMIZERS]
