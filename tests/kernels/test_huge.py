@@ -90,7 +90,7 @@ def test_programs_are_numbered_in_64_bits_before_any_product(path):
     programs = re.findall(r"tl\.program_id\(\d\)[^\n]*", source)
     assert programs
     for use in programs:
-        widened = use.startswith("tl.program_id(0).to(tl.int64)")
+        widened = re.match(r"tl\.program_id\(\d\)\.to\(tl\.int64\)", use)
         # Two numbers for each program: up to 2**30 programs.
         table = re.match(r"tl\.program_id\(0\)( \+ 1)?\)\.to\(tl\.int64\)", use)
         # Patches are numbered in 32 bits, which `patch_quantize` checks; their elements in 64.
