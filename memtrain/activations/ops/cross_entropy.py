@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from memtrain.activations.layout import Layout, flatten
+from memtrain.activations.layout import Layout
 from memtrain.activations.once import once_differentiable
 from memtrain.activations.ops.norm import as_autocast
 from memtrain.activations.ops.norm_calls import HOOKED
+from memtrain.activations.ops.payload import compressed
 from memtrain.activations.payload import Shared
 from memtrain.compressors import Compressor, Key, Packed
 
@@ -133,7 +134,7 @@ class _CrossEntropy(Function):
         else:
             saved = torch.log_softmax(x, ctx.dim)
             loss = _loss(saved, target, weight, options, ctx.dim)
-            parts = [_compressed(saved, compressor, key)]
+            parts = [compressed(saved, compressor, key)]
         payloads = [t for packed, _ in parts for t in packed.tensors.values()]
         ctx.save_for_backward(*payloads, place, weight)
         ctx.parts = [(p._replace(tensors=dict.fromkeys(p.tensors)), layout) for p, layout in parts]
@@ -185,17 +186,12 @@ def _by_pieces(
         saved = torch.log_softmax(logits, 1)
         losses.append(functional.nll_loss(saved, classes, ignore_index=ignored, reduction="none"))
         # Random bits of its own, as each process has for its part of a tensor.
-        parts.append(_compressed(saved, compressor, key._replace(rank=key.rank + len(parts))))
+        parts.append(compressed(saved, compressor, key._replace(rank=key.rank + len(parts))))
         del saved  # before the next is made
     # A table of one class, whose losses torch adds up in the order that it always does.
     table, classes = -torch.cat(losses).unsqueeze(1), torch.zeros_like(target)
     classes.masked_fill_(target == ignored, -1)
     return functional.nll_loss(table, classes, ignore_index=-1, reduction=options.reduction), parts
-
-
-def _compressed(saved: Tensor, compressor: Compressor, key: Key) -> Part:
-    flat, layout = (saved, None) if getattr(compressor, "shaped", False) else flatten(saved)
-    return compressor.compress(flat, key=key), layout
 
 
 def _loss(

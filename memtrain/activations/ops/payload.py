@@ -22,9 +22,19 @@ def keep(ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor 
         key: Feeds its random bits.
         *others: Parameters and statistics.
     """
+    keep_packed(ctx, *compressed(x, compressor, key), compressor, *others)
+
+
+def compressed(x: Tensor, compressor: Compressor, key: Key) -> tuple[Packed, Layout | None]:
+    """The payload of `x`, and its layout where it was flattened: what `Shared` takes back.
+
+    Args:
+        x: What is compressed, flattened in memory order unless the compressor is `shaped`.
+        compressor: Of the site's rule.
+        key: Feeds its random bits.
+    """
     flat, layout = (x, None) if getattr(compressor, "shaped", False) else flatten(x)
-    packed = compressor.compress(flat, key=key)
-    keep_packed(ctx, packed, layout, compressor, *others)
+    return compressor.compress(flat, key=key), layout
 
 
 def keep_packed(
