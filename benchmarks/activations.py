@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
-from memtrain.activations.fewbit import fewbit
 from memtrain.activations.ops.dropout import dropout
+from memtrain.activations.ops.fewbit import fewbit
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import COMPRESSORS, Compressor, DerivativeCode, Key
 from memtrain.kernels.dispatch import backend
-from memtrain.meter import saved_nbytes
 
 DTYPES = (torch.float32, torch.bfloat16)
 FUNCTIONS = (*((name, bits) for name in ("gelu", "silu") for bits in (1, 2, 3, 4)), ("relu", 1))

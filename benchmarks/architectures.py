@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.families import Case, compare, images, step, text
 from benchmarks.harness import Benchmark, Job, Options, Row, require
-from memtrain.peak.predict import UnpredictableError
+from memtrain.audit.peak.predict import UnpredictableError
 
 # Names that configs share; a config is given those that it knows.
 SMALL = {

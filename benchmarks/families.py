@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Row
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.experiments.models import CifarConfig
-from memtrain.meter import saved_nbytes
 
 PRESETS = (
     "balanced", "smallest", "checkpointed", "fewbit3", "actnn_fewbit", "patch4x4", "gact4"

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import Benchmark, GateError, Job, Options, Row
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options as Handling
-from memtrain.activations.sites import Record, Site
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options as Handling
+from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Group
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}

@@ -37,7 +37,7 @@ def measure(case):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import memtrain
-    from memtrain.meter import LiveStorages
+    from memtrain.audit.live_storages import LiveStorages
 
     torch.manual_seed(0)
     device = case["device"]

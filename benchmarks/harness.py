@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import memtrain
-from memtrain.meter import LiveStorages
+from memtrain.audit.live_storages import LiveStorages
 
 RESULTS = Path(__file__).parent / "results"
 LEAST_SECONDS = 2e-3  # a shorter call is repeated until a sample takes this long

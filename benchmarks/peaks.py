@@ -3,7 +3,7 @@
     python -m benchmarks run peaks [--full] [--set presets=plain,balanced families=gpt2]
 
 Small members of each family take one AdamW step, plain and under each preset. A row says what
-`memtrain.peak` predicts without running the model, and what lives at most in a real step: on the
+`audit.peak` predicts without running the model, and what lives at most in a real step: on the
 CPU the storages alive after each op, on CUDA the allocator's peak. By default the presets run in
 float32, and `plain` and `balanced` also under bfloat16 autocast, with activation checkpointing and
 with gradient release; `--full` crosses all of these.
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from benchmarks.families import FAMILIES, Case, decoder, hf, images, text
 from benchmarks.harness import Benchmark, Job, Options, Row
-from memtrain.config import Config, load
-from memtrain.peak import StepOptions
-from memtrain.peak.measure import measure
-from memtrain.peak.predict import predict
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
+from memtrain.config.sources import Config, load
 
 PLAIN = "plain"
 PRESETS = (

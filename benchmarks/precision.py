@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.experiments.models import CifarConfig
 from memtrain.kernels.dispatch import backend
-from memtrain.meter import saved_nbytes
 from memtrain.precision import FORMATS, FloatFormat
 
 DTYPES = (torch.float32, torch.bfloat16)

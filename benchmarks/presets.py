@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Row, Trial, measure, require
-from memtrain.config import options as choices
+from memtrain.audit.live_storages import saved_nbytes
+from memtrain.config.sources import options as choices
 from memtrain.experiments.models import CifarConfig, GPTConfig
-from memtrain.meter import saved_nbytes
 
 MODELS = ("gpt", "gpt2_layers", "resnet18")
 """A small GPT; two layers of GPT-2-small's width and heads; a ResNet-18 of half its width."""

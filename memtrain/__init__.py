@@ -1,5 +1,6 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
+from memtrain._renamed import install
 from memtrain.api import (
     adapter,
     load_state_dict,
@@ -9,13 +10,13 @@ from memtrain.api import (
     unwrap,
     wrap,
 )
-from memtrain.audit import audit
-from memtrain.config import Config
-from memtrain.parameters import fp32_state_dict, load_fp32_state_dict
-from memtrain.peak.largest import largest
-from memtrain.plan import Plan
+from memtrain.audit.audit import audit
+from memtrain.audit.peak.largest import largest
+from memtrain.config.sources import Config
+from memtrain.gradient_quality import gradient_quality
+from memtrain.plan.plan import Plan
+from memtrain.plan.weights import fp32_state_dict, load_fp32_state_dict
 from memtrain.planner import make_plan
-from memtrain.quality import gradient_quality
 
 __all__ = [
     "Config",
@@ -34,4 +35,5 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+install()
 __version__ = "0.1.0"

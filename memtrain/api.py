@@ -7,15 +7,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain import optim
-from memtrain.activations.intercept import Interception
-from memtrain.activations.statistics import Statistics
+from memtrain.activations.adaptive.actnn import Statistics
+from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor
-from memtrain.parameters import ATTRIBUTE, apply, check, check_removable, remove
-from memtrain.plan import Plan, make_plan
+from memtrain.plan.plan import Plan, make_plan
+from memtrain.plan.rules import NO_RULE
+from memtrain.plan.weights import ATTRIBUTE, apply, check, check_removable, remove
 from memtrain.precision.run import Rounder
 from memtrain.precision.settle import Settle
 from memtrain.precision.skip import SkipOverflows
-from memtrain.rules import NO_RULE
 from memtrain.wrapped import (
     Wrapped,
     adapter,

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from memtrain.activations.adapt import Adapter
-from memtrain.activations.intercept import Interception
-from memtrain.activations.statistics import Statistics
-from memtrain.parameters import ATTRIBUTE
-from memtrain.plan import Plan
+from memtrain.activations.adaptive.actnn import Statistics
+from memtrain.activations.adaptive.gact import Adapter
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.plan.plan import Plan
+from memtrain.plan.weights import ATTRIBUTE
 from memtrain.precision.state import PrecisionState
 
 

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.config import GRADIENTS, WEIGHTS, Config
+from memtrain.audit.live_storages import LiveStorages, storage_nbytes
+from memtrain.config.sources import GRADIENTS, WEIGHTS, Config
 from memtrain.experiments.config import compose, from_mapping
 from memtrain.experiments.data import build_source
 from memtrain.experiments.loop import Run
-from memtrain.meter import LiveStorages, storage_nbytes
-from memtrain.optim.formats import FORMATS
-from memtrain.optim.release import ReleaseGradients
-from memtrain.optim.release_hooks import CLIPS
-from memtrain.parameters import WORKSPACE
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.release_hooks import CLIPS
+from memtrain.optim.wrappers.weight_formats import FORMATS
+from memtrain.plan.weights import WORKSPACE
 
 
 def tiny_run(name, preset, steps):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.config import options
+from memtrain.config.sources import options
 
 
 def make(seed=0):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.activations.join import join
-from memtrain.activations.sites import Record, Site
+from memtrain.activations.saved.site import Record, Site
 from memtrain.api import wrap
-from memtrain.audit import audit
+from memtrain.audit.audit import audit
+from memtrain.audit.join import join
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import COMPRESSORS
-from memtrain.config import options
+from memtrain.config.sources import options
 from memtrain.experiments.measure import measure_states
-from memtrain.meter import LiveStorages
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,9 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
-from memtrain.build import build
-from memtrain.config import Config, compose, load, options
-from memtrain.rules import expand
+from memtrain.config.sources import Config, compose, load, options
+from memtrain.plan.build import build
+from memtrain.plan.rules import expand
 
 PRESETS = options("preset")
 
@@ -120,7 +120,7 @@ def test_a_family_of_ops_is_expanded_and_a_wrong_one_is_refused():
 
 
 def test_the_piecewise_family_is_what_one_bit_serves():
-    from memtrain.compressors.fewbit_exact import EXACT
+    from memtrain.compressors.fewbit.exact import EXACT
 
     clamps = {"clamp", "clip", "clamp_min", "clamp_max"}  # served by hardtanh's and threshold's
     slopes = {"prelu", "rrelu"}  # their slopes' own payload takes more

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memtrain.config import options
+from memtrain.config.sources import options
 
 pytest.importorskip("transformers")
 families = pytest.importorskip("benchmarks.families")

@@ -1,7 +1,12 @@
 """Importing needs no triton, no hydra, no compiled library; the reference path then works."""
 
+import importlib
 import subprocess
 import sys
+
+import pytest
+
+from memtrain._renamed import RENAMED
 
 PROGRAM = """
 import importlib.util, sys, warnings
@@ -72,3 +77,12 @@ print(len(caught), "C++ kernels were not built" in str(caught[0].message))
 """
     result = run([], body)
     assert result.stdout == "1 True\n", result.stderr
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_paths_warn_and_lead_to_the_same_module(old):
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=RENAMED[old]):
+        module = importlib.import_module(old)
+    assert module is sys.modules[RENAMED[old]]
+    assert module.__spec__.name == RENAMED[old]

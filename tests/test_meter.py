@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from memtrain.meter import LiveStorages, saved_nbytes, storage_nbytes
+from memtrain.audit.live_storages import LiveStorages, saved_nbytes, storage_nbytes
 
 
 def test_chain_keeps_what_autograd_saves():

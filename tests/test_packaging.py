@@ -4,19 +4,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from memtrain.config import options
+from memtrain.config.sources import options
 
 ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
-import memtrain, memtrain.config
+import memtrain
+from memtrain.config import load, options
 assert memtrain.__file__.startswith({folder!r}), memtrain.__file__
-for preset in memtrain.config.options("preset"):
-    memtrain.config.load(preset)
+for preset in options("preset"):
+    load(preset)
 from memtrain.experiments.config import compose
-for experiment in memtrain.config.options("experiment"):
+for experiment in options("experiment"):
     compose(["experiment=" + experiment])
-print(len(memtrain.config.options("preset")), len(memtrain.config.options("experiment")))
+print(len(options("preset")), len(options("experiment")))
 """
 
 

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain import planfile
-from memtrain.build import build
 from memtrain.compressors import (
     Block,
     DerivativeCode,
@@ -23,7 +21,9 @@ from memtrain.compressors import (
     Scaled,
 )
 from memtrain.compressors.auto import Auto
-from memtrain.config import ActivationRule, Activations, Config
+from memtrain.config.sources import ActivationRule, Activations, Config
+from memtrain.plan import file
+from memtrain.plan.build import build
 
 
 def make():
@@ -84,7 +84,7 @@ def test_a_wrapped_model_trains_to_the_same_bits(tmp_path):
 
 def test_a_plan_without_a_batch_carries_its_rules():
     plan = planned("smallest", batch=None)
-    config = planfile.loads(plan.to_yaml())
+    config = file.loads(plan.to_yaml())
     assert config.activations.sites == {}
     assert config.activations.rules == plan.config.activations.rules
     assert decisions(planned(config)) == decisions(planned("smallest"))
@@ -102,17 +102,17 @@ def test_a_plan_without_a_batch_carries_its_rules():
     ids=repr,
 )  # fmt: skip
 def test_build_reads_what_spec_writes(compressor):
-    assert build(planfile.spec(compressor)) == compressor
+    assert build(file.spec(compressor)) == compressor
 
 
 def test_a_plan_is_edited_by_hand():
     text = planned("balanced").to_yaml()
     (line,) = [line for line in text.splitlines() if line.startswith("    1 / gelu / input:")]
     edited = text.replace(line, "    1 / gelu / input: {name: group, bits: 8}")
-    config = planfile.loads(edited)
+    config = file.loads(edited)
     rows = {entry.site: entry.planned for entry in planned(config).entries()}
     assert rows["1 / gelu / input"] == 32 * 256 + 32 * 4  # a byte an element, two bf16 a group
-    found = planfile.diff(text, edited)
+    found = file.diff(text, edited)
     assert found == ["1 / gelu / input: {name: derivative, bits: 3} -> {name: group, bits: 8}"]
 
 
@@ -173,7 +173,7 @@ def test_a_corrupt_plan_fails_with_its_line(text, message, tmp_path):
 
 def test_what_is_no_plan_says_so():
     with pytest.raises(ValueError, match="its key 'memtrain_plan' is missing"):
-        planfile.loads("seed: 1")
+        file.loads("seed: 1")
 
 
 def test_a_config_in_yaml_still_is_one(tmp_path):
@@ -199,8 +199,8 @@ def test_a_plan_of_another_model_names_the_sites_that_do_not_exist(tmp_path):
 def test_ops_that_do_not_exist_are_named_where_a_batch_tells():
     text = HEAD + "activations:\n  sites:\n    1 / gelo / input: keep\n"
     with pytest.raises(ValueError, match="1 / gelo / input"):
-        planned(planfile.loads(text))
-    assert planned(planfile.loads(text), batch=None).config.activations.sites
+        planned(file.loads(text))
+    assert planned(file.loads(text), batch=None).config.activations.sites
 
 
 def test_states_that_do_not_exist_are_named(tmp_path):
@@ -213,7 +213,7 @@ def test_states_that_do_not_exist_are_named(tmp_path):
 def test_a_plan_that_keeps_everything_leaves_the_model_alone():
     text = HEAD + "activations:\n  sites:\n    1 / gelu / input: keep\n"
     model = make()
-    memtrain.wrap(model, torch.optim.AdamW(model.parameters()), planfile.loads(text))
+    memtrain.wrap(model, torch.optim.AdamW(model.parameters()), file.loads(text))
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

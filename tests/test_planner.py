@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memtrain
-from memtrain.activations.recompute import blocks_of
+from memtrain.activations.intercept.recompute import blocks_of
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import state_tensors
+from memtrain.audit.peak import Moment, StepOptions
 from memtrain.compressors import DerivativeCode, Group, Key
-from memtrain.compressors.fewbit_functions import CURVES
-from memtrain.config import ActivationRule, Activations, Config, Optim, StateRule
-from memtrain.held import state_tensors
-from memtrain.meter import storage_nbytes
-from memtrain.peak import Moment, StepOptions
-from memtrain.planfile import spec
-from memtrain.planner import (  # fmt: skip
+from memtrain.compressors.fewbit.functions import CURVES
+from memtrain.config.sources import ActivationRule, Activations, Config, Optim, StateRule
+from memtrain.plan.file import spec
+from memtrain.plan.rules import state_site
+from memtrain.planner import (
     DoesNotFit,
     Goal,
     Rates,
@@ -36,19 +37,11 @@ from memtrain.planner.forward import Work, measure_forward
 from memtrain.planner.items import Option, best
 from memtrain.planner.levels import STATES, activation_rules, state_rules
 from memtrain.planner.noise import derived_error, moment_error, relative_error
-from memtrain.planner.offers import (
-    Ground,
-    Offer,
-    best_offers,
-    config_of,
-    count_options,
-    lay_ground,
-)
+from memtrain.planner.offers import Ground, Offer, best_offers, config_of, count_options, lay_ground
 from memtrain.planner.sensitivity import analytic, measured
 from memtrain.planner.solve import Choice, Part, bound, frontier
 from memtrain.planner.states import gather_states
 from memtrain.planner.sweep import evaluate, sweep
-from memtrain.rules import state_site
 
 
 class Block(nn.Module):
@@ -238,7 +231,7 @@ def proxy(monkeypatch, gathered):
         return gathered[key]
 
     def predict(model, optimizer, batch, cfg, options):
-        plan = memtrain.plan.make_plan(model, optimizer, cfg)
+        plan = make_plan(model, optimizer, cfg)
         records = plan.trace(model, batch)
         parts = {
             "weights": sum(e.planned for e in plan.entries("weight")),
@@ -361,7 +354,7 @@ def test_what_does_not_fit_says_why_and_what_would_help(proxy):
 
 
 def test_the_promise_is_kept_by_a_real_step():
-    from memtrain.peak.measure import measure
+    from memtrain.audit.peak.measure import measure
 
     model, optimizer = make()
     plain = measure(model, optimizer, X).peak.nbytes
@@ -474,14 +467,14 @@ def test_blocks_and_their_work(candidates):
 
 
 def test_options_lose_more_the_fewer_bits_they_have():
-    build = memtrain.build.build
+    build = memtrain.plan.build.build
     errors = [relative_error(build({"name": "group", "bits": b}), "linear")
               for b in (8, 6, 5, 4, 3, 2)]  # fmt: skip
     assert errors == sorted(errors)
     # uniform noise of a step of (max - min) / 15, stochastically rounded: between 1/12 and 1/4
     assert 0.2 > errors[3] / (2 * 2.8 / 15) ** 2 > 1 / 12
     for state, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        wide, narrow = (memtrain.build.build(b, signed=signed) for b in ("B256/DE8", "B128/DE"))
+        wide, narrow = (build(b, signed=signed) for b in ("B256/DE8", "B128/DE"))
         assert 0 == moment_error(state, "keep") < moment_error(state, wide)
         assert moment_error(state, wide) < moment_error(state, narrow)
     assert [len(state_rules(name)) for name in STATES] == [0, 2, 2, 2]

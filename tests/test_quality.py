@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.quality import GradientQuality, measure
+from memtrain.activations.adaptive.quality import GradientQuality, measure
 from memtrain.compressors import Group, Identity
 
 

@@ -30,7 +30,7 @@ def test_make_targets_exist():
 
 
 def test_presets_in_the_readme_exist():
-    from memtrain.config import options
+    from memtrain.config.sources import options
 
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", README, flags=re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]

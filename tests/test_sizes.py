@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.sizes import UNITS, format_size, parse_size
+from memtrain.config.sizes import UNITS, format_size, parse_size
 
 
 @pytest.mark.parametrize(

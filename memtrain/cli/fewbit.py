@@ -15,7 +15,7 @@ from rich.table import Table
 from memtrain.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from memtrain.compressors.fewbit_step import Approximation
+    from memtrain.compressors.fewbit.step_function import Approximation
 
 HELP = """\
 usage: memtrain-fewbit FUNCTION [--bits N] [options]
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    from memtrain.compressors.fewbit_functions import FAMILIES
+    from memtrain.compressors.fewbit.functions import FAMILIES
 
     parser = Parser(prog="memtrain-fewbit", add_help=False, allow_abbrev=False)
     parser.add_argument("function", nargs="?")
@@ -113,9 +113,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         ImportError: For `--png` without matplotlib.
         OSError: If a file cannot be written.
     """
-    from memtrain.compressors.fewbit_functions import FAMILIES, check_name, curve
-    from memtrain.compressors.fewbit_solver import solve, table
-    from memtrain.compressors.fewbit_tables import save_npz
+    from memtrain.compressors.fewbit.functions import FAMILIES, check_name, curve
+    from memtrain.compressors.fewbit.solver import solve, table
+    from memtrain.compressors.fewbit.tables import save_npz
 
     function, bits = arguments.function, arguments.bits
     check_name(function, FAMILIES)
@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _parameters(arguments: argparse.Namespace, defaults: "Any") -> tuple[float, ...]:
-    from memtrain.compressors.fewbit_functions import complete
+    from memtrain.compressors.fewbit.functions import complete
 
     given = {
         name.removeprefix("parameter "): value
@@ -196,7 +196,7 @@ def as_json(
         What `--json` prints.
 
     Example:
-        >>> from memtrain.compressors.fewbit_solver import table
+        >>> from memtrain.compressors.fewbit.solver import table
         >>> as_json("relu", {}, (-10.0, 10.0), "uniform", table("relu", 1))["levels"]
         [0.0, 1.0]
     """
@@ -242,7 +242,7 @@ def pieces(step: "Approximation") -> list[tuple[int, float, float]]:
     """The intervals of the step function, in order: code, left end, right end.
 
     Example:
-        >>> from memtrain.compressors.fewbit_tables import from_table
+        >>> from memtrain.compressors.fewbit.tables import from_table
         >>> pieces(from_table([-1.0, 1.0], [0.0, 1.0], "band"))
         [(0, -inf, -1.0), (1, -1.0, 1.0), (0, 1.0, inf)]
     """
@@ -263,9 +263,9 @@ def errors_table() -> Table:
         >>> errors_table().row_count > 10
         True
     """
-    from memtrain.compressors.fewbit_exact import EXACT
-    from memtrain.compressors.fewbit_functions import CURVES
-    from memtrain.compressors.fewbit_solver import table
+    from memtrain.compressors.fewbit.exact import EXACT
+    from memtrain.compressors.fewbit.functions import CURVES
+    from memtrain.compressors.fewbit.solver import table
 
     rows = Table(box=None, pad_edge=False)
     rows.add_column("function")
@@ -280,7 +280,7 @@ def errors_table() -> Table:
 
 
 def _help() -> str:
-    from memtrain.compressors.fewbit_functions import FAMILIES
+    from memtrain.compressors.fewbit.functions import FAMILIES
 
     lines = []
     for name, family in FAMILIES.items():

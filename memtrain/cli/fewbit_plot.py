@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from memtrain.compressors.fewbit_functions import curve
-from memtrain.compressors.fewbit_step import Approximation
+from memtrain.compressors.fewbit.functions import curve
+from memtrain.compressors.fewbit.step_function import Approximation
 
 
 def draw(

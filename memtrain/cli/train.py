@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # torch takes a second to import: help does not wait for it
     from memtrain.experiments.session import Interrupted, Session
-    from memtrain.experiments.sweep import Sweep
+    from memtrain.experiments.sweep.sweep import Sweep
 
     try:
         config, state = _config([item for item in arguments if item != "--config"])
@@ -106,7 +106,7 @@ def _config(overrides: list[str]) -> tuple["TrainConfig", dict[str, Any] | None]
 
 
 def _help() -> str:
-    from memtrain.config import options
+    from memtrain.config.sources import options
 
     lines = [
         line

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.kernels import codebook
+from memtrain.kernels.codebook import block
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -30,7 +30,7 @@ class Block:
 
     Attributes:
         block_size: Elements per scale: a multiple of 8.
-        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see `kernels.maps.codebook`.
+        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see `codebooks.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept; unsigned maps round them to the lowest value.
         rounding: `"nearest"`, ties to the lower value, or `"stochastic"`: to one of the two
@@ -64,11 +64,11 @@ class Block:
         if self.block_size < 8 or self.block_size % 8:
             raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
         check_rounding(self.rounding)
-        codebook.codebook(self.map, bits=self.bits, signed=self.signed)
+        block.codebook(self.map, bits=self.bits, signed=self.signed)
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
-        codes, scale = codebook.quantize(
+        codes, scale = block.quantize(
             x,
             map=self.map,
             bits=self.bits,
@@ -80,7 +80,7 @@ class Block:
 
     def decompress(self, packed: Packed) -> Tensor:
         """A contiguous tensor of the original shape and dtype."""
-        flat = codebook.dequantize(
+        flat = block.dequantize(
             packed.tensors["codes"],
             packed.tensors["scale"],
             map=self.map,

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.compressors.fewbit_functions import FAMILIES, check_name, complete
-from memtrain.compressors.fewbit_register import REGISTERED, registered
-from memtrain.compressors.fewbit_solver import check_bits, table
-from memtrain.compressors.fewbit_step import Approximation
-from memtrain.compressors.fewbit_tables import named_table
-from memtrain.kernels import derivative
+from memtrain.compressors.fewbit.functions import FAMILIES, check_name, complete
+from memtrain.compressors.fewbit.register import REGISTERED, registered
+from memtrain.compressors.fewbit.solver import check_bits, table
+from memtrain.compressors.fewbit.step_function import Approximation
+from memtrain.compressors.fewbit.tables import named_table
+from memtrain.kernels.derivative import derivative
 
 
 def _table(

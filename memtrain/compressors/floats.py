@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.kernels.floats_reference import limits
-from memtrain.kernels.format_names import named_format
-from memtrain.kernels.formats import FloatFormat
+from memtrain.kernels.floats.format_names import named_format
+from memtrain.kernels.floats.formats import FloatFormat
+from memtrain.kernels.floats.rounding_reference import limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.kernels import group
+from memtrain.kernels.group import group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Group:
     Stochastic rounding is unbiased: the mean over keys is the tensor, to 2**-16 of a step. The
     error of an element is below one step (half a step if to nearest) of its group. float64 is
     rounded to float32 first. A NaN or an Inf makes its own group NaN and touches no other;
-    `kernels.group.group_quantize` tells the rest.
+    `kernels.group.group.group_quantize` tells the rest.
 
     Args:
         bits: Bits per element, 1 to 8.
@@ -97,7 +97,7 @@ class Group:
 def quantize(
     x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.group.group_quantize` for groups of any size.
+    """`kernels.group.group.group_quantize` for groups of any size.
 
     Codes are packed in eights: a group of another size is filled up with its first element, which
     leaves its bounds alone.

@@ -9,7 +9,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.scaled import NORMALISATIONS, Scaled
-from memtrain.kernels.maps import MAPS, float_bits
+from memtrain.kernels.codebook.codebooks import MAPS, float_bits
 
 _FIXED = ("identity", "factored")
 _SCALES = ("B128", "B2048", "Rank-1", *NORMALISATIONS)

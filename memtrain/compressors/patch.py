@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.kernels import patch
+from memtrain.kernels.patch import patch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Patch:
     The error of a value is below a third of its patch's range (stochastic, unbiased) or at most a
     sixth (nearest), besides the rounding of the minimum and the maximum to 16 bits, which leaves
     16-bit tensors as they are. A NaN or an Inf makes its own patch NaN and touches no other;
-    `kernels.patch.patch_quantize` tells the rest.
+    `kernels.patch.patch.patch_quantize` tells the rest.
 
     Args:
         rounding: `"nearest"` (the key does nothing) or `"stochastic"` (the key gives the seed).

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import Key, Packed
-from memtrain.kernels import draws
 from memtrain.kernels.dct import dct, idct
+from memtrain.kernels.random import draws
 
 KINDS = ("rows", "norm_rows", "gaussian", "rademacher", "dct")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,7 +22,7 @@ class Projection:
     """Keeps `S x` for an x of [tokens, features], and gives back `S^T (S x)`: E[S^T S] = I.
 
     A linear layer reads its input in backward only for `grad_W = dy^T x`. With this it becomes
-    `(S dy)^T (S x)`: unbiased, its variance told by `memtrain.activations.variance`; the gradients
+    `(S dy)^T (S x)`: unbiased, its variance told by `adaptive.variance`; the gradients
     of input and bias stay exact. So does every gradient that is *linear* in the saved tensor; what
     reads it through a nonlinearity (a norm, an activation, softmax) is biased: write rules for
     `op: linear|addmm`. S, [p, tokens], is replayed from the key's 64 bits and never stored:

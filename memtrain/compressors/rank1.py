@@ -6,7 +6,7 @@ from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
 from memtrain.compressors.codebook import Block, check_rounding, seed_of
-from memtrain.kernels import codebook, rank1
+from memtrain.kernels.codebook import block, rank1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Rank1:
     or Inf; the others stay within their usual error.
 
     Attributes:
-        map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `kernels.maps.codebook`.
+        map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `codebooks.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept.
         rounding: `"nearest"` or `"stochastic"`, as in `Block`.
@@ -47,7 +47,7 @@ class Rank1:
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
-        codebook.codebook(self.map, bits=self.bits, signed=self.signed)
+        block.codebook(self.map, bits=self.bits, signed=self.signed)
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""

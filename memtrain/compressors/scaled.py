@@ -7,9 +7,9 @@ from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
 from memtrain.compressors.codebook import Block, check_rounding, seed_of
-from memtrain.kernels import codebook, sides
-from memtrain.kernels.book import Book
-from memtrain.kernels.sides import Sides, inverse
+from memtrain.kernels.codebook import block, row_column
+from memtrain.kernels.codebook.codes import Book
+from memtrain.kernels.codebook.row_column import Sides, inverse
 
 NORMALISATIONS = ("tensor", "dim0", "dim1", "dim01", "dim10", "rank1-group")
 
@@ -29,7 +29,7 @@ class Scaled:
             a column of what that leaves (the scales are multiplied), `"dim10"` the other way
             round; `"rank1-group"`, the lesser of the maxima of `group_size` elements along the row
             and along the column (dimensions after the first are flattened).
-        map: `"Linear"`, `"DE"`, ..., see `kernels.maps.codebook`.
+        map: `"Linear"`, `"DE"`, ..., see `kernels.codebook.codebooks.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept.
         rounding: `"nearest"` or `"stochastic"`, as in `Block`.
@@ -68,7 +68,7 @@ class Scaled:
         if self.group_size < 1:
             raise ValueError(f"group_size={self.group_size}; allowed: 1 or more")
         check_rounding(self.rounding)
-        codebook.codebook(self.map, bits=self.bits, signed=self.signed)
+        block.codebook(self.map, bits=self.bits, signed=self.signed)
 
     def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; float32 scale, or row and col."""
@@ -81,7 +81,7 @@ class Scaled:
         else:
             scales, matrix = self._normalised(matrix.float(), x.shape)
             by = Sides(matrix.new_ones(matrix.shape[0]), matrix.new_ones(matrix.shape[1]))
-        codes = sides.quantize(matrix, by, self._book(), seed_of(key, self.rounding))
+        codes = row_column.quantize(matrix, by, self._book(), seed_of(key, self.rounding))
         return Packed({"codes": codes, **scales}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -91,11 +91,11 @@ class Scaled:
             return self._block().decompress(packed)
         if "scale" in tensors:
             by = self._sides(tensors["scale"], shape)
-            x = sides.dequantize(tensors["codes"], by, self._book())
+            x = row_column.dequantize(tensors["codes"], by, self._book())
         else:
             rows, cols = _matrix_shape(shape)
             ones = tensors["row"].new_ones
-            x = sides.dequantize(tensors["codes"], Sides(ones(rows), ones(cols)), self._book())
+            x = row_column.dequantize(tensors["codes"], Sides(ones(rows), ones(cols)), self._book())
             x = self._denormalised(x, tensors["row"], tensors["col"], shape)
         return x.view(shape).to(packed.dtype)
 

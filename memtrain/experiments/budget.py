@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.config import Config
-from memtrain.peak import StepOptions
+from memtrain.audit.peak import StepOptions
+from memtrain.config.sizes import format_size
+from memtrain.config.sources import Config
 from memtrain.planner import Fit, Goal, Rates, fit, measure_rates, read_rates
-from memtrain.sizes import format_size
 
 MEASURE = "measure"
 

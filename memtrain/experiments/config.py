@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from memtrain import config as base
+from memtrain.config import sources as base
 from memtrain.experiments.budget import PlannerConfig
-from memtrain.experiments.grid import SweepConfig
+from memtrain.experiments.sweep.grid import SweepConfig
 
 RUNS = ("plain", "wrapped")
 OPTIMIZERS = ("adamw", "sgd")

@@ -13,21 +13,16 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from memtrain import api
-from memtrain import config as base
-from memtrain.activations.adapt import Adapter
+from memtrain.activations.adaptive.gact import Adapter
+from memtrain.audit.live_storages import LiveStorages, storage_nbytes
+from memtrain.config import sources as base
 from memtrain.experiments import checkpoint
 from memtrain.experiments.budget import planned
 from memtrain.experiments.config import TrainConfig
 from memtrain.experiments.data import Source
-from memtrain.experiments.measure import (
-    Bytes,
-    gradient_tensors,
-    state_tensors,
-    weight_tensors,
-)
+from memtrain.experiments.measure import Bytes, gradient_tensors, state_tensors, weight_tensors
 from memtrain.experiments.models import build_model
 from memtrain.experiments.optimizers import build_optimizer, learning_rate
-from memtrain.meter import LiveStorages, storage_nbytes
 from memtrain.planner import Fit
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from memtrain.held import gradient_tensors, state_tensors, weight_tensors
-from memtrain.meter import storage_nbytes
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 
 __all__ = ["Bytes", "gradient_tensors", "measure_states", "state_tensors", "weight_tensors"]
 

@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from memtrain.audit.live_storages import storage_nbytes
 from memtrain.experiments import checkpoint, plot, results
 from memtrain.experiments.budget import promise
 from memtrain.experiments.config import TrainConfig
 from memtrain.experiments.data import Source, build_source
 from memtrain.experiments.display import Display
 from memtrain.experiments.loop import Row, Run, is_due, pick_device
-from memtrain.meter import storage_nbytes
 from memtrain.planner import Fit
 
 

@@ -1,6 +1,6 @@
 """Compressed states for any torch optimizer, and the fused ones."""
 
-from memtrain.optim.adamw4bit import (
+from memtrain.optim.fused.adam import (
     Adam4bit,
     Adam8bit,
     AdamW4bit,
@@ -8,17 +8,17 @@ from memtrain.optim.adamw4bit import (
     AdamW8bit,
     AdamW8bitFactor,
 )
-from memtrain.optim.base import CompressedStates
-from memtrain.optim.compressed import CompressedOptimizer
-from memtrain.optim.convert import compress, restore
-from memtrain.optim.fused import FusedStates
-from memtrain.optim.layout import Choice, StateRow
-from memtrain.optim.lion import Lion, Lion4bit, Lion8bit
-from memtrain.optim.portable import portable_state_dict
-from memtrain.optim.release import ReleaseGradients
-from memtrain.optim.report import describe, predict, state_bytes
-from memtrain.optim.sgd import SGD4bit, SGD8bit
-from memtrain.optim.weights import SplitWeights
+from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
+from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
+from memtrain.optim.states.base import CompressedStates
+from memtrain.optim.states.compressed import CompressedOptimizer
+from memtrain.optim.states.convert import compress, restore
+from memtrain.optim.states.describe import describe, predict, state_bytes
+from memtrain.optim.states.layout import Choice, StateRow
+from memtrain.optim.states.portable import portable_state_dict
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.weights import SplitWeights
 
 __all__ = [
     "Adam4bit",

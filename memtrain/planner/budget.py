@@ -8,13 +8,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memtrain.activations.sites import Site
+from memtrain.activations.saved.site import Site
+from memtrain.audit.peak import Moment, StepOptions
+from memtrain.audit.peak.predict import conditions, predict
 from memtrain.compressors import Compressor
-from memtrain.config import KEEP, Config
-from memtrain.peak import Moment, StepOptions
-from memtrain.peak.predict import conditions, predict
-from memtrain.plan import Plan, make_plan
-from memtrain.planfile import load
+from memtrain.config.sizes import parse_size
+from memtrain.config.sources import KEEP, Config
+from memtrain.gradient_quality import closure_of
+from memtrain.plan.file import load
+from memtrain.plan.plan import Plan, make_plan
 from memtrain.planner.candidates import gather
 from memtrain.planner.fit import DoesNotFit, Fit, advice
 from memtrain.planner.goal import ALLOWED, Goal
@@ -31,8 +33,6 @@ from memtrain.planner.offers import (
 )
 from memtrain.planner.sensitivity import analytic, is_real, measured
 from memtrain.planner.states import gather_states
-from memtrain.quality import closure_of
-from memtrain.sizes import parse_size
 
 TEMPORARIES = 0.9
 """This share of temporaries that three plans need, all are taken to need."""

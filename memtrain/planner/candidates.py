@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memtrain.activations.recompute import blocks_of
-from memtrain.activations.sites import Record
-from memtrain.config import Config
-from memtrain.peak import StepOptions
-from memtrain.peak.predict import conditions
-from memtrain.plan import Plan, make_plan
+from memtrain.activations.intercept.recompute import blocks_of
+from memtrain.activations.saved.site import Record
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.predict import conditions
+from memtrain.config.sources import Config
+from memtrain.plan.plan import Plan, make_plan
 from memtrain.planner.forward import Work, measure_forward
 from memtrain.planner.items import Item, items_of
 from memtrain.planner.traces import Traces

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from memtrain.config import KEEP
-from memtrain.peak import Moment
-from memtrain.peak.timeline import GRADIENTS, SAVED, STATES, WEIGHTS
-from memtrain.plan import Plan
+from memtrain.audit.peak import Moment
+from memtrain.audit.peak.timeline import GRADIENTS, SAVED, STATES, WEIGHTS
+from memtrain.config.sizes import format_size
+from memtrain.config.sources import KEEP
+from memtrain.plan.plan import Plan
 from memtrain.planner.levels import LOSSLESS, TORCH
-from memtrain.sizes import format_size
 
 _MEANS = {
     "quantise": "compresses saved tensors and optimizer states",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.trace import trace
+from memtrain.activations.trace.fake_forward import trace
 
 
 class Work(NamedTuple):

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from memtrain.activations.passes import Closure
-from memtrain.config import nearest
-from memtrain.peak import StepOptions
+from memtrain.activations.adaptive.replay import Closure
+from memtrain.audit.peak import StepOptions
+from memtrain.config.sources import nearest
 from memtrain.planner.rates import Rates
 
 ALLOWED = ("quantise", "recompute", "release", "weights")

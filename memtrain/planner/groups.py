@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from memtrain.activations.groups import Groups
-from memtrain.activations.join import join
-from memtrain.activations.sites import Record, Site
-from memtrain.config import KEEP
+from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.site_sets import Groups
+from memtrain.audit.join import join
+from memtrain.config.sources import KEEP
 from memtrain.planner.traces import Traces
 
 DERIVED = "derived"

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from memtrain.activations.saved import SHARED
-from memtrain.activations.sites import Record, Site
+from memtrain.activations.saved.pack import SHARED
+from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, DerivativeCode, Group, Identity
-from memtrain.compressors.fewbit_functions import CURVES
-from memtrain.config import KEEP
-from memtrain.planfile import spec
+from memtrain.compressors.fewbit.functions import CURVES
+from memtrain.config.sources import KEEP
+from memtrain.plan.file import spec
 from memtrain.planner.groups import DERIVED, Groups, source_of, united
 from memtrain.planner.levels import BALANCED, LOSSLESS, NARROW, WIDTHS, Widths
 from memtrain.planner.noise import derived_error, relative_error

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from memtrain.config import KEEP, ActivationRule, StateRule
+from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
 LOSSLESS = "lossless"
 BALANCED = "balanced"

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memtrain import plan as rules
-from memtrain.plan import Plan
+from memtrain.plan import plan as rules
+from memtrain.plan.plan import Plan
 from memtrain.planner.budget import fit
 from memtrain.planner.goal import Goal
 

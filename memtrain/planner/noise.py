@@ -5,11 +5,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from memtrain.activations.families import FAMILIES
+from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.compressors import Compressor, DerivativeCode, Integers, Key, Mask
-from memtrain.compressors.fewbit_exact import EXACT
-from memtrain.compressors.fewbit_functions import CURVES, Function
-from memtrain.optim.layout import is_unsigned
+from memtrain.compressors.fewbit.exact import EXACT
+from memtrain.compressors.fewbit.functions import CURVES, Function
+from memtrain.optim.states.layout import is_unsigned
 
 _SOLVED = 6
 """Tables of more bits take seconds to solve; each bit more takes three quarters of the error."""

@@ -8,9 +8,9 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from memtrain.config import KEEP, Config
-from memtrain.plan import make_plan
-from memtrain.planfile import spec
+from memtrain.config.sources import KEEP, Config
+from memtrain.plan.file import spec
+from memtrain.plan.plan import make_plan
 from memtrain.planner.candidates import Block, Candidates
 from memtrain.planner.goal import Goal, Objective
 from memtrain.planner.levels import TORCH

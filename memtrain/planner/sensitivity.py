@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
-from memtrain.activations.passes import Closure, Gradient, distance, dot, untouched
-from memtrain.activations.sites import Site
+from memtrain.activations.adaptive.replay import Closure, Gradient, distance, dot, untouched
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor
 from memtrain.planner.candidates import Block, Candidates
 from memtrain.planner.items import Item, Option, best

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.compressors import Compressor
-from memtrain.config import Config, Optim
-from memtrain.entry import Entry
-from memtrain.optim.layout import settle
-from memtrain.plan import Plan, make_plan
-from memtrain.planfile import spec
+from memtrain.config.sources import Config, Optim
+from memtrain.optim.states.layout import settle
+from memtrain.plan.entry import Entry
+from memtrain.plan.file import spec
+from memtrain.plan.plan import Plan, make_plan
+from memtrain.plan.rules import state_site
+from memtrain.plan.states import NO_COUNTER
 from memtrain.planner.goal import Goal, Objective
 from memtrain.planner.levels import BITS4, TORCH, state_rules
 from memtrain.planner.noise import moment_error
 from memtrain.planner.rates import Rates
 from memtrain.planner.solve import Choice, Part, Solution, frontier
 from memtrain.planner.sweep import sweep
-from memtrain.rules import state_site
-from memtrain.states import NO_COUNTER
 
 MIXTURES = 64
 """Of the trade between the objective and the bytes of all states, so many are told apart."""

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from memtrain.activations.sites import Record, Site
+from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor
-from memtrain.config import KEEP
-from memtrain.plan import Plan
+from memtrain.config.sources import KEEP
+from memtrain.plan.plan import Plan
+from memtrain.plan.rules import activation_rules as rules_of
 from memtrain.planner.levels import CODES, GROUPS, NARROW, SCHEMES, Widths, activation_rules
-from memtrain.rules import activation_rules as rules_of
 
 
 class Trace:
@@ -32,7 +32,7 @@ class Traces:
 
     Example:
         >>> import torch
-        >>> from memtrain.plan import make_plan
+        >>> from memtrain.plan.plan import make_plan
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
         >>> plan = make_plan(model, torch.optim.SGD(model.parameters()))
         >>> found = Traces(plan, model, torch.ones(64, 64), quantise=True)

@@ -1,7 +1,7 @@
 """Mixed precision: float formats, and which tensors of training are rounded to which."""
 
-from memtrain.kernels.format_names import FORMATS, named_format
-from memtrain.kernels.formats import (
+from memtrain.kernels.floats.format_names import FORMATS, named_format
+from memtrain.kernels.floats.formats import (
     BF16,
     E4M3FN,
     E5M2,

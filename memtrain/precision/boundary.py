@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from memtrain.kernels.formats import FloatFormat
+from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.precision.state import PrecisionState
 
 

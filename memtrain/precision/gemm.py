@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.kernels.formats import FloatFormat
+from memtrain.kernels.floats.formats import FloatFormat
 
 TYPES = {(4, 3): torch.float8_e4m3fn, (5, 2): torch.float8_e5m2}  # exponent and mantissa bits
 MULTIPLE = 16  # of all sizes, on CUDA
@@ -41,7 +41,7 @@ def operand(x: Tensor, form: FloatFormat) -> Operand:
         1 byte per element, and 5 while it runs.
 
     Example:
-        >>> from memtrain.kernels.formats import FP8_FORWARD
+        >>> from memtrain.kernels.floats.formats import FP8_FORWARD
         >>> codes, inverse, halved = operand(torch.tensor([1.125, 28.0]), FP8_FORWARD)
         >>> codes.float() * inverse, halved
         (tensor([ 1.1250, 28.0000]), tensor(False))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.options import Options
-from memtrain.activations.saved import Choose, SavedTensors
-from memtrain.activations.trace import trace
-from memtrain.kernels.floats import DTYPES
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.pack import Choose, SavedTensors
+from memtrain.activations.trace.fake_forward import trace
+from memtrain.kernels.floats.rounding import DTYPES
 from memtrain.precision.ops import is_gemm, tensors
 from memtrain.precision.values import Made, Values
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from memtrain.kernels.format_names import named_format
-from memtrain.kernels.formats import FloatFormat
+from memtrain.kernels.floats.format_names import named_format
+from memtrain.kernels.floats.formats import FloatFormat
 
 FP32 = "fp32"
 SIZED = ("size_ordered", "increasing", "random")

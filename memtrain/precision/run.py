@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from memtrain.activations.payload import check_version
-from memtrain.activations.saved import SavedTensors
+from memtrain.activations.saved.handles import check_version
+from memtrain.activations.saved.pack import SavedTensors
 from memtrain.compressors import Compressor, Float
-from memtrain.kernels.format_names import FORMATS
-from memtrain.kernels.formats import FloatFormat
+from memtrain.kernels.floats.format_names import FORMATS
+from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.precision import gemm
 from memtrain.precision.boundary import Boundary
 from memtrain.precision.ops import QUESTIONS, writes

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from memtrain.activations.origin import in_transform
-from memtrain.activations.trace import Given
+from memtrain.activations.saved.origin import in_transform
+from memtrain.activations.trace.fake_forward import Given
 from memtrain.precision.graph import refuse_shards
 from memtrain.precision.state import PrecisionState
 

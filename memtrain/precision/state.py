@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memtrain.compressors import Key
-from memtrain.kernels.formats import FloatFormat
+from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.precision.assign import Assignment, assign
 from memtrain.precision.graph import Graph
 from memtrain.precision.options import Precision

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.origin import foreign, storage_id
-from memtrain.activations.sites import Site
-from memtrain.kernels.floats import DTYPES
+from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.site import Site
+from memtrain.kernels.floats.rounding import DTYPES
 from memtrain.precision.ops import MOVES, tensors
 
 

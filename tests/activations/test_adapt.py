@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import memtrain
-from memtrain.activations.passes import distance, untouched
-from memtrain.activations.sites import Op, Site
-from memtrain.activations.statistics import Statistics, content_hashes
+from memtrain.activations.adaptive.actnn import Statistics, content_hashes
+from memtrain.activations.adaptive.replay import distance, untouched
+from memtrain.activations.saved.site import Op, Site
 from memtrain.wrapped import wrapped_of
 
 LEVELS = [f"actnn_l{level}" for level in range(6)]
@@ -149,7 +149,7 @@ def test_sensitivity_of_a_linear_layer_predicts_its_variance():
     x = torch.rand(40, 64).requires_grad_()  # as from an earlier layer
     x = x * 1.0
     dy = torch.randn(40, 32)
-    from memtrain.activations.bits import Bits
+    from memtrain.activations.adaptive.bit_widths import Bits
     from memtrain.compressors import Key, Samples
     from memtrain.compressors.auto import Auto
 
@@ -176,7 +176,7 @@ def test_sensitivity_of_a_linear_layer_predicts_its_variance():
 
 
 def test_convolutions_count_kernel_groups_and_positions():
-    from memtrain.activations.statistics import _factor
+    from memtrain.activations.adaptive.actnn import _factor
 
     x, y = torch.empty(2, 8, 6, 6), torch.empty(2, 12, 6, 6)
     conv = Op("", "conv2d", (x, torch.empty(12, 4, 3, 3)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memtrain.activations.allocate import CAP, WIDTHS, allocate, objective
+from memtrain.activations.adaptive.allocate import CAP, WIDTHS, allocate, objective
 
 LADDER = (1, 2, 4, 8, 32)
 cost = st.floats(0, 1e4)

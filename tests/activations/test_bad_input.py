@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memtrain
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l2", "gact4", "patch4x4")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from memtrain.activations.bits import Bits, Need, uniform
-from memtrain.activations.sites import Site
+from memtrain.activations.adaptive.bit_widths import Bits, Need, uniform
+from memtrain.activations.saved.site import Site
 from memtrain.compressors import DerivativeCode, Group, Host, Identity, Samples
 from memtrain.compressors.auto import Auto
 

@@ -3,12 +3,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.activations.intercept import Interception
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
 from memtrain.activations.ops import conv
 from memtrain.activations.ops.conv import MicroBatches
-from memtrain.activations.options import Options
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import DerivativeCode, Group, Identity, Key
-from memtrain.meter import LiveStorages
 
 CASES = {
     "conv1d": (nn.Conv1d(4, 6, 5, padding=2, dilation=1), (7, 4, 20)),

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import memtrain
 from memtrain.activations.ops import cross_entropy as ours
 from memtrain.activations.ops.cross_entropy import Options, cross_entropy, recognise
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import Group, Identity
 from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.meter import LiveStorages
 
 
 @dataclass(frozen=True)

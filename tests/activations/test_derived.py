@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
-from memtrain.activations.trace import trace
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.trace.fake_forward import trace
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
-from memtrain.meter import saved_nbytes
 
 GROUP = Group(bits=8, bounds="fp32")
 

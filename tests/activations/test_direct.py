@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.autograd import Function
 
-from memtrain.activations.direct import direct
+from memtrain.activations.ops.autograd import direct
 
 
 class Scale(Function):

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.activations.fewbit import fewbit
+from memtrain.activations.ops.fewbit import fewbit
 from memtrain.compressors import DerivativeCode
 from memtrain.kernels.dispatch import backend, has_triton
 
@@ -228,7 +228,7 @@ def test_training_reaches_the_loss_of_exact_gradients():
 
 
 def test_the_face_of_the_package_has_the_tables_and_ones_own_functions(tmp_path, monkeypatch):
-    from memtrain.activations import fewbit as package
+    from memtrain.activations.ops import fewbit as package
 
     monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path))
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.activations.indices import limit_of
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
-from memtrain.activations.trace import trace
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.index_bounds import limit_of
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.trace.fake_forward import trace
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
-from memtrain.meter import saved_nbytes
 
 OPTIONS = Options(min_elements=64)
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import DerivativeCode, Group, Identity
-from memtrain.meter import LiveStorages
 
 NONLINEAR = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -599,8 +599,8 @@ SINGULAR = {
 @pytest.mark.parametrize("preset", ["balanced", "smallest"])
 @pytest.mark.parametrize("name", SINGULAR)
 def test_presets_keep_what_a_jumping_or_singular_derivative_reads(name, preset):
-    from memtrain.config import load
-    from memtrain.plan import Rules
+    from memtrain.config.sources import load
+    from memtrain.plan.plan import Rules
 
     rules = load(preset).activations.rules
     choose = Rules([], rules, ("module", "op", "tensor"))

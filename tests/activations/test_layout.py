@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memtrain.activations.layout import flatten, memory_key, restore
+from memtrain.activations.saved.flatten import flatten, memory_key, restore
 
 X = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
 CASES = {

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.bits import Need
-from memtrain.activations.loud import complaint, expected
-from memtrain.activations.spread import Spread
+from memtrain.activations.adaptive.bit_widths import Need
+from memtrain.activations.adaptive.gradient_variance import Spread
+from memtrain.activations.adaptive.noise_warning import complaint, expected
 from memtrain.wrapped import wrapped_of
 
 

@@ -4,15 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memtrain.activations.calls import recognise, recognise_module
-from memtrain.activations.intercept import Interception
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.registry import recognise, recognise_module
 from memtrain.activations.ops.nonlinear import MODULES, NAMES, Nonlinearity
 from memtrain.activations.ops.prelu import PReLU
 from memtrain.activations.ops.rrelu import RReLU
-from memtrain.activations.options import Options
 from memtrain.compressors import DerivativeCode, Group, Key
-from memtrain.compressors.fewbit_exact import EXACT
-from memtrain.compressors.fewbit_register import register
+from memtrain.compressors.fewbit.exact import EXACT
+from memtrain.compressors.fewbit.register import register
 
 CODE, KEY = DerivativeCode(bits=4), Key(seed=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

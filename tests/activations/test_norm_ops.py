@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.activations.intercept import Interception
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
 from memtrain.activations.ops import norm_calls
 from memtrain.activations.ops.batch_norm import batch_norm, instance_norm
 from memtrain.activations.ops.norm import group_norm, layer_norm
 from memtrain.activations.ops.rms_norm import rms_norm
-from memtrain.activations.options import Options
-from memtrain.activations.sites import Site
+from memtrain.activations.saved.site import Site
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import DerivativeCode, Group, Identity, Key, Packed
-from memtrain.kernels import channel_norm
-from memtrain.kernels import norm as norm_kernel
-from memtrain.meter import LiveStorages
+from memtrain.kernels.norm import channel_norm
+from memtrain.kernels.norm import norm as norm_kernel
 
 
 class Run:

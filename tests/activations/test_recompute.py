@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.activations.recompute import blocks_of, recomputed
-from memtrain.config import ActivationRule, Activations, Config
-from memtrain.meter import saved_nbytes
+from memtrain.activations.intercept.recompute import blocks_of, recomputed
+from memtrain.audit.live_storages import saved_nbytes
+from memtrain.config.sources import ActivationRule, Activations, Config
 
 
 class Block(nn.Module):

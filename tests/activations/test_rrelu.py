@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memtrain.activations.calls import recognise
-from memtrain.activations.intercept import Interception
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.registry import recognise
 from memtrain.activations.ops.rrelu import RReLU, rrelu
-from memtrain.activations.options import Options
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Key
-from memtrain.meter import saved_nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
 from memtrain.compressors import Group, Identity
 
 EIGHT = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32")

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.activations.calls import recognise
-from memtrain.activations.intercept import Interception
-from memtrain.activations.options import Options
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.registry import recognise
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Identity, Key
-from memtrain.meter import saved_nbytes
 
 
 def identity(site):

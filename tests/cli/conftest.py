@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.peak import Moment, Timeline
-from memtrain.report import Kept, Report, Row
+from memtrain.audit.peak import Moment, Timeline
+from memtrain.audit.report import Kept, Report, Row
 
 BUILDER = """
 import torch

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from memtrain.cli.fewbit import main
-from memtrain.compressors.fewbit_functions import FAMILIES
-from memtrain.compressors.fewbit_solver import solve, table
-from memtrain.compressors.fewbit_tables import load_npz
+from memtrain.compressors.fewbit.functions import FAMILIES
+from memtrain.compressors.fewbit.solver import solve, table
+from memtrain.compressors.fewbit.tables import load_npz
 
 
 @pytest.fixture(autouse=True)

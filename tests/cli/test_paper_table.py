@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from memtrain.cli import paper_table
-from memtrain.cli.paper_table import PAPER, Ours, measured, table
-from memtrain.cli.report import main
+from memtrain.cli.report import paper_table
+from memtrain.cli.report.main import main
+from memtrain.cli.report.paper_table import PAPER, Ours, measured, table
 
 QUICK = ("VGG 16", "ResNet-18", "GPT2", "RoBERTa-base")
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from memtrain.cli.models import FAMILIES, Request, build
-from memtrain.cli.report import main, write
-from memtrain.cli.report_json import as_json
-from memtrain.cli.report_outcome import Outcome
-from memtrain.cli.report_tables import show
-from memtrain.peak import Moment, Timeline
-from memtrain.report import CATEGORIES, Kept, Report, Row
+from memtrain.audit.peak import Moment, Timeline
+from memtrain.audit.report import CATEGORIES, Kept, Report, Row
+from memtrain.cli.models.models import FAMILIES, Request, build
+from memtrain.cli.render.json_report import as_json
+from memtrain.cli.render.tables import show
+from memtrain.cli.report.main import main, write
+from memtrain.cli.report.outcome import Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +352,7 @@ def test_llama_7b_takes_under_two_gib_of_memory(options):
     command = [
         sys.executable,
         "-c",
-        "import sys; from memtrain.cli.report import main; sys.exit(main())",
+        "import sys; from memtrain.cli.report.main import main; sys.exit(main())",
         "model=llama-7b",
         "seq=2048",
         *options,

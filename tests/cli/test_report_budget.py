@@ -9,16 +9,16 @@ from torch import nn
 
 import memtrain
 from memtrain import planner
-from memtrain.cli import report_budget
-from memtrain.cli.models import Built
-from memtrain.cli.report import main
-from memtrain.cli.report_advice import verdict
-from memtrain.cli.report_html import as_html
-from memtrain.cli.report_json import as_text
-from memtrain.cli.report_outcome import Outcome
-from memtrain.cli.report_request import requested, settings
-from memtrain.config import Config
-from memtrain.peak import Moment, StepOptions
+from memtrain.audit.peak import Moment, StepOptions
+from memtrain.cli.models.models import Built
+from memtrain.cli.render.html import as_html
+from memtrain.cli.render.json_report import as_text
+from memtrain.cli.report import budget as report_budget
+from memtrain.cli.report.advice import verdict
+from memtrain.cli.report.main import main
+from memtrain.cli.report.outcome import Outcome
+from memtrain.cli.report.request import requested, settings
+from memtrain.config.sources import Config
 
 
 def asked(*overrides):
@@ -102,7 +102,7 @@ def test_a_plan_is_written(tmp_path):
 def test_a_mistake_is_one_clear_line_before_anything_is_built(
     arguments, message, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("memtrain.cli.report.build", lambda request: pytest.fail("built"))
+    monkeypatch.setattr("memtrain.cli.report.main.build", lambda request: pytest.fail("built"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corrupt.yaml").write_text("memtrain_plan: 1\nseed: [3\n")
     assert main(["model=gpt2", *arguments]) == 2

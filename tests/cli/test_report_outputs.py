@@ -9,18 +9,18 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from memtrain.cli import report_json
-from memtrain.cli.report import main
-from memtrain.cli.report_advice import advice
-from memtrain.cli.report_csv import COLUMNS, as_csv
-from memtrain.cli.report_diff import compare, show_change
-from memtrain.cli.report_groups import BY, grouped
-from memtrain.cli.report_html import as_html
-from memtrain.cli.report_limits import broken
-from memtrain.cli.report_outcome import Outcome
-from memtrain.cli.report_png import draw
-from memtrain.cli.report_tables import show
-from memtrain.report import Report, Row
+from memtrain.audit.report import Report, Row
+from memtrain.cli.render import json_report
+from memtrain.cli.render.csv_rows import COLUMNS, as_csv
+from memtrain.cli.render.html import as_html
+from memtrain.cli.render.png import draw
+from memtrain.cli.render.tables import show
+from memtrain.cli.report.advice import advice
+from memtrain.cli.report.diff import compare, show_change
+from memtrain.cli.report.group_by import BY, grouped
+from memtrain.cli.report.limits import broken
+from memtrain.cli.report.main import main
+from memtrain.cli.report.outcome import Outcome
 
 VOID = {"meta"}
 
@@ -126,9 +126,9 @@ def test_a_picture_is_drawn(report, settings, tmp_path):
 
 def test_json_is_read_back(report, settings, tmp_path):
     path = tmp_path / "a.json"
-    path.write_text(report_json.as_text(Outcome(report, settings)))
-    content = report_json.read(path)
-    assert content == json.loads(json.dumps(report_json.as_json(Outcome(report, settings))))
+    path.write_text(json_report.as_text(Outcome(report, settings)))
+    content = json_report.read(path)
+    assert content == json.loads(json.dumps(json_report.as_json(Outcome(report, settings))))
     assert [row["planned"] for row in content["rows"]] == [row.planned for row in report.rows]
 
 
@@ -156,7 +156,7 @@ def test_what_is_no_report_is_refused(text, message, tmp_path, capsys):
     path = tmp_path / "a.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
-        report_json.read(path)
+        json_report.read(path)
     assert main(["--diff", str(path), str(path)]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("memtrain-report: ")
@@ -177,8 +177,8 @@ def changed(report):
 
 
 def test_differences_are_those_on_file(report, settings, golden):
-    before = report_json.as_json(Outcome(report, settings))
-    after = report_json.as_json(Outcome(changed(report), {**settings, "batch": 3, "overrides": []}))
+    before = json_report.as_json(Outcome(report, settings))
+    after = json_report.as_json(Outcome(changed(report), {**settings, "batch": 3, "overrides": []}))
     change = compare(before, after)
     assert sum(line.growth for line in change.sites) == change.growth
     assert {line.name for line in change.sites} == {
@@ -191,7 +191,7 @@ def test_differences_are_those_on_file(report, settings, golden):
 
 
 def test_equal_reports_have_no_differences(report, settings, golden):
-    same = report_json.as_json(Outcome(report, settings))
+    same = json_report.as_json(Outcome(report, settings))
     change = compare(same, same)
     assert change.settings == change.sites == ()
     assert change.growth == 0
@@ -227,9 +227,9 @@ def test_limits():
 
 def test_a_growth_over_the_limit_is_exit_status_3(report, settings, tmp_path, capsys):
     one, other = tmp_path / "1.json", tmp_path / "2.json"
-    one.write_text(report_json.as_text(Outcome(changed(report), settings)))
-    other.write_text(report_json.as_text(Outcome(report, settings)))
-    growth = compare(report_json.read(one), report_json.read(other)).growth
+    one.write_text(json_report.as_text(Outcome(changed(report), settings)))
+    other.write_text(json_report.as_text(Outcome(report, settings)))
+    growth = compare(json_report.read(one), json_report.read(other)).growth
     assert growth > 0
     diff = ["--diff", str(one), str(other), "--fail-over"]
     assert main([*diff, str(growth)]) == 0

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from memtrain.cli.report_html import as_html
-from memtrain.cli.report_outcome import Outcome
-from memtrain.cli.svg import COLOURS
+from memtrain.cli.render.html import as_html
+from memtrain.cli.render.svg import COLOURS
+from memtrain.cli.report.outcome import Outcome
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 

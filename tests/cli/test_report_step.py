@@ -6,16 +6,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from memtrain.audit.peak import Moment, Timeline
+from memtrain.audit.peak.largest import largest
+from memtrain.audit.report import Report
 from memtrain.cli.console import working
-from memtrain.cli.models import Request, build
-from memtrain.cli.report import main
-from memtrain.cli.report_audit import measured
-from memtrain.cli.report_fits import Fits, fits
-from memtrain.cli.report_peak import MOST, at_peak, described, thinned, timelines
-from memtrain.config import load
-from memtrain.peak import Moment, Timeline
-from memtrain.peak.largest import largest
-from memtrain.report import Report
+from memtrain.cli.models.models import Request, build
+from memtrain.cli.report.audits import measured
+from memtrain.cli.report.fits import Fits, fits
+from memtrain.cli.report.main import main
+from memtrain.cli.report.peak import MOST, at_peak, described, thinned, timelines
+from memtrain.config.sources import load
 
 
 def test_the_peak_is_told_with_what_is_alive_then(report):
@@ -98,7 +98,7 @@ def test_a_snapshot_is_of_the_planned_step_on_cuda(builder, monkeypatch, capsys)
         given.append((cfg is None, snapshot))
         return Timeline((Moment("step", "step", 1, {"weights": 1}),))
 
-    monkeypatch.setattr("memtrain.cli.report_audit.measure", measure)
+    monkeypatch.setattr("memtrain.cli.report.audits.measure", measure)
     report = Report(rows=(), kept=(), unmatched=(), loss=True)
     built, path = build(Request(model="py:theirs:build")), builder / "a.pickle"
     measured(report, built, load([]), Request().step, lambda what: nullcontext(), path)
@@ -131,7 +131,7 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
         asked.append((what, most, cfg is None))
         return type("Found", (), {"size": min(most, 5000)})
 
-    monkeypatch.setattr("memtrain.cli.report_fits.largest", search)
+    monkeypatch.setattr("memtrain.cli.report.fits.largest", search)
     from rich.console import Console
 
     request = Request(model="gpt2", memory="24GB")

@@ -10,14 +10,15 @@ import sys
 import pytest
 from rich.console import Console
 
-from memtrain.cli import report_json
 from memtrain.cli.console import consoles, working
 from memtrain.cli.files import check_writable, replaced
-from memtrain.cli.report import main
-from memtrain.cli.report_outcome import Outcome
+from memtrain.cli.render import json_report
+from memtrain.cli.report.main import main
+from memtrain.cli.report.outcome import Outcome
 
 COLOUR = re.compile(rb"\x1b\[(\d+;)*[39][0-7]m")  # bold and italics are none
-RUN = [sys.executable, "-c", "import sys; from memtrain.cli.report import main; sys.exit(main())"]
+MAIN = "import sys; from memtrain.cli.report.main import main; sys.exit(main())"
+RUN = [sys.executable, "-c", MAIN]
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def two(report, settings, tmp_path):
     """The sample, written twice; the second with another name."""
     paths = tmp_path / "1.json", tmp_path / "2.json"
     for number, path in enumerate(paths):
-        path.write_text(report_json.as_text(Outcome(report, {**settings, "model": f"né {number}"})))
+        path.write_text(json_report.as_text(Outcome(report, {**settings, "model": f"né {number}"})))
     return [str(path) for path in paths]
 
 
@@ -47,7 +48,7 @@ class Closed(io.TextIOWrapper):
 
 @pytest.mark.parametrize(("limit", "status"), [("100GiB", 0), ("1B", 3)])
 def test_a_limit_counts_although_nobody_reads(limit, status, builder, monkeypatch, capsys):
-    monkeypatch.setattr("memtrain.cli.report.drop_output", lambda: None)
+    monkeypatch.setattr("memtrain.cli.report.main.drop_output", lambda: None)
     monkeypatch.setattr(sys, "stdout", Closed(io.BytesIO()))
     assert main(["model=py:theirs:build", "--fail-over", limit]) == status
 
@@ -152,6 +153,6 @@ def test_an_interrupted_run_says_so(monkeypatch, capsys):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("memtrain.cli.report.build", interrupt)
+    monkeypatch.setattr("memtrain.cli.report.main.build", interrupt)
     assert main(["model=gpt2"]) == 130
     assert capsys.readouterr().err == "memtrain-report: interrupted\n"

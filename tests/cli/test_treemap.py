@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.cli.svg_treemap import HEIGHT, WIDTH, tree, treemap
-from memtrain.cli.treemap import Box, squarify
-from memtrain.report import Report, Row
+from memtrain.audit.report import Report, Row
+from memtrain.cli.render.svg_treemap import HEIGHT, WIDTH, tree, treemap
+from memtrain.cli.render.treemap import Box, squarify
 
 SIZES = st.floats(1.0, 1e4)
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from memtrain.build import build
 from memtrain.compressors import COMPRESSORS, Compressor, DerivativeCode, Key
-from memtrain.compressors.fewbit_register import REGISTERED, register
-from memtrain.compressors.fewbit_solver import table
-from memtrain.compressors.fewbit_tables import TABLES, from_table, register_table
+from memtrain.compressors.fewbit.register import REGISTERED, register
+from memtrain.compressors.fewbit.solver import table
+from memtrain.compressors.fewbit.tables import TABLES, from_table, register_table
+from memtrain.plan.build import build
 
 KEY = Key(seed=1)
 

@@ -3,9 +3,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.compressors.fewbit_exact import EXACT
-from memtrain.compressors.fewbit_functions import FAMILIES, complete, curve
-from memtrain.compressors.fewbit_solver import table
+from memtrain.compressors.fewbit.exact import EXACT
+from memtrain.compressors.fewbit.functions import FAMILIES, complete, curve
+from memtrain.compressors.fewbit.solver import table
 
 CALLS = {
     "gelu": F.gelu,

@@ -7,9 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from memtrain.compressors import fewbit_register
-from memtrain.compressors.fewbit_register import register, registered
-from memtrain.compressors.fewbit_solver import table
+from memtrain.compressors.fewbit import register as fewbit_register
+from memtrain.compressors.fewbit.register import register, registered
+from memtrain.compressors.fewbit.solver import table
 
 
 @pytest.fixture(autouse=True)

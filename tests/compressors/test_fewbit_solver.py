@@ -3,9 +3,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from memtrain.compressors import fewbit_search as search
-from memtrain.compressors.fewbit_functions import CURVES, Curve, normal_pdf
-from memtrain.compressors.fewbit_solver import solve, table
+from memtrain.compressors.fewbit import search as search
+from memtrain.compressors.fewbit.functions import CURVES, Curve, normal_pdf
+from memtrain.compressors.fewbit.solver import solve, table
 
 # Novikov et al., ICML 2023, table of errors (Swish is silu); elu and mish by an independent
 # programme at n = 4000.

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from memtrain.compressors import fewbit_files as files
-from memtrain.compressors import fewbit_solver as solver
-from memtrain.compressors.fewbit_solver import solve, table
-from memtrain.compressors.fewbit_tables import (
+from memtrain.compressors.fewbit import files as files
+from memtrain.compressors.fewbit import solver as solver
+from memtrain.compressors.fewbit.solver import solve, table
+from memtrain.compressors.fewbit.tables import (
     TABLES,
     from_table,
     load_npz,

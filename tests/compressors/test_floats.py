@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.build import build
 from memtrain.compressors import Float, Key
 from memtrain.kernels.dispatch import backend
+from memtrain.plan.build import build
 from memtrain.precision import FORMATS, FP8_BACKWARD, FP8_FORWARD, FP16, FloatFormat, named_format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -94,7 +94,7 @@ def test_three_and_five_dimensions_are_maps_in_the_last_two(shape):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST], ids=str)
 def test_both_formats_are_read_without_a_copy(memory_format, monkeypatch):
-    from memtrain.kernels import patch
+    from memtrain.kernels.patch import patch
 
     seen = []
     quantize = patch.patch_quantize

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import memtrain
-from memtrain.activations.variance import variance
-from memtrain.build import build
+from memtrain.activations.adaptive.variance import variance
 from memtrain.compressors import Key, Packed, projection
 from memtrain.compressors.projection import KINDS, Projection
-from memtrain.config import load
-from memtrain.kernels import draws
+from memtrain.config.sources import load
+from memtrain.kernels.random import draws
+from memtrain.plan.build import build
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 REPLAYED = [kind for kind in KINDS if kind != "norm_rows"]  # S does not depend on x

@@ -5,11 +5,11 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from memtrain.audit.peak import Moment
 from memtrain.experiments import budget
 from memtrain.experiments.budget import PlannerConfig, promise
 from memtrain.experiments.config import compose, from_mapping
 from memtrain.experiments.session import Session
-from memtrain.peak import Moment
 from memtrain.planner import Fit, Rates, write_rates
 
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from memtrain.audit.live_storages import storage_nbytes
 from memtrain.compressors import Key
 from memtrain.experiments.data import build_source
 from memtrain.experiments.loop import Run, is_due, pick_device
 from memtrain.experiments.measure import Bytes, measure_states, state_tensors
-from memtrain.meter import storage_nbytes
 
 
 def _stepped(optimizer_class, **options):

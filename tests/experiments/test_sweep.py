@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from memtrain.cli.train import main
-from memtrain.experiments import sweep
 from memtrain.experiments.config import compose, from_mapping
 from memtrain.experiments.data import build_source
-from memtrain.experiments.grid import Cell, GridConfig, SweepConfig, cells
 from memtrain.experiments.loop import Run
-from memtrain.experiments.sweep_plot import draw, points
+from memtrain.experiments.sweep import sweep
+from memtrain.experiments.sweep.grid import Cell, GridConfig, SweepConfig, cells
+from memtrain.experiments.sweep.plot import draw, points
 
 TINY = [
     "experiment=precision_tradeoff", "data=digits", "training.steps=3", "training.batch=8",

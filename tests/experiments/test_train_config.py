@@ -1,6 +1,6 @@
 import pytest
 
-from memtrain import config as base
+from memtrain.config import sources as base
 from memtrain.experiments.config import compose, from_mapping
 
 

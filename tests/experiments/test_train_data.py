@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memtrain.experiments.data import (
-    StdlibConfig,
-    Text,
-    build_source,
-    split_files,
-    stdlib_files,
-)
+from memtrain.experiments.data import StdlibConfig, Text, build_source, split_files, stdlib_files
 
 
 @pytest.fixture

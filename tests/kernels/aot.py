@@ -30,7 +30,8 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 
 def modules(folder=KERNELS):
-    return sorted(path.stem for path in folder.glob("*_triton.py"))
+    found = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*_triton.py"))
+    return sorted(".".join(path.parts) for path in found)
 
 
 def load(name):

@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import adamw, codebook, cpu, rank1
-from memtrain.kernels import numbers as rules
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import block, rank1
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import adamw
+from memtrain.kernels.step import scalars as rules
 
 NUMBERS = {
     "adamw": {"weight_decay": 0.1},
@@ -28,14 +30,14 @@ def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
     m, v = torch.randn(shape) * 0.1, torch.rand(shape) ** 4
     if kind == "exact":
         return adamw.Entry(param, grad, {"tensor": m}, {"tensor": v}, kind, numbers)
-    first = coded(codebook.quantize_reference(m, "DE", 4, True, 128))
+    first = coded(block.quantize_reference(m, "DE", 4, True, 128))
     if kind == "factored":
         matrix = v.reshape(shape[0], math.prod(shape[1:]))
         second = {"row": matrix.mean(1), "col": matrix.mean(0)}
     elif kind == "rank1":
         second = coded(rank1.quantize_reference(v, "Linear", 4, False))
     else:
-        second = coded(codebook.quantize_reference(v, "Linear", 4, False, 128))
+        second = coded(block.quantize_reference(v, "Linear", 4, False, 128))
     return adamw.Entry(param, grad, first, second, kind, numbers)
 
 
@@ -86,8 +88,8 @@ def run(name, before):
 def test_worked_case():
     # step 1 from zero: m = 0.1 g, v = 0.001 g^2, so the corrected update is lr * sign(g)
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
-    first = coded(codebook.quantize_reference(torch.zeros(2), "DE", 4, True, 128))
-    second = coded(codebook.quantize_reference(torch.zeros(2), "Linear", 4, False, 128))
+    first = coded(block.quantize_reference(torch.zeros(2), "DE", 4, True, 128))
+    second = coded(block.quantize_reference(torch.zeros(2), "Linear", 4, False, 128))
     numbers = rules.hyper(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
     for name in ("reference", "cpu", "triton"):
         before = [adamw.Entry(param, grad, first, second, "block", numbers)]

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 
-from memtrain.kernels import adamw, codebook, cpu, maps, rank1
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import block, codebooks, rank1
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import adamw
 
 CPU = torch.device("cpu")
 # No old moments count: the new ones are g and g * g.
@@ -24,7 +26,7 @@ def near(x, steps):
 def first_moments(map, scale):
     """Values at, just below and just above each bound, in rows of 128 that hold the scale."""
     scale = torch.tensor(scale)
-    bounds = maps.midpoints(map, 4, True, CPU)
+    bounds = codebooks.midpoints(map, 4, True, CPU)
     bounds = bounds[bounds > 0]
     values = near(torch.cat([bounds, -bounds]) * scale, 2)
     values = torch.cat([values[values.abs() <= scale], torch.tensor([0.0, -0.0])])
@@ -35,18 +37,18 @@ def first_moments(map, scale):
 def second_moments(map, scale):
     """Values whose squares are at, just below and just above each bound."""
     root = torch.tensor(scale).sqrt()
-    values = near((maps.midpoints(map, 4, False, CPU).double() * scale).sqrt(), 4)
+    values = near((codebooks.midpoints(map, 4, False, CPU).double() * scale).sqrt(), 4)
     values = torch.cat([values[values <= root], root.view(1)])
     return torch.cat([values, values.new_zeros(-len(values) % 128)]).view(-1, 128)
 
 
 def entry(g, kind, first_map, second_map):
     zeros = torch.zeros_like(g)
-    first = codebook.quantize_reference(zeros, first_map, 4, True, 128)
+    first = block.quantize_reference(zeros, first_map, 4, True, 128)
     if kind == "rank1":
         second = rank1.quantize_reference(zeros, second_map, 4, False)
     else:
-        second = codebook.quantize_reference(zeros, second_map, 4, False, 128)
+        second = block.quantize_reference(zeros, second_map, 4, False, 128)
     states = [{"codes": codes, "scale": scale} for codes, scale in (first, second)]
     return adamw.Entry(zeros + 1, g, states[0], states[1], kind, NUMBERS, first_map, second_map)
 

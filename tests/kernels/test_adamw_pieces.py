@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from memtrain.kernels import adamw, adamw_pieces
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import adamw, adamw_pieces
 from tests.kernels import test_adamw, test_entries
 
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from memtrain.kernels import adamw, adamw_sharded, codebook, rank1, shards
-from memtrain.kernels import numbers as rules
+from memtrain.kernels.codebook import block, rank1
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.shards import Shard
+from memtrain.kernels.step import adamw, adamw_sharded
+from memtrain.kernels.step import scalars as rules
+from memtrain.kernels.step import shard as shards
+from memtrain.kernels.step.shard import Shard
 
 STEPS = 3
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -30,7 +32,7 @@ def entry(param, kind, shard=None):
 def first(entry):
     pair = entry.first["codes"], entry.first["scale"]
     bits, _ = adamw.FIRST.get(entry.kind, (4, 128))
-    flat = codebook.dequantize_reference(*pair, "DE", bits, True, entry.param.numel())
+    flat = block.dequantize_reference(*pair, "DE", bits, True, entry.param.numel())
     return flat.view(entry.param.shape)
 
 

@@ -10,7 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("aot.py")
-MODULES = sorted(path.stem for path in (SCRIPT.parents[2] / "memtrain/kernels").glob("*_triton.py"))
+KERNELS = SCRIPT.parents[2] / "memtrain/kernels"
+MODULES = sorted(
+    ".".join(path.relative_to(KERNELS).with_suffix("").parts)
+    for path in KERNELS.rglob("*_triton.py")
+)
 
 FAULTY = """
 import triton

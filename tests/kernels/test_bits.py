@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memtrain.kernels import bits as bit_codes
+from memtrain.kernels.packing import bits as bit_codes
 
 WIDTHS = range(1, 9)
 

@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import blockstep, codebook, cpu
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import block
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.numbers import hyper, lion, sgd
+from memtrain.kernels.step import blockstep
+from memtrain.kernels.step.scalars import hyper, lion, sgd
 
 FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
 BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]
@@ -32,7 +34,7 @@ def numbers(rule, *, nesterov=True, **options):
 def payload(x, map, bits, signed) -> dict[str, torch.Tensor]:
     if bits == 32:
         return {"tensor": x}
-    codes = codebook.quantize_reference(x, map, bits, signed, blockstep.BLOCKS[bits])
+    codes = block.quantize_reference(x, map, bits, signed, blockstep.BLOCKS[bits])
     return {"codes": codes[0], "scale": codes[1]}
 
 
@@ -140,7 +142,7 @@ def test_a_bucket_holds_at_most_one_bound(map, signed):
     if signed and map == "DE-0":
         pytest.skip("DE-0 has no sign")
     starts = blockstep.buckets(map, signed)
-    bounds = codebook.midpoints(map, 8, signed, torch.device("cpu"))
+    bounds = block.midpoints(map, 8, signed, torch.device("cpu"))
     half = (len(starts) - 4) // 2
     bits = torch.arange(0x3280, 0x3280 + half + 1, dtype=torch.int32) << 16
     edges = bits.view(torch.float32) * (1 + 2.0**-21)
@@ -154,7 +156,7 @@ def test_a_bucket_holds_at_most_one_bound(map, signed):
 @pytest.mark.parametrize("exponent", [-140, -100, -30, 0, 30, 100, 126])
 def test_8_bit_codes_at_every_bound_and_scale(exponent):
     # a state that is kept as it is (b1 = 1) and quantised again: every bound, and its neighbours
-    bounds = codebook.midpoints("DE", 8, True, torch.device("cpu"))
+    bounds = block.midpoints("DE", 8, True, torch.device("cpu"))
     near = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([1.0])])
     x = (near.double() * 2.0**exponent).float()
     h = sgd(lr=0.0, momentum=0.0)
@@ -174,7 +176,7 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
     before = blockstep.Entry(zeros, zeros.clone(), states, "adamw", 8, h, ("DE", map))
     after = run_at(level, [before])[0]
     for k, (name, signed) in enumerate([("DE", True), (map, False)]):
-        values = codebook.qmap(name, 8, signed, torch.device("cpu"))
+        values = block.qmap(name, 8, signed, torch.device("cpu"))
         assert torch.equal(after.states[k]["scale"], values.abs())
 
 
@@ -182,7 +184,7 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
 def test_unsigned_8_bit_codes_around_every_bound(map, level):
     # the second moment becomes the gradient's square: a few on each side of every bound
-    bounds = codebook.midpoints(map, 8, False, torch.device("cpu"))
+    bounds = block.midpoints(map, 8, False, torch.device("cpu"))
     steps = 1 + torch.arange(-4, 5) * 2.0**-23
     grad = torch.ones(9, 256)
     grad[:, 1:] = steps[:, None] * bounds.sqrt()

@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import bits as bitpack
-from memtrain.kernels import book, codebook, cpu, rank1, sides
-from memtrain.kernels.book import Book
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import block as codebook
+from memtrain.kernels.codebook import codes as book
+from memtrain.kernels.codebook import rank1, row_column
+from memtrain.kernels.codebook.codes import Book
+from memtrain.kernels.codebook.row_column import Sides
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.sides import Sides
+from memtrain.kernels.packing import bits as bitpack
 
 KERNELS = ["cpu", "triton"]
 BOOKS = [
@@ -192,10 +195,10 @@ def test_other_dtypes_and_strides_are_converted(name, dtype):
     case = Book("DE", 8, True)
     want = codebook.quantize_reference(x.float().contiguous(), *case, 128, 3)
     side = Sides(torch.full((30,), 0.25), torch.zeros(20))
-    also = sides.quantize_reference(x.float(), side, case, 3)
+    also = row_column.quantize_reference(x.float(), side, case, 3)
     with backend(name):
         got = codebook.quantize(x, **case._asdict(), block_size=128, seed=3)
-        same = sides.quantize(x, side, case, 3)
+        same = row_column.quantize(x, side, case, 3)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert torch.equal(same, also)
@@ -207,5 +210,5 @@ def test_ops_have_right_fakes():
     torch.library.opcheck(ops.codebook_quantize, (x, *case, 128, 7), test_utils=check)
     side = Sides(torch.rand(20), torch.rand(30))
     torch.library.opcheck(ops.sides_quantize, (x, *side, *case, 7), test_utils=check)
-    codes = sides.quantize(x, side, case)
+    codes = row_column.quantize(x, side, case)
     torch.library.opcheck(ops.sides_dequantize, (codes, *side, *case), test_utils=check)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.kernels import adamw, blockstep, capture, numbers
-from memtrain.kernels.capture import Kept
-from memtrain.kernels.capture_triton import point
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import adamw, blockstep, cuda_graph, scalars
+from memtrain.kernels.step.cuda_graph import Kept
+from memtrain.kernels.step.cuda_graph_triton import point
 from tests.kernels import test_adamw, test_blockstep, test_entries
 
 CPU = torch.device("cpu")
@@ -41,13 +41,13 @@ def test_numbers_of_the_device_are_those_of_the_host():
     steps = torch.arange(1, 200).double()
     for more in ({}, {"decoupled": False, "maximize": True}):
         lr = torch.tensor(LR).double()
-        given = numbers.hyper(steps, lr=lr, **options, **more)
-        rows = numbers.on_device(given, len(steps), CPU)
-        want = [numbers.hyper(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
+        given = scalars.hyper(steps, lr=lr, **options, **more)
+        rows = scalars.on_device(given, len(steps), CPU)
+        want = [scalars.hyper(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
         assert torch.equal(rows.float(), torch.tensor(want))
-    lion = numbers.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
-    want = numbers.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
-    assert torch.equal(numbers.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
+    lion = scalars.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
+    want = scalars.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
+    assert torch.equal(scalars.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
 
 
 def run(entries, kept=None):
@@ -59,10 +59,10 @@ def of_step(entry, step, on_device):
     """The entry with the numbers of a step."""
     if isinstance(entry, adamw.Entry) or entry.rule == "adamw":
         t = torch.tensor([step]).double() if on_device else step
-        given = numbers.hyper(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
+        given = scalars.hyper(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
     else:
         given = entry.numbers
-    row = numbers.on_device(given, 1, CPU)[0] if on_device else given
+    row = scalars.on_device(given, 1, CPU)[0] if on_device else given
     name = "hyper" if isinstance(entry, adamw.Entry) else "numbers"
     return entry._replace(**{name: row})
 
@@ -85,7 +85,7 @@ def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
             entries = [of_step(there, step, on_device=True)]
             with NoHost() if name == "triton" and step > 1 else nullcontext():
                 run(entries, kept)
-            monkeypatch.setattr(capture, "capturing", lambda: True)  # from the second step on
+            monkeypatch.setattr(cuda_graph, "capturing", lambda: True)  # from the second step on
     assert torch.equal(here.param, there.param)
     for mine, theirs in zip(test_entries.payloads(here), test_entries.payloads(there), strict=True):
         assert all(torch.equal(mine[part], theirs[part]) for part in mine)
@@ -94,7 +94,7 @@ def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
 def test_a_capture_makes_no_tables(monkeypatch):
     entry = of_step(test_adamw.entry((5, 7), "block", None), 1, on_device=True)
     start, kept = entry.param.clone(), Kept()
-    monkeypatch.setattr(capture, "capturing", lambda: True)
+    monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
     with backend("triton"), pytest.raises(RuntimeError, match="make a step with a gradient"):
         adamw.adamw_step([entry], kept)
     assert torch.equal(entry.param, start)
@@ -102,15 +102,15 @@ def test_a_capture_makes_no_tables(monkeypatch):
 
 def test_captured_launches_stay_and_others_are_few(monkeypatch):
     kept, inside = Kept(), [False]
-    monkeypatch.setattr(capture, "capturing", lambda: inside[0])
+    monkeypatch.setattr(cuda_graph, "capturing", lambda: inside[0])
     first = kept.get("first", object)
     inside[0] = True
     assert kept.get("first", object) is first
     inside[0] = False
-    for k in range(2 * capture.LIMIT):
+    for k in range(2 * cuda_graph.LIMIT):
         kept.get(k, object)
     assert kept.get("first", object) is first
-    last = kept.get(2 * capture.LIMIT - 1, list)
+    last = kept.get(2 * cuda_graph.LIMIT - 1, list)
     assert not isinstance(last, list)
     assert kept.get(0, list) == []  # made anew
 

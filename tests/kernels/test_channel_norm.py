@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.kernels import channel_norm, cpu, group
-from memtrain.kernels.channel_norm import channel_norm_backward, channel_norm_quantize
-from memtrain.kernels.channel_norm_reference import Channels, backward_reference
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.norm import Codes
+from memtrain.kernels.group import group
+from memtrain.kernels.norm import channel_norm
+from memtrain.kernels.norm.channel_norm import channel_norm_backward, channel_norm_quantize
+from memtrain.kernels.norm.channel_norm_reference import Channels, backward_reference
+from memtrain.kernels.norm.norm import Codes
 
 PLACES = {
     "images": Channels(1, 4, 7, 50),
@@ -184,7 +186,7 @@ def test_triton_equals_the_reference(place, dtype, codes):
 def test_a_product_divides_exactly(size):
     """At the multiples of a size, one below, and the greatest number: where a floor may be off."""
     pytest.importorskip("triton")
-    from memtrain.kernels.channel_norm_triton import _magic
+    from memtrain.kernels.norm.channel_norm_triton import _magic
 
     magic, shift = _magic(size)
     assert 2**31 < magic < 2**32 or size == 1

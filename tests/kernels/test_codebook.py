@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import bits as bitpack
-from memtrain.kernels import codebook, cpu
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import block as codebook
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.packing import bits as bitpack
 
 # fmt: off
 SIGNED_DE = [

@@ -2,11 +2,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memtrain.compressors.fewbit_solver import table
-from memtrain.kernels import cpu, derivative, pointwise
+from memtrain.compressors.fewbit.solver import table
+from memtrain.kernels import cpu
 from memtrain.kernels.cpu import library
+from memtrain.kernels.derivative import derivative, pointwise
+from memtrain.kernels.derivative.pointwise import FUNCTIONS
 from memtrain.kernels.dispatch import backend, has_triton
-from memtrain.kernels.pointwise import FUNCTIONS
 from memtrain.kernels.strides import memory_order
 
 BACKENDS = [

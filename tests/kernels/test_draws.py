@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import draws, philox
 from memtrain.kernels.dct import dct, idct
+from memtrain.kernels.random import draws, philox
 
 CPU = torch.device("cpu")
 

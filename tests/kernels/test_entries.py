@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
-from memtrain.kernels import adamw, blockstep, cpu
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.numbers import sgd
-from memtrain.kernels.split import Beside, merge, split
+from memtrain.kernels.step import adamw, blockstep
+from memtrain.kernels.step.scalars import sgd
+from memtrain.kernels.step.split import Beside, merge, split
 from tests.kernels import test_adamw, test_blockstep
 
 # dtype, the correction's, stochastic

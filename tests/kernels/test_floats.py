@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from memtrain.kernels import cpu, floats
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.floats import rounding
 from memtrain.precision import BF16, E4M3FN, E5M2, FP8_BACKWARD, FP8_FORWARD, FP16, FloatFormat
 
 BACKENDS = ["reference", "cpu", "triton"]
@@ -56,8 +57,8 @@ def codes(form):
 
 
 def all_three(x, form, seed=5):
-    y, count = floats.round_count(x, form.layout, seed)
-    code, again = floats.encode_count(x, form.layout, seed)
+    y, count = rounding.round_count(x, form.layout, seed)
+    code, again = rounding.encode_count(x, form.layout, seed)
     return y, count, code, again
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.kernels import bits as bit_codes
-from memtrain.kernels import cpu, group
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.group import group
+from memtrain.kernels.packing import bits as bit_codes
 
 BACKENDS = ["reference", "cpu", "triton"]
 TWINS = ["cpu", "triton"]
@@ -64,7 +65,7 @@ def test_bounds_are_rounded_outwards(name):
 def test_stochastic_codes_follow_the_definition(name):
     x = torch.rand(64) * 3
     x[0], x[1] = 0.0, 3.0
-    from memtrain.kernels.philox import uniform_blocks
+    from memtrain.kernels.random.philox import uniform_blocks
 
     u = uniform_blocks(1, 64, 9, x.device)[0]
     with backend(name):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memtrain.kernels import group
+from memtrain.kernels.group import group
 
 SEED = -12345678901234
 

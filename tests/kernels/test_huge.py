@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import COMPRESSORS, Group, Key
-from memtrain.kernels import derivative
-from memtrain.kernels.mask import pack_mask, unpack_mask
-from memtrain.kernels.pack import pack_codes, unpack_codes
+from memtrain.kernels.derivative import derivative
+from memtrain.kernels.packing.mask import pack_mask, unpack_mask
+from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 
 N = 2**31 + 300
 KERNELS = Path(derivative.__file__).parent

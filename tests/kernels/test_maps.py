@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import book
-from memtrain.kernels.maps import MAPS, codebook, float_bits
+from memtrain.kernels.codebook import codes
+from memtrain.kernels.codebook.codebooks import MAPS, codebook, float_bits
 
 FLOATS = ("E2M1", "E3M0", "E1M2", "E2M2", "E4M3", "E5M2", "E3M4")
 
@@ -17,7 +17,7 @@ def every_book():
     for name, bits, signed in itertools.product((*MAPS, *FLOATS), range(2, 9), (False, True)):
         if (name, signed) == ("DE-0", True) or float_bits(name, signed=signed) not in (None, bits):
             continue
-        yield book.Book(name, bits, signed)
+        yield codes.Book(name, bits, signed)
 
 
 def test_dynamic_exponents_of_two_and_three_bits():
@@ -91,7 +91,7 @@ def test_books_fill_their_bits_and_ascend(case):
 @pytest.mark.parametrize("case", list(every_book()), ids=lambda b: f"{b.map}-{b.bits}-{b.signed}")
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_buckets_hold_at_most_one_bound(case, stochastic):
-    found = book.buckets(case, stochastic)
+    found = codes.buckets(case, stochastic)
     half = len(found.base) // 2
     bounds = found.bounds[:-1].double()
     assert len(bounds) == found.count == 2**case.bits - 1 - stochastic

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.kernels import mask
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.packing import mask
 
 SHAPES = [(0,), (), (1,), (255,), (256,), (257,), (3, 85, 7), (40, 256)]
 BACKENDS = ["reference", "cpu", "triton"]

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.kernels import cpu, group, norm
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.norm import Codes, norm_quantize
+from memtrain.kernels.group import group
+from memtrain.kernels.norm import norm
+from memtrain.kernels.norm.norm import Codes, norm_quantize
 
 FORMS = {
     "layer": {"centred": True, "narrow": False},

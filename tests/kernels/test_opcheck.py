@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import memtrain.kernels
-from memtrain.kernels import group, pack, patch
+from memtrain.kernels.group import group
+from memtrain.kernels.packing import pack
+from memtrain.kernels.patch import patch
 from memtrain.precision import FP8_FORWARD, FloatFormat
 
-for module in pkgutil.iter_modules(memtrain.kernels.__path__):
-    if not module.name.endswith("_triton"):
-        importlib.import_module(f"memtrain.kernels.{module.name}")
+for module in pkgutil.walk_packages(memtrain.kernels.__path__, "memtrain.kernels."):
+    if not module.name.endswith(("_triton", "libmemtrain")):
+        importlib.import_module(module.name)
 
 NAMES = sorted(
     name.split("::")[1]

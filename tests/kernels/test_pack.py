@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.kernels import bits as bit_codes
-from memtrain.kernels import pack
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.packing import bits as bit_codes
+from memtrain.kernels.packing import pack
 
 SHAPES = [(0,), (), (1,), (255,), (256,), (257,), (3, 85, 7), (20, 256)]
 BACKENDS = ["reference", "cpu", "triton"]

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.kernels import cpu, patch
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.patch import patch
 
 BACKENDS = ["reference", "cpu", "triton"]
 TWINS = ["cpu", "triton"]
@@ -82,7 +83,7 @@ def test_ends_are_rounded_outwards(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_stochastic_codes_follow_the_definition(name):
-    from memtrain.kernels.philox import philox
+    from memtrain.kernels.random.philox import philox
 
     x = one_patch([0, 9, *(torch.rand(14) * 9).tolist()], torch.float32)
     draws = torch.stack(philox(torch.tensor([0, 1]), 5), dim=1)  # one patch: counters 0 and 1

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels import philox
+from memtrain.kernels.random import philox
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), -12345678901234]
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import bits as bitpack
-from memtrain.kernels import cpu, rank1
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import rank1
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.packing import bits as bitpack
 
 ALL = ["reference", "cpu", "triton"]
 LINEAR = {"map": "Linear", "bits": 4, "signed": False}

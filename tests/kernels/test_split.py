@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.split import merge, split, split_reference
+from memtrain.kernels.step.split import merge, split, split_reference
 
 BACKENDS = ["reference", "cpu", "triton"]
 FORMS = [torch.int8, torch.int16, None]

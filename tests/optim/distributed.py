@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memtrain
-from memtrain.optim.release import ReleaseGradients
-from memtrain.optim.weights import SplitWeights
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.weights import SplitWeights
 
 STEPS = 4
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from memtrain import optim
-from memtrain.kernels import capture
 from memtrain.kernels.dispatch import backend
-from memtrain.optim import CompressedOptimizer, SplitWeights, capturable
+from memtrain.kernels.step import cuda_graph
+from memtrain.optim import CompressedOptimizer, SplitWeights
+from memtrain.optim.fused import capturable
 from tests.kernels.test_capture import NoHost
 from tests.optim.behaviours import ADAMS, FUSED, make
 
@@ -60,7 +61,7 @@ def test_steps_equal_plain_ones_and_read_nothing_on_the_host(name, kernels, monk
                 ours.step()  # makes states and tables
                 continue
             with monkeypatch.context() as inside, NoHost():
-                inside.setattr(capture, "capturing", lambda: True)
+                inside.setattr(cuda_graph, "capturing", lambda: True)
                 ours.step()
     assert all(torch.equal(a, b) for a, b in zip(given, plain, strict=True))
     for a, b in zip(given, plain, strict=True):
@@ -99,7 +100,7 @@ def test_a_capture_without_it_is_refused(monkeypatch):
     given = params()
     set_gradients(given, 0)
     optimizer = optim.AdamW4bit(given)
-    monkeypatch.setattr(capture, "capturing", lambda: True)
+    monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="capturable=False"):
         optimizer.step()
     general = CompressedOptimizer(torch.optim.RMSprop(given))
@@ -120,13 +121,13 @@ def test_a_gradient_more_or_less_needs_a_step_outside_of_captures(monkeypatch):
         given[1].grad = None
         start = [p.detach().clone() for p in given]
         with monkeypatch.context() as inside:
-            inside.setattr(capture, "capturing", lambda: True)
+            inside.setattr(cuda_graph, "capturing", lambda: True)
             with pytest.raises(RuntimeError, match="exactly these parameters"):
                 optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(given, start, strict=True))
         optimizer.step()
         with monkeypatch.context() as inside:
-            inside.setattr(capture, "capturing", lambda: True)
+            inside.setattr(cuda_graph, "capturing", lambda: True)
             optimizer.step()
     assert not torch.equal(given[0], start[0])
     assert torch.equal(given[1], start[1])
@@ -138,7 +139,7 @@ def test_a_choice_without_a_kernel_is_not_captured(monkeypatch):
     set_gradients(given, 0)
     optimizer = optim.AdamW4bit(given, first="B64/DE", capturable=True, min_elements=0)
     optimizer.step()
-    monkeypatch.setattr(capture, "capturing", lambda: True)
+    monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="no fused kernel"):
         optimizer.step()
 
@@ -157,7 +158,7 @@ def test_random_bits_differ_between_replays_and_repeat_from_a_checkpoint(kernels
         for step in range(steps):
             param.grad = torch.ones_like(param)
             with monkeypatch.context() as inside:
-                inside.setattr(capture, "capturing", lambda: step > 0 and kernels == "triton")  # noqa: B023
+                inside.setattr(cuda_graph, "capturing", lambda: step > 0 and kernels == "triton")  # noqa: B023
                 optimizer.step()
         return optimizer, param
 

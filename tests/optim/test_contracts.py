@@ -18,10 +18,10 @@ from memtrain.optim import (
     CompressedOptimizer,
     compress,
     describe,
-    layout,
     state_bytes,
 )
-from memtrain.optim.flash import plain_states
+from memtrain.optim.states import layout
+from memtrain.optim.states.flashoptim import plain_states
 
 
 def flash_codes(x, signed):

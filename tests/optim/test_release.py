@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.meter import LiveStorages
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.optim import AdamW4bit, compress
-from memtrain.optim.release import ReleaseGradients
-from memtrain.optim.weights import SplitWeights
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.weights import SplitWeights
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

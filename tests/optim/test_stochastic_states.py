@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import memtrain
-from memtrain.optim import layout
-from memtrain.optim.adamw4bit import AdamW4bit
-from memtrain.optim.compressed import CompressedOptimizer
+from memtrain.optim.fused.adam import AdamW4bit
+from memtrain.optim.states import layout
+from memtrain.optim.states.compressed import CompressedOptimizer
 
 
 def weights():

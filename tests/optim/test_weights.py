@@ -10,9 +10,9 @@ from torch import nn
 
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit, CompressedOptimizer, SGD4bit
-from memtrain.optim.around import BUNDLE, bundles
-from memtrain.optim.formats import FORMATS, keeps_float32
-from memtrain.optim.weights import SplitWeights
+from memtrain.optim.wrappers.around import BUNDLE, bundles
+from memtrain.optim.wrappers.weight_formats import FORMATS, keeps_float32
+from memtrain.optim.wrappers.weights import SplitWeights
 
 BF16 = torch.bfloat16
 

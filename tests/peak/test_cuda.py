@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memtrain.peak import StepOptions, cuda
-from memtrain.peak.predict import predict
+from memtrain.audit.peak import StepOptions, cuda
+from memtrain.audit.peak.predict import predict
 
 
 def saved_bytes(forward, x):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memtrain.peak.largest import largest, resized, search
+from memtrain.audit.peak.largest import largest, resized, search
 
 
 @settings(max_examples=60, deadline=None)

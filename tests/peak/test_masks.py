@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from memtrain.peak.measure import measure
-from memtrain.peak.predict import predict
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
 
 NONE = dict.fromkeys(
     ("attn_pdrop", "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0

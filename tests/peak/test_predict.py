@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memtrain import audit
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
 from memtrain.optim import AdamW4bit
-from memtrain.peak import StepOptions
-from memtrain.peak.measure import measure
-from memtrain.peak.predict import predict
 
 OFF = {"preset": "exact", "optim": {"rules": []}, "activations": {"rules": []}}
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from memtrain import audit, wrap
-from memtrain.peak.measure import measure
-from memtrain.peak.predict import predict
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
 
 
 def mlp():

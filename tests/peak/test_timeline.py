@@ -2,8 +2,8 @@
 
 import pytest
 
-from memtrain.peak import Moment, Timeline
-from memtrain.peak.timeline import Event, replay
+from memtrain.audit.peak import Moment, Timeline
+from memtrain.audit.peak.timeline import Event, replay
 
 
 def events_by_hand():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.config import load, options
+from memtrain.config.sources import load, options
 from memtrain.precision.assign import assign, sizes
 from memtrain.precision.graph import Graph, Value
 from memtrain.precision.options import Precision

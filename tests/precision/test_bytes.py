@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import memtrain
+from memtrain.audit.live_storages import LiveStorages, saved_nbytes
 from memtrain.compressors import Group
-from memtrain.config import ActivationRule, Config
+from memtrain.config.sources import ActivationRule, Config
 from memtrain.experiments.models.cifar import CifarConfig
-from memtrain.meter import LiveStorages, saved_nbytes
 from memtrain.precision.options import Precision
 
 # without the overflow counts that promotion keeps until the backward, 8 bytes a tensor

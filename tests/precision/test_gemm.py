@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.config import load
+from memtrain.config.sources import load
 from memtrain.precision import E4M3FN, E5M2, FP8_BACKWARD, FP8_FORWARD, FloatFormat, gemm
 
 WORKS = not gemm.unfit(torch.ones(16, 16), torch.ones(16, 16))

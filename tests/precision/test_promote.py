@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import memtrain
-from memtrain.config import Config
-from memtrain.kernels.formats import FP8_FORWARD, FP16
+from memtrain.config.sources import Config
+from memtrain.kernels.floats.formats import FP8_FORWARD, FP16
 from memtrain.precision.options import Precision
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.config import Config
-from memtrain.kernels.formats import FP8_BACKWARD, FP8_FORWARD, FP16
+from memtrain.config.sources import Config
+from memtrain.kernels.floats.formats import FP8_BACKWARD, FP8_FORWARD, FP16
 from memtrain.precision.options import Precision
 
 SCALE = 2.0**10

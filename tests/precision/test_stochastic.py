@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.config import load
+from memtrain.config.sources import load
 from memtrain.precision import FP8_FORWARD, named_format
 
 DRAWN = {"low": "fp8_forward:stochastic", "low_backward": "fp8_backward:stochastic"}

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.context import keep, kept
 from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised
 from memtrain.activations.ops.norm import normalised, spread, standard, times, wanted
-from memtrain.activations.ops.payload import keep, kept
+from memtrain.activations.ops.once import once_differentiable
 from memtrain.compressors import Compressor, Key
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.layout import flatten, restore
-from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.ops.spatial import per_dimension
+from memtrain.activations.saved.flatten import flatten, restore
 from memtrain.compressors import (
     Compressor,
     DerivativeCode,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.direct import direct
+from memtrain.activations.ops.autograd import direct
 from memtrain.compressors import Compressor, Identity, Key
-from memtrain.kernels import derivative
-from memtrain.kernels.mask import BLOCK, pack_mask
+from memtrain.kernels.derivative import derivative
+from memtrain.kernels.packing.mask import BLOCK, pack_mask
 from memtrain.kernels.strides import in_order, is_dense, memory_order
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.layout import layout_of, restore
-from memtrain.activations.ops.payload import keep_packed, packed_of
+from memtrain.activations.ops.context import keep_packed, packed_of
+from memtrain.activations.saved.flatten import layout_of, restore
 from memtrain.compressors import Compressor, Group, Key, Packed
-from memtrain.kernels import channel_norm
-from memtrain.kernels.channel_norm_reference import Channels
-from memtrain.kernels.norm import Codes
+from memtrain.kernels.norm import channel_norm
+from memtrain.kernels.norm.channel_norm_reference import Channels
+from memtrain.kernels.norm.norm import Codes
 
 
 def keep_normalised(  # noqa: PLR0913 (a norm's results, and the site's)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.layout import layout_of
-from memtrain.activations.ops.payload import keep_packed
+from memtrain.activations.ops.context import keep_packed
+from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Group, Key, Packed
-from memtrain.kernels import norm
+from memtrain.kernels.norm import norm
 
 
 def fused(  # noqa: PLR0913 (the norm's own, and the site's)
@@ -30,7 +30,7 @@ def fused(  # noqa: PLR0913 (the norm's own, and the site's)
     """The norm's value, its payload kept in `ctx`; None where the norm runs in several passes.
 
     One pass serves groups that lie within a row, of a contiguous float32 or 16-bit tensor
-    (`kernels.norm.fits`). The value then is torch's up to its rounding: sums are added in another
+    (`norm.fits`). The value then is torch's up to its rounding: sums are added in another
     order.
 
     Args:

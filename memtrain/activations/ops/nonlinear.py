@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.fewbit import fewbit
+from memtrain.activations.ops.fewbit import fewbit
 from memtrain.activations.ops.rrelu import RReLU
 from memtrain.compressors import Compressor, DerivativeCode, Key
-from memtrain.compressors.fewbit_exact import EXACT
-from memtrain.compressors.fewbit_functions import FAMILIES, complete
-from memtrain.compressors.fewbit_register import REGISTERED
-from memtrain.kernels import pointwise
+from memtrain.compressors.fewbit.exact import EXACT
+from memtrain.compressors.fewbit.functions import FAMILIES, complete
+from memtrain.compressors.fewbit.register import REGISTERED
+from memtrain.kernels.derivative import pointwise
 
 # The arguments after the input, by the function's name without its in-place mark: those among
 # `_FLAGS` say how to run it, the others are the parameters, in the order of the tables.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.context import keep, kept, order_of
 from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised, keep_rows
 from memtrain.activations.ops.fused_norm import fused
-from memtrain.activations.ops.payload import keep, kept, order_of
+from memtrain.activations.ops.once import once_differentiable
 from memtrain.compressors import Compressor, Key
 
 

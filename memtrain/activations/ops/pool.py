@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.layout import flatten, restore
-from memtrain.activations.once import once_differentiable
-from memtrain.activations.ops.payload import order_of
+from memtrain.activations.ops.context import order_of
+from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.ops.spatial import per_dimension, strides_of
+from memtrain.activations.saved.flatten import flatten, restore
 from memtrain.compressors import Compressor, Identity, Key
-from memtrain.kernels.pack import pack_codes, unpack_codes
+from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 
 NAMES = tuple(
     f"{kind}max_pool{n}d{suffix}"

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.layout import flatten, restore
-from memtrain.activations.once import once_differentiable
-from memtrain.activations.ops.payload import keep, kept
+from memtrain.activations.ops.context import keep, kept
+from memtrain.activations.ops.once import once_differentiable
+from memtrain.activations.saved.flatten import flatten, restore
 from memtrain.compressors import Compressor, DerivativeCode, Group, Key
-from memtrain.kernels.mask import pack_mask, unpack_mask
+from memtrain.kernels.packing.mask import pack_mask, unpack_mask
 
 
 @dataclass(frozen=True, eq=False)

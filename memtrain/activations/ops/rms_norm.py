@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.once import once_differentiable
+from memtrain.activations.ops.context import keep, kept
 from memtrain.activations.ops.fused_norm import fused
 from memtrain.activations.ops.norm import as_autocast
-from memtrain.activations.ops.payload import keep, kept
+from memtrain.activations.ops.once import once_differentiable
 from memtrain.compressors import Compressor, Key
 
 

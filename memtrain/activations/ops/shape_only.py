@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memtrain.activations.once import once_differentiable
-from memtrain.activations.ops.payload import order_of
+from memtrain.activations.ops.context import order_of
+from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.ops.spatial import per_dimension, strides_of
 from memtrain.compressors import Compressor, Identity, Key
 

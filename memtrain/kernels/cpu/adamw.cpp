@@ -1,4 +1,4 @@
-// The AdamW step over many tensors with 4-bit states (contract: kernels/adamw.py).
+// The AdamW step over many tensors with 4-bit states (contract: kernels/step/adamw.py).
 #define MT_SELF "adamw_lanes.h"
 #include <atomic>
 #include <memory>
@@ -11,7 +11,7 @@ enum Kind : int64_t { kExact, kBlock, kRank1, kFactored };
 constexpr int64_t kFields = 28, kMaxDims = 8, kItem = 256, kGroup = 2 << 20;
 constexpr int64_t kPart = 1024;  // of a row, where it goes through a buffer
 
-// One row of the table that Python sends; the order is that of `_table` in kernels/adamw.py.
+// One row of the table that Python sends; the order is that of `_table` in kernels/step/adamw.py.
 struct Row {
   float* p;  // of p_type, g of g_type: as floats only where both are
   const float* g;

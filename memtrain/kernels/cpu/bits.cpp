@@ -1,4 +1,4 @@
-// One bit per element: masks of dropout and of boolean tensors (layout: kernels/bits.py).
+// One bit per element: masks of dropout and of boolean tensors (layout: kernels/packing/bits.py).
 #include "common.h"
 
 namespace memtrain {

@@ -1,4 +1,4 @@
-// SGD, Lion and AdamW over many tensors with states in blocks (contract: kernels/blockstep.py).
+// SGD, Lion and AdamW over many tensors with states in blocks (contract: kernels/step/blockstep.py).
 #ifndef MT_LANES
 #define MT_SELF "blockstep.cpp"
 #include "weights.h"

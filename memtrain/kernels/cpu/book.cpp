@@ -1,5 +1,5 @@
 // Codes of any code book, 2 to 8 bits, to the nearest value or stochastically (contract:
-// kernels/book.py, layout of codes: kernels/bits.py). 4 bits to the nearest: codebook.cpp, rank1.cpp.
+// kernels/codebook/codes.py, layout of codes: kernels/packing/bits.py). 4 bits to the nearest: codebook.cpp, rank1.cpp.
 #include "codes.h"
 #include "philox.h"
 
@@ -149,7 +149,7 @@ MT_INLINE void decode(const uint8_t* __restrict codes, const float* __restrict v
 }
 
 // One code up where the random number says so: eight slices share their counters
-// (kernels/philox.py).
+// (kernels/random/philox.py).
 MT_INLINE void draw(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
                     uint32_t first, float scale, uint64_t seed, const Book book) {
   const int64_t width = size / 8;

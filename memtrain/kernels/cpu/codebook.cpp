@@ -1,4 +1,4 @@
-// Code book quantiser, 4 bits, one abs-max scale a block (contract: kernels/codebook.py).
+// Code book quantiser, 4 bits, one abs-max scale a block (contract: kernels/codebook/block.py).
 #ifndef MT_LANES
 #define MT_SELF "codebook.cpp"
 #include "foreach_isa.h"

@@ -1,4 +1,4 @@
-// Codes of 1 to 8 bits, a byte each, packed to the bit (layout: kernels/bits.py).
+// Codes of 1 to 8 bits, a byte each, packed to the bit (layout: kernels/packing/bits.py).
 #pragma once
 
 #include <cstring>

@@ -66,7 +66,7 @@ void parallel_for(int64_t n, int64_t grain, int64_t threads, const Body& body) {
   run_together(crew, [&](int64_t) { work(); });
 }
 
-// Philox4x32-10 on one counter (its other three words 0); see kernels/philox.py.
+// Philox4x32-10 on one counter (its other three words 0); see kernels/random/philox.py.
 struct Words { uint32_t w[4]; };
 
 MT_INLINE Words philox(uint32_t counter, uint64_t seed) {

@@ -1,4 +1,4 @@
-// Few-bit derivative codes (contract: kernels/derivative.py; layout: kernels/bits.py).
+// Few-bit derivative codes (contract: kernels/derivative/derivative.py; layout: kernels/packing/bits.py).
 //
 // Codes of one bit go in one pass (derivative_bit.h), those of two to four in another where there
 // is AVX-512. All else: blocks are worked on a few at a time, to float, to the side of the

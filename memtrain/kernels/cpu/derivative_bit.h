@@ -1,4 +1,4 @@
-// Few-bit codes of one bit (layout: kernels/bits.py), sixteen bytes of vector at a time.
+// Few-bit codes of one bit (layout: kernels/packing/bits.py), sixteen bytes of vector at a time.
 //
 // Memory sets the pace, not the width of the vectors; and a core that has met arithmetic in wider
 // ones runs 15 to 30% slower for the next half millisecond, Python and all. SSE2 is in every x86-64.

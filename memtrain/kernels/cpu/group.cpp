@@ -1,4 +1,4 @@
-// Min/max group quantisation (definition: kernels/group.py, layout of codes: kernels/bits.py).
+// Min/max group quantisation (definition: kernels/group/group.py, layout of codes: kernels/packing/bits.py).
 #include <cstring>
 
 #include "group_avx512.h"
@@ -101,7 +101,7 @@ MT_INLINE uint8_t encode_one(float x, float u, const Encoder& e) {
 }
 
 // Codes of group `g`, a byte each, N positions of all slices at a time: eight slices of two groups
-// share their counters (kernels/philox.py).
+// share their counters (kernels/random/philox.py).
 template <int N>
 MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
                       int64_t g, const Encoder e) {

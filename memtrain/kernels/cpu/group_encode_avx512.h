@@ -217,7 +217,7 @@ MT_INLINE void encode_pair(const Block<F>& b, int64_t k, int64_t c, const Places
     draw_positions<F, N>(static_cast<uint32_t>(number / 2 * slice + c), e.keys, draws);
   const int64_t end = std::min(k + 2 - number % 2, b.count);
   for (; k < end; ++k) {
-    // The group of an odd number turns the words that it shares (kernels/philox.py).
+    // The group of an odd number turns the words that it shares (kernels/random/philox.py).
     if (kStochastic && (b.first + k) % 2)
       for (int i = 0; i < N; ++i)
         for (int w = 0; w < 4; ++w) draws[i][w] = _mm512_ror_epi32(draws[i][w], 8);

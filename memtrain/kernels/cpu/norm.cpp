@@ -1,4 +1,4 @@
-// Layer and RMS norm with the quantised normalised input (definition: kernels/norm.py).
+// Layer and RMS norm with the quantised normalised input (definition: kernels/norm/norm.py).
 #include <cmath>
 #include <cstring>
 

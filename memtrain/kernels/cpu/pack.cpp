@@ -1,4 +1,4 @@
-// Small unsigned integers at 1 to 8 bits (definition: kernels/pack.py, layout: kernels/bits.py).
+// Small unsigned integers at 1 to 8 bits (definition: kernels/packing/pack.py, layout: kernels/packing/bits.py).
 #include <cstring>
 
 #include "common.h"

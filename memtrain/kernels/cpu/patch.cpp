@@ -1,4 +1,4 @@
-// 4x4 patches at 2 bits a value (definition: kernels/patch.py). Sixteen patches at a time, one a
+// 4x4 patches at 2 bits a value (definition: kernels/patch/patch.py). Sixteen patches at a time, one a
 // lane: cells[k] holds value k (row by row) of each.
 #include <cstring>
 #include <type_traits>

@@ -8,7 +8,7 @@
 
 namespace memtrain {
 
-// The words of counters first .. first + N - 1; see kernels/philox.py.
+// The words of counters first .. first + N - 1; see kernels/random/philox.py.
 template <int N>
 MT_INLINE void philox_piece(uint32_t first, uint64_t seed, uint32_t (*__restrict words)[N]) {
   uint32_t c0[N], c1[N], c2[N], c3[N];

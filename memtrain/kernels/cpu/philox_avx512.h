@@ -1,4 +1,4 @@
-// Philox with AVX-512: sixteen counters in a register (definition: kernels/philox.py).
+// Philox with AVX-512: sixteen counters in a register (definition: kernels/random/philox.py).
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -1,4 +1,4 @@
-// A float32 weight as bfloat16 and a correction (definition: kernels/split.py).
+// A float32 weight as bfloat16 and a correction (definition: kernels/step/split.py).
 #include <cstring>
 
 #include "weights.h"

@@ -9,7 +9,7 @@ namespace memtrain {
 constexpr int64_t kDrawn = 1024;  // elements that share their Philox counters: BLOCK of split.py
 constexpr uint32_t kInf = 0x7F800000u, kMagnitude = 0x7FFFFFFFu;
 
-// What a weight has beside itself; the order is that of `fields` in kernels/split.py.
+// What a weight has beside itself; the order is that of `fields` in kernels/step/split.py.
 struct Beside {
   void* correction;  // int8 or int16, or null
   int64_t kept;      // its bits

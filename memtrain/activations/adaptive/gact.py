@@ -1,0 +1,149 @@
+"""GACT's automatic bits: sensitivities from backward passes under noise, on a schedule."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from memtrain.activations.adaptive.allocate import CAP
+from memtrain.activations.adaptive.bit_widths import Bits, Need
+from memtrain.activations.adaptive.noise_warning import complaint, expected
+from memtrain.activations.adaptive.replay import Closure, Gradient, distance, dot, untouched
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.saved.pack import Choose, Watch
+from memtrain.activations.saved.site import Op, Site
+from memtrain.compressors import Compressor
+
+
+class Adapter:
+    """Measures, once every so many steps, how sensitive the gradient is to each site's bits.
+
+    For each site with `bits: auto` whose tensors a forward saves: the gradient with this site at 1
+    bit, again with other random bits, and at 8 bits, all else equal; its sensitivity is
+    `max(|g0 - g1|**2, 2 max(|g0 - g2|**2, |g1 - g2|**2))`, twice the variance at 1 bit. Then the
+    budget is shared again. Sites are those of the forward at hand: others keep their bits.
+
+    Args:
+        interception: Of the wrapped model.
+        bits: What is solved again.
+        interval: Calls of `step` from one measurement to the next.
+
+    Reference:
+        Liu et al., GACT, ICML 2022, arXiv:2206.11357, section 4.2.
+    """
+
+    def __init__(self, interception: Interception, bits: Bits, *, interval: int) -> None:
+        self.interception, self.bits, self.interval = interception, bits, interval
+        self.sensitivities: dict[str, float] = {}
+        """Of the last measurement, by site."""
+
+    def step(self, closure: Closure) -> bool:
+        """Call once per training step; every `interval`-th, from the first on, measures.
+
+        Nothing of the model, its gradients or the random states is changed, also if the closure
+        raises; only the bits are.
+
+        Args:
+            closure: Runs forward, loss and backward on one batch; no optimizer step. It may zero
+                the gradients, and need not.
+
+        Returns:
+            Whether it measured. That takes 3 passes per site and 1.
+
+        Raises:
+            ValueError: If the closure leaves no gradient.
+
+        Warns:
+            UserWarning: If the variance that the new bits bring is above 10% of the gradient's
+                squared norm.
+        """
+        due = self.bits.calls % self.interval == 0
+        if due:
+            self.measure(closure)
+        self.bits.calls += 1
+        return due
+
+    def measure(self, closure: Closure) -> None:
+        """Measure and share the budget now; see `step`."""
+        with untouched(self.interception.model) as gradient:
+            census = _Census(self.bits)
+            usual = self._pass(gradient, closure, watch=census)
+            sites = [site for site in census.sizes if site not in self.bits.leaders]
+            found = {site: self._sensitivity(site, gradient, closure) for site in sites}
+        self.sensitivities = found
+        self.bits.solve({site: Need([found[site]], [census.sizes[site]]) for site in sites})
+        self.interception.resettle()
+        self._warn(dot(usual, usual))
+
+    def _sensitivity(
+        self, site: str, gradient: Callable[[Closure], Gradient], closure: Closure
+    ) -> float:
+        g0, g1, g2 = (
+            self._pass(gradient, closure, site=site, width=width, draw=draw)
+            for width, draw in ((1, 0), (1, 1), (8, 2))
+        )
+        found = max(distance(g0, g1), 2 * distance(g0, g2), 2 * distance(g1, g2))
+        return min(found, CAP) if found == found else CAP  # NaN is not equal to itself
+
+    def _pass(
+        self,
+        gradient: Callable[[Closure], Gradient],
+        closure: Closure,
+        *,
+        site: str = "",
+        width: int = 0,
+        draw: int = 0,
+        watch: Watch | None = None,
+    ) -> Gradient:
+        with self.interception.trial(self._choose(site, width), watch, {site: draw}):
+            return gradient(closure)
+
+    def _choose(self, site: str, width: int) -> Choose:
+        """As always, but for one site, and those that share its payload: another width."""
+        usual = self.interception.saved.choose
+
+        def choose(at: Site) -> Compressor | str:
+            chosen = usual(at)
+            if site in (at.name, self.bits.leaders.get(at.name)):
+                return self.bits.autos[at.name].with_bits((width,))
+            return chosen
+
+        return choose
+
+    def _warn(self, norm: float) -> None:
+        # half of a sensitivity is the variance at 1 bit
+        noise = {
+            site: expected(Need([0.5 * found], [1.0]), self.bits.widths[site])
+            for site, found in self.sensitivities.items()
+        }
+        text = complaint(noise, norm, "squared norm", "more average_bits")
+        if text:
+            warnings.warn(text, stacklevel=3)
+
+
+class _Census:
+    """A `Watch` that counts the elements of each site, and finds who shares whose payload."""
+
+    def __init__(self, bits: Bits) -> None:
+        self.bits = bits
+        self.sizes: dict[str, float] = {}
+        self._owners: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def begin(self, step: int, inputs: Iterable[Any]) -> bool:
+        """Nothing has been solved."""
+        return False
+
+    def saved(self, site: Site, x: Tensor, payload: Any = None) -> None:
+        """Count `x` for its site, or note whose payload it shares."""
+        if site.name not in self.bits.autos:
+            return
+        owner = site.name if payload is None else self._owners.setdefault(payload, site.name)
+        if owner == site.name:
+            self.sizes[owner] = self.sizes.get(owner, 0.0) + x.numel()
+        else:
+            self.bits.leaders[site.name] = owner
+
+    def after(self, op: Op, result: Any) -> None:
+        """Results do not matter."""

@@ -1,0 +1,253 @@
+"""Runs the ops of a forward: replaced, or as they are with their saved tensors packed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from memtrain.activations.intercept.index_bounds import limit_of
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.registry import SMOOTH, Call, recognise
+from memtrain.activations.intercept.rounding import Rounding
+from memtrain.activations.ops.context import output_again
+from memtrain.activations.saved.flatten import layout_of
+from memtrain.activations.saved.handles import Saved, Waiting
+from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.pack import SavedTensors
+from memtrain.activations.saved.site import Op, Site
+from memtrain.compressors import Compressor, DerivativeCode, Identity
+
+
+class _Hole:
+    """Where an op's input goes when the op is run again."""
+
+
+_HOLE = _Hole()
+
+
+class Performer:
+    """Acts on each op as the plan says.
+
+    Args:
+        saved: Packs what is saved, and knows the plan's choices.
+        options: How.
+    """
+
+    def __init__(self, saved: SavedTensors, options: Options) -> None:
+        self.saved, self.options = saved, options
+        self.module = ""  # path of the module that runs now
+        self.function: Op | None = None  # the module's own `autograd.Function`, where it is known
+        self.rounding: Rounding | None = None
+        self.idle = False  # whether ops are rounded only, their saved tensors left alone
+        self._op: Op | None = None
+        self._waiting: list[Waiting] = []
+        self._whole = False  # whether a module runs as one op
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"saved": self.saved, "options": self.options, "rounding": self.rounding}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rounding = state.pop("rounding")
+        self.__init__(**state)
+        self.rounding = rounding
+
+    def reset(self) -> None:
+        """Forget the op that runs: its forward has ended."""
+        self._op, self.function, self._waiting, self._whole = None, None, [], False
+
+    def pack(self, x: Tensor) -> Saved:
+        """The pack function of saved-tensor hooks."""
+        op = self._op
+        if op is None:
+            return self.saved.pack(x, self.function or Op(self.module, "autograd.Function"))
+        if self.rounding is None or op.replaced or not op.inputs or op.role(x) != "saved":
+            return self.saved.pack(x, op)
+        # Perhaps the op's result, which is rounded when the op has run.
+        self._waiting.append(Waiting(x.detach(), op))
+        return self._waiting[-1]
+
+    def run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one torch function, rounded where that is asked for."""
+        if self.rounding is None or self._whole:
+            return self._run(func, name, args, kwargs)
+        args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
+        func = self.rounding.function(func, self.module, name, args, kwargs)
+        result = self._run(func, name, args, kwargs)
+        return self._rounded(_op_name(name, args), args, kwargs, result)
+
+    def _rounded(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], y: Any) -> Any:
+        if self.rounding is not None:
+            y = self.rounding.result(self.module, op, args, kwargs, y)
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.settle(self.saved.pack)
+        return y
+
+    def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.idle or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        call = recognise(name, args, kwargs, self.options)
+        if call is not None:
+            chosen = self.compressor(call)
+            if chosen is not None and call.accepts(chosen):
+                return self.replace(call, chosen)
+            name = call.op
+        name = _op_name(name, args)
+        limit = limit_of(name, args, kwargs)
+        op = Op(self.module, name, tensors_of(args, kwargs), limit=limit)
+        return self._hook(op, func, args, kwargs)
+
+    @contextmanager
+    def saving(self, op: Op) -> Iterator[None]:
+        """Inside the block it is `op` that saves."""
+        outer, self._op = self._op, op
+        try:
+            yield
+        finally:
+            self._op = outer
+
+    def compressor(self, call: Call) -> Compressor | None:
+        """What the rules choose for the call's site, or None where nothing may be replaced."""
+        if not self._replaceable(call.x):
+            return None
+        chosen = self.saved.choose(Site(self.module, call.op, call.tensor))
+        return None if isinstance(chosen, str) else chosen
+
+    def replace(self, call: Call, compressor: Compressor) -> Any:
+        """The call's result, in the form that saves the compressor's payload."""
+        op = Op(self.module, call.op, (call.x,), replaced=call.tensor)
+        site = Site(self.module, call.op, call.tensor)
+        key = self.saved.key(site)
+        if self.saved.watch is not None:
+            self.saved.watch.saved(site, call.x)
+        y = self._during(op, call.run, compressor, key)
+        derives = self.options.derive_outputs and isinstance(y, Tensor)
+        again = output_again(y) if derives else None
+        if again is not None:
+            self.saved.derive(y, again, op.name)
+        return y
+
+    def whole(self, call: Call) -> Callable[[], Any] | None:
+        """What runs, as one op, a module that writes the op out in several; None: as it is."""
+        compressor = self.compressor(call)
+        if compressor is None:
+            return None
+        if call.accepts(compressor):
+            return self._one(call, partial(self.replace, call, compressor))
+        plain = getattr(call, "plain", None)
+        if plain is None or isinstance(compressor, Identity | DerivativeCode):
+            return None
+        op = Op(self.module, call.op, (call.x,))
+        return self._one(call, partial(self._hook, op, plain, (call.x,), {}))
+
+    def _one(self, call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
+        """`run`, of which only the result is rounded."""
+        if self.rounding is None:
+            return run
+
+        def rounded() -> Any:
+            if self.rounding is not None:
+                self.rounding.arguments(self.module, call.op, (call.x,), {})
+            self._whole = True
+            try:
+                y = run()
+            finally:
+                self._whole = False
+            return self._rounded(call.op, (call.x,), {}, y)
+
+        return rounded
+
+    def _hook(self, op: Op, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = self._during(op, func, *args, **kwargs)
+        if op.name in SMOOTH and self.options.derive_outputs:
+            self._derive(op, result, func, args, kwargs)
+        return result
+
+    def _during(self, op: Op, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function while `op` is the one that saves."""
+        outer, self._op = self._op, op
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._op = outer
+        if self.saved.watch is not None:
+            self.saved.watch.after(op, result)
+        return result
+
+    def _derive(
+        self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Let later saves of a nonlinearity's output lean on the payload of its input."""
+        (x,) = op.inputs if len(op.inputs) == 1 else (None,)
+        if x is None or not isinstance(y, Tensor) or foreign(x) or storage_id(x) == storage_id(y):
+            return
+        source = self.saved.source_of(x)
+        if source is None or layout_of(x) != layout_of(y):
+            return
+
+        # The closure must not hold `x` itself.
+        hollow = tree_map_only(Tensor, lambda _: _HOLE, (args, kwargs))
+
+        def again() -> Tensor:
+            stored = source()
+            args, kwargs = tree_map_only(_Hole, lambda _: stored, hollow)
+            return func(*args, **kwargs)
+
+        self.saved.derive(y, again, op.name)
+
+    def _replaceable(self, x: Any) -> bool:
+        return (
+            isinstance(x, Tensor)
+            and not foreign(x)
+            and x.requires_grad
+            and torch.is_grad_enabled()
+            and x.is_floating_point()
+            and x.numel() >= self.options.min_elements
+            and top_hooks() == self.pack  # not inside someone's activation checkpointing
+        )
+
+
+class Mode(TorchFunctionMode):
+    """Hands every torch function that runs inside the forward to the performer."""
+
+    def __init__(self, performer: Performer) -> None:
+        super().__init__()
+        self.performer = performer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # x.shape and its like: nothing to save
+            return func(*args, **(kwargs or {}))
+        return self.performer.run(func, name, args, kwargs or {})
+
+
+def top_hooks() -> Any:
+    """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return None if top is None else top[0]
+
+
+def _op_name(name: str, args: Sequence[Any]) -> str:
+    """The op's name in sites: dunders and in-place marks stripped; `pow` with 2 is `square`."""
+    name = name.strip("_")
+    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2:
+        return "square"
+    return name
+
+
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The tensors among a function's arguments, one level of lists included."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return tuple(found)

@@ -1,0 +1,29 @@
+"""What an interception is told besides what to do with each site."""
+
+from dataclasses import dataclass
+
+from memtrain.activations.saved.site import STARTS
+from memtrain.compressors import Compressor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How saved tensors are handled, whatever their compressors.
+
+    Args:
+        min_elements: Smaller tensors are kept.
+        derive_outputs: Whether an op's output that another op saves is computed again from the
+            payload that the op keeps, where that spares a payload.
+        backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
+            once (one sample at least), and works through the batch in pieces. None: all at once.
+        recompute: Modules (globs, `@blocks`) that keep their inputs only, and run again in the
+            backward.
+        recompute_inputs: What holds those inputs, and those of torch's own checkpointing, where
+            they require a gradient; a reason to keep them otherwise.
+    """
+
+    min_elements: int = 1024
+    derive_outputs: bool = True
+    backward_bytes: int | None = None
+    recompute: tuple[str, ...] = ()
+    recompute_inputs: Compressor | str = STARTS

@@ -1,0 +1,245 @@
+"""Modules that keep their inputs only, and run again in the backward: activation checkpointing."""
+
+import threading
+from collections.abc import Container, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from glob import escape
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+
+from memtrain.activations.intercept.caches import without_caches
+from memtrain.activations.intercept.executor import Performer
+from memtrain.activations.saved.origin import in_transform
+from memtrain.activations.saved.site import RECOMPUTE, Op
+
+BLOCKS = "@blocks"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
+_TORCH = (True, lambda: (_Nothing(), _Nothing()), "default", False, True)  # its own defaults
+
+
+class Around(Protocol):
+    """The interception of the forward that the modules are part of."""
+
+    performer: Performer
+
+    def sleeps(self) -> bool:
+        """Whether another interception has the forward to itself."""
+        ...
+
+    def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the module's forward as it ran the first time."""
+        ...
+
+
+def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Paths of the modules that patterns ask to recompute: of nested ones the outermost.
+
+    Args:
+        model: Its modules are matched.
+        patterns: Globs over paths as in `named_modules()`, or `@blocks` for `blocks_of(model)`.
+
+    Returns:
+        Paths, in the model's order.
+
+    Raises:
+        ValueError: For a pattern that matches no module with a forward of its own.
+
+    Example:
+        >>> model = nn.ModuleDict({"h": nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Tanh()])})
+        >>> recomputed(model, ["h*"])
+        ['h.0', 'h.1']
+    """
+    found: list[str] = []
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, (*_CONTAINERS, torch.jit.ScriptModule))
+    }
+    if BLOCKS in patterns:
+        patterns = [*(p for p in patterns if p != BLOCKS), *_blocks(model, modules)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ValueError(
+                f"activations.recompute={pattern!r} matches no module that can be run again; "
+                "allowed: paths as in named_modules(), not of a ModuleList or a scripted module"
+            )
+    for name in modules:
+        above = [outer for outer in found if name.startswith(f"{outer}.") or not outer]
+        if not above and any(fnmatchcase(name, pattern) for pattern in patterns):
+            found.append(name)
+    return found
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Paths of the modules that a model repeats: what activation checkpointing is put around.
+
+    Args:
+        model: Its `ModuleList`s and `Sequential`s are looked through, outermost first.
+
+    Returns:
+        Paths of their children that have children and parameters; of lists within lists those of
+        the longest.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> blocks_of(nn.ModuleDict({"h": nn.ModuleList([layer, layer])}))
+        ['h.0']
+        >>> blocks_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        []
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+    for module, name in names.items():
+        if any(f"{name}.".startswith(f"{path}.") for path in found):
+            continue
+        parts = _parts(module)
+        found += [names[part] for part in parts if len(_parts(part)) <= len(parts)]
+    return found
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Of a list of two modules or more, those that have children and parameters."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return []
+    return [child for child in module.children() if _has(child.children(), child.parameters())]
+
+
+def _has(*iterators: Iterator[Any]) -> bool:
+    return all(any(True for _ in each) for each in iterators)
+
+
+def _blocks(model: nn.Module, modules: Container[str]) -> list[str]:
+    """As patterns."""
+    found = [escape(name) for name in blocks_of(model) if name in modules]
+    if not found:
+        raise ValueError(
+            f"activations.recompute={BLOCKS!r}: the model repeats no module with children in a "
+            "ModuleList or Sequential; allowed here: paths as in named_modules()"
+        )
+    return found
+
+
+class Recompute:
+    """Puts torch's own non-reentrant checkpointing around modules, by hooks.
+
+    The gradients are those of plain training to the last bit: the random stream and autocast are
+    as they were, buffers (running statistics) are updated once, and no cache of keys and values is
+    filled. It stays out where nothing is saved (`no_grad`), where such a cache has entries already
+    (a prefix), inside `torch.compile` and transforms of `torch.func`.
+
+    Args:
+        model: Has the modules.
+        patterns: Which, as for `recomputed`.
+        around: Packs the inputs that are kept.
+
+    Memory:
+        The inputs of each module; while its backward runs, all that it saves, and a copy of its
+        buffers while it runs again.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str], around: Around) -> None:
+        self.modules = {name: model.get_submodule(name) for name in recomputed(model, patterns)}
+        self.around = around
+        self._handles: list[Any] = []
+        self._running: dict[int, list[tuple[nn.Module, Generator[None, None, None] | None]]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_running": {}}
+
+    def attach(self) -> None:
+        """Put the hooks on: inside those that are there, so last before and first after."""
+        for name, module in self.modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
+                module.register_forward_hook(self._after, prepend=True, always_call=True),
+            ]
+
+    def detach(self) -> None:
+        """Take the hooks off; graphs that live on still recompute."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            return None
+        stack = self._running.setdefault(threading.get_ident(), [])
+        given = None if self._stays_out() else without_caches(module, args, kwargs)
+        if given is None:
+            stack.append((module, None))
+            return None
+        args, kwargs = given
+        leaves, form = tree_flatten((args, kwargs))
+
+        def again(*given: Any) -> None:
+            args, kwargs = tree_unflatten(given, form)
+            with _buffers_kept(module):
+                self.around.rerun(name, module, args, kwargs)
+
+        generator = _checkpoint_without_reentrant_generator(again, *_TORCH, *leaves)
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        with self.around.performer.saving(Op(name, RECOMPUTE, inputs)):
+            next(generator)
+        stack.append((module, generator))
+        return given
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        stack = self._running.get(threading.get_ident(), [])
+        if not stack or stack[-1][0] is not module:
+            return
+        _, generator = stack.pop()
+        if not stack:
+            del self._running[threading.get_ident()]
+        if generator is not None:
+            next(generator, None)  # takes its saved-tensor hooks off
+
+    def _stays_out(self) -> bool:
+        return (
+            not torch.is_grad_enabled()
+            or torch.jit.is_tracing()
+            or in_transform()
+            or self.around.sleeps()
+        )
+
+
+class _Nothing:
+    """A context that does nothing, anew each time."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward does to buffers: the first one has done it."""
+    # Batch norm changes its statistics without a new version.
+    before = [
+        (
+            owner,
+            name,
+            buffer,
+            -1 if isinstance(owner, _NormBase) else buffer._version,
+            buffer.clone(),
+        )
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, version, value in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
+                owner._buffers[name] = buffer

@@ -1,0 +1,125 @@
+"""Ops that are replaced whole: what a call of one is, and who recognises it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.ops import (
+    conv,
+    cross_entropy,
+    dropout,
+    nonlinear,
+    norm_calls,
+    pool,
+    prelu,
+    shape_only,
+)
+from memtrain.compressors import Compressor, Key
+
+
+class Call(Protocol):
+    """One call of an op that also exists in a form which saves a compressor's payload."""
+
+    @property
+    def op(self) -> str:
+        """The op's name in sites."""
+        ...
+
+    @property
+    def tensor(self) -> str:
+        """The role of its one site: `input` or `saved`."""
+        ...
+
+    @property
+    def x(self) -> Tensor:
+        """The tensor whose size, dtype and `requires_grad` decide whether it is worth it."""
+        ...
+
+    def accepts(self, compressor: Compressor) -> bool:
+        """Whether the replaced form works with this compressor; if not, the op runs as it is."""
+        ...
+
+    def run(self, compressor: Compressor, key: Key) -> Any:
+        """The op's result, its saved tensors replaced by the compressor's payload."""
+        ...
+
+
+Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
+
+# By the torch function's name without underscores at either end. A recogniser is given the name
+# with them, the arguments and the keyword arguments, and passes (None) on calls it leaves alone.
+FUNCTIONS: dict[str, Recognise] = {
+    **dict.fromkeys(nonlinear.NAMES, nonlinear.recognise),
+    "cross_entropy": cross_entropy.recognise,
+    "dropout": dropout.recognise,
+    **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
+    **dict.fromkeys(pool.NAMES, pool.recognise),
+    "prelu": prelu.recognise,
+    **dict.fromkeys(shape_only.NAMES, shape_only.recognise),
+}
+
+# By class name: modules that write one op out in several, each of which saves a tensor.
+MODULES: dict[str, Callable[[nn.Module, Tensor], Call | None]] = {
+    **dict.fromkeys(nonlinear.MODULES, nonlinear.recognise_module),
+}
+
+
+# By class name: modules of torch whose op is an `autograd.Function`, which no mode sees, and the
+# op's name in sites. What another Function saves is its own affair.
+FUNCTION_MODULES = {"SyncBatchNorm": "sync_batch_norm"}
+
+
+# Smooth nonlinearities that save their input: from its payload the output, which the next op
+# saves, can be computed again. (A step near a kink would be taken on the wrong side.)
+SMOOTH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "logsigmoid")
+
+
+def recognise(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options = Options(),  # noqa: B008 (a frozen value)
+) -> Call | None:
+    """The call of an op that can be replaced, or None.
+
+    Args:
+        name: The torch function's `__name__`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: `backward_bytes` makes convolutions calls.
+
+    Example:
+        >>> import torch
+        >>> recognise("relu_", (torch.ones(3),), {}).op
+        'relu'
+    """
+    base = name.strip("_")
+    if base in conv.NAMES:
+        micro = conv.MicroBatches(threshold=options.backward_bytes)
+        return conv.recognise(name, args, kwargs, micro)
+    recogniser = FUNCTIONS.get(base)
+    if recogniser is None:
+        return nonlinear.recognise_registered(name, args)
+    return recogniser(name, args, kwargs)
+
+
+def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | None:
+    """Who looks at modules of this class name: whether one writes an op out that can be replaced.
+
+    Example:
+        >>> recognise_module("Linear"), recognise_module("LlamaRMSNorm").__name__
+        (None, 'recognise_module')
+    """
+    written = norm_calls.recognise_module if norm_calls.writes_out(name) else None
+    return MODULES.get(name, written)
+
+
+def unwatched(module: nn.Module) -> bool:
+    """Whether only we have hooks on the module: others would see that it runs as one op."""
+    return (
+        len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+    )

@@ -1,0 +1,145 @@
+"""Activations that keep a few bits per element for backward: exact value, stepwise gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from memtrain.activations.ops.autograd import direct
+from memtrain.activations.ops.once import once_differentiable
+from memtrain.compressors.derivative import DerivativeCode
+from memtrain.compressors.fewbit.register import register, registered
+from memtrain.compressors.fewbit.solver import Approximation, solve
+from memtrain.compressors.fewbit.tables import from_table, load_npz, register_table, save_npz
+from memtrain.kernels.derivative import derivative, pointwise
+from memtrain.kernels.strides import in_order, is_dense, memory_order
+
+__all__ = [
+    "Approximation",
+    "fewbit",
+    "from_table",
+    "load_npz",
+    "register",
+    "register_table",
+    "save_npz",
+    "solve",
+]
+
+
+Value = tuple[str, tuple[float, ...]]
+
+
+def fewbit(
+    x: Tensor, compressor: DerivativeCode, *, inplace: bool = False, value: Value | None = None
+) -> Tensor:
+    """The activation `compressor.function`, keeping only packed codes of `x` for backward.
+
+    The forward value is torch's own (bit-identical on the CPU); the gradient is `grad * level`
+    with the few-bit table's level for f'(x). Where no gradient is wanted it is the plain function
+    and nothing is kept. Differentiating twice is an error.
+
+    Args:
+        x: float32, bfloat16, float16 or float64, any shape and strides. A dense tensor in any
+            order of dimensions is read where it lies; others are copied for the time of the call.
+        compressor: Which function, and how many bits.
+        inplace: Overwrite `x` with the result, as `F.relu(x, inplace=True)` does.
+
+        value: Name and parameters of the function whose value is wanted, a name in
+            `pointwise.FUNCTIONS`, where the table is another one's; the compressor's own
+            by default.
+
+    Returns:
+        f(x): shape, dtype and (where dense) strides of `x`; `x` itself where `inplace`.
+
+    Raises:
+        TypeError: If `x` is no float tensor.
+
+    Memory:
+        Kept for backward: compressor.bits / 8 bytes per element, padded to blocks of 256.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 2.0], requires_grad=True)
+        >>> fewbit(x, DerivativeCode(bits=1, function="relu")).sum().backward()
+        >>> x.grad
+        tensor([0., 1.])
+
+    Reference:
+        Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
+    """
+    wanted = value or (compressor.function, compressor.parameters)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _overwrite(x, wanted) if inplace else _plain(x, wanted)
+    return (_in_place if inplace else _out_of_place)(x, compressor, wanted)
+
+
+def _plain(x: Tensor, wanted: Value) -> Tensor:
+    function, parameters = wanted
+    if function not in pointwise.FUNCTIONS:
+        return registered(function).plain(x)
+    return pointwise.value(function, x, parameters)
+
+
+def _overwrite(x: Tensor, wanted: Value) -> Tensor:
+    """f(x) written over x, by torch's own in-place op where there is one."""
+    function, parameters = wanted
+    if function not in pointwise.FUNCTIONS:
+        return x.copy_(_plain(x, wanted))
+    return pointwise.overwrite(function, x, parameters)
+
+
+class _FewBit(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
+        step, (function, parameters) = compressor.table(), wanted
+        if function in pointwise.FUNCTIONS:
+            y, codes = derivative.forward(
+                x,
+                function,
+                step.boundaries,
+                parameters=parameters,
+                parity=step.parity,
+                shift=step.shift,
+            )
+        else:
+            dense = x if is_dense(x) else x.clone()
+            y = torch.empty_like(dense).copy_(_plain(x, wanted))
+            codes = _encode(dense, step)
+        ctx.save_for_backward(codes)
+        ctx.told = step.levels, y.shape, y.stride()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Without create_graph there is nothing to guard, and the guard costs as much as a kernel.
+        return (_once if torch.is_grad_enabled() else _gradient)(ctx, grads[0])
+
+
+class _FewBitInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
+        step = compressor.table()
+        # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
+        dense = x if is_dense(x) else x.clone()
+        ctx.save_for_backward(_encode(dense, step))
+        ctx.told = step.levels, dense.shape, dense.stride()
+        ctx.mark_dirty(x)
+        return _overwrite(x, wanted)
+
+    backward = _FewBit.backward
+
+
+_out_of_place, _in_place = direct(_FewBit), direct(_FewBitInPlace)
+
+
+def _encode(dense: Tensor, step: Approximation) -> Tensor:
+    flat = memory_order(dense)
+    return derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (codes,), (levels, shape, stride) = ctx.saved_tensors, ctx.told
+    return derivative.backward(in_order(grad, shape, stride), codes, levels), None, None
+
+
+_once = once_differentiable(_gradient)

@@ -1,0 +1,82 @@
+"""Where a saved tensor comes from, in a name that people can read."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from memtrain.activations.saved.origin import storage_id
+
+ROOT = "(root)"
+"""How the model itself is named where a module's path stands."""
+RECOMPUTE = "recompute"
+"""The op, as it were, that keeps the inputs of a module which runs again in the backward."""
+STARTS = "what a recomputed module starts from"
+"""Why they are kept as they are."""
+
+
+class Site(NamedTuple):
+    """One tensor that one op of one module saves for its backward."""
+
+    module: str
+    op: str
+    tensor: str
+
+    @property
+    def name(self) -> str:
+        """As shown, and as written in plans.
+
+        Example:
+            >>> Site("h.3.mlp.act", "gelu", "input").name
+            'h.3.mlp.act / gelu / input'
+        """
+        return f"{self.module or ROOT} / {self.op} / {self.tensor}"
+
+    @classmethod
+    def parse(cls, name: str) -> "Site":
+        """The site of a name.
+
+        Raises:
+            ValueError: If it is not three names with ` / ` between them.
+
+        Example:
+            >>> Site.parse("(root) / gelu / input")
+            Site(module='', op='gelu', tensor='input')
+        """
+        parts = name.split(" / ")
+        if len(parts) != 3:
+            raise ValueError(f"site {name!r}; allowed: module / op / tensor")
+        return cls("" if parts[0] == ROOT else parts[0], *parts[1:])
+
+
+class Record(NamedTuple):
+    """What one save cost: a row of the audit."""
+
+    site: Site
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int  # of the storage that plain PyTorch would keep; 0 where it is counted already
+    planned: int  # of what is kept instead
+    compressor: str  # "" where the tensor is kept as it is
+    reason: str  # why it is kept, or a note
+    storage: int = 0  # number of the storage within its forward: equal where saves share it
+
+
+class Op(NamedTuple):
+    """The op that runs now."""
+
+    module: str
+    name: str
+    inputs: tuple[Tensor, ...] = ()
+    replaced: str = ""  # role of its site, where its saved tensors are payloads already
+    limit: int | None = None  # its indices are known to be below
+
+    def role(self, x: Tensor) -> str:
+        """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`."""
+        storage = storage_id(x)
+        for index, candidate in enumerate(self.inputs):
+            if storage_id(candidate) == storage:
+                return f"input{index or ''}"
+        for index, candidate in enumerate(self.inputs):
+            if candidate.shape == x.shape and candidate.dtype != x.dtype:
+                return f"input{index or ''}"
+        return "saved"

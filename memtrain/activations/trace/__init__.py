@@ -1,0 +1,1 @@
+"""What a forward would save, found on fake tensors."""

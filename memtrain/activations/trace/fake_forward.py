@@ -1,0 +1,176 @@
+"""What a model's forward would save, told without its data and without its memory."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.rounding import Rounding
+from memtrain.activations.saved.pack import Choose
+from memtrain.activations.saved.site import Record
+from memtrain.activations.trace.transformers_masks import one_sequence_per_row
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    choose: Choose,
+    options: Options = Options(),  # noqa: B008 (a frozen value)
+    dtypes: Mapping[Tensor, torch.dtype] | None = None,
+    rounding: Rounding | None = None,
+) -> list[Record]:
+    """Run one forward under fake tensors and list every tensor that it saves for backward.
+
+    Nothing of the model is changed: its parameters are stood in for by fake ones, and no
+    random number is drawn.
+
+    Args:
+        model: A real model, or one built under a `FakeTensorMode`.
+        batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
+            arguments; real or fake.
+        choose: Site -> compressor, or the reason to keep the tensor.
+        options: How saved tensors are handled.
+        dtypes: Parameters that are converted before training, with their dtype; float32 inputs
+            are cast with them.
+        rounding: What else is done to the ops.
+
+    Returns:
+        One record per saved tensor, in the order of the forward.
+
+    Raises:
+        ValueError: If `fully_shard` was called on the model: its hooks would keep the fake tensors.
+
+    Memory:
+        That of the records: no tensor is allocated.
+
+    Example:
+        >>> from memtrain.compressors import Identity
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
+        >>> records = trace(model, torch.ones(32, 64), lambda site: Identity())
+        >>> [(record.site.name, record.nbytes) for record in records]
+        [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
+    """
+    _refuse_sharded(model)
+    records: list[Record] = []
+    interception = Interception(
+        model,
+        choose,
+        options=options,
+        seed=0,
+        settle=records.extend,
+        rounding=rounding,
+    )
+    args, kwargs = arguments(batch)
+    with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row(kwargs):
+        state = {
+            name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
+            for name, x in (*model.named_parameters(), *model.named_buffers())
+        }
+        args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
+        low = next(iter(dtypes.values()), None) if dtypes else None
+        with _untouched(model), interception.alone(), _casting(model, low):
+            functional_call(model, state, args, kwargs, tie_weights=True)
+    return records
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded by fully_shard, and its forward cannot run without "
+            "data: audit it, or plan it with a batch, before fully_shard"
+        )
+
+
+class Given(NamedTuple):
+    """A batch as the arguments that a module was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and keyword arguments of the model.
+
+    Example:
+        >>> arguments({"input_ids": 1}), arguments((1, 2)), arguments(1)
+        (((), {'input_ids': 1}), ((1, 2), {}), ((1,), {}))
+    """
+    if isinstance(batch, Given):
+        return batch
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+@contextmanager
+def _casting(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast the model's float32 inputs inside its forward, as converted weights need."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: _converted(x, dtype), (args, kwargs))
+
+    handle = model.register_forward_pre_hook(cast, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward leaves on modules: a cache that it fills would hold fake tensors."""
+    internal = vars(nn.Module())
+    before = {
+        module: {
+            name: (value, copy.copy(value) if type(value) in (dict, list, set) else None)
+            for name, value in vars(module).items()
+            if name not in internal
+        }
+        for module in model.modules()
+    }
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name in [name for name in vars(module) if name not in internal]:
+                if name not in attributes:
+                    del vars(module)[name]
+            for name, (value, content) in attributes.items():
+                vars(module)[name] = value
+                if content is not None:
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+@contextmanager
+def _fake(model: nn.Module) -> Iterator[FakeTensorMode]:
+    mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        yield mode
+
+
+def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or x.dtype != torch.float32:
+        return x
+    low = x.detach().to(dtype)
+    return nn.Parameter(low, x.requires_grad) if isinstance(x, nn.Parameter) else low
+
+
+def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    if getattr(x, "fake_mode", None) is mode:
+        return x
+    fake = mode.from_tensor(x)
+    return nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake

@@ -1,0 +1,150 @@
+"""What a training step keeps on CUDA and not on the CPU: corrections of a trace on the CPU.
+
+Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on the CPU. Under
+`AsOnCuda` the functions of `CORRECTIONS` run in the form that a CUDA device would choose.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from memtrain.audit.peak.timeline import Phase
+
+UNIT = 512
+"""torch's CUDA allocator hands out multiples of so many bytes (kMinBlockSize)."""
+CUBLAS = 4096 * 1024 * 2 + 16 * 1024 * 8
+"""Bytes of a cuBLAS workspace (`:4096:2:16:8`, torch's default below sm_90)."""
+CUBLAS_SM90 = 4096 * 1024 * 8
+"""The same for sm_90 (`:4096:8`)."""
+FLASH_ROWS = 128
+"""Flash attention's backward pads the sequence to a multiple of so many rows."""
+HALVES = (torch.float16, torch.bfloat16)
+# torch's documentation, "CUDA Ops that can autocast to float32"; those of the second set take
+# float32 as the dtype of their result.
+_FLOAT32 = {
+    "pow", "rpow", "rdiv", "rtruediv", "acos", "asin", "binary_cross_entropy_with_logits", "cosh",
+    "cosine_embedding_loss", "cdist", "cosine_similarity", "cross_entropy", "dist", "erfinv", "exp",
+    "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log",
+    "log10", "log1p", "log2", "margin_ranking_loss", "mse_loss", "multilabel_margin_loss",
+    "multi_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss", "reciprocal",
+    "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softplus", "renorm", "tan",
+    "triplet_margin_loss",
+}  # fmt: skip
+_FLOAT32_RESULT = {"softmax", "log_softmax", "softmin", "cumsum", "cumprod", "prod", "sum"}
+
+
+def workspaces(device: str) -> dict[Phase, int]:
+    """Bytes that cuBLAS holds: a workspace per thread, the forward's and the backward's.
+
+    Args:
+        device: `cuda`, or `cuda:sm_90`.
+
+    Example:
+        >>> workspaces("cuda")["backward"] // 1024
+        16640
+    """
+    one = CUBLAS_SM90 if device == "cuda:sm_90" else CUBLAS
+    return {"forward": one, "backward": 2 * one, "step": 2 * one}
+
+
+class AsOnCuda(TorchFunctionMode):
+    """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does.
+
+    Example:
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> with AsOnCuda():
+        ...     y = torch.nn.functional.dropout(x, 0.5)
+        >>> y.grad_fn.name()
+        'NativeDropoutBackward0'
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one torch function."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
+        if name in CORRECTIONS:
+            result = CORRECTIONS[name](*args, **kwargs)
+            if result is not None:
+                return result
+        if name in _FLOAT32 | _FLOAT32_RESULT and torch.is_autocast_enabled("cpu"):
+            return _in_float32(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _in_float32(name: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or first.dtype not in HALVES:
+        return func(*args, **kwargs)
+    if name in _FLOAT32_RESULT:
+        return func(*args, **{"dtype": torch.float32, **kwargs})
+    args, kwargs = tree_map_only(Tensor, lambda x: _widened(x), (args, dict(kwargs)))
+    return func(*args, **kwargs)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALVES else x
+
+
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """A mask of bools, one byte an element; the CPU keeps one of floats."""
+    if inplace or not training or p in (0, 1) or not isinstance(x, Tensor):
+        return None
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """A fused kernel, with dropout and with a mask too, where the CPU writes attention out."""
+    masked = attn_mask is not None and attn_mask.requires_grad
+    if masked or query.dim() != 4 or query.dtype == torch.float64:
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(low) for x in (query, key, value))
+    return _Fused.apply(query, key, value, attn_mask)
+
+
+class _Fused(torch.autograd.Function):
+    """What flash or memory-efficient attention saves and allocates; it computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, rows, _ = query.shape
+        # [batch, rows, heads, width] in memory, as the kernels write it.
+        out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, _, _, _ = ctx.saved_tensors
+        batch, heads, rows, width = query.shape
+        padded = -(-rows // FLASH_ROWS) * FLASH_ROWS
+        held = [query.new_empty(batch, heads, padded, dtype=torch.float32)]
+        if query.dtype in HALVES:  # the query's gradient is summed in float32
+            size = (batch, heads, padded, -(-width // 32) * 32)
+            held.append(query.new_empty(size, dtype=torch.float32))
+        grouped = key.shape[1] != heads  # keys shared by several heads: gradients of each first
+        wide = [x.new_empty(batch, heads, *x.shape[2:]) for x in (key, value) if grouped]
+        result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        del held, wide  # alive beside the gradients
+        return result
+
+
+CORRECTIONS: Mapping[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "scaled_dot_product_attention": _attention,
+}
+"""Name of a torch function -> its CUDA form; None from it: as on the CPU."""

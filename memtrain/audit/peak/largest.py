@@ -1,0 +1,154 @@
+"""The largest batch, or the longest sequence, whose training step fits a memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memtrain.audit.peak.predict import predict
+from memtrain.audit.peak.step import StepOptions, check_batch
+from memtrain.audit.peak.timeline import Timeline
+
+WHAT = ("batch", "seq")
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The size that fits, and what was simulated to find it."""
+
+    size: int
+    """Samples, or tokens a sample; 0 if not even one fits."""
+    timeline: Timeline | None
+    """Of the step of that size; None for size 0."""
+    peaks: Mapping[int, int]
+    """Size -> the step's peak in bytes, for every size that was tried."""
+
+
+def largest(  # noqa: PLR0913 (each has a default that serves)
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    memory: int,
+    cfg: Any = None,
+    *,
+    what: str = "batch",
+    most: int = 2**20,
+    options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
+) -> Largest:
+    """Search for the largest size whose predicted peak fits; the peak must not fall with it.
+
+    Each size tried is a simulated step (`predict`); sizes are guessed on the line through two
+    known ones, so that a few are enough.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Its optimizer; not changed.
+        batch: A batch of any size. Its dimensions of the size of its first tensor's first (`batch`:
+            dimension 0 only) or second one (`seq`: every dimension but 0) grow.
+        memory: Bytes.
+        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
+        what: `batch` or `seq`.
+        most: The largest size to try, such as a model's number of positions.
+        options: Of the step.
+
+    Returns:
+        The size, at most `most`.
+
+    Raises:
+        ValueError: For an unknown `what`, sizes below 1, or a batch without such a dimension; and
+            as `predict`.
+        TypeError: As `predict`.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> found = largest(model, optimizer, torch.ones(1, 64), memory=100_000)
+        >>> found.size, found.peaks[found.size] <= 100_000 < found.peaks[found.size + 1]
+        (162, True)
+    """
+    _check(batch, memory, what, most)
+    timelines: dict[int, Timeline] = {}
+
+    def peak(size: int) -> int:
+        if size not in timelines:
+            sized = resized(batch, what, size)
+            timelines[size] = predict(model, optimizer, sized, cfg, options)
+        return timelines[size].peak.nbytes
+
+    size = search(peak, memory, most)
+    peaks = {tried: timelines[tried].peak.nbytes for tried in sorted(timelines)}
+    return Largest(size, timelines.get(size), peaks)
+
+
+def search(peak: Callable[[int], int], memory: int, most: int) -> int:
+    """The largest size in 1 .. `most` whose peak is at most `memory`; 0 if none.
+
+    Args:
+        peak: Size -> bytes, not falling.
+        memory: Bytes.
+        most: The largest size allowed.
+
+    Example:
+        >>> search(lambda size: 10 + 3 * size, 100, 1000)
+        30
+    """
+    if peak(1) > memory:
+        return 0
+    fits, over, low, high = 1, most + 1, 1, min(2, most)
+    for turn in count(1):
+        if over - fits <= 1:
+            break
+        slope = (peak(high) - peak(low)) / max(1, high - low)
+        reach = int(min((memory - peak(fits)) / slope, over)) if slope > 0 else over
+        # Every third guess is the middle: a bent curve would else be followed in small steps.
+        ahead = (over - fits) // 2 if turn % 3 == 0 else reach
+        guess = min(fits + max(1, ahead), over - 1)
+        low, high = fits, guess
+        fits, over = (guess, over) if peak(guess) <= memory else (fits, guess)
+    return fits
+
+
+def resized(batch: Any, what: str, size: int) -> Any:
+    """A batch of another size, without data.
+
+    Example:
+        >>> tokens = torch.ones(2, 8)
+        >>> resized({"input_ids": tokens, "mask": torch.ones(2, 1, 8, 8)}, "seq", 5)["mask"].shape
+        torch.Size([2, 1, 5, 5])
+    """
+    return tree_map_only(
+        Tensor, partial(_resized, old=_extent(batch, what), what=what, new=size), batch
+    )
+
+
+def _resized(x: Tensor, *, old: int, what: str, new: int) -> Tensor:
+    shape = [
+        new if length == old and (dimension == 0) == (what == "batch") else length
+        for dimension, length in enumerate(x.shape)
+    ]
+    return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _extent(batch: Any, what: str) -> int:
+    """How large the batch is now."""
+    place = WHAT.index(what)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > place:
+            return leaf.shape[place]
+    raise ValueError(f"what={what!r}: no tensor of the batch has {place + 1} dimensions")
+
+
+def _check(batch: Any, memory: int, what: str, most: int) -> None:
+    check_batch(batch)
+    if what not in WHAT:
+        raise ValueError(f"unknown what={what!r}; allowed: {', '.join(WHAT)}")
+    for name, value in (("memory", memory), ("most", most)):
+        if value < 1:
+            raise ValueError(f"{name}={value} is out of range; allowed: 1 or more")
+    _extent(batch, what)

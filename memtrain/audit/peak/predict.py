@@ -1,0 +1,182 @@
+"""The peak of a training step, before anything runs."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memtrain.api import plan_of, wrap
+from memtrain.audit.peak import cuda
+from memtrain.audit.peak.recorder import Recorder
+from memtrain.audit.peak.step import Step, StepOptions, check, wants_closure
+from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
+from memtrain.audit.peak.twin import twin
+from memtrain.kernels import cpu
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_DISPATCH = FakeTensorMode.dispatch.__code__
+MEASURE = "measure a real step instead: audit(..., measure=True), or memtrain-report --measure"
+
+
+class UnpredictableError(ValueError):
+    """Only data can tell what a step runs: it can be measured."""
+
+
+def predict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    cfg: Any = None,
+    options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
+) -> Timeline:
+    """Simulate a training step on fake tensors and tell what is alive at each moment.
+
+    Forward, backward and the optimizer's step run under `FakeTensorMode`, with the hooks that
+    `wrap` puts on a model, from the states that a step before has left and without gradients.
+    What an op allocates inside itself and frees before it returns is not seen.
+
+    Args:
+        model: Real, or built under a `FakeTensorMode`; not changed.
+        optimizer: Its optimizer; not changed.
+        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
+            arguments, real or fake.
+        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
+        options: Device, autocast, and the loss.
+
+    Returns:
+        One moment for each op.
+
+    Raises:
+        UnpredictableError: If the model's control flow depends on data or an op cannot run on
+            fake tensors (the message names it), and for LBFGS.
+        ValueError: If the model is wrapped already, or for a config that is not valid.
+        TypeError: If the batch holds no tensor.
+
+    Memory:
+        That of the names and numbers of the tensors: none of them is allocated.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> predict(model, optimizer, torch.ones(32, 64)).peak.label
+        'step'
+        >>> predict(model, optimizer, torch.ones(32, 64), "balanced").peak.label
+        'backward of 0 / addmm'
+    """
+    check(model, batch)
+    if isinstance(optimizer, LBFGS):
+        raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
+    on_cuda = options.on_cuda(model)
+    with translated(model), twin(model, optimizer, batch) as own, cpu.without_data():
+        model, optimizer = own.model, own.optimizer
+        if on_cuda:
+            _use_foreach(optimizer)
+        if cfg is not None:
+            model, optimizer = wrap(model, optimizer, cfg)
+        corrections = cuda.AsOnCuda if on_cuda else nullcontext
+        step = Step(model, optimizer, own.batch, options, corrections)
+        _first_step(step, full=cfg is not None and plan_of(model).bits is not None)
+        recorder = Recorder(model, fake=True)
+        trained = step.record(recorder)
+        # The first step gave states to every parameter: those without a gradient have none.
+        recorder.adopt(_states(optimizer, trained), NOTHING)
+    if not on_cuda:
+        return replay(recorder.events, recorder.categories)
+    held = cuda.workspaces(options.device or "cuda")
+    return replay(recorder.events, recorder.categories, unit=cuda.UNIT, workspaces=held)
+
+
+@contextmanager
+def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
+    """What a forward on fake tensors runs under: autocast, and the corrections for CUDA."""
+    corrections = cuda.AsOnCuda() if options.on_cuda(model) else nullcontext()
+    with corrections, options.autocasting("cpu"):
+        yield
+
+
+@contextmanager
+def translated(model: nn.Module) -> Iterator[None]:
+    """Say of what fake tensors cannot run which op it is, and what to do instead."""
+    name = type(model).__name__
+    logged, _LOG.disabled = _LOG.disabled, True  # it prints a traceback for what is said here
+    try:
+        yield
+    except DataDependentOutputException as error:
+        raise UnpredictableError(
+            f"{name} reads a tensor's values ({error.func}), so what it runs depends on data and "
+            f"cannot be told before: {MEASURE}"
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise UnpredictableError(
+            f"{name} runs {error.func}, whose result's shape depends on data: {MEASURE}"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise UnpredictableError(
+            f"{name} runs {error.func}, which has no fake form: {MEASURE}"
+        ) from error
+    except UnsupportedFakeTensorException as error:
+        raise UnpredictableError(
+            f"{name} cannot run on fake tensors ({error.reason}): {MEASURE}"
+        ) from error
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0].rstrip(".")
+        if ".numpy()" in first:
+            why = f"{name} takes a tensor's values out with .numpy()"
+        elif (op := _failed(error)) is not None:
+            why = f"{name} runs {op}, which fails ({first}). If it does not with data"
+        else:
+            raise
+        raise UnpredictableError(f"{why}: {MEASURE}") from error
+    finally:
+        _LOG.disabled = logged
+
+
+def _failed(error: RuntimeError) -> OpOverload | None:
+    """The op whose fake form raised an error; None where none did."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    ours = (frame.f_locals.get("func") for frame in frames if frame.f_code is _DISPATCH)
+    return next((func for func in ours if isinstance(func, OpOverload)), None)
+
+
+def _first_step(step: Step, *, full: bool) -> None:
+    """Let the optimizer make its states; `full`: by a whole step, which settles widths too."""
+    recorder = Recorder(step.model, fake=True)
+    if full or wants_closure(step.optimizer):
+        with recorder:
+            step.run(recorder)
+        return
+    for group in step.optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                param.grad = torch.empty_like(param)
+    recorder.begin("step")
+    with recorder:
+        step.optimizer.step()
+
+
+def _states(optimizer: Optimizer, trained: set[Tensor]) -> Iterable[Tensor]:
+    for param, state in optimizer.state.items():
+        if param not in trained:
+            yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _use_foreach(optimizer: Optimizer) -> None:
+    """What torch's optimizers do for CUDA tensors, and on the CPU only where they are told to."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True

@@ -1,0 +1,182 @@
+"""Records when the storages of a training step are born and when they die."""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memtrain.audit.live_storages import storages
+from memtrain.audit.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
+
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every storage that ops make inside a `with` block, and its death, real or fake.
+
+    It sits below autograd, so plain and wrapped models are alike to it. What an op allocates
+    inside itself and frees before it returns is not seen.
+
+    Args:
+        model: Names the modules in labels.
+        fake: Whether tensors have no data: a number read from one after the forward (an
+            optimizer's step counter, a norm) is then 0.5, or 1 of integers.
+    """
+
+    def __init__(self, model: nn.Module, *, fake: bool = False) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.categories: list[str] = []
+        """Of each storage, by its number."""
+        self.phase: Phase = "forward"
+        self._fake = fake
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parameters = {id(p): name for name, p in model.named_parameters()}
+        self._path: list[str] = []  # of the modules whose forward runs now
+        # Of autograd nodes, ascending, and the ops that made them.
+        self._nodes: list[int] = []
+        self._ops: list[str] = []
+        self._label = "start"
+        self._numbers: dict[int, int] = {}  # of living storages, by address
+        self._sizes: list[int] = []
+        self._refs: dict[int, Any] = {}
+        self._born: list[int] = []  # since the outermost forward began
+        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._open = ExitStack()  # of a recomputation that runs now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op, and register the storages that it makes."""
+        kwargs = kwargs or {}
+        if self._fake and func is _SCALAR and self.phase != "forward":
+            return 0.5 if args[0].is_floating_point() else 1
+        result = func(*args, **kwargs)
+        made = list(storages(tree_leaves(result)))
+        if any(storage._cdata not in self._numbers for storage in made):
+            made = self._without_older(made, func, (args, kwargs))
+        if any(storage.nbytes() and storage._cdata not in self._numbers for storage in made):
+            self._label = self._describe(func)
+        for storage in made:
+            self._see(storage, TEMPORARIES)
+        return result
+
+    def _without_older(self, made: list[Any], func: Any, given: Any) -> list[Any]:
+        """Leave out what an op only passes on, of storages that no one has adopted."""
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
+            return made
+        older = {storage._cdata for storage in storages(tree_leaves(given))} - self._numbers.keys()
+        return [storage for storage in made if storage._cdata not in older]
+
+    def adopt(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Count these tensors as of a category, whether they are known or older.
+
+        Args:
+            tensors: Any tensors; those that share a storage count once.
+            category: One of `timeline.PARTS`.
+        """
+        for storage in storages(tensors):
+            self._see(storage, category)
+            self.categories[self._numbers[storage._cdata]] = category
+
+    def begin(self, phase: Phase) -> None:
+        """A phase of the step begins."""
+        self.phase = phase
+        self._label = phase
+        self.events.append(Event(NO_STORAGE, 0, phase, phase))
+
+    @contextmanager
+    def modules(
+        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[None]:
+        """Inside the block labels name the module whose forward runs.
+
+        Args:
+            around: What a forward inside the backward (a recomputation) runs under.
+        """
+        self._around = around
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def keep(self, category: str) -> None:
+        """What was born in the forward that has just ended, and lives on, is of this category."""
+        for number in self._born:
+            if number in self._refs and self.categories[number] == TEMPORARIES:
+                self.categories[number] = category
+        self._born = []
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            if not self._path and self.phase == "backward":
+                self._born = []
+                self._open.enter_context(self._around())
+            self._path.append(self._names[module])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self._names and self._path:
+            self._path.pop()
+            if not self._path and self.phase == "backward":
+                self._open.close()
+                self.keep(RECOMPUTED)
+
+    def _describe(self, func: Any) -> str:
+        """What runs now."""
+        if self.phase == "step":
+            return "step"
+        if self._path or self.phase == "forward":
+            where = f"{self._path[-1] if self._path else ''} / {_op_name(func)}".removeprefix(" / ")
+            made: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+            node = made._get_sequence_nr() - 1  # taken before the op runs
+            if not self._nodes or node > self._nodes[-1]:
+                self._nodes.append(node)
+                self._ops.append(where)
+            return f"{'recomputing' if self.phase == 'backward' else 'forward of'} {where}"
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return "backward"
+        if node.name() == _NODE_OF_GRADIENT:
+            name = self._parameters.get(id(node.variable), "a tensor")
+            return f"backward of {name} / gradient"
+        index = bisect_right(self._nodes, node._sequence_nr())
+        return f"backward of {self._ops[index - 1]}" if index else "backward"
+
+    def _see(self, storage: Any, category: str) -> None:
+        address, nbytes = storage._cdata, storage.nbytes()
+        number = self._numbers.get(address)
+        if number is None:
+            number = self._numbers[address] = len(self._sizes)
+            self._sizes.append(0)
+            self.categories.append(category)
+            self._born.append(number)
+            self._refs[number] = weakref.ref(storage, lambda _: self._die(address, number))
+        self._change(number, nbytes)
+
+    def _die(self, address: int, number: int) -> None:
+        self._numbers.pop(address, None)
+        del self._refs[number]
+        self._change(number, 0)
+
+    def _change(self, number: int, nbytes: int) -> None:
+        delta = nbytes - self._sizes[number]
+        if delta:
+            self._sizes[number] = nbytes
+            self.events.append(Event(number, delta, self.phase, self._label))
+
+
+def _op_name(func: Any) -> str:
+    """`gelu` of `aten::gelu`, `layer_norm` of `aten::native_layer_norm`."""
+    name = func._schema.name.partition("::")[2].strip("_")
+    return name.removeprefix("native_").removeprefix("scaled_").strip("_")

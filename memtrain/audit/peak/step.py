@@ -1,0 +1,202 @@
+"""One training step, told phase by phase: the same for a fake and for a real model."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memtrain.activations.trace.fake_forward import arguments
+from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
+from memtrain.audit.peak.recorder import Recorder
+from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.weights import SplitWeights
+from memtrain.plan.weights import ATTRIBUTE
+
+DEVICES = ("cpu", "cuda", "cuda:sm_90")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a training step is besides a model, an optimizer and a batch."""
+
+    device: str | None = None
+    """Where a predicted step runs: `cpu`, `cuda` (corrected as `peak.cuda` says) or `cuda:sm_90`;
+    where the model lies by default."""
+    autocast: torch.dtype | None = None
+    """The dtype of `torch.autocast` around the forward; None without."""
+    loss: Callable[[Any], Tensor] | None = None
+    """What the model returned -> the loss; by default `default_loss`."""
+
+    def __post_init__(self) -> None:
+        if self.device not in (None, *DEVICES):
+            raise ValueError(f"unknown device {self.device!r}; allowed: {', '.join(DEVICES)}")
+
+    def on_cuda(self, model: nn.Module) -> bool:
+        """Whether a predicted step of this model runs on CUDA."""
+        return (self.device or next(model.parameters()).device.type).startswith("cuda")
+
+    def autocasting(self, device: str) -> AbstractContextManager[Any]:
+        """What a forward runs under."""
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model, its optimizer and a batch, ready for training steps."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    options: StepOptions
+    corrections: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What the forward runs under so that it saves what another device would save."""
+
+    def run(self, recorder: Recorder | None = None) -> None:
+        """One step: gradients from nothing, forward, backward, update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        device = next(self.model.parameters()).device.type
+        begin = (lambda phase: None) if recorder is None else recorder.begin
+
+        def closure() -> Tensor:
+            begin("forward")
+            args, kwargs = arguments(self.batch)
+            with self.corrections(), self.options.autocasting(device):
+                loss = (self.options.loss or default_loss)(self.model(*args, **kwargs))
+            if recorder is not None:
+                recorder.keep(SAVED)
+            begin("backward")
+            with torch.enable_grad():
+                loss.backward()
+            return loss.detach()
+
+        with torch.enable_grad():
+            if wants_closure(self.optimizer):
+                self.optimizer.step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            else:
+                closure()
+                begin("step")
+                self.optimizer.step()
+        begin("step")
+
+    def record(self, recorder: Recorder) -> set[Tensor]:
+        """One step under a recorder, from the states that the optimizer has.
+
+        Returns:
+            The parameters that got a gradient.
+        """
+        trained: set[Tensor] = set()
+
+        def arrived(parameter: Tensor) -> None:
+            trained.add(parameter)
+            recorder.adopt([parameter.grad] if parameter.grad is not None else [], GRADIENTS)
+
+        handles = [_first(p, arrived) for p in self.model.parameters() if p.requires_grad]
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            self._adopt(recorder)
+            with recorder.modules(self.corrections), recorder:
+                self.run(recorder)
+                recorder.adopt(gradient_tensors(self.model), GRADIENTS)
+                recorder.adopt(state_tensors(self.optimizer), STATES)
+                recorder.adopt(_corrections(self.optimizer), WEIGHTS)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return trained
+
+    def _adopt(self, recorder: Recorder) -> None:
+        recorder.adopt(state_tensors(self.optimizer), STATES)
+        recorder.adopt([*weight_tensors(self.model), *_corrections(self.optimizer)], WEIGHTS)
+        given = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+        recorder.adopt(given, INPUTS)
+
+
+def default_loss(output: Any) -> Tensor:
+    """The loss that a model computes itself, else the sum of its first output.
+
+    Args:
+        output: What a model returned: a tensor, a tuple, a dict, an object with `loss`.
+
+    Returns:
+        A tensor of one element.
+
+    Raises:
+        TypeError: If there is no tensor of a float type that needs a gradient.
+
+    Example:
+        >>> default_loss({"loss": torch.ones((), requires_grad=True)}).item()
+        1.0
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss if loss.numel() == 1 else loss.sum()
+    for leaf in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf.sum()
+    raise TypeError(
+        f"the model returned a {type(output).__name__} without a tensor to differentiate; "
+        "loss= takes a function from what it returns to the loss"
+    )
+
+
+def check(model: nn.Module, batch: Any) -> None:
+    """Raise for a model that is wrapped already, and for a batch that is no batch.
+
+    Args:
+        model: What is to be stepped.
+        batch: What it is to be called with.
+
+    Raises:
+        ValueError: If the model is wrapped.
+        TypeError: If the batch holds no tensor (and is not empty).
+    """
+    if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} is wrapped already; unwrap(model, optimizer) undoes it, "
+            "and cfg= says what to wrap a copy with"
+        )
+    check_batch(batch)
+
+
+def check_batch(batch: Any) -> None:
+    """Raise TypeError unless a batch holds a tensor or is empty."""
+    leaves = tree_leaves(batch)
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        raise TypeError(
+            f"the batch is a {type(batch).__name__} of {', '.join(kinds)}; allowed: a tensor, a "
+            "tuple of arguments or a dict of keyword arguments with tensors among them"
+        )
+
+
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer runs forward and backward itself, perhaps more than once."""
+    two_pass = isinstance(optimizer, ReleaseGradients) and optimizer.clip == "two_pass"
+    return two_pass or isinstance(optimizer, LBFGS)
+
+
+def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """A hook for a complete gradient, before the one that releases it."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    others = [(number, other) for number, other in hooks.items() if number != handle.id]
+    for number, other in others:  # put in anew: torch goes by the order of insertion
+        del hooks[number]
+        hooks[number] = other
+    return handle
+
+
+def _corrections(optimizer: Any) -> list[Tensor]:
+    """The lower bits of split weights, which an optimizer around the user's holds."""
+    found: list[Tensor] = []
+    while optimizer is not None:
+        if isinstance(optimizer, SplitWeights):
+            found += [x for x in optimizer.corrections.values() if x is not None]
+        optimizer = getattr(optimizer, "inner", None)
+    return found

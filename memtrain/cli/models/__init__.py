@@ -1,0 +1,1 @@
+"""The models that `memtrain-report` knows by name."""

@@ -1,0 +1,139 @@
+"""`memtrain-report --json`: the report as JSON, written and read (schema: docs/report.md)."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memtrain.audit.peak import Timeline
+from memtrain.cli.report.outcome import Outcome
+from memtrain.cli.report.peak import SIDES, thinned, timelines
+from memtrain.planner import Fit
+
+SCHEMA = "memtrain-report"
+VERSION = 1
+_KEYS = {"settings": dict, "categories": dict, "rows": list, "kept": list}
+_SIDES = {"plain": int, "planned": int}
+_ROW = {**_SIDES, "name": str, "kind": str, "sites": list}
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """The report as JSON values, version 1 of the schema in docs/report.md.
+
+    Args:
+        outcome: What was found.
+
+    Returns:
+        What `--json` writes.
+
+    Example:
+        >>> from memtrain.audit.report import Report
+        >>> as_json(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
+        1
+    """
+    report, found = outcome.report, outcome.fits
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "settings": dict(outcome.settings),
+        "loss_counted": report.loss,
+        "categories": {
+            name: {**dataclasses.asdict(total), "ratio": total.ratio}
+            for name, total in report.totals().items()
+        },
+        "peak": _peak(timelines(report)),
+        "measured_peak": _peak(timelines(report, measured=True)),
+        "fits": None
+        if found is None
+        else {
+            "memory": found.memory,
+            **{what: dict(zip(SIDES, sizes, strict=True)) for what, sizes in found.sizes.items()},
+        },
+        "planner": None if outcome.fit is None else _planner(outcome.fit),
+        "timeline": {
+            side: [dataclasses.asdict(moment) for moment in thinned(line.moments)]
+            for side, line in timelines(report).items()
+        },
+        "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in report.rows],
+        "kept": [dataclasses.asdict(kept) for kept in report.kept],
+        "unmatched_rules": list(report.unmatched),
+    }
+
+
+def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
+    """The two peaks and their ratio; None without timelines."""
+    if len(lines) < 2:
+        return None
+    peaks = {side: line.peak for side, line in lines.items()}
+    return {
+        **{side: peak.nbytes for side, peak in peaks.items()},
+        "ratio": peaks["planned"].nbytes / peaks["plain"].nbytes,
+        "requested": {side: line.requested for side, line in lines.items()},
+        "moment": {side: dataclasses.asdict(peak) for side, peak in peaks.items()},
+    }
+
+
+def _planner(fit: Fit) -> dict[str, Any]:
+    """What a plan for a budget promises, and what it chose."""
+    names = (
+        "budget", "seconds", "plain_seconds", "least_seconds", "error", "exact", "states", "chosen",
+        "rates", "sensitivity",
+    )  # fmt: skip
+    return {
+        "promised_peak": fit.peak.nbytes,
+        "moment": dataclasses.asdict(fit.peak),
+        **{name: getattr(fit, name) for name in names},
+        "weights": fit.plan.config.weights,
+        "gradients": fit.plan.config.gradients,
+    }
+
+
+def as_text(outcome: Outcome) -> str:
+    """The report as a JSON file's text."""
+    return json.dumps(as_json(outcome), indent=1) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read what `--json` wrote, and check what a comparison needs of it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its content.
+
+    Raises:
+        ValueError: If it is no JSON, no report, made by a newer version, or incomplete.
+        OSError: If it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one too
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"{str(path)!r} is not a report: it was not written by {SCHEMA} --json")
+    version = content.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise ValueError(
+            f"{str(path)!r} is of version {version!r}; this memtrain reads up to {VERSION}: "
+            "compare with the memtrain that wrote it, or write it anew"
+        )
+    _check(path, content, _KEYS, "")
+    for name, total in content["categories"].items():
+        _check(path, total, _SIDES, f"categories.{name}.")
+    for index, row in enumerate(content["rows"]):
+        _check(path, row, _ROW, f"rows[{index}].")
+    if content.get("peak") is not None:
+        _check(path, content["peak"], _SIDES, "peak.")
+    return content
+
+
+def _check(path: Path, value: Any, keys: Mapping[str, type], where: str) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(path)!r} is damaged: {where.rstrip('.')} is not an object")
+    for key, kind in keys.items():
+        if type(value.get(key)) is not kind:
+            raise ValueError(
+                f"{str(path)!r} is damaged: {where}{key} is not of type {kind.__name__}"
+            )

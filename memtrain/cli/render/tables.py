@@ -1,0 +1,141 @@
+"""What `memtrain-report` prints: tables that fit 80 columns."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from memtrain.audit.report import Kept, Report
+from memtrain.cli.report.advice import advice, verdict
+from memtrain.cli.report.group_by import grouped
+from memtrain.cli.report.outcome import Outcome
+from memtrain.cli.report.peak import at_peak, described, timelines
+from memtrain.config.sizes import format_size
+
+HIDDEN = ("labels", "overrides")
+"""Settings that the first line leaves to others."""
+
+
+class Sides(Protocol):
+    """Anything with bytes in plain PyTorch and under the plan."""
+
+    @property
+    def plain(self) -> int: ...  # noqa: D102
+    @property
+    def planned(self) -> int: ...  # noqa: D102
+    @property
+    def ratio(self) -> float | None: ...  # noqa: D102
+
+
+def show(
+    console: Console, outcome: Outcome, *, top: int = 10, by: str = "pattern", depth: int = 0
+) -> None:
+    """Print the tables: categories, the peak, largest sums, what was not compressed and why.
+
+    Args:
+        console: Where to; 80 columns are enough.
+        outcome: What was found.
+        top: How many of the largest sums.
+        by: What rows are summed by: `report_groups.BY`.
+        depth: Of modules' paths; 0 cuts nothing.
+    """
+    report = outcome.report
+    for line in heading(outcome.settings):
+        console.print(line, markup=False)
+    console.print(categories(report))
+    for line in remarks(report):
+        console.print(line, markup=False)
+    console.print()
+    if timelines(report):
+        console.print(peak(outcome))
+    lines = [*described(report), *verdict(outcome)]
+    lines += outcome.fits.lines() if outcome.fits else []
+    for line in lines:
+        console.print(line, markup=False)
+    if hints := [] if outcome.fit else list(advice(report)):  # the planner has chosen
+        console.print("what is left with the plan, and what would shrink it")
+        for line in hints:
+            console.print(f"  {line}", markup=False)
+    if lines or hints:
+        console.print()
+    console.print(largest(report, top, by, depth))
+    console.print(kept(report.kept))
+    for rule in report.unmatched:
+        console.print(f"matched nothing: {rule}", markup=False)
+
+
+def heading(settings: Mapping[str, Any]) -> list[str]:
+    """What the report was made for, in lines."""
+    shown = [f"{name}={value}" for name, value in settings.items() if name not in HIDDEN]
+    return [" ".join(shown), *settings.get("overrides", ())]
+
+
+def categories(report: Report) -> Table:
+    """Bytes by category, and in total."""
+    table = _table("bytes by category")
+    for name, total in report.totals().items():
+        unknown = "+ ?" if total.unknown else ""
+        plain, planned, ratio = sides(total)
+        style = "bold" if name == "total" else ""
+        table.add_row(name, plain + unknown, planned + unknown, ratio, style=style)
+    return table
+
+
+def peak(outcome: Outcome) -> Table:
+    """What is alive at the peak, plain and planned."""
+    device = outcome.settings.get("device")
+    table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
+    for name, pair in at_peak(outcome.report).items():
+        table.add_row(name, *sides(pair), style="bold" if name == "total" else "")
+    return table
+
+
+def remarks(report: Report) -> list[str]:
+    """What the sums leave out."""
+    lines = [
+        f"{name}: unknown, left out: {total.unknown}"
+        for name, total in report.totals().items()
+        if total.unknown and name != "total"
+    ]
+    counted = "counted (the batch has labels)" if report.loss else "not counted (no labels given)"
+    return [*lines, f"The loss's saved tensors are {counted}."]
+
+
+def largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
+    """The largest sums of the report's rows."""
+    sums = grouped(report, by, depth)
+    shown = sums[:top]
+    table = _table(f"the {len(shown)} largest of {len(sums)} {by}s")
+    table.add_column("rows", justify="right", no_wrap=True)
+    for one in shown:
+        table.add_row(escape(one.name), *sides(one), f"{one.count:,}")
+    return table
+
+
+def kept(groups: Iterable[Kept]) -> RenderableType:
+    """What the plan left as it is, by reason."""
+    table = Table(title="\nnot compressed, and why", title_justify="left", box=None, pad_edge=False)
+    table.add_column("why", overflow="fold")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("tensors", justify="right", no_wrap=True)
+    for group in groups:
+        why = escape(f"{group.reason}\n  e.g. {group.example}")
+        table.add_row(why, group.kind, format_size(group.nbytes), f"{group.count:,}")
+    return table
+
+
+def sides(total: Sides) -> tuple[str, str, str]:
+    """Plain, planned and their ratio, as shown."""
+    ratio = "-" if total.ratio is None else f"{total.ratio:.3f}"
+    return format_size(total.plain), format_size(total.planned), ratio
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
+    table.add_column("", overflow="fold", ratio=None)
+    for name in ("plain", "planned", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,1 @@
+"""`memtrain-report`: where every byte of a training step goes."""

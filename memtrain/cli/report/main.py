@@ -1,0 +1,233 @@
+"""`memtrain-report`: where every byte of a training step would go, plain and planned."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.report import Report
+from memtrain.cli.console import consoles, drop_output, working
+from memtrain.cli.files import replaced
+from memtrain.cli.gradients import gradients, real
+from memtrain.cli.models.models import Built, build
+from memtrain.cli.render import json_report, png
+from memtrain.cli.render.csv_rows import as_csv
+from memtrain.cli.render.html import as_html
+from memtrain.cli.render.tables import show
+from memtrain.cli.report import budget, diff, paper_table
+from memtrain.cli.report.audits import UntraceableError, Working, measured, only_measured, predicted
+from memtrain.cli.report.fits import fits
+from memtrain.cli.report.help import help_text
+from memtrain.cli.report.limits import broken
+from memtrain.cli.report.outcome import Outcome
+from memtrain.cli.report.request import STDOUT, files, of_device, parse, requested, settings
+from memtrain.cli.report.request_fields import Request
+from memtrain.config.sizes import format_size
+from memtrain.config.sources import Config
+from memtrain.planner import DoesNotFit, write_rates
+
+DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point.
+
+    Args:
+        argv: Without the program's name; `sys.argv`'s by default.
+
+    Returns:
+        The exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or files,
+        3 a limit is broken or nothing fits the budget, 130 interrupted.
+
+    Example:
+        >>> main(["model=gpt3"])
+        2
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    console, errors = consoles()
+    try:
+        return _run(argv, console, errors)
+    except BrokenPipeError:
+        drop_output()
+        return DONE
+    except KeyboardInterrupt:
+        errors.print("memtrain-report: interrupted", markup=False)
+        return INTERRUPTED
+    except UntraceableError as error:
+        errors.print(f"memtrain-report: {error}", markup=False)
+        return UNTRACEABLE
+    except DoesNotFit as error:
+        budget.show_misfit(errors, error)
+        return LIMIT
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        errors.print(f"memtrain-report: {error}", markup=False)
+        return WRONG
+
+
+def _run(argv: list[str], console: Console, errors: Console) -> int:
+    if {"-h", "--help"} & set(argv) or not argv:
+        console.out(help_text(), end="", highlight=False)
+        return DONE
+    options = parse(argv)
+    if options.diff:
+        return _diff(options, console, errors)
+    if options.paper_table:
+        return _paper_table(options, console, errors)
+    if options.measure_rates:
+        return _rates(options, console, errors)
+    return _report(options, console, errors)
+
+
+def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
+    request, config = requested(options.overrides)
+    config = budget.chosen(request, config)
+    told = partial(working, errors)
+    step = _step(request, options, errors)
+    with told("reading the goal"):
+        goal = budget.goal(request, step)
+    with told(f"building {request.model}{'' if options.measure else ' without its weights'}"):
+        built = real(request, config.seed, _place(step)) if options.measure else build(request)
+    with told("planning"):
+        planned = budget.planned(request, config, built, goal)
+    config = config if planned is None else planned.plan.config
+    if options.plan is not None:
+        budget.save(options.plan, built, config, step)
+    report = _audited(options, built, config, step, told)
+    asked = settings(request, options.overrides, built.batch)
+    found = fits(built, request, config, step, told) if request.memory else None
+    outcome = Outcome(report, asked, found, planned)
+    with told("writing the files"):
+        _write(options, outcome)
+    lines = broken(report, options.fail_over, options.fail_under)
+    for line in lines:
+        errors.print(f"memtrain-report: {line}", markup=False)
+    try:
+        if not _printed(options, outcome, console):
+            if planned is not None:
+                budget.show_fit(console, planned)
+            show(console, outcome, top=options.top, by=options.by, depth=options.depth)
+            if options.gradients:
+                with told("measuring the gradient"):
+                    quality = gradients(request, config)
+                console.print(quality.table(options.top))
+                if quality.complaint:
+                    console.print(quality.complaint, markup=False)
+    except BrokenPipeError:
+        drop_output()  # the limits count whether anyone reads the tables or not
+    return LIMIT if lines else DONE
+
+
+def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
+    """The step to predict: on the device of the one to measure, where one is."""
+    on_cuda = request.device != "cpu" and torch.cuda.is_available()
+    if options.snapshot is not None and not on_cuda:
+        raise ValueError("--snapshot is of the CUDA allocator; there is no CUDA device to run on")
+    if options.measure and request.device != "cpu" and not on_cuda:
+        errors.print("memtrain-report: no CUDA device here: predicted and measured on the CPU")
+        return replace(request.step, device="cpu")
+    return request.step
+
+
+def _place(step: StepOptions) -> str:
+    return "cuda" if (step.device or "").startswith("cuda") else "cpu"
+
+
+def _audited(
+    options: argparse.Namespace, built: Built, config: Config, step: StepOptions, told: Working
+) -> Report:
+    try:
+        with told("tracing the step, plain and planned"):
+            report = predicted(built, config, step, peak=options.peak)
+    except UntraceableError as error:
+        if not options.measure:
+            raise
+        report = only_measured(error, built, config, step, told)
+        if options.snapshot is None:
+            return report
+    if not options.measure:
+        return report
+    return measured(report, built, config, step, told, options.snapshot)
+
+
+def _write(options: argparse.Namespace, outcome: Outcome) -> None:
+    """Write the files that are asked for."""
+    for option, path in files(options):
+        if option == "--png":
+            with replaced(path, option) as partly:
+                png.draw(partly, outcome.report, outcome.settings)
+        elif path != STDOUT:
+            write(path, option, _text(option, outcome))
+
+
+def _printed(options: argparse.Namespace, outcome: Outcome, console: Console) -> bool:
+    """Print what takes the place of the tables, if anything does."""
+    for option, path in files(options):
+        if path == STDOUT:
+            console.out(_text(option, outcome), end="", highlight=False)
+            return True
+    return False
+
+
+def _text(option: str, outcome: Outcome) -> str:
+    if option == "--html":
+        return as_html(outcome)
+    return as_csv(outcome.report) if option == "--csv" else json_report.as_text(outcome)
+
+
+def write(path: Path, option: str, text: str) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        path: The file; an older one is replaced.
+        option: Who asks, for the message.
+        text: Its content.
+
+    Raises:
+        OSError: If it cannot be written; names the path.
+    """
+    with replaced(path, option) as partly:
+        partly.write_text(text, encoding="utf-8")
+
+
+def _paper_table(options: argparse.Namespace, console: Console, errors: Console) -> int:
+    if options.overrides:
+        raise ValueError(f"--paper-table takes no keys; {options.overrides[0]!r} is not for it")
+    rows = []
+    for number, name in enumerate(paper_table.PAPER, 1):
+        with working(errors, f"tracing {name} ({number} of {len(paper_table.PAPER)})"):
+            rows.append((name, paper_table.measured(name)))
+    console.print(paper_table.table(rows), highlight=False)
+    console.out(paper_table.CONVENTION, end="", highlight=False)
+    return DONE
+
+
+def _rates(options: argparse.Namespace, console: Console, errors: Console) -> int:
+    request = of_device(options.overrides)
+    with working(errors, "measuring this device"):
+        rates = budget.measured_rates(request)
+    with replaced(options.measure_rates, "--measure-rates") as partly:
+        write_rates(rates, partly)
+    budget.show_rates(console, rates)
+    return DONE
+
+
+def _diff(options: argparse.Namespace, console: Console, errors: Console) -> int:
+    if options.overrides:
+        raise ValueError(f"--diff compares two files; {options.overrides[0]!r} is not for it")
+    change = diff.compare(*map(json_report.read, options.diff))
+    status = DONE
+    if options.fail_over is not None and change.growth > options.fail_over:
+        limit = f"more than --fail-over {format_size(options.fail_over)}"
+        errors.print(f"memtrain-report: grew by {format_size(change.growth)}, {limit}")
+        status = LIMIT
+    try:
+        diff.show_change(console, change, top=options.top, by=options.by)
+    except BrokenPipeError:
+        drop_output()
+    return status

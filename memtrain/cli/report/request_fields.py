@@ -1,0 +1,103 @@
+"""What `memtrain-report` is asked for: a model by name, its batch, its optimizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.step import DEVICES
+from memtrain.config.sizes import parse_size
+from memtrain.config.sources import nearest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": lambda params: torch.optim.SGD(params, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+}
+_FORGOTTEN = 2**20
+"""A size below it without a unit lacks its unit."""
+_ALLOWED = {
+    "dtype": tuple(DTYPES),
+    "optimizer": tuple(OPTIMIZERS),
+    "attention": (None, "eager", "sdpa"),
+    "device": DEVICES,
+    "autocast": (None, "bfloat16", "float16"),
+}
+
+
+@dataclass(kw_only=True)
+class Request:
+    """What `memtrain-report` is asked for, besides memtrain's own keys."""
+
+    model: str = ""
+    """A name of `FAMILIES`, `hf:<config.json or its folder>` or `py:<module>:<builder>`."""
+    batch: int = 1
+    """Samples."""
+    seq: int | None = None
+    """Tokens per sample, for text."""
+    image: int | None = None
+    """Height and width, for images; 224 by default."""
+    dtype: str = "float32"
+    """Of weights, gradients and activations."""
+    labels: bool = True
+    """Whether the model gets labels, so that the loss's saved tensors count."""
+    attention: str | None = None
+    """`eager` or `sdpa`; transformers' choice by default."""
+    dropout: float | None = None
+    """Every dropout of the config; as the config says by default."""
+    optimizer: str = "adamw"
+    """A name of `OPTIMIZERS`."""
+    device: str = "cuda"
+    """Whose kernels and allocator the predicted peak is of: a name of `DEVICES`."""
+    autocast: str | None = None
+    """`bfloat16` or `float16` around the predicted peak's forward."""
+    memory: str | None = None
+    """A size such as 24GiB: search the largest batch and the longest sequence that fit."""
+    budget: str | None = None
+    """A size such as 24GiB: plan so that the peak fits."""
+    allow: str = "quantise,recompute"
+    """What such a plan may do: names of `memtrain.planner.ALLOWED`."""
+    max_error: float = 1.0
+    """The most noise that it may bring, in units of the preset `balanced`'s."""
+    objective: str = "time"
+    """What it is for: `time` or `error`."""
+    rates: str | None = None
+    """A file of a device's throughputs (`--measure-rates` writes it), or `measure`: of this one."""
+    plan: str | None = None
+    """A plan file, in place of memtrain's keys."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
+                hint = nearest(str(value), [one for one in allowed if one is not None])
+                raise ValueError(f"unknown {name} {value!r}; {hint}")
+        for name in ("batch", "seq", "image"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is out of range; allowed: 1 or more")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is out of range; allowed: 0 to below 1")
+        for name in ("memory", "budget"):
+            value = getattr(self, name)
+            if value is not None and parse_size(value, name) == 0:
+                raise ValueError(f"{name}={value} is out of range; allowed: 1B or more")
+            if value is not None and value.isdigit() and int(value) < _FORGOTTEN:
+                raise ValueError(f"{name}={value} is {value} bytes; did you mean {value}GiB?")
+
+    @property
+    def memory_nbytes(self) -> int | None:
+        """Bytes of `memory`."""
+        return None if self.memory is None else parse_size(self.memory, "memory")
+
+    @property
+    def step(self) -> StepOptions:
+        """How the predicted step runs."""
+        autocast = DTYPES[self.autocast] if self.autocast else None
+        return StepOptions(device=self.device, autocast=autocast)

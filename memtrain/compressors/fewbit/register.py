@@ -1,0 +1,235 @@
+"""A user's own elementwise function, approximated like the built-in ones."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from memtrain.compressors.fewbit import files as files
+from memtrain.compressors.fewbit.functions import FAMILIES, Array, Curve, Interval
+from memtrain.compressors.fewbit.solver import VERSION, check_bits, solve
+from memtrain.compressors.fewbit.step_function import Approximation
+
+Elementwise = Callable[[Tensor], Tensor]
+_POINTS = 2001  # where a function is looked at to be checked and told from others
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Registered:
+    """A registered function: call it like the plain one.
+
+    Inside a wrapped model the interception sees the call as one op (it reaches an active
+    `TorchFunctionMode` with this object as the function) and keeps few-bit codes of its input.
+
+    Attributes:
+        name: What sites, rules and `DerivativeCode(function=...)` call it.
+        plain: The function itself.
+        derivative: f', or None for autograd of `plain`.
+        bits: Of its table, where nothing else is said.
+        interval: Where the table's error counts.
+        content: Hash over its values and derivatives.
+    """
+
+    name: str
+    plain: Elementwise
+    derivative: Elementwise | None
+    bits: int
+    interval: Interval
+    content: str
+
+    @property
+    def __name__(self) -> str:
+        """The name, as functions have it."""
+        return self.name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The plain function, or what an active mode makes of the call."""
+        if has_torch_function((x,)):
+            return handle_torch_function(self, (x,), x)
+        return self.plain(x)
+
+    def table(self, bits: int | None = None) -> Approximation:
+        """The step function for its derivative: solved once, then kept on disk.
+
+        Args:
+            bits: 1 to 8; its own by default.
+
+        Returns:
+            The approximation.
+
+        Raises:
+            ValueError: If `bits` is not allowed.
+
+        Example:
+            >>> logistic = register(torch.sigmoid, "doctest_logistic")
+            >>> logistic.table().parity, len(logistic.table(2).levels)
+            ('even', 4)
+        """
+        width = self.bits if bits is None else bits
+        check_bits(width)
+        return _solved(self, width)
+
+    def __reduce__(self) -> tuple[Callable[[str], "Registered"], tuple[str]]:
+        """By name, for a function that was decorated cannot be found by its own."""
+        return registered, (self.name,)
+
+
+REGISTERED: dict[str, Registered] = {}
+
+
+def register(
+    fn: Elementwise,
+    name: str | None = None,
+    derivative: Elementwise | None = None,
+    *,
+    bits: int = 3,
+    interval: Interval = (-10.0, 10.0),
+    replace: bool = False,
+) -> Registered:
+    """Make a function of your own one that can be kept as few-bit codes.
+
+    It is looked at in float64 on the CPU. The table is solved at first use and kept on disk, under
+    a name made of the function's values and derivatives: another function of the same name never
+    gets its table.
+
+    Args:
+        fn: Elementwise, a tensor in and one of its shape and dtype out, without side effects.
+        name: The function's own by default; letters, digits and underscores.
+        derivative: f', elementwise; by default autograd of `fn`. It need not be `fn`'s true
+            derivative: a straight-through estimator is approximated as it is given.
+        bits: 1 to 8.
+        interval: Where the error counts; outside, the outermost levels hold.
+        replace: Whether a different function of that name may be replaced.
+
+    Returns:
+        A function to call in place of `fn`; also in `REGISTERED[name]`.
+
+    Raises:
+        ValueError: If the name is not allowed or taken, `bits` or `interval` is out of range, or
+            the function is not elementwise, or not finite on the interval.
+        TypeError: If `fn` is not callable.
+
+    Example:
+        >>> square = register(lambda x: x.relu().square(), "doctest_square", bits=2)
+        >>> square(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+        >>> len(square.table().levels)
+        4
+    """
+    if not callable(fn):
+        raise TypeError(f"fn is a {type(fn).__name__}; allowed: a function of a tensor")
+    name = str(getattr(fn, "__name__", "") if name is None else name)
+    if not name.isidentifier():
+        raise ValueError(f"name {name!r} is not allowed; give one of letters, digits, underscores")
+    if name in FAMILIES:
+        raise ValueError(f"name {name!r} is taken by a built-in function")
+    check_bits(bits)
+    low, high = (float(end) for end in interval)
+    if not (np.isfinite([low, high]).all() and low < high):
+        raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
+    content = _alone(_look, name, fn, derivative, (low, high))
+    known = REGISTERED.get(name)
+    if known is not None and known.content != content and not replace:
+        raise ValueError(f"name {name!r} is taken by another function; replace=True replaces it")
+    made = Registered(
+        name=name,
+        plain=fn,
+        derivative=derivative,
+        bits=bits,
+        interval=(low, high),
+        content=content,
+    )
+    REGISTERED[name] = made
+    return made
+
+
+def registered(name: str) -> Registered:
+    """The function registered under `name`.
+
+    Raises:
+        ValueError: If this process does not know the name.
+
+    Example:
+        >>> registered("nothing")
+        Traceback (most recent call last):
+        ValueError: function 'nothing' is not registered in this process...
+    """
+    if name not in REGISTERED:
+        raise ValueError(
+            f"function {name!r} is not registered in this process; call "
+            f"memtrain.compressors.fewbit.register.register first; registered: "
+            f"{', '.join(REGISTERED) or 'none'}"
+        )
+    return REGISTERED[name]
+
+
+def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run `work` in a thread of its own.
+
+    Modes are the thread's: neither a fake-tensor mode, an interception, autocast, inference mode
+    nor a default device of the caller then reaches the float64 arithmetic.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _values(fn: Elementwise, x: Array) -> Array:
+    with torch.no_grad():
+        return fn(torch.from_numpy(x.copy())).numpy()
+
+
+def _slopes(fn: Elementwise, derivative: Elementwise | None, x: Array) -> Array:
+    if derivative is not None:
+        return _values(derivative, x)
+    point = torch.from_numpy(x.copy()).requires_grad_()
+    y = fn(point)
+    if not y.requires_grad:
+        return np.zeros_like(x)
+    return torch.autograd.grad(y.sum(), point)[0].numpy()
+
+
+def _look(name: str, fn: Elementwise, derivative: Elementwise | None, interval: Interval) -> str:
+    """Check the function on a grid and hash what it gives."""
+    x = np.linspace(*interval, _POINTS)
+    results = []
+    for what, run in (("values", fn), ("derivatives", derivative)):
+        if run is None:
+            whole, part = _slopes(fn, None, x), _slopes(fn, None, x[: _POINTS // 3])
+        else:
+            y = run(torch.from_numpy(x.copy()))
+            if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != torch.float64:
+                got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+                raise ValueError(
+                    f"{name!r} gives {got} for float64 {x.shape}; allowed: the same shape and dtype"
+                )
+            whole, part = _values(run, x), _values(run, x[: _POINTS // 3])
+        # Vectorised tails may round differently: not compared to the last bit.
+        if not np.allclose(whole[: len(part)], part, rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise ValueError(
+                f"{name!r} is not elementwise: its {what} change with their neighbours"
+            )
+        if not np.isfinite(whole).all():
+            at = x[~np.isfinite(whole)][0]
+            raise ValueError(f"{name!r} has {what} that are not finite, the first at {at:g}")
+        results.append(whole)
+    return files.key(*results, interval)
+
+
+@lru_cache(maxsize=256)
+def _solved(function: Registered, bits: int) -> Approximation:
+    def compute() -> Approximation:
+        curve = Curve(
+            lambda x: _values(function.plain, x),
+            lambda x: _slopes(function.plain, function.derivative, x),
+        )
+        # An explicit weight makes the solver integrate the slope itself: the value's difference
+        # quotients would be wrong where the derivative is not the value's.
+        return _alone(lambda: solve(curve, bits, function.interval, np.ones_like))
+
+    return files.cached(files.key(VERSION, function.content, bits), compute)

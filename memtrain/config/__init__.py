@@ -1,0 +1,17 @@
+"""Configs: the ways to give one, the typed schema, and what an error says of a wrong key."""
+
+from memtrain.config.schema import ActivationRule, Activations, Config, Optim, Release, StateRule
+from memtrain.config.sources import compose, from_mapping, load, options
+
+__all__ = [
+    "ActivationRule",
+    "Activations",
+    "Config",
+    "Optim",
+    "Release",
+    "StateRule",
+    "compose",
+    "from_mapping",
+    "load",
+    "options",
+]

@@ -1,0 +1,176 @@
+"""What a user can ask for: the typed schema, and every default."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memtrain.config.errors import at_least, nearest
+from memtrain.precision.options import Precision
+
+KEEP = "keep"
+WEIGHTS = (KEEP, "bf16", "bf16+sr", "bf16+8", "bf16+16", "fp16", "fp16+8", "fp16+16")
+GRADIENTS = (KEEP, "release")
+
+
+@dataclass(kw_only=True)
+class ActivationRule:
+    """Sites of saved tensors, and what is done to them. Patterns are globs, `|` separates them."""
+
+    module: str = "*"
+    """Path of the module whose forward saves the tensor, as in `named_modules()`."""
+    op: str = "*"
+    """The op that saves it: `linear`, `gelu`, `layer_norm`, `scaled_dot_product_attention` ..."""
+    tensor: str = "*"
+    """Which of the op's tensors: `input`, `input1` ..., `saved` (a copy, a statistic)."""
+    compressor: Any = KEEP
+    """A name, or `{name: ..., ...}` with the compressor's own fields; `keep` leaves it alone."""
+
+
+@dataclass(kw_only=True)
+class StateRule:
+    """Optimizer states, and what is done to them. Patterns are globs, `|` separates them."""
+
+    parameter: str = "*"
+    """Name of the parameter, as in `named_parameters()`."""
+    state: str = "*"
+    """Name of the state, as in the optimizer's `state`: `exp_avg`, `momentum_buffer` ..."""
+    compressor: Any = KEEP
+    """`B128/DE`, `Rank-1/Linear`, `factored` ..., or `{name: ..., ...}`; `keep` leaves it alone."""
+
+
+@dataclass(kw_only=True)
+class Activations:
+    """Saved tensors."""
+
+    exceptions: list[ActivationRule] = field(default_factory=list)
+    """Your own rules, tried before `rules`. One whose module does not exist is an error."""
+    rules: list[ActivationRule] = field(default_factory=list)
+    """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
+    sites: dict[str, Any] = field(default_factory=dict)
+    """`module / op / tensor` -> compressor: a plan file's decisions, before every rule. A site
+    that does not exist is an error."""
+    recompute: list[str] = field(default_factory=list)
+    """Modules (paths; globs) that keep their inputs only, and run again in the backward; `@blocks`:
+    those that the model repeats. Of nested ones the outermost. One that does not exist is an
+    error."""
+    recompute_inputs: Any = "keep"
+    """A compressor for what those modules, and your own `torch.utils.checkpoint`, start again from.
+    `keep`: their gradients are plain training's to the last bit."""
+    min_elements: int = 1024
+    """Smaller tensors are kept as they are."""
+    derive_outputs: bool = True
+    """An op's output that another op saves is computed again from the payload of the op's input
+    (a nonlinearity's kept in groups, a norm's), where that spares a payload."""
+    backward_bytes: int | None = None
+    """A convolution's backward decompresses at most so many bytes of its input at once and works
+    through the batch in pieces; empty: the whole batch at once."""
+    average_bits: float | None = None
+    """Bits per element over all sites whose rule says `bits: auto`, 1 to 8."""
+    adapt_interval: int = 1000
+    """Steps from one measurement of their sensitivities to the next."""
+    sensitivity: str = "statistics"
+    """How they are measured: `statistics` (ActNN: from a step's own forward and backward) or
+    `passes` (GACT: three backward passes a site, by `memtrain.adapter(model).step(closure)`)."""
+    sample_statistics: bool = False
+    """Remember the gradient's norm of every sample of the data set (ActNN's `use_gradient`)."""
+
+    def __post_init__(self) -> None:
+        at_least("activations.min_elements", self.min_elements, 0)
+        if self.backward_bytes is not None:
+            at_least("activations.backward_bytes", self.backward_bytes, 1)
+        at_least("activations.adapt_interval", self.adapt_interval, 1)
+        if self.average_bits is not None and not 1 <= self.average_bits <= 8:
+            raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")
+        if self.sensitivity not in (allowed := ("statistics", "passes")):
+            value = self.sensitivity
+            raise ValueError(f"activations.sensitivity={value!r}; {nearest(value, allowed)}")
+
+
+@dataclass(kw_only=True)
+class Optim:
+    """Optimizer states."""
+
+    exceptions: list[StateRule] = field(default_factory=list)
+    """Your own rules, tried before `rules`. One whose parameter does not exist is an error."""
+    rules: list[StateRule] = field(default_factory=list)
+    """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
+    sites: dict[str, Any] = field(default_factory=dict)
+    """`parameter / optimizer / state` -> compressor: a plan file's decisions, before every rule."""
+    min_elements: int = 4096
+    """States of parameters with no more elements are kept as they are (the paper's rule)."""
+
+    def __post_init__(self) -> None:
+        at_least("optim.min_elements", self.min_elements, 0)
+
+
+@dataclass(kw_only=True)
+class Release:
+    """How gradients are released, where `gradients=release`."""
+
+    clip: str = "none"
+    """`none`, `value`, `parameter` (each by its own norm), `previous` (by the last step's global
+    norm) or `two_pass` (exact, by `optimizer.step(closure)`)."""
+    limit: float = 1.0
+    """Of the clipping."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied with: gradients are divided by it."""
+    skip_nonfinite: bool = True
+    """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
+    accumulate: int = 1
+    """Backward passes that make a step: their gradients are added up in one byte an element."""
+
+    def __post_init__(self) -> None:
+        at_least("release.accumulate", self.accumulate, 1)
+        if self.accumulate > 1 and self.clip == "two_pass":
+            value = self.accumulate
+            raise ValueError(
+                f"release.accumulate={value}; allowed with release.clip=two_pass: 1, since "
+                "its closure runs backward once"
+            )
+        allowed = ("none", "value", "parameter", "previous", "two_pass")
+        if self.clip not in allowed:
+            raise ValueError(f"release.clip={self.clip!r}; {nearest(self.clip, allowed)}")
+        for name in ("limit", "loss_scale"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                raise ValueError(f"release.{name}={value} is out of range; allowed: above 0")
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Everything `memtrain.wrap` reads.
+
+    Example:
+        >>> from memtrain.config.sources import load
+        >>> config = load(["preset=smallest", "activations.min_elements=2048"])
+        >>> config.activations.min_elements
+        2048
+    """
+
+    preset: Any = None
+    """Whose values fill a part whose rules are empty here. A Config without one does what its rules
+    say, and nothing else; what `load` returns has its preset's rules in it already."""
+    activations: Activations = field(default_factory=Activations)
+    """Saved tensors."""
+    optim: Optim = field(default_factory=Optim)
+    """Optimizer states."""
+    weights: str = KEEP
+    """Weights in 2 bytes with 8 or 16 bits of correction, or stochastic rounding (`+sr`): one of
+    `WEIGHTS`. Of the presets only `all_four` sets it."""
+    gradients: str = KEEP
+    """`release`: weights are updated inside backward, and no gradient stays. Of the presets only
+    `all_four` sets it."""
+    release: Release = field(default_factory=Release)
+    """How, where gradients are released."""
+    precision: Precision = field(default_factory=Precision)
+    """Which tensors of training are rounded to which float format."""
+    seed: int = 0
+    """Feeds every random bit of every compressor."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; {nearest(value, allowed)}")
+        if self.gradients != KEEP and self.activations.sensitivity == "passes":
+            raise ValueError(
+                "gradients='release' with activations.sensitivity='passes': its extra backward "
+                "passes would update the weights; allowed: sensitivity='statistics'"
+            )

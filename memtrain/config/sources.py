@@ -1,0 +1,184 @@
+"""The six ways to give a config, and what each becomes: a checked `Config`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from memtrain.config.errors import check_keys, explain, first_line, nearest
+from memtrain.config.schema import (
+    GRADIENTS,
+    KEEP,
+    WEIGHTS,
+    ActivationRule,
+    Activations,
+    Config,
+    Optim,
+    Release,
+    StateRule,
+)
+
+__all__ = [
+    "GRADIENTS",
+    "KEEP",
+    "WEIGHTS",
+    "ActivationRule",
+    "Activations",
+    "Config",
+    "Optim",
+    "Release",
+    "StateRule",
+    "check_keys",
+    "compose",
+    "from_mapping",
+    "load",
+    "nearest",
+    "options",
+]
+
+
+def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") -> Config:
+    """Make a `Config` of any form that a user may give.
+
+    Args:
+        cfg: A preset's name (`"balanced"`, the default for None), the path of a YAML file, a list
+            of Hydra overrides, a dict or a DictConfig (both may name a `preset`, whose values they
+            then change), or a `Config`.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ValueError: For an unknown preset or key (the message gives the nearest valid one) or a
+            value out of range.
+        TypeError: For a value of the wrong type, or a `cfg` of another type.
+        FileNotFoundError: For a YAML path that does not exist.
+
+    Example:
+        >>> load({"preset": "balanced", "seed": 3}).seed
+        3
+    """
+    if isinstance(cfg, Config):
+        return cfg if cfg.preset is None else _fill(cfg)
+    if cfg is None:
+        return from_mapping(compose([]))
+    if isinstance(cfg, Path) or (isinstance(cfg, str) and cfg.endswith((".yaml", ".yml"))):
+        return _overlay(OmegaConf.load(_existing(Path(cfg))))
+    if isinstance(cfg, str):
+        return from_mapping(compose([f"preset={cfg}"]))
+    if isinstance(cfg, DictConfig):
+        return _overlay(cfg)
+    if isinstance(cfg, Mapping):
+        return _overlay(OmegaConf.create(dict(cfg)))
+    if isinstance(cfg, Sequence | ListConfig):
+        return from_mapping(compose([str(item) for item in cfg]))
+    raise TypeError(
+        f"cfg is a {type(cfg).__name__}; allowed: a preset's name, a YAML path, a list of "
+        "overrides, a dict, a DictConfig, a Config"
+    )
+
+
+def _fill(cfg: Config) -> Config:
+    base, filled = load(str(cfg.preset)), dataclasses.replace(cfg, preset=None)
+    for part in ("activations", "optim"):
+        own = getattr(cfg, part)
+        if not own.rules:
+            plain = type(own)()
+            changed = {key: x for key, x in vars(own).items() if x != getattr(plain, key)}
+            setattr(filled, part, dataclasses.replace(getattr(base, part), **changed))
+    for part in ("weights", "gradients"):
+        if getattr(cfg, part) == KEEP:
+            setattr(filled, part, getattr(base, part))
+    if not cfg.precision.active:
+        filled.precision = base.precision
+    return filled
+
+
+def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
+    """Compose a primary config of `memtrain/configs` with Hydra; no file is written.
+
+    Args:
+        overrides: Hydra's: `"preset=smallest"`, `"activations.rules.0.compressor.bits=2"`.
+        name: The primary config: `"config"` or `"train"`.
+
+    Returns:
+        The composed config, with its schema's types attached.
+
+    Raises:
+        ValueError: For an unknown key or group option, with the nearest valid one.
+
+    Example:
+        >>> compose(["preset=exact"]).activations.rules[0].compressor
+        'identity'
+    """
+    # Hydra is imported here: importing memtrain must not need it, nor initialise it.
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    ConfigStore.instance().store(name="schema", node=Config)
+    clear = GlobalHydra.instance()
+    outer, clear.hydra = clear.hydra, None  # a user's own @hydra.main keeps its state
+    try:
+        with initialize_config_module("memtrain.configs", version_base="1.3"):
+            return hydra_compose(name, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides, options, lambda: compose([], name)) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def from_mapping(cfg: DictConfig) -> Config:
+    """Pick memtrain's own keys from a composed config and validate them.
+
+    Args:
+        cfg: A composed config; keys that are not `Config`'s (an experiment's) are left out.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ValueError: If a value is out of range.
+        TypeError: If a value has the wrong type.
+    """
+    names = {item.name for item in dataclasses.fields(Config)}
+    own = OmegaConf.create({key: cfg[key] for key in cfg if key in names})
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), own)
+    except OmegaConfBaseException as error:
+        raise TypeError(first_line(error)) from error
+    config = OmegaConf.to_object(merged)
+    if not isinstance(config, Config):  # to_object gives back the schema's class
+        raise TypeError(f"expected a Config, got {type(config).__name__}")
+    return config
+
+
+def options(group: str) -> list[str]:
+    """The names of a config group's files, such as the presets."""
+    folder = Path(__file__).parents[1] / "configs" / group
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def _overlay(changes: Any) -> Config:
+    """A preset (the one that `changes` names) with `changes` merged over it."""
+    if not isinstance(changes, DictConfig):
+        raise TypeError(f"a config is a mapping of keys, not {type(changes).__name__}")
+    preset = changes.get("preset") or "balanced"
+    check_keys(changes, Config)
+    base = compose([f"preset={preset}"])
+    own = OmegaConf.create({key: changes[key] for key in changes if key != "preset"})
+    try:
+        return from_mapping(OmegaConf.merge(base, own))  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        raise TypeError(first_line(error)) from error
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"config file {str(path)!r} does not exist")
+    return path

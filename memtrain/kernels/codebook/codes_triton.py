@@ -1,0 +1,245 @@
+"""Triton twin of `kernels.codebook.codes`: any code book of 2 to 8 bits, nearest or stochastic.
+
+A block is eight slices of `block_size / 8` elements, one tile each: the slices share their Philox
+counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from memtrain.kernels.codebook.block_triton import magnitude
+from memtrain.kernels.codebook.codebooks import midpoints
+from memtrain.kernels.codebook.codes import Book, Sides
+from memtrain.kernels.group.group_triton import tile
+
+
+@triton.jit
+def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The number of ascending bounds (times the scale) that x passes; NaN, a scale of Inf: 0."""
+    scale += scale - scale  # Inf becomes NaN
+    code = tl.zeros(x.shape, dtype=tl.int32)
+    for k in tl.static_range(BITS):
+        bound = tl.load(bounds_ptr + code + (2 ** (BITS - 1 - k) - 1)) * scale
+        passed = x > bound
+        if STOCHASTIC:
+            passed = x >= bound
+        code += tl.where(passed, 2 ** (BITS - 1 - k), 0)
+    return code
+
+
+@triton.jit
+def _place(block, offset, size, cols):
+    first = block * size
+    row = first // cols
+    at = (first - row * cols) + offset
+    return row + at // cols, at % cols
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    row_ptr,
+    col_ptr,
+    bounds_ptr,
+    values_ptr,
+    codes_ptr,
+    scale_ptr,
+    n,
+    cols,
+    n_blocks,
+    seed,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a slice
+    WIDTH_PAD: tl.constexpr,  # the power of two not below
+    GROUPS: tl.constexpr,
+    SIDES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
+    LANES: tl.constexpr = 8 // PER_LANE
+    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, WIDTH_PAD)[None, :]
+    inside = (block < n_blocks) & (column < WIDTH)
+    start = block * (WIDTH * 8) + column
+
+    tops = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
+    xs = ()
+    for s in tl.static_range(8):
+        valid = inside & (start + s * WIDTH < n)
+        x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        if SIDES:
+            i, j = _place(block, s * WIDTH + column, WIDTH * 8, cols)
+            a = tl.load(row_ptr + i, mask=valid, other=0.0)
+            x = x * tl.maximum(a, tl.load(col_ptr + j, mask=valid, other=0.0))
+        else:
+            tops = tl.maximum(tops, magnitude(x))
+        xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
+    if SIDES:
+        scale = 1.0
+        usable = inside
+    else:
+        top = tl.max(tops, axis=1)[:, None]
+        scale = top.to(tl.float32, bitcast=True)
+        tl.store(scale_ptr + block, scale, mask=block < n_blocks)
+        # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
+        usable = inside & (top > 0) & (top < 0x7F800000)
+
+    if STOCHASTIC:
+        scale = tl.where(usable, scale, 1.0)
+        w0, w1, w2, w3 = tl.randint4x(seed, (block * WIDTH + column).to(tl.uint32))
+        words = (w0, w1, w2, w3)
+    codes = ()
+    for s in tl.static_range(8):
+        x = xs[s]
+        code = _find(x, scale, bounds_ptr, BITS, STOCHASTIC)
+        if STOCHASTIC:
+            r = (words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF
+            u = (r.to(tl.float32) + 0.5) * (1.0 / 65536)
+            low = tl.load(values_ptr + code)
+            gap = tl.load(values_ptr + code + 1) - low
+            code += (x > (low + u * gap) * scale).to(tl.int32)
+            code = tl.where(usable & (x == x), code, 0)
+        codes = codes + (code,)  # noqa: RUF005
+
+    to = codes_ptr + block * (WIDTH * BITS) + column
+    for h in tl.static_range(PER_LANE):
+        for k in tl.static_range(LANES * BITS // 8):
+            byte = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
+            for lane in tl.static_range(LANES):
+                if lane * BITS - 8 * k >= 0:
+                    if lane * BITS - 8 * k < 8:
+                        byte |= codes[lane * PER_LANE + h] << (lane * BITS - 8 * k)
+                elif lane * BITS - 8 * k > -BITS:
+                    byte |= codes[lane * PER_LANE + h] >> (8 * k - lane * BITS)
+            tl.store(to + (k * PER_LANE + h) * WIDTH, (byte & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes_ptr,
+    scale_ptr,
+    row_ptr,
+    col_ptr,
+    values_ptr,
+    out_ptr,
+    n,
+    cols,
+    n_blocks,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIDES: tl.constexpr,
+):
+    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
+    LANES: tl.constexpr = 8 // PER_LANE
+    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, WIDTH_PAD)[None, :]
+    inside = (block < n_blocks) & (column < WIDTH)
+    start = block * (WIDTH * 8) + column
+    source = codes_ptr + block * (WIDTH * BITS) + column
+    if not SIDES:
+        scale = tl.load(scale_ptr + block, mask=block < n_blocks, other=0.0)
+    for h in tl.static_range(PER_LANE):
+        loaded = ()
+        for k in tl.static_range(LANES * BITS // 8):
+            byte = tl.load(source + (k * PER_LANE + h) * WIDTH, mask=inside, other=0)
+            loaded = loaded + (byte.to(tl.int32),)  # noqa: RUF005
+        for lane in tl.static_range(LANES):
+            word = loaded[lane * BITS // 8]
+            if lane * BITS % 8 + BITS > 8:
+                word = word | (loaded[lane * BITS // 8 + 1] << 8)
+            code = (word >> (lane * BITS % 8)) & (2**BITS - 1)
+            offset = (lane * PER_LANE + h) * WIDTH
+            valid = inside & (start + offset < n)
+            if SIDES:
+                i, j = _place(block, offset + column, WIDTH * 8, cols)
+                a = magnitude(tl.load(row_ptr + i, mask=valid, other=0.0))
+                b = magnitude(tl.load(col_ptr + j, mask=valid, other=0.0))
+                scale = tl.minimum(a, b).to(tl.float32, bitcast=True)
+            tl.store(out_ptr + start + offset, tl.load(values_ptr + code) * scale, mask=valid)
+
+
+def _bounds(book: Book, device: torch.device, stochastic: bool) -> torch.Tensor:
+    if not stochastic:
+        return midpoints(*book, device)
+    end = torch.tensor([float("inf")], device=device)
+    return torch.cat([book.values(device)[1:-1], end])
+
+
+def quantize(x, book: Book, seed: int | None, codes, scale, sides: Sides | None):
+    """`book.quantize` into `codes` (and `scale`, unless there are sides)."""
+    n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
+    if n_blocks == 0:
+        return
+    values = book.values(x.device)
+    row, col = sides or (values, values)
+    options = tile(width * 8)
+    # Without contraction the results equal the reference's bit for bit.
+    _quantize_kernel[(triton.cdiv(n_blocks, options["GROUPS"]),)](
+        x,
+        row,
+        col,
+        _bounds(book, x.device, seed is not None),
+        values,
+        codes,
+        values if scale is None else scale,
+        x.numel(),
+        col.numel(),
+        n_blocks,
+        seed or 0,
+        BITS=book.bits,
+        WIDTH=width,
+        SIDES=sides is not None,
+        STOCHASTIC=seed is not None,
+        enable_fp_fusion=False,
+        **options,
+    )
+
+
+def dequantize(codes, book: Book, out, scale, sides: Sides | None):
+    """`book.dequantize` into `out`."""
+    n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
+    if n_blocks == 0:
+        return
+    values = book.values(codes.device)
+    row, col = sides or (values, values)
+    options = tile(width * 8)
+    _dequantize_kernel[(triton.cdiv(n_blocks, options["GROUPS"]),)](
+        codes,
+        values if scale is None else scale,
+        row,
+        col,
+        values,
+        out,
+        out.numel(),
+        col.numel(),
+        n_blocks,
+        BITS=book.bits,
+        WIDTH=width,
+        SIDES=sides is not None,
+        enable_fp_fusion=False,
+        **options,
+    )
+
+
+def _case(bits, size, dtype=None, **more):
+    names = ("row_ptr", "col_ptr", "values_ptr", "scale_ptr")
+    signature = dict.fromkeys(names, "*fp32") | {"codes_ptr": "*u8"}
+    signature |= {"n": "i64", "cols": "i64", "n_blocks": "i64"}
+    constants = {"BITS": bits, "WIDTH": size // 8, "enable_fp_fusion": False} | tile(size) | more
+    if dtype is None:
+        return _dequantize_kernel, signature | {"out_ptr": "*fp32"}, constants
+    signature |= {"x_ptr": dtype, "bounds_ptr": "*fp32", "seed": "i64"}
+    return _quantize_kernel, signature, constants
+
+
+# 4, 8, 2 and 1 lanes: every form of the layout.
+AOT_CASES = [
+    *(_case(b, 256, "*fp32", SIDES=False, STOCHASTIC=b != 8) for b in (2, 3, 4, 8)),
+    *(_case(b, 128, "*bf16", SIDES=True, STOCHASTIC=b == 4) for b in (4, 8)),
+    _case(8, 2048, "*fp16", SIDES=False, STOCHASTIC=True),
+    *(_case(b, 256, SIDES=False) for b in (2, 3, 4, 8)),
+    _case(8, 128, SIDES=True),
+]

@@ -1,0 +1,148 @@
+"""Rank-1 normalisation: an element's scale is the least of the maxima of its dimensions."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels.codebook import row_column
+from memtrain.kernels.codebook.codes import Book
+from memtrain.kernels.codebook.row_column import BLOCK, Sides, inverse
+
+__all__ = ["BLOCK", "columns", "dequantize", "inverse", "inverses", "maxima", "quantize"]
+
+
+def maxima(x: Tensor) -> Tensor:
+    """The largest magnitude at each index of each dimension, over all other dimensions.
+
+    Args:
+        x: At least 1 dimension, any float type. NaN counts as the largest value.
+
+    Returns:
+        float32, [sum(x.shape)]: those of dimension 0, then of dimension 1, and so on.
+
+    Example:
+        >>> maxima(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
+        tensor([2., 3., 3., 2.])
+    """
+    x = x.float().abs()
+    if not x.numel():
+        return x.new_zeros(sum(x.shape))
+    dims = range(x.dim())
+    return torch.cat([x.amax([k for k in dims if k != d]) if x.dim() > 1 else x for d in dims])
+
+
+def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> Tensor:
+    """The maxima of dimensions 1 and up, spread over the flattened `shape[1:]`.
+
+    Args:
+        scale: float32, [sum(shape)], as `maxima` gives.
+        shape: The tensor's shape, at least 2 dimensions.
+        inverted: Give the largest reciprocal instead of the least maximum.
+
+    Returns:
+        float32, [prod(shape[1:])]: the least over the dimensions; NaN only where all are NaN.
+
+    Example:
+        >>> columns(torch.tensor([9.0, 1.0, 3.0, 2.0, 5.0]), (1, 2, 2))
+        tensor([1., 1., 2., 3.])
+    """
+    parts = list(scale.split(list(shape)))[1:]
+    out = None
+    for d, part in enumerate(parts):
+        part = inverse(part) if inverted else part
+        part = part.view([-1 if k == d else 1 for k in range(len(parts))])
+        out = part if out is None else (torch.maximum if inverted else torch.fmin)(out, part)
+    return out.expand(tuple(shape[1:])).reshape(-1) if out is not None else scale[:0]
+
+
+def inverses(scale: Tensor, shape: Sequence[int]) -> Sides:
+    """What a tensor is multiplied by before it is encoded: reciprocals of its maxima."""
+    return Sides(inverse(scale[: shape[0]]), columns(scale, shape, inverted=True))
+
+
+def quantize(
+    x: Tensor, *, map: str, bits: int, signed: bool, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise `x` by a code book, each element scaled by the least maximum of its dimensions.
+
+    The scale is `min over d of maxima_d`; the normalised value is `x * max over d of 1/maxima_d`
+    (a maximum that is 0, subnormal or not finite counts as reciprocal 0), and its code is the
+    number of midpoints below it: nearest, ties to the lower index. An element all of whose
+    dimensions hold a NaN or Inf decodes to NaN or Inf; every other element is scaled by a finite
+    maximum and stays within its usual error.
+
+    Args:
+        x: At least 2 dimensions, any float type, any device.
+        map: A name of `maps.codebook`.
+        bits: 2 to 8.
+        signed: Which form of the map.
+        seed: 64 bits for stochastic rounding, see `book.encode`; None rounds to the nearest.
+
+    Returns:
+        codes: uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says.
+        scale: float32, [sum(x.shape)], see `maxima`.
+
+    Raises:
+        ValueError: If `x` has fewer than 2 dimensions.
+
+    Memory:
+        bits / 8 + 4 * sum(shape) / numel bytes per element (0.002 of scales at 4096 x 4096).
+
+    Example:
+        >>> codes, scale = quantize(torch.ones(2, 3), map="Linear", bits=4, signed=False)
+        >>> codes.shape, scale
+        (torch.Size([1, 64]), tensor([1., 1., 1., 1., 1.]))
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.2
+        and appendix G.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"rank-1 needs at least 2 dimensions, got shape {tuple(x.shape)}")
+    scale = maxima(x)
+    return row_column.quantize(x, inverses(scale, x.shape), Book(map, bits, signed), seed), scale
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, *, map: str, bits: int, signed: bool, shape: Sequence[int]
+) -> Tensor:
+    """The inverse of `quantize`: `value[code] * min over d of maxima_d`.
+
+    Args:
+        codes: uint8, [n_blocks, 128 * bits / 8].
+        scale: float32, [sum(shape)].
+        map: As in `quantize`.
+        bits: As in `quantize`.
+        signed: As in `quantize`.
+        shape: The tensor's shape.
+
+    Returns:
+        float32 of that shape.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
+        >>> codes, scale = quantize(x, map="Linear", bits=4, signed=False)
+        >>> dequantize(codes, scale, map="Linear", bits=4, signed=False, shape=(2, 2))
+        tensor([[1., 2.],
+                [2., 4.]])
+    """
+    both = Sides(scale[: shape[0]], columns(scale, shape))
+    return row_column.dequantize(codes, both, Book(map, bits, signed)).view(tuple(shape))
+
+
+def quantize_reference(
+    x: Tensor, map: str, bits: int, signed: bool, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`quantize` in pure torch."""
+    scale = maxima(x)
+    book = Book(map, bits, signed)
+    return row_column.quantize_reference(x, inverses(scale, x.shape), book, seed), scale
+
+
+def dequantize_reference(
+    codes: Tensor, scale: Tensor, map: str, bits: int, signed: bool, shape: Sequence[int]
+) -> Tensor:
+    """`dequantize` in pure torch."""
+    both = Sides(scale[: shape[0]], columns(scale, shape))
+    return row_column.dequantize_reference(codes, both, Book(map, bits, signed)).view(tuple(shape))

@@ -1,0 +1,1 @@
+"""Few-bit derivative codes of nonlinearities, forward and backward."""

@@ -1,0 +1,1 @@
+"""Rounding to floating-point formats of up to 16 bits."""

@@ -1,0 +1,298 @@
+"""Floating-point formats of 3 to 16 bits: what they hold, and rounding to them."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import frexp
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels.floats import rounding as floats
+
+ROUNDINGS = ("away", "even", "stochastic")
+_CHOICES = {
+    "overflow": ("saturate", "inf"), "rounding": ROUNDINGS, "specials": ("none", "nan", "ieee")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A sign bit, an exponent `e` of E bits and a mantissa `f` of M bits.
+
+    A code stands for +-1.f * 2**(e - (2**(E-1) - 1) - bias), or for +-0.f * 2**(1 - (2**(E-1) - 1)
+    - bias) where e is 0. The format must lie within float32: its least normal number is 2**-126 or
+    more, its least number 2**-126 or more too (unless the least normal number is just 2**-126, as
+    bfloat16's is), and its largest number below 2**128.
+
+    Attributes:
+        exponent_bits: E, 1 or more; with the sign and the mantissa 3 to 16 bits.
+        mantissa_bits: M, 0 or more.
+        bias: Added to the usual bias 2**(E-1) - 1: numbers are 2**bias times smaller. None chooses
+            it for each tensor, see `fitted`.
+        overflow: What becomes of numbers that round past the largest: `"saturate"`, the largest
+            with their sign (Inf too), or `"inf"`, Inf (NaN if `specials="nan"`).
+        rounding: To nearest with ties `"away"` from zero or to `"even"` codes, or `"stochastic"`:
+            up or down, with the number itself as the mean.
+        specials: Which codes are no finite numbers. `"none"`: all but the sign bit alone (0x80 of 8
+            bits), which is NaN and stands for Inf too; so -0 is encoded as 0. `"nan"`: NaN where
+            exponent and mantissa have all bits set, as in OCP e4m3fn. `"ieee"`: Inf and NaN where
+            the exponent has all bits set; needs a mantissa bit.
+
+    Raises:
+        ValueError: If a field is not allowed, or numbers of the format lie outside float32.
+
+    Memory:
+        A code takes 1 byte, or 2 if it has over 8 bits.
+
+    Example:
+        >>> FP8_FORWARD.max, FP8_FORWARD.overflow_threshold
+        (30.0, 31.0)
+        >>> FP8_FORWARD.round(torch.tensor([1.0625, 100.0]))
+        tensor([ 1.1250, 30.0000])
+
+    Reference:
+        Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464, and
+        its code (ties away from zero; no code is Inf or NaN); Sun et al., Hybrid 8-bit Floating
+        Point (HFP8) Training, NeurIPS 2019 (1-4-3 with bias 4, 1-5-2); OCP 8-bit Floating Point
+        Specification, 2023 (e4m3fn, e5m2).
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int | None = 0
+    overflow: str = "saturate"
+    rounding: str = "away"
+    specials: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, least in (("exponent_bits", 1), ("mantissa_bits", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r}; allowed: a whole number, {least} or more")
+        if not 3 <= self.bits <= 16:
+            fields = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}"
+            raise ValueError(f"{fields}: {self.bits} bits with the sign; allowed: 3 to 16")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if self.specials == "ieee" and not self.mantissa_bits:
+            raise ValueError("specials='ieee' with mantissa_bits=0: no code is left for NaN")
+        low, high, widest = self._biases()
+        if low > max(high, widest):
+            raise ValueError(f"exponent_bits={self.exponent_bits}: a range beyond float32's")
+        if self.bias is None:
+            return
+        if type(self.bias) is not int or not (
+            low <= self.bias <= high or low <= self.bias == widest
+        ):
+            raise ValueError(f"bias={self.bias!r}; allowed: {low} to {high}, {widest} or None")
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        return self._number(self._limit())
+
+    @property
+    def min_normal(self) -> float:
+        """The least positive number with a leading 1."""
+        return 2.0 ** self._least()
+
+    @property
+    def min_subnormal(self) -> float:
+        """The least positive number."""
+        return 2.0 ** (self._least() - self.mantissa_bits)
+
+    @property
+    def overflow_threshold(self) -> float:
+        """The magnitude from which, or with ties to even past which, numbers overflow.
+
+        Halfway from the largest number to the next that a larger format would have; of stochastic
+        rounding that next number itself, since those between may overflow or not.
+        """
+        largest, following = self.max, self._number(self._limit() + 1)
+        return following if self.rounding == "stochastic" else (largest + following) / 2
+
+    def fitted(self, x: Tensor) -> "FloatFormat":
+        """This format with the bias that suits a tensor: floor(2**(E-1) - log2 max|x|).
+
+        Without special codes the top binade then holds the largest magnitude or starts at it; codes
+        that `specials` takes from the top may overflow. NaN and Inf in `x` are left out; a tensor
+        of zeros gives bias 0. Biases outside the range that float32 can hold are brought into it.
+        Reads one number from the device.
+
+        Args:
+            x: float32, bfloat16 or float16, any shape.
+
+        Returns:
+            The format, its bias a number.
+
+        Example:
+            >>> FloatFormat(4, 3, bias=None).fitted(torch.tensor([100.0])).bias
+            1
+        """
+        finite = torch.where(x.detach().isfinite(), x.detach(), 0.0)
+        largest = float(finite.abs().amax()) if x.numel() else 0.0
+        if not largest:
+            return replace(self, bias=0)
+        fraction, exponent = frexp(largest)  # 0.5 <= fraction < 1
+        bias = (1 << (self.exponent_bits - 1)) - exponent + (fraction == 0.5)
+        low, high, _ = self._biases()
+        return replace(self, bias=min(max(bias, low), max(high, low)))
+
+    def round(self, x: Tensor, *, seed: int = 0) -> Tensor:
+        """The nearest numbers of the format, or those drawn, in the dtype of `x`.
+
+        Args:
+            x: float32, bfloat16 or float16, any shape and strides.
+            seed: 64 bits, of stochastic rounding.
+
+        Returns:
+            Like `x`. NaN stays NaN and -0 stays -0. Where float16 or bfloat16 hold less than the
+            format, its largest number is the largest that both hold.
+
+        Raises:
+            TypeError: If `x` is of another dtype.
+
+        Memory:
+            One tensor like `x`.
+
+        Example:
+            >>> FP8_BACKWARD.round(torch.tensor([1.1, 2e5]))
+            tensor([1., inf])
+        """
+        return self.round_count(x, seed=seed)[0]
+
+    def round_count(self, x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """`round`, and how many elements overflow (int64, []), counted in the same pass.
+
+        Example:
+            >>> FP8_FORWARD.round_count(torch.tensor([1.0, 30.9, 31.0, -torch.inf]))[1]
+            tensor(2)
+        """
+        form = self.fitted(x) if self.bias is None else self
+        return floats.round_count(x, form.layout, seed)
+
+    def round_count_(self, x: Tensor, *, seed: int = 0) -> Tensor:
+        """`round` in place; returns how many elements overflow (int64, []).
+
+        Example:
+            >>> x = torch.tensor([1.0625, 31.0])
+            >>> FP8_FORWARD.round_count_(x), x
+            (tensor(1), tensor([ 1.1250, 30.0000]))
+        """
+        form = self.fitted(x) if self.bias is None else self
+        return floats.round_count_(x, form.layout, seed)
+
+    def encode(self, x: Tensor, *, seed: int = 0) -> Tensor:
+        """Codes of the nearest numbers of the format, or of those drawn.
+
+        What `round` gave is encoded exactly: only -0 (0) and Inf (NaN) of formats without special
+        codes do not come back. A NaN's code is that of the NaN without a sign.
+
+        Args:
+            x: float32, bfloat16 or float16, any shape and strides.
+            seed: 64 bits, of stochastic rounding.
+
+        Returns:
+            uint8, or int16 (the code's bits) if there are over 8; the shape of `x`.
+
+        Raises:
+            TypeError: If `x` is of another dtype.
+            ValueError: If the bias is None: what decodes must know it, so choose it by `fitted`.
+
+        Memory:
+            1 or 2 bytes per element.
+
+        Example:
+            >>> FP8_FORWARD.encode(torch.tensor([1.0, -30.0, torch.nan]))
+            tensor([ 88, 255, 128], dtype=torch.uint8)
+        """
+        return self.encode_count(x, seed=seed)[0]
+
+    def encode_count(self, x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """`encode`, and how many elements overflow (int64, []), counted in the same pass."""
+        return floats.encode_count(x, self.layout, seed)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that codes stand for.
+
+        Args:
+            codes: uint8 or int16, as from `encode`.
+            dtype: float32 (exact), bfloat16 or float16 (rounded to nearest, ties to even).
+
+        Returns:
+            `dtype`, shaped as the codes are.
+
+        Raises:
+            TypeError: If a dtype is not one named above.
+            ValueError: If the bias is None.
+
+        Memory:
+            One tensor of the result's size.
+
+        Example:
+            >>> FP8_FORWARD.decode(torch.tensor([88, 255], dtype=torch.uint8))
+            tensor([  1., -30.])
+        """
+        return floats.decode(codes, self.layout, dtype)
+
+    @cached_property
+    def layout(self) -> floats.Layout:
+        """The format as the kernels take it."""
+        mark, limit = 1 << (self.bits - 1), self._limit()
+        top = mark - (1 << self.mantissa_bits) // 2  # IEEE's NaN
+        return floats.Layout(
+            width=self.bits,
+            mantissa_bits=self.mantissa_bits,
+            least=self._least(),
+            limit=limit,
+            infinity=limit + 1 if self.specials == "ieee" else -1,
+            nan={"none": mark, "nan": mark - 1, "ieee": top}[self.specials],
+            saturate=int(self.overflow == "saturate"),
+            rounding=ROUNDINGS.index(self.rounding),
+        )
+
+    def _limit(self) -> int:
+        """The largest finite number's code."""
+        taken = {"none": 0, "nan": 1, "ieee": 1 << self.mantissa_bits}[self.specials]
+        return (1 << (self.bits - 1)) - 1 - taken
+
+    def _least(self) -> int:
+        """Exponent of the least normal number."""
+        if self.bias is None:
+            raise ValueError("bias=None is a bias per tensor; choose it with fitted(x) first")
+        return 2 - (1 << (self.exponent_bits - 1)) - self.bias
+
+    def _number(self, code: int) -> float:
+        exponent, mantissa = divmod(code, 1 << self.mantissa_bits)
+        leading = 1 << self.mantissa_bits if exponent else 0
+        scale = self._least() + max(exponent, 1) - 1 - self.mantissa_bits
+        return (leading + mantissa) * 2.0**scale
+
+    def _biases(self) -> tuple[int, int, int]:
+        """Least and greatest bias with float32's normal numbers only, and that of its own range."""
+        unbiased = 2 - (1 << (self.exponent_bits - 1))
+        top = max(self._limit() >> self.mantissa_bits, 1)  # the largest number's exponent
+        widest = unbiased + 126
+        return unbiased + top - 128, widest - self.mantissa_bits, widest
+
+
+FP8_FORWARD = FloatFormat(4, 3, bias=4)
+"""The paper's 8 bits for activations and weights: up to 30, saturating."""
+FP8_BACKWARD = FloatFormat(5, 2, overflow="inf")
+"""The paper's 8 bits for gradients: up to 114688, then Inf."""
+FP16 = FloatFormat(6, 9)
+"""The paper's 16 bits, which are not IEEE's: up to about 8.58e9, saturating."""
+IEEE_FP16 = FloatFormat(5, 10, overflow="inf", rounding="even", specials="ieee")
+"""torch.float16."""
+BF16 = FloatFormat(8, 7, overflow="inf", rounding="even", specials="ieee")
+"""torch.bfloat16."""
+E4M3FN = FloatFormat(4, 3, rounding="even", specials="nan")
+"""torch.float8_e4m3fn: up to 448, saturating; `overflow="inf"` gives NaN past it."""
+E5M2 = FloatFormat(5, 2, overflow="inf", rounding="even", specials="ieee")
+"""torch.float8_e5m2: up to 57344, then Inf."""

@@ -1,0 +1,206 @@
+"""Triton twin of `kernels.floats.rounding`."""
+
+import torch
+import triton
+import triton.language as tl
+
+_WIDTH = tl.constexpr(128)  # an eighth of a block of `floats.BLOCK` elements
+_BLOCKS = tl.constexpr(4)
+_TILE = tl.constexpr(1024)
+_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def _magnitude_code(magnitude, draw, least, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr):
+    """The format's magnitude code, rounded as if it had no largest number. All int32."""
+    exponent = tl.maximum(magnitude >> 23, 1)
+    significand = (magnitude & 0x7FFFFF) + tl.where(magnitude < 0x800000, 0, 0x800000)
+    below = least + 127 - exponent
+    base = tl.maximum(-below, 0) << MANTISSA
+    shift = 23 - MANTISSA + tl.maximum(below, 0)
+    if ROUNDING == 2:
+        significand = significand >> tl.minimum(tl.maximum(shift - 30, 0), 24)
+        shift = tl.minimum(shift, 30)
+        part = ((2 * draw + 1) << tl.maximum(shift - 17, 0)) >> tl.maximum(17 - shift, 0)
+    else:
+        shift = tl.minimum(shift, 25)
+        part = (shift * 0 + 1) << (shift - 1)
+    if ROUNDING == 1:
+        part += ((base + (significand >> shift)) & 1) - 1
+    return base + ((significand + part) >> shift)
+
+
+@triton.jit
+def _value_bits(code, least, MANTISSA: tl.constexpr):
+    normal = (code << (23 - MANTISSA)) + ((least + 126) << 23)
+    whole = code.to(tl.float32).to(tl.int32, bitcast=True)
+    small = tl.where(code > 0, whole + (least - MANTISSA) * 0x800000, 0)
+    # A least exponent of -126 is float32's own: its subnormals follow from the normal form.
+    return tl.where((code < (1 << MANTISSA)) & (least != -126), small, normal)
+
+
+@triton.jit
+def _load(x_ptr, at, inside):
+    """A float32's bits; bfloat16 comes as int16: the interpreter would spoil its subnormals."""
+    x = tl.load(x_ptr + at, mask=inside, other=0)
+    if x_ptr.dtype.element_ty == tl.int16:
+        bits = x.to(tl.int32) << 16
+    elif x_ptr.dtype.element_ty == tl.float16:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    else:
+        bits = x
+    return bits
+
+
+@triton.jit
+def _store(out_ptr, at, inside, bits, negative):
+    """Float32 magnitudes to the pointer's type; int32 and int16 stand for float32, bfloat16."""
+    if out_ptr.dtype.element_ty == tl.int16:
+        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        tl.store(out_ptr + at, (high | (negative << 15)).to(tl.int16), mask=inside)
+    else:
+        if out_ptr.dtype.element_ty == tl.float16:
+            # What the cast makes Inf anyway (65520 and more): the interpreter's would warn.
+            infinite = (bits >= 0x477FF000) & (bits < _INF)
+            value = tl.where(infinite, _INF, bits) | (negative << 31)
+            half = value.to(tl.float32, bitcast=True).to(tl.float16)
+            tl.store(out_ptr + at, half, mask=inside)
+        else:
+            tl.store(out_ptr + at, bits | (negative << 31), mask=inside)
+
+
+@triton.jit
+def _one(
+    x_ptr, out_ptr, at, inside, draw,
+    least, limit, over, nan_code, mark,
+    MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, ENCODE: tl.constexpr,
+):  # fmt: skip
+    """Rounds the elements at `at`; 1 where one overflows."""
+    bits = _load(x_ptr, at, inside)
+    magnitude, negative = bits & 0x7FFFFFFF, (bits >> 31) & 1
+    code = _magnitude_code(magnitude, draw, least, MANTISSA, ROUNDING)
+    nan, past = magnitude > _INF, code > limit
+    if ENCODE:
+        code = tl.where(nan, nan_code, tl.where(past, over, code))
+        keeps = ((code > 0) | (nan_code != mark)) & (magnitude <= _INF)
+        code |= tl.where((negative > 0) & keeps, mark, 0)
+        tl.store(out_ptr + at, code.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        value = _value_bits(tl.minimum(code, limit), least, MANTISSA)
+        value = tl.where(nan, _NAN, tl.where(past, over, value))
+        _store(out_ptr, at, inside, value, negative)
+    return (past & (magnitude <= _INF)).to(tl.int32)
+
+
+@triton.jit
+def _nearest_kernel(
+    x_ptr, out_ptr, count_ptr, n, least, limit, over, nan_code, mark,
+    MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, ENCODE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
+    past = _one(
+        x_ptr, out_ptr, at, at < n, 0,
+        least, limit, over, nan_code, mark, MANTISSA, ROUNDING, ENCODE,
+    )  # fmt: skip
+    count = tl.sum(past, axis=0)
+    tl.atomic_add(count_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _stochastic_kernel(
+    x_ptr, out_ptr, count_ptr, n, least, limit, over, nan_code, mark, seed,
+    MANTISSA: tl.constexpr, ENCODE: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)[:, None]
+    column = tl.arange(0, _WIDTH)[None, :]
+    w0, w1, w2, w3 = tl.randint4x(seed, (block * _WIDTH + column).to(tl.uint32))
+    words = (w0, w1, w2, w3)
+    past = tl.zeros((_BLOCKS, _WIDTH), tl.int32)
+    for s in tl.static_range(8):
+        at = (block * 8 + s) * _WIDTH + column
+        draw = ((words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF).to(tl.int32)
+        past += _one(
+            x_ptr, out_ptr, at, at < n, draw,
+            least, limit, over, nan_code, mark, MANTISSA, 2, ENCODE,
+        )  # fmt: skip
+    count = tl.sum(tl.sum(past, axis=1), axis=0)
+    tl.atomic_add(count_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _decode_kernel(
+    codes_ptr, out_ptr, n, least, limit, nan_code, mark, infinity, MANTISSA: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
+    inside = at < n
+    code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32) & (2 * mark - 1)
+    magnitude = code & (mark - 1)
+    bits = _value_bits(tl.minimum(magnitude, limit), least, MANTISSA)
+    no_number = (magnitude > limit) | ((code == mark) & (nan_code == mark))
+    bits = tl.where(magnitude == infinity, _INF, tl.where(no_number, _NAN, bits))
+    _store(out_ptr, at, inside, bits, ((code & mark) != 0).to(tl.int32))
+
+
+def run(x, out, count, numbers, seed):
+    """Round, or encode where `out` holds codes."""
+    mantissa, least, limit, over_bits, over_code, nan_code, mark, _, rounding = numbers
+    encodes, n = out.dtype != x.dtype, x.numel()
+    given = (
+        _as_bits(x), out if encodes else _as_bits(out), count, n,
+        least, limit, over_code if encodes else over_bits, nan_code, mark,
+    )  # fmt: skip
+    if rounding == 2:
+        grid = (triton.cdiv(n, 8 * _WIDTH.value * _BLOCKS.value),)
+        _stochastic_kernel[grid](*given, seed, mantissa, encodes)
+    else:
+        _nearest_kernel[(triton.cdiv(n, _TILE.value),)](*given, mantissa, rounding, encodes)
+
+
+def decode(codes, out, numbers):
+    mantissa, least, limit, _, _, nan_code, mark, infinity, _ = numbers
+    n = codes.numel()
+    form = (least, limit, nan_code, mark, infinity)
+    _decode_kernel[(triton.cdiv(n, _TILE.value),)](codes, _as_bits(out), n, *form, mantissa)
+
+
+def _as_bits(out):
+    if out.dtype == torch.float16:
+        return out
+    return out.view(torch.int32 if out.dtype == torch.float32 else torch.int16)
+
+
+_NUMBERS = {"least": "i32", "limit": "i32", "nan_code": "i32", "mark": "i32"}
+_ENDS = {"count_ptr": "*i64", "n": "i32", "over": "i32"} | _NUMBERS
+_FLOATS = ("*i32", "*i16", "*fp16")  # float32, bfloat16, float16
+_MANTISSA = {"*u8": 3, "*i16": 9}
+AOT_CASES = [
+    *(
+        (
+            _nearest_kernel,
+            {"x_ptr": x, "out_ptr": out} | _ENDS,
+            {"MANTISSA": _MANTISSA[out] if encode else 2, "ROUNDING": rounding, "ENCODE": encode},
+        )
+        for x in _FLOATS
+        for out, encode in ((x, False), ("*u8", True), ("*i16", True))
+        for rounding in (0, 1)
+    ),
+    *(
+        (
+            _stochastic_kernel,
+            {"x_ptr": x, "out_ptr": out, "seed": "i64"} | _ENDS,
+            {"MANTISSA": _MANTISSA[out] if encode else 2, "ENCODE": encode},
+        )
+        for x in _FLOATS
+        for out, encode in ((x, False), ("*u8", True))
+    ),
+    *(
+        (
+            _decode_kernel,
+            {"codes_ptr": codes, "out_ptr": out, "n": "i32", "infinity": "i32"} | _NUMBERS,
+            {"MANTISSA": mantissa},
+        )
+        for codes, mantissa in _MANTISSA.items()
+        for out in _FLOATS
+    ),
+]

@@ -1,0 +1,1 @@
+"""Min/max group quantisation."""

@@ -1,0 +1,281 @@
+"""Min/max group quantisation to 1 to 8 bits, packed to the bit: contract, reference, dispatch."""
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.packing import bits as bit_codes
+from memtrain.kernels.random import philox
+
+MAX_GROUP_SIZE = 16384  # a Triton program holds a whole group in registers
+_LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
+_HALF_LIMIT = 65504.0  # float16's
+_TINY = 2.0**-101  # half a range below this counts as none: its reciprocal would leave float32
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def group_quantize(
+    x: Tensor,
+    bits: int = 4,
+    group_size: int = 256,
+    seed: int = 0,
+    stochastic: bool = True,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Quantise `x` to `bits` bits between each group's minimum and maximum.
+
+    `x` is read in its logical order, in groups of `group_size` elements; all arithmetic is float32.
+    A group's bounds are rounded *first*, outwards, to bfloat16 (to float32: not at all), and then
+    used both to encode and to decode, so that stochastic rounding is unbiased (ActNN encodes with
+    the exact bounds and decodes with the rounded ones, which is not). With
+    `step = (hi - lo) / (2**bits - 1)`, `code = floor((x - lo) / step + u)`, where `u` is uniform
+    with 16 random bits (stochastic; see `philox.uniform_pairs`) or 0.5 (nearest, half up).
+
+    Ranges up to twice float32's largest number are safe: halves are subtracted, not the bounds. A
+    range below 2**-100 counts as zero: all its codes are 0, and decode to `lo`. The bounds never
+    exceed bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. A group with a
+    NaN or an Inf gets bounds NaN and codes 0, and decodes to NaN throughout; other groups do not
+    notice. The padding of the last group has codes 0. -0 is 0.
+
+    Args:
+        x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32).
+        bits: Bits per code, 1 to 8.
+        group_size: Elements per group, a multiple of 8, from 8 to 16384.
+        seed: 64 bits; equal seeds give equal codes.
+        stochastic: Whether to round stochastically, else to nearest.
+        wide: Whether the bounds are float32, else bfloat16.
+
+    Returns:
+        codes: uint8, [n_groups, group_size * bits / 8], laid out as `kernels.packing.bits` says.
+        bounds: (lo, hi) of each group, bfloat16 or float32, [n_groups, 2].
+
+    Raises:
+        TypeError: If `x` is not of a float dtype named above.
+        ValueError: If `bits` or `group_size` is out of range.
+
+    Memory:
+        bits / 8 + 4 / group_size bytes per element (bfloat16 bounds), the last group whole.
+
+    Example:
+        >>> codes, bounds = group_quantize(torch.arange(8.0), bits=8, group_size=8)
+        >>> codes.shape, bounds.tolist()
+        (torch.Size([1, 8]), [[0.0, 7.0]])
+
+    Reference:
+        Chen et al., ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
+        Training, ICML 2021, arXiv:2104.14129.
+    """
+    run = _quantize if is_plain(x) else _quantize_op
+    return run(x, bits, group_size, seed, stochastic, wide)
+
+
+def group_dequantize(
+    codes: Tensor,
+    bounds: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The inverse of `group_quantize`: `lo + code * step` in float32, then cast to `dtype`.
+
+    A bound that was rounded outwards may lie beyond float16's largest number, 65504: what lies
+    beyond it decodes to it.
+
+    Args:
+        codes: uint8, [n_groups, group_size * bits / 8].
+        bounds: bfloat16 or float32, [n_groups, 2].
+        bits: Bits per code, 1 to 8.
+        group_size: Elements per group.
+        numel: Number of elements to return, at most `n_groups * group_size`.
+        dtype: Of the result: float32, bfloat16, float16 or float64.
+
+    Returns:
+        `dtype`, [numel]: within one step of what was quantised (half a step if to nearest).
+
+    Raises:
+        TypeError: If `dtype` is not a float dtype named above.
+        ValueError: If a size does not fit.
+
+    Memory:
+        The result's own bytes.
+
+    Example:
+        >>> codes, bounds = group_quantize(torch.arange(8.0), bits=8, group_size=8)
+        >>> group_dequantize(codes, bounds, bits=8, group_size=8, numel=8).round()
+        tensor([0., 1., 2., 3., 4., 5., 6., 7.])
+    """
+    run = _dequantize if is_plain(codes) else _dequantize_op
+    return run(codes, bounds, bits, group_size, numel, dtype)
+
+
+def quantize_reference(
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """`group_quantize` in plain torch: the definition."""
+    flat = x.reshape(-1).float()
+    groups = bit_codes.blocks(flat, group_size)
+    valid = bit_codes.blocks(torch.ones_like(flat, dtype=torch.bool), group_size)
+    filled = torch.where(valid, groups, groups[:, :1])
+    bounds = _bounds(filled, wide)
+    step, inverse = _steps(bounds, bits)
+    if stochastic:
+        u = philox.uniform_pairs(groups.shape[0], group_size, seed, x.device)
+    else:
+        u = torch.full_like(groups, 0.5)
+    t = (0.5 * filled - 0.5 * bounds[:, :1]) * inverse + u
+    codes = torch.where(valid & step.isfinite(), t, 0.0).clamp(0, 2**bits - 1)
+    return bit_codes.pack(codes.to(torch.int64), bits), bounds.to(_bounds_dtype(wide))
+
+
+def dequantize_reference(
+    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    """`group_dequantize` in plain torch: the definition."""
+    bounds = bounds.float()
+    step, _ = _steps(bounds, bits)
+    values = 2.0 * (0.5 * bounds[:, :1] + bit_codes.unpack(codes, bits).float() * step)
+    return _narrow(values.reshape(-1)[:numel], dtype)
+
+
+def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values in another dtype; finite ones stay finite."""
+    if dtype == torch.float16:
+        values = values.clamp(-_HALF_LIMIT, _HALF_LIMIT)
+    return values.to(dtype)
+
+
+def _bounds(groups: Tensor, wide: bool) -> Tensor:
+    """The bounds as float32, rounded outwards unless wide: [n_groups, 2]."""
+    if groups.shape[0] == 0:
+        return groups.new_zeros(0, 2)
+    lo, hi = groups.amin(1), groups.amax(1)
+    if not wide:
+        lo, hi = _outward(lo, up=False), _outward(hi, up=True)
+    # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
+    bounds = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
+    return torch.where(groups.isfinite().all(1, keepdim=True), bounds, torch.nan)
+
+
+def _outward(x: Tensor, up: bool) -> Tensor:
+    """The nearest bfloat16 number that is not below (`up`) or not above `x`, as float32."""
+    bits = x.view(torch.int32)
+    enlarge = ((bits & 0xFFFF) != 0) & ((bits >= 0) == up)
+    # Adding 0x10000 to the bits enlarges the magnitude of either sign.
+    return ((bits & ~0xFFFF) + enlarge.to(torch.int32) * 0x10000).view(torch.float32)
+
+
+def _steps(bounds: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Half a step, and its reciprocal (0 where there is no range): [n_groups, 1] each."""
+    half = 0.5 * bounds[:, 1:] - 0.5 * bounds[:, :1]
+    step = torch.where(half < _TINY, 0.0, half / (2**bits - 1))
+    return step, torch.where(step == 0, 0.0, 1.0 / step)
+
+
+def _bounds_dtype(wide: bool) -> torch.dtype:
+    return torch.float32 if wide else torch.bfloat16
+
+
+def _check(bits: int, group_size: int, dtype: torch.dtype) -> None:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits={bits}; allowed: 1 to 8")
+    if group_size % 8 or not 8 <= group_size <= MAX_GROUP_SIZE:
+        raise ValueError(
+            f"group_size={group_size}; allowed: multiples of 8 from 8 to {MAX_GROUP_SIZE}"
+        )
+    if dtype not in _FLOATS:
+        raise TypeError(f"dtype {dtype}; allowed: {', '.join(map(str, _FLOATS))}")
+
+
+def _check_payload(codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int) -> None:
+    n_groups = (numel + group_size - 1) // group_size
+    if codes.shape != (n_groups, group_size * bits // 8) or codes.dtype != torch.uint8:
+        raise ValueError(
+            f"codes are {codes.dtype} {tuple(codes.shape)}; {numel} elements of {bits} bits need "
+            f"uint8 {(n_groups, group_size * bits // 8)}"
+        )
+    if bounds.shape != (n_groups, 2) or bounds.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"bounds are {bounds.dtype} {tuple(bounds.shape)}; {numel} elements need bfloat16 or "
+            f"float32 {(n_groups, 2)}"
+        )
+
+
+def _empty(
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+) -> tuple[Tensor, Tensor]:
+    _check(bits, group_size, x.dtype)
+    n_groups = (x.numel() + group_size - 1) // group_size
+    return (
+        x.new_empty(n_groups, group_size * bits // 8, dtype=torch.uint8),
+        x.new_empty(n_groups, 2, dtype=_bounds_dtype(wide)),
+    )
+
+
+def _quantize(
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+) -> tuple[Tensor, Tensor]:
+    _check(bits, group_size, x.dtype)
+    chosen = choose(x)
+    if chosen == "reference":
+        return quantize_reference(x, bits, group_size, seed, stochastic, wide)
+    codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
+    flat = x.reshape(-1).contiguous()
+    if chosen == "triton":
+        from memtrain.kernels.group import group_triton
+
+        flat = flat.float() if flat.dtype == torch.float64 else flat
+        group_triton.quantize(flat, codes, bounds, bits, group_size, seed, stochastic)
+    else:
+        flat = flat if flat.dtype == torch.bfloat16 else flat.float()
+        is_bf16, n = int(flat.dtype == torch.bfloat16), flat.numel()
+        options = (int(wide), n, bits, group_size, seed, int(stochastic))
+        cpu.call("mt_group_quantize", flat, is_bf16, codes, bounds, *options)
+    return codes, bounds
+
+
+def _empty_values(
+    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    _check(bits, group_size, dtype)
+    _check_payload(codes, bounds, bits, group_size, numel)
+    return codes.new_empty(numel, dtype=dtype)
+
+
+def _dequantize(
+    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    chosen = choose(codes)
+    # float64 is widened from float32; the C++ kernel leaves float16 to torch too.
+    native = (torch.float32, torch.bfloat16) + ((torch.float16,) if chosen == "triton" else ())
+    computed = dtype if dtype in native else torch.float32
+    out = _empty_values(codes, bounds, bits, group_size, numel, dtype)
+    if chosen == "reference":
+        return dequantize_reference(codes, bounds, bits, group_size, numel, dtype)
+    if computed != dtype:
+        out = codes.new_empty(numel, dtype=computed)
+    codes, bounds = codes.contiguous(), bounds.contiguous()
+    if chosen == "triton":
+        from memtrain.kernels.group import group_triton
+
+        group_triton.dequantize(codes, bounds, out, bits, group_size)
+    else:
+        wide, is_bf16 = int(bounds.dtype == torch.float32), int(computed == torch.bfloat16)
+        sizes = (numel, bits, group_size)
+        cpu.call("mt_group_dequantize", codes, bounds, wide, out, is_bf16, *sizes)
+    return out if out.dtype == dtype else _narrow(out, dtype)
+
+
+_quantize_op = register(
+    "group_quantize(Tensor x, int bits, int group_size, int seed, bool stochastic, bool wide)"
+    " -> (Tensor, Tensor)",
+    _quantize,
+    _empty,
+)
+_dequantize_op = register(
+    "group_dequantize(Tensor codes, Tensor bounds, int bits, int group_size, int numel,"
+    " ScalarType dtype) -> Tensor",
+    _dequantize,
+    _empty_values,
+)

@@ -1,0 +1,297 @@
+"""Triton twin of `kernels.group.group`.
+
+A group is eight slices of `group_size / 8` elements, one tile each: the slices share their Philox
+counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_LIMIT = tl.constexpr(3.3895313892515355e38)
+_TINY = tl.constexpr(2.0**-101)
+
+
+@triton.jit
+def _outward(x, UP: tl.constexpr):
+    # To bfloat16's bits, kept in float32, away from the group's inside.
+    bits = x.to(tl.uint32, bitcast=True)
+    positive = (bits >> 31) == 0
+    enlarge = ((bits & 0xFFFF) != 0) & (positive if UP else (bits >> 31) != 0)
+    bits = ((bits >> 16) + enlarge.to(tl.uint32)) << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half_step(lo, hi, LEVELS: tl.constexpr):
+    half = 0.5 * hi - 0.5 * lo
+    return tl.where(half < _TINY, 0.0, tl.div_rn(half, half * 0.0 + LEVELS))
+
+
+@triton.jit
+def _load_bounds(bounds_ptr, group, inside, WIDE: tl.constexpr):
+    lo = tl.load(bounds_ptr + group * 2, mask=inside, other=0)
+    hi = tl.load(bounds_ptr + group * 2 + 1, mask=inside, other=0)
+    if not WIDE:
+        lo = ((lo.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+        hi = ((hi.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+    return lo, hi
+
+
+@triton.jit
+def _store_bounds(bounds_ptr, group, inside, lo, hi, WIDE: tl.constexpr):
+    if not WIDE:
+        lo = (lo.to(tl.uint32, bitcast=True) >> 16).to(tl.int16)
+        hi = (hi.to(tl.uint32, bitcast=True) >> 16).to(tl.int16)
+    tl.store(bounds_ptr + group * 2, lo, mask=inside)
+    tl.store(bounds_ptr + group * 2 + 1, hi, mask=inside)
+
+
+@triton.jit
+def _turned(word, odd):
+    # Two groups share a counter, and the odd one turns its words: kernels/random/philox.py.
+    word = word.to(tl.uint32)
+    return tl.where(odd, (word >> 8) | (word << 24), word)
+
+
+@triton.jit
+def encode(
+    xs,  # eight slices of float32, 0 where not inside
+    codes_ptr,
+    bounds_ptr,
+    group,
+    column,
+    here,  # which groups there are
+    n,
+    seed,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a slice
+    WIDTH_PAD: tl.constexpr,  # the power of two not below
+    GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    LEVELS: tl.constexpr = float(2**BITS - 1)
+    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
+    LANES: tl.constexpr = 8 // PER_LANE
+    inside = here & (column < WIDTH)
+    start = group * (WIDTH * 8) + column
+    lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
+    highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
+    tops = tl.zeros((GROUPS, WIDTH_PAD), tl.uint32)
+    for s in tl.static_range(8):
+        valid = inside & (start + s * WIDTH < n)
+        x = xs[s]
+        lows = tl.where(valid & (x < lows), x, lows)
+        highs = tl.where(valid & (x > highs), x, highs)
+        top = x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+        tops = tl.where(top > tops, top, tops)
+    lo = tl.min(lows, axis=1)[:, None]
+    hi = tl.max(highs, axis=1)[:, None]
+    if not WIDE:
+        lo = _outward(lo, False)
+        hi = _outward(hi, True)
+    # Adding 0 turns -0 into 0, as in the reference.
+    lo = tl.where(lo > _LIMIT, _LIMIT, tl.where(lo < -_LIMIT, -_LIMIT, lo)) + 0.0
+    hi = tl.where(hi > _LIMIT, _LIMIT, tl.where(hi < -_LIMIT, -_LIMIT, hi)) + 0.0
+    # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
+    finite = tl.max(tops.to(tl.int32), axis=1)[:, None] < 0x7F800000
+    step = _half_step(lo, hi, LEVELS)
+    inverse = tl.where(
+        step > 0.0, tl.div_rn(step * 0.0 + 1.0, tl.where(step > 0.0, step, 1.0)), 0.0
+    )
+    _store_bounds(
+        bounds_ptr,
+        group,
+        here,
+        tl.where(finite, lo, float("nan")),
+        tl.where(finite, hi, float("nan")),
+        WIDE,
+    )
+
+    if STOCHASTIC:
+        counter = ((group // 2) * WIDTH + column).to(tl.uint32)
+        w0, w1, w2, w3 = tl.randint4x(seed, counter)
+        odd = (group % 2 == 1) & inside
+        words = (_turned(w0, odd), _turned(w1, odd), _turned(w2, odd), _turned(w3, odd))
+    codes = ()
+    for s in tl.static_range(8):
+        u = 0.5
+        if STOCHASTIC:
+            r = (words[s // 2] >> (s % 2 * 16)) & 0xFFFF
+            u = (r.to(tl.float32) + 0.5) * (1.0 / 65536)
+        t = (0.5 * xs[s] - 0.5 * lo) * inverse + u
+        t = tl.where(t < LEVELS, t, LEVELS)
+        t = tl.where(t > 0.0, t, 0.0)
+        valid = finite & (start + s * WIDTH < n)
+        code = tl.where(valid, t, 0.0).to(tl.int32)
+        codes = codes + (code,)  # noqa: RUF005
+
+    to = codes_ptr + group * (WIDTH * BITS) + column
+    for h in tl.static_range(PER_LANE):
+        for k in tl.static_range(LANES * BITS // 8):
+            byte = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
+            for lane in tl.static_range(LANES):
+                if lane * BITS - 8 * k >= 0:
+                    if lane * BITS - 8 * k < 8:
+                        byte |= codes[lane * PER_LANE + h] << (lane * BITS - 8 * k)
+                elif lane * BITS - 8 * k > -BITS:
+                    byte |= codes[lane * PER_LANE + h] >> (8 * k - lane * BITS)
+            tl.store(to + (k * PER_LANE + h) * WIDTH, (byte & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    bounds_ptr,
+    n,
+    n_groups,
+    seed,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, WIDTH_PAD)[None, :]
+    here = group < n_groups
+    start = group * (WIDTH * 8) + column
+    xs = ()
+    for s in tl.static_range(8):
+        valid = here & (column < WIDTH) & (start + s * WIDTH < n)
+        x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
+    encode(
+        xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
+        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes_ptr,
+    bounds_ptr,
+    out_ptr,
+    n,
+    n_groups,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BF16: tl.constexpr,  # out_ptr is int16: bfloat16's bits, rounded here
+):
+    LEVELS: tl.constexpr = float(2**BITS - 1)
+    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
+    LANES: tl.constexpr = 8 // PER_LANE
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, WIDTH_PAD)[None, :]
+    inside = (group < n_groups) & (column < WIDTH)
+    lo, hi = _load_bounds(bounds_ptr, group, group < n_groups, WIDE)
+    step = _half_step(lo, hi, LEVELS)
+    base = 0.5 * lo
+    start = group * (WIDTH * 8) + column
+    source = codes_ptr + group * (WIDTH * BITS) + column
+    for h in tl.static_range(PER_LANE):
+        loaded = ()
+        for k in tl.static_range(LANES * BITS // 8):
+            byte = tl.load(source + (k * PER_LANE + h) * WIDTH, mask=inside, other=0)
+            loaded = loaded + (byte.to(tl.int32),)  # noqa: RUF005
+        for lane in tl.static_range(LANES):
+            word = loaded[lane * BITS // 8]
+            if lane * BITS % 8 + BITS > 8:
+                word = word | (loaded[lane * BITS // 8 + 1] << 8)
+            code = (word >> (lane * BITS % 8)) & (2**BITS - 1)
+            value = 2.0 * (base + code.to(tl.float32) * step)
+            at = start + (lane * PER_LANE + h) * WIDTH
+            valid = inside & (at < n)
+            if BF16:
+                bits = value.to(tl.uint32, bitcast=True)
+                bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+                bits = tl.where(value == value, bits, 0x7FC0)
+                tl.store(out_ptr + at, bits.to(tl.int16), mask=valid)
+            else:
+                if out_ptr.dtype.element_ty == tl.float16:
+                    value = tl.where(value > 65504.0, 65504.0, value)
+                    value = tl.where(value < -65504.0, -65504.0, value)
+                tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+def tile(group_size):
+    """Padded slice width, groups per program and warps: two to four elements a thread and slice."""
+    width = triton.next_power_of_2(group_size // 8)
+    groups = max(1, 256 // width)
+    return {"WIDTH_PAD": width, "GROUPS": groups, "num_warps": max(4, width * groups // 128)}
+
+
+def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
+    n_groups = codes.shape[0]
+    if n_groups == 0:
+        return
+    options = tile(group_size)
+    wide = bounds.dtype == torch.float32
+    # Without contraction the results equal the reference's bit for bit.
+    _quantize_kernel[(triton.cdiv(n_groups, options["GROUPS"]),)](
+        x,
+        codes,
+        bounds if wide else bounds.view(torch.int16),
+        x.numel(),
+        n_groups,
+        seed,
+        BITS=bits,
+        WIDTH=group_size // 8,
+        STOCHASTIC=stochastic,
+        WIDE=wide,
+        enable_fp_fusion=False,
+        **options,
+    )
+
+
+def dequantize(codes, bounds, out, bits, group_size):
+    n_groups = codes.shape[0]
+    if n_groups == 0:
+        return
+    options = tile(group_size)
+    wide, bf16 = bounds.dtype == torch.float32, out.dtype == torch.bfloat16
+    _dequantize_kernel[(triton.cdiv(n_groups, options["GROUPS"]),)](
+        codes,
+        bounds if wide else bounds.view(torch.int16),
+        out.view(torch.int16) if bf16 else out,
+        out.numel(),
+        n_groups,
+        BITS=bits,
+        WIDTH=group_size // 8,
+        WIDE=wide,
+        BF16=bf16,
+        enable_fp_fusion=False,
+        **options,
+    )
+
+
+def _case(bits, dtype, group_size=256, **more):
+    quantizes = "STOCHASTIC" in more
+    bounds = "*fp32" if more["WIDE"] else "*i16"
+    pointers = {"x_ptr": dtype} if quantizes else {}
+    pointers |= {"codes_ptr": "*u8", "bounds_ptr": bounds}
+    pointers |= {} if quantizes else {"out_ptr": dtype}
+    sizes = {"n": "i32", "n_groups": "i32"} | ({"seed": "i64"} if quantizes else {})
+    constants = {"BITS": bits, "WIDTH": group_size // 8, "enable_fp_fusion": False}
+    kernel = _quantize_kernel if quantizes else _dequantize_kernel
+    return kernel, pointers | sizes, constants | tile(group_size) | more
+
+
+# 4, 8, 2 and 1 lanes: every form of the layout.
+_WIDTHS = (2, 3, 4, 8)
+AOT_CASES = [
+    *(_case(bits, "*fp32", STOCHASTIC=True, WIDE=False) for bits in _WIDTHS),
+    *(_case(4, dtype, STOCHASTIC=True, WIDE=True) for dtype in ("*bf16", "*fp16")),
+    _case(4, "*bf16", STOCHASTIC=False, WIDE=False),
+    _case(3, "*fp32", 16384, STOCHASTIC=True, WIDE=False),
+    *(_case(bits, "*fp32", WIDE=False, BF16=False) for bits in _WIDTHS),
+    _case(4, "*i16", WIDE=True, BF16=True),
+    _case(4, "*fp16", WIDE=False, BF16=False),
+    _case(3, "*fp32", 16384, WIDE=False, BF16=False),
+]

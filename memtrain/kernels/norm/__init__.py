@@ -1,0 +1,1 @@
+"""Norms whose normalised input is only ever codes."""

@@ -1,0 +1,284 @@
+"""Norms over channels (batch, group, instance) whose normalised input is only ever codes.
+
+Contract and dispatch of two ops: from an input and its statistics to the codes of
+`x_hat`, and from the codes and an output's gradient to those of the input, weight and bias. The
+composition (torch's norm again, or its backward, around `group_quantize`) writes and reads a whole
+`x_hat` each time.
+"""
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.group import group
+from memtrain.kernels.norm.channel_norm_reference import (
+    Channels,
+    backward_reference,
+    lines_of,
+    quantize_reference,
+)
+from memtrain.kernels.norm.norm import Codes
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def fits(x: Tensor, where: Channels, group_size: int) -> bool:
+    """Whether the two ops serve a tensor better than the composition.
+
+    Args:
+        x: The norm's input.
+        where: Its channels.
+        group_size: Of the quantiser.
+
+    Returns:
+        True where a kernel knows the dtype on its device, groups are whole eights, and channels
+        that each have statistics of their own have 16 elements or more.
+
+    Example:
+        >>> x = torch.ones(2, 3, 4, 4)
+        >>> fits(x, Channels(1, 2, 3, 16), 256), fits(x.double(), Channels(1, 2, 3, 16), 256)
+        (True, False)
+    """
+    known = choose(x) in ("cpu", "triton") and x.dtype in _TYPES
+    runs = where.middle > 1 or where.inner >= 16
+    return known and runs and group_size % 8 == 0 and x.numel() > 0
+
+
+def channel_norm_quantize(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    where: Channels,
+    codes: Codes = Codes(),  # noqa: B008 (a frozen value)
+) -> tuple[Tensor, Tensor]:
+    """The codes of `x_hat = (x - mean) * rstd`, in float32, without `x_hat` as a tensor.
+
+    Args:
+        x: float32, bfloat16 or float16, 1-d and contiguous: the elements in memory order.
+        mean: float32, [statistics].
+        rstd: float32, [statistics].
+        where: The channels.
+        codes: How x_hat is quantised; groups begin anew nowhere, they span channels and samples.
+
+    Returns:
+        codes: As of `group_quantize(x_hat)`.
+        bounds: As of `group_quantize(x_hat)`.
+
+    Raises:
+        TypeError: If a dtype is another one.
+        ValueError: If a size does not fit.
+
+    Memory:
+        bits / 8 + 4 / group_size bytes per element.
+
+    Example:
+        >>> x, two = torch.tensor([1.0, 3, 1, 3, 4, 8, 4, 8]), torch.tensor([2.0, 6.0])
+        >>> where = Channels(1, 1, 2, 4)
+        >>> options = Codes(bits=1, group_size=8, stochastic=False)
+        >>> codes, bounds = channel_norm_quantize(x, two, 2 / two, where, options)
+        >>> codes.tolist(), bounds.tolist()  # 0, 1, 0, 1, ...
+        ([[170]], [[-1.0, 1.0]])
+    """
+    run = _quantize if is_plain(x) else _quantize_op
+    return run(x, mean, rstd, *where, *codes)
+
+
+def channel_norm_backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
+    dy: Tensor,
+    codes: Tensor,
+    bounds: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    where: Channels,
+    bits: int,
+    group_size: int,
+    *,
+    needs_dx: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm's gradients from the codes of its normalised input, a tile of which lives at a time.
+
+    With g = dy * weight, and means over the elements of a statistic,
+    `dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))`, `dweight = sum(dy * x_hat)` and
+    `dbias = sum(dy)` over the elements of a channel. Two passes over `dy` and the codes: one for
+    the sums, whose parts are added in float64, and one for dx, in float32. The number of threads
+    changes nothing. A NaN or an Inf spoils its own channels' gradients, and a NaN in a group of
+    codes those of the channels that the group holds some of.
+
+    Args:
+        dy: float32, bfloat16 or float16, 1-d and contiguous: the elements in memory order.
+        codes: Of `channel_norm_quantize`.
+        bounds: Of `channel_norm_quantize`.
+        rstd: float32, [statistics].
+        weight: float32, [channels], or None for ones.
+        where: The channels.
+        bits: Of the codes.
+        group_size: Of the codes.
+        needs_dx: Whether dx is asked for; the sums are made in any case.
+
+    Returns:
+        dx: As `dy`; no elements where it is not asked for.
+        dweight: float32, [channels].
+        dbias: float32, [channels].
+
+    Raises:
+        TypeError: If a dtype is another one.
+        ValueError: If a size does not fit.
+
+    Memory:
+        dx, and up to a sixteenth of dy's bytes for sums.
+
+    Example:
+        >>> where, rstd = Channels(1, 2, 2, 2), torch.ones(2)
+        >>> x_hat = torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1])
+        >>> payload = group.group_quantize(x_hat, 1, 8)
+        >>> dy = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
+        >>> dx, dw, db = channel_norm_backward(dy, *payload, rstd, None, where, 1, 8)
+        >>> dx.tolist(), dw.tolist(), db.tolist()
+        ([0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0], [1.0, 0.0])
+    """
+    run = _backward if is_plain(dy) else _backward_op
+    return run(dy, codes, bounds, rstd, weight, *where, bits, group_size, needs_dx)
+
+
+def _check(x: Tensor, statistics: dict[str, Tensor], where: Channels) -> None:
+    if x.dtype not in _TYPES:
+        raise TypeError(f"dtype {x.dtype}; allowed: float32, bfloat16, float16")
+    sizes = where.outer * where.middle * where.channels * where.inner
+    if x.dim() != 1 or not x.is_contiguous() or x.numel() != sizes:
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} and strides {x.stride()}; allowed: contiguous, "
+            f"1-d, the {sizes} elements of {where}"
+        )
+    if where.together < 1 or where.channels % where.together:
+        raise ValueError(f"{where.channels} channels; allowed: multiples of {where.together}")
+    for name, statistic in statistics.items():
+        needed = where.channels
+        if name != "weight":
+            needed = where.outer * where.channels // where.together
+        if statistic.dtype != torch.float32:
+            raise TypeError(f"{name} of dtype {statistic.dtype}; allowed: float32")
+        if statistic.numel() != needed or not statistic.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(statistic.shape)}; allowed: {needed} contiguous elements"
+            )
+
+
+def _empty_codes(  # noqa: PLR0913 (a tensor's places, and the quantiser's options)
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    outer: int,
+    middle: int,
+    channels: int,
+    inner: int,
+    together: int,
+    *codes: int,
+) -> tuple[Tensor, Tensor]:
+    where = Channels(outer, middle, channels, inner, together)
+    _check(x, {"mean": mean, "rstd": rstd}, where)
+    return group._empty(x, *codes)  # pyright: ignore[reportArgumentType]
+
+
+def _quantize(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> tuple[Tensor, Tensor]:
+    where, codes = Channels(*options[:5]), Codes(*options[5:])  # pyright: ignore
+    packed, bounds = _empty_codes(x, mean, rstd, *where, *codes)
+    chosen = choose(x)
+    if chosen == "reference":
+        return quantize_reference(x, mean, rstd, where, codes)
+    if chosen == "triton":
+        from memtrain.kernels.norm import channel_norm_triton
+
+        channel_norm_triton.quantize(x, mean, rstd, packed, bounds, where, codes)
+        return packed, bounds
+    cpu.call(
+        "mt_channel_norm_quantize", x, _TYPES[x.dtype], mean, rstd, packed, bounds,
+        int(codes.wide), *where, codes.bits, codes.group_size, codes.seed, int(codes.stochastic),
+    )  # fmt: skip
+    return packed, bounds
+
+
+def _empty_gradients(  # noqa: PLR0913 (a tensor's places, and a payload's)
+    dy: Tensor,
+    codes: Tensor,
+    bounds: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    outer: int,
+    middle: int,
+    channels: int,
+    inner: int,
+    together: int,
+    bits: int,
+    group_size: int,
+    needs_dx: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    where = Channels(outer, middle, channels, inner, together)
+    _check(dy, {"rstd": rstd} | ({} if weight is None else {"weight": weight}), where)
+    group._check(bits, group_size, dy.dtype)
+    group._check_payload(codes, bounds, bits, group_size, dy.numel())
+    dx = torch.empty_like(dy) if needs_dx else dy.new_empty(0)
+    return dx, rstd.new_empty(channels), rstd.new_empty(channels)
+
+
+def _backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
+    dy: Tensor,
+    codes: Tensor,
+    bounds: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    outer: int,
+    middle: int,
+    channels: int,
+    inner: int,
+    together: int,
+    bits: int,
+    group_size: int,
+    needs_dx: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    where = Channels(outer, middle, channels, inner, together)
+    dx, dweight, dbias = _empty_gradients(
+        dy, codes, bounds, rstd, weight, *where, bits, group_size, needs_dx
+    )
+    if dy.numel() == 0:
+        return dx, dweight.zero_(), dbias.zero_()
+    codes, bounds = codes.contiguous(), bounds.contiguous()
+    chosen = choose(dy)
+    if chosen == "reference":
+        numbers = (bits, group_size, dy.numel(), torch.float32)
+        x_hat = group.dequantize_reference(codes, bounds, *numbers)
+        full, dweight, dbias = backward_reference(dy, x_hat, rstd, weight, where)
+        return full.to(dy.dtype) if needs_dx else dx, dweight, dbias
+    if chosen == "triton":
+        from memtrain.kernels.norm import channel_norm_backward_triton
+
+        payload = (codes, bounds)
+        sums = channel_norm_backward_triton.sums(dy, *payload, where, bits, group_size)
+        if needs_dx:
+            lines = [t.contiguous() for t in lines_of(sums, rstd, weight, where)]
+            channel_norm_backward_triton.gradient(dy, dx, *payload, lines, where, bits, group_size)
+        dbias, dweight = sums.sum(1).float()
+        return dx, dweight, dbias
+    wide = int(bounds.dtype == torch.float32)
+    out = dx if needs_dx else None
+    cpu.call(
+        "mt_channel_norm_backward", dy, out, _TYPES[dy.dtype], codes, bounds, wide, rstd, weight,
+        dbias, dweight, *where, bits, group_size,
+    )  # fmt: skip
+    return dx, dweight, dbias
+
+
+_quantize_op = register(
+    "channel_norm_quantize(Tensor x, Tensor mean, Tensor rstd, int outer, int middle, int channels,"
+    " int inner, int together, int bits, int group_size, int seed, bool stochastic, bool wide)"
+    " -> (Tensor, Tensor)",
+    _quantize,
+    _empty_codes,
+)
+_backward_op = register(
+    "channel_norm_backward(Tensor dy, Tensor codes, Tensor bounds, Tensor rstd, Tensor? weight,"
+    " int outer, int middle, int channels, int inner, int together, int bits, int group_size,"
+    " bool needs_dx) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _empty_gradients,
+)

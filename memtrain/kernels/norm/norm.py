@@ -1,0 +1,229 @@
+"""Layer and RMS norm and the quantised normalised input in one pass: contract, reference, dispatch.
+
+The composition (torch's norm, the norm again without weights, `group_quantize`) reads x twice and
+writes and reads a tensor of its size besides.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.group import group
+
+LANES = 32
+"""A row's sums are this many running sums, which are then added by halves."""
+MAX_ROW = 16384
+"""The longest row: it stays in a core's cache, and in a GPU's, from its first reading on."""
+
+
+class Codes(NamedTuple):
+    """How the normalised input is quantised: the arguments of `group_quantize`."""
+
+    bits: int = 4
+    group_size: int = 256
+    seed: int = 0
+    stochastic: bool = True
+    wide: bool = False
+
+
+def fits(x: Tensor, size: int, group_size: int) -> bool:
+    """Whether `norm_quantize` serves a call.
+
+    Args:
+        x: The norm's input.
+        size: Elements of a row.
+        group_size: Of the quantiser.
+
+    Returns:
+        True where rows are whole groups of whole eights, at most `MAX_ROW` elements, `x` is
+        contiguous, and a kernel knows its dtype on its device.
+
+    Example:
+        >>> fits(torch.ones(4, 512), 512, 256), fits(torch.ones(4, 48), 48, 256)
+        (True, False)
+    """
+    dtypes = {
+        "cpu": (torch.float32, torch.bfloat16),
+        "triton": (torch.float32, torch.bfloat16, torch.float16),
+    }
+    whole = 0 < size <= MAX_ROW and size % group_size == 0 and group_size % 8 == 0
+    return whole and x.numel() > 0 and x.is_contiguous() and x.dtype in dtypes.get(choose(x), ())
+
+
+def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
+    x: Tensor,
+    size: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    centred: bool = True,
+    narrow: bool = False,
+    codes: Codes = Codes(),  # noqa: B008 (a frozen value)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise the rows of `x`, and quantise `x_hat` without making it a tensor.
+
+    In float32, for each row: `mean = sum(x) / size` (0 unless `centred`), `d = x - mean`,
+    `rstd = 1 / sqrt(sum(d * d) / size + eps)`, `x_hat = d * rstd`, `y = x_hat * weight + bias`.
+    The reference and the C++ kernel add in one order (`LANES`), so that they are equal; Triton's
+    order is another one. A NaN or an Inf makes its row NaN, and no other.
+
+    Args:
+        x: float32, bfloat16 or float16, contiguous, rows of `size` elements.
+        size: Elements of a row, a multiple of the group size, at most `MAX_ROW`.
+        weight: [size], or None for ones.
+        bias: [size], or None for zeros.
+        eps: Added to the mean square.
+        centred: Layer norm; else RMS norm.
+        narrow: Round x_hat to the dtype of `x` before it is multiplied, as Llama's norm does.
+        codes: How x_hat is quantised, in float32, before any such rounding.
+
+    Returns:
+        y: Shape and dtype of `x`.
+        rstd: float32, [rows].
+        codes: As of `group_quantize(x_hat)`.
+        bounds: As of `group_quantize(x_hat)`.
+
+    Raises:
+        TypeError: If `x` is of another dtype.
+        ValueError: If a size does not fit.
+
+    Memory:
+        bits / 8 + 4 / group_size bytes per element, 4 per row, and y.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0, 1, 3, 1, 3, 1, 3]])
+        >>> y, rstd, *_ = norm_quantize(x, 8, eps=0.0, codes=Codes(group_size=8))
+        >>> y.tolist(), rstd.tolist()
+        ([[-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]], [1.0])
+    """
+    run = _norm if is_plain(x) else _norm_op
+    return run(x, size, weight, bias, eps, centred, narrow, *codes)
+
+
+def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)
+    x: Tensor,
+    size: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    centred: bool,
+    narrow: bool,
+    codes: Codes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_quantize` in plain torch: the definition; weight and bias are float32."""
+    rows = x.reshape(-1, size).float()
+    mean = _sums(rows) / size if centred else 0.0
+    d = rows - mean
+    mean_square = _sums(d * d) / size + eps
+    # float32's root by way of float64: torch's vectors of float32 roots are off by a last place.
+    rstd = 1.0 / mean_square.double().sqrt().float()
+    x_hat = d * rstd
+    value = x_hat.to(x.dtype).float() if narrow else x_hat
+    y = (value * weight + bias).to(x.dtype)
+    packed, bounds = group.quantize_reference(
+        x_hat, codes.bits, codes.group_size, codes.seed, codes.stochastic, codes.wide
+    )
+    return y.view(x.shape), rstd.view(-1), packed, bounds
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Each row's sum, in the order that the C++ kernel adds in: [rows, 1]."""
+    lanes = F.pad(rows, (0, -rows.shape[1] % LANES)).unflatten(1, (-1, LANES))
+    total = torch.zeros_like(lanes[:, 0])
+    for k in range(lanes.shape[1]):
+        total = total + lanes[:, k]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total
+
+
+def _check(x: Tensor, size: int, parameters: Sequence[Tensor | None], group_size: int) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype {x.dtype}; allowed: float32, bfloat16, float16")
+    if not 0 < size <= MAX_ROW or size % group_size:
+        raise ValueError(
+            f"size={size}; allowed: multiples of group_size={group_size} up to {MAX_ROW}"
+        )
+    if x.numel() % size or not x.is_contiguous():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}; allowed: contiguous rows of "
+            f"{size} elements"
+        )
+    for name, parameter in zip(("weight", "bias"), parameters, strict=True):
+        if parameter is not None and parameter.numel() != size:
+            raise ValueError(f"{name} of {parameter.numel()} elements; allowed: {size}")
+
+
+def _empty(  # noqa: PLR0913 (the norm's own, and the quantiser's)
+    x: Tensor,
+    size: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    narrow: bool,
+    bits: int,
+    group_size: int,
+    seed: int,
+    stochastic: bool,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(x, size, (weight, bias), group_size)
+    rstd = x.new_empty(x.numel() // size, dtype=torch.float32)
+    packed = group._empty(x, bits, group_size, seed, stochastic, wide)
+    return torch.empty_like(x), rstd, *packed
+
+
+def _norm(
+    x: Tensor,
+    size: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    narrow: bool,
+    *options: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    codes = Codes(*options)  # pyright: ignore[reportArgumentType]
+    flags = (eps, centred, narrow)
+    y, rstd, packed, bounds = _empty(x, size, weight, bias, *flags, *codes)
+    weight = x.new_ones(size, dtype=torch.float32) if weight is None else _flat(weight)
+    bias = x.new_zeros(size, dtype=torch.float32) if bias is None else _flat(bias)
+    chosen = choose(x)
+    if chosen == "reference":
+        return reference(x, size, weight, bias, *flags, codes)
+    if chosen == "triton":
+        from memtrain.kernels.norm import norm_triton
+
+        norm_triton.quantize(x, weight, bias, y, rstd, packed, bounds, size, *flags, codes)
+        return y, rstd, packed, bounds
+    wide = x if x.dtype == torch.bfloat16 else x.float()
+    out = y if y.dtype == wide.dtype else torch.empty_like(wide)
+    if narrow and out is not y:
+        raise TypeError("float16 with narrow=True; allowed on the CPU: bfloat16, float32")
+    cpu.call(
+        "mt_norm_quantize", wide, int(wide.dtype == torch.bfloat16), weight, bias, out, rstd,
+        packed, bounds, int(codes.wide), rstd.numel(), size, float(eps), int(centred), int(narrow),
+        codes.bits, codes.group_size, codes.seed, int(codes.stochastic),
+    )  # fmt: skip
+    return y if out is y else y.copy_(out), rstd, packed, bounds
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    return parameter.detach().reshape(-1).float()
+
+
+_norm_op = register(
+    "norm_quantize(Tensor x, int size, Tensor? weight, Tensor? bias, float eps, bool centred,"
+    " bool narrow, int bits, int group_size, int seed, bool stochastic, bool wide)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _norm,
+    _empty,
+)

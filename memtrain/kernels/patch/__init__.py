@@ -1,0 +1,1 @@
+"""4x4 patches of feature maps at two bits a value."""

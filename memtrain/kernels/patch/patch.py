@@ -1,0 +1,253 @@
+"""4x4 patches at 2 bits a value between each patch's own ends: contract, reference, dispatch."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.group.group import _outward
+from memtrain.kernels.random import philox
+
+SIDE = 4
+_LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
+_TWO_THIRDS = 0.6666666865348816  # the float32 nearest to 2/3
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor:
+    """Quantise each 4x4 patch of `x` to four levels, in one 64-bit word a patch.
+
+    The levels of a patch are its minimum, its maximum and two at a third of the way between, so
+    a value takes 2 bits. Minimum and maximum are rounded *first* to 16 bits (float16 for float16,
+    bfloat16 for the rest), the minimum down and the maximum up, which leaves 16-bit input exact;
+    the inner levels are computed in float32 and rounded to the dtype that decodes. The rounding is
+    against these very levels: nearest takes the nearest of the four, the upper one at a tie (in
+    exact arithmetic the thresholds 1/6, 1/2 and 5/6 of the range); stochastic goes to one of the
+    two neighbouring levels, with 16 random bits, unbiased. Values equal to a level stay.
+
+    A patch that reaches over the edge of the map uses only its own values. A word is, from its
+    lowest bit, 16 bits minimum, 16 bits maximum, and the codes row by row.
+
+    Denormals and any range keep their four levels; a patch of one 16-bit value is exact. No end
+    exceeds bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. A patch with
+    a NaN or an Inf decodes to NaN throughout; other patches do not notice. -0 is 0.
+
+    Args:
+        x: [outer, rows, columns, inner], contiguous, float32, bfloat16, float16 or float64
+            (rounded to float32 first). A map is [rows, columns]; `inner` is 1 for NCHW and the
+            number of channels for NHWC.
+        seed: 64 bits; equal seeds give equal codes.
+        stochastic: Whether to round stochastically, else to nearest.
+
+    Returns:
+        int64, [outer, ceil(rows / 4), ceil(columns / 4), inner].
+
+    Raises:
+        TypeError: If `x` is not of a float dtype named above.
+        ValueError: If `x` is not of four dimensions, or has more than 2**31 patches.
+
+    Memory:
+        8 bytes per patch: half a byte per element where 4 divides rows and columns.
+
+    Example:
+        >>> x = torch.arange(16.0).view(1, 4, 4, 1)
+        >>> words = patch_quantize(x)
+        >>> hex(int(words)), patch_dequantize(words, 4, 4).flatten().tolist()[:4]
+        ('-0x...', [0.0, 0.0, 0.0, 5.0])
+
+    Reference:
+        Liu Liu, 4x4 Patch Tensor Compression, 2020; CCV_NNC_COMPRESSION_LSSC in
+        github.com/liuliu/ccv, whose rounding is against levels that are not the decoded ones.
+    """
+    return (_quantize if is_plain(x) else _quantize_op)(x, seed, stochastic)
+
+
+def patch_dequantize(
+    words: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The inverse of `patch_quantize`: each value's level.
+
+    Args:
+        words: int64, [outer, ceil(rows / 4), ceil(columns / 4), inner], contiguous.
+        rows: Of the map.
+        columns: Of the map.
+        dtype: That was quantised, and of the result.
+
+    Returns:
+        `dtype`, [outer, rows, columns, inner]: within a third of the patch's range (a sixth if to
+        nearest) of what was quantised.
+
+    Raises:
+        TypeError: If `dtype` is not a float dtype named above.
+        ValueError: If a size does not fit.
+
+    Memory:
+        The result's own bytes.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(1, 2, 2, 1)
+        >>> patch_dequantize(patch_quantize(x), 2, 2).flatten()
+        tensor([1., 2., 3., 4.])
+    """
+    run = _dequantize if is_plain(words) else _dequantize_op
+    return run(words, rows, columns, dtype)
+
+
+def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:
+    """`patch_quantize` in plain torch: the definition."""
+    patches = _patches(x if x.dtype in _KINDS else x.float())
+    n, kind = patches.shape[:-1], _kind(x.dtype)
+    values = patches.float().reshape(-1, SIDE * SIDE)
+    ends = _ends(values, kind)
+    level = _levels(ends, kind)
+    u = _uniform(len(values), seed, x.device) if stochastic else torch.full_like(values, 0.5)
+    codes = torch.zeros_like(values, dtype=torch.int64)
+    # Halves, since a difference may overflow.
+    for below, above in pairwise(level):
+        codes += 0.5 * values - 0.5 * below >= u * (0.5 * above - 0.5 * below)
+    lo, hi = _bits(ends, kind).unbind(1)
+    shift = torch.arange(32, 64, 2, device=x.device)
+    return (lo | hi << 16 | (codes << shift).sum(1)).view(n)
+
+
+def dequantize_reference(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """`patch_dequantize` in plain torch: the definition."""
+    outer, down, across, inner = words.shape
+    flat, kind = words.reshape(-1, 1), _kind(dtype)
+    bits = torch.cat([flat, flat >> 16], dim=1).to(torch.int16)
+    level = torch.cat(_levels(bits.view(_half(kind)).float(), kind))
+    codes = flat >> torch.arange(32, 64, 2, device=words.device) & 3
+    index = torch.arange(len(flat), device=words.device).unsqueeze(1)
+    values = level.view(4, -1)[codes, index].to(dtype)
+    cells = values.view(outer, down, across, inner, SIDE, SIDE).permute(0, 1, 4, 2, 5, 3)
+    whole = cells.reshape(outer, down * SIDE, across * SIDE, inner)
+    return whole[:, :rows, :columns].contiguous()
+
+
+def _kind(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that is computed for: float64 is widened from float32."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def _half(kind: torch.dtype) -> torch.dtype:
+    """The dtype of the ends."""
+    return torch.float16 if kind == torch.float16 else torch.bfloat16
+
+
+def _patches(x: Tensor) -> Tensor:
+    """[outer, down, across, inner, 16]; a missing cell repeats its patch's first row or column."""
+    for dim in (1, 2):
+        size = x.shape[dim]
+        index = torch.arange(-(-size // SIDE) * SIDE, device=x.device)
+        x = x.index_select(dim, torch.where(index < size, index, index // SIDE * SIDE))
+    outer, rows, columns, inner = x.shape
+    cells = x.reshape(outer, rows // SIDE, SIDE, columns // SIDE, SIDE, inner)
+    return cells.permute(0, 1, 3, 5, 2, 4).flatten(4)
+
+
+def _ends(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Minimum and maximum of each patch as float32, rounded outwards to 16 bits: [n, 2]."""
+    if len(values) == 0:
+        return values.new_zeros(0, 2)
+    lo, hi = values.amin(1), values.amax(1)
+    if kind == torch.float32:
+        lo, hi = _outward(lo, up=False), _outward(hi, up=True)
+    # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
+    ends = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
+    return torch.where(values.isfinite().all(1, keepdim=True), ends, torch.nan)
+
+
+def _bits(ends: Tensor, kind: torch.dtype) -> Tensor:
+    """The ends' 16 bits as int64, and one pattern for NaN (torch's own casts have several)."""
+    bits = ends.to(_half(kind)).view(torch.int16).long() & 0xFFFF
+    return torch.where(ends.isnan(), 0x7E00 if kind == torch.float16 else 0x7FC0, bits)
+
+
+def _levels(ends: Tensor, kind: torch.dtype) -> list[Tensor]:
+    """The four levels as float32, [n, 1] each; of halves, since the range may overflow."""
+    lo, hi = ends.split(1, dim=1)
+    third = (0.5 * hi - 0.5 * lo) * _TWO_THIRDS
+    return [lo, (lo + third).to(kind).float(), (hi - third).to(kind).float(), hi]
+
+
+def _uniform(n: int, seed: int, device: torch.device) -> Tensor:
+    """A uniform number in (0, 1) for each of n x 16 values, 16 random bits each.
+
+    Patch p draws counter p for its upper two rows and n + p for its lower two; word w of a draw
+    serves values 2w (low half) and 2w + 1 (high half).
+    """
+    counter = torch.arange(2 * n, device=device)
+    halves = [half for word in philox.philox(counter, seed) for half in (word & 0xFFFF, word >> 16)]
+    draws = torch.stack(halves, dim=1)
+    return (torch.cat([draws[:n], draws[n:]], dim=1).float() + 0.5) * 2.0**-16
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise TypeError(f"dtype {dtype}; allowed: {', '.join(map(str, _FLOATS))}")
+
+
+def _empty(x: Tensor, seed: int, stochastic: bool) -> Tensor:
+    _check_dtype(x.dtype)
+    if x.dim() != 4:
+        raise ValueError(f"x has {x.dim()} dimensions; allowed: 4 (outer, rows, columns, inner)")
+    outer, rows, columns, inner = x.shape
+    words = x.new_empty((outer, -(-rows // SIDE), -(-columns // SIDE), inner), dtype=torch.int64)
+    if words.numel() > 2**31:
+        raise ValueError(f"x has {words.numel()} patches; allowed: up to 2**31")
+    return words
+
+
+def _quantize(x: Tensor, seed: int, stochastic: bool) -> Tensor:
+    words = _empty(x, seed, stochastic)
+    chosen = choose(x)
+    if chosen == "reference":
+        return quantize_reference(x, seed, stochastic)
+    x = (x if x.dtype in _KINDS else x.float()).contiguous()
+    if chosen == "triton":
+        from memtrain.kernels.patch import patch_triton
+
+        patch_triton.quantize(x, words, seed, stochastic)
+    else:
+        cpu.call("mt_patch_quantize", x, _KINDS[x.dtype], words, *x.shape, seed, int(stochastic))
+    return words
+
+
+def _empty_values(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    _check_dtype(dtype)
+    down, across = -(-rows // SIDE), -(-columns // SIDE)
+    if words.dim() != 4 or words.shape[1:3] != (down, across) or words.dtype != torch.int64:
+        raise ValueError(
+            f"words are {words.dtype} {tuple(words.shape)}; maps of {rows} x {columns} need int64 "
+            f"(outer, {down}, {across}, inner)"
+        )
+    return words.new_empty((words.shape[0], rows, columns, words.shape[3]), dtype=dtype)
+
+
+def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    out = _empty_values(words, rows, columns, _kind(dtype))
+    _check_dtype(dtype)
+    chosen = choose(words)
+    if chosen == "reference":
+        return dequantize_reference(words, rows, columns, dtype)
+    words = words.contiguous()
+    if chosen == "triton":
+        from memtrain.kernels.patch import patch_triton
+
+        patch_triton.dequantize(words, out)
+    else:
+        cpu.call("mt_patch_dequantize", words, out, _KINDS[out.dtype], *out.shape)
+    return out.to(dtype)
+
+
+_quantize_op = register(
+    "patch_quantize(Tensor x, int seed, bool stochastic) -> Tensor", _quantize, _empty
+)
+_dequantize_op = register(
+    "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _empty_values,
+)

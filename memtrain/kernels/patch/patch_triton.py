@@ -1,0 +1,273 @@
+"""Triton twin of `kernels.patch.patch`: one lane a patch, sixteen values a lane.
+
+With `INNER` 1 (NCHW) a lane reads its four rows as runs of four, which one wide load serves where
+`WHOLE`; else (NHWC) neighbouring lanes are neighbouring channels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_LIMIT = tl.constexpr(3.3895313892515355e38)
+_TWO_THIRDS = tl.constexpr(0.6666666865348816)
+_LANES = 128
+
+
+@triton.jit
+def _outward(x, UP: tl.constexpr):
+    # To bfloat16's bits, kept in float32, away from the patch's inside.
+    bits = x.to(tl.uint32, bitcast=True)
+    positive = (bits >> 31) == 0
+    enlarge = ((bits & 0xFFFF) != 0) & (positive if UP else (bits >> 31) != 0)
+    bits = ((bits >> 16) + enlarge.to(tl.uint32)) << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _end(x, KIND: tl.constexpr, UP: tl.constexpr):
+    if KIND == 0:
+        x = _outward(x, UP)
+    # Adding 0 turns -0 into 0, as in the reference.
+    return tl.where(x > _LIMIT, _LIMIT, tl.where(x < -_LIMIT, -_LIMIT, x)) + 0.0
+
+
+@triton.jit
+def _widen(x, KIND: tl.constexpr):
+    if KIND == 1:
+        # By hand: the interpreter's own cast loses denormals.
+        return ((x.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _round(x, KIND: tl.constexpr):
+    if KIND == 1:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        # A NaN must not round to an infinity.
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
+    if KIND == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _inner_levels(lo, hi, KIND: tl.constexpr):
+    third = (0.5 * hi - 0.5 * lo) * _TWO_THIRDS
+    return _round(lo + third, KIND), _round(hi - third, KIND)
+
+
+@triton.jit
+def _end_bits(x, KIND: tl.constexpr):
+    if KIND == 2:
+        bits = x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    else:
+        bits = x.to(tl.uint32, bitcast=True) >> 16
+    return tl.where(x == x, bits, 0x7E00 if KIND == 2 else 0x7FC0)
+
+
+@triton.jit
+def _end_value(bits, KIND: tl.constexpr):
+    if KIND == 2:
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _corner(patch, rows, columns, inner, INNER_ONE: tl.constexpr):
+    # Where the patch starts: first row over all planes, that row and column in its map, channel.
+    down, across = (rows + 3) // 4, (columns + 3) // 4
+    channel = patch * 0
+    if not INNER_ONE:
+        channel = patch % inner
+        patch = patch // inner
+    column = patch % across * 4
+    patch = patch // across
+    return patch // down, patch % down * 4, column, channel
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    words_ptr,
+    n_patches,
+    rows,
+    columns,
+    inner,
+    seed,
+    INNER_ONE: tl.constexpr,
+    WHOLE: tl.constexpr,  # 4 divides the columns, and the pointer is aligned
+    KIND: tl.constexpr,  # 0 float32, 1 bfloat16's bits as int16, 2 float16
+    STOCHASTIC: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    patch = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = patch < n_patches
+    plane, row, column, channel = _corner(patch, rows, columns, inner, INNER_ONE)
+    xs = ()
+    for r in tl.static_range(4):
+        # A missing row or column repeats the patch's first.
+        y = tl.where(row + r < rows, row + r, row)
+        start = (plane.to(tl.int64) * rows + y) * columns + column
+        if INNER_ONE:
+            c = tl.arange(0, 4)[None, :]
+            if WHOLE:
+                start = tl.multiple_of(start, 4)
+                at = start[:, None] + c
+            else:
+                at = start[:, None] + tl.where(column[:, None] + c < columns, c, 0)
+            x = _widen(tl.load(x_ptr + at, mask=inside[:, None], other=0), KIND)
+            even, odd = tl.split(tl.reshape(x, (LANES, 2, 2)))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            xs = xs + (first, second, third, fourth)  # noqa: RUF005 (the compiler knows no other)
+        else:
+            for c in tl.static_range(4):
+                at = start + tl.where(column + c < columns, c, 0)
+                x = tl.load(x_ptr + at * inner + channel, mask=inside, other=0)
+                xs = xs + (_widen(x, KIND),)  # noqa: RUF005
+
+    lo = xs[0]
+    hi = xs[0]
+    top = tl.zeros((LANES,), tl.uint32)
+    for k in tl.static_range(16):
+        lo = tl.where(xs[k] < lo, xs[k], lo)
+        hi = tl.where(xs[k] > hi, xs[k], hi)
+        magnitude = xs[k].to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+        top = tl.where(magnitude > top, magnitude, top)
+    finite = top < 0x7F800000
+    lo = tl.where(finite, _end(lo, KIND, False), float("nan"))
+    hi = tl.where(finite, _end(hi, KIND, True), float("nan"))
+    second, third = _inner_levels(lo, hi, KIND)
+
+    # Halves, since a difference may overflow.
+    base0, base1, base2 = 0.5 * lo, 0.5 * second, 0.5 * third
+    width0, width1, width2 = base1 - base0, base2 - base1, 0.5 * hi - base2
+    ends = _end_bits(lo, KIND) | (_end_bits(hi, KIND) << 16)
+    codes = tl.zeros((LANES,), tl.uint32)
+    for half in tl.static_range(2):
+        if STOCHASTIC:
+            counter = patch.to(tl.uint32) + half * n_patches.to(tl.uint32)
+            w0, w1, w2, w3 = tl.randint4x(seed, counter)
+            draws = (w0, w1, w2, w3)
+        for k in tl.static_range(8):
+            u = 0.5
+            if STOCHASTIC:
+                r = (draws[k // 2].to(tl.uint32) >> (k % 2 * 16)) & 0xFFFF
+                u = (r.to(tl.float32) + 0.5) * (1.0 / 65536)
+            x = 0.5 * xs[half * 8 + k]
+            code = (x - base0 >= u * width0).to(tl.uint32)
+            code += (x - base1 >= u * width1).to(tl.uint32)
+            code += (x - base2 >= u * width2).to(tl.uint32)
+            codes |= code << (half * 16 + k * 2)
+    words = ends.to(tl.int64) | (codes.to(tl.int64) << 32)
+    tl.store(words_ptr + patch, words, mask=inside)
+
+
+@triton.jit
+def _dequantize_kernel(
+    words_ptr,
+    out_ptr,
+    n_patches,
+    rows,
+    columns,
+    inner,
+    INNER_ONE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    patch = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = patch < n_patches
+    plane, row, column, channel = _corner(patch, rows, columns, inner, INNER_ONE)
+    word = tl.load(words_ptr + patch, mask=inside, other=0)
+    ends = (word & 0xFFFFFFFF).to(tl.uint32)
+    codes = ((word >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    lo = _end_value(ends & 0xFFFF, KIND)
+    hi = _end_value(ends >> 16, KIND)
+    second, third = _inner_levels(lo, hi, KIND)
+    for r in tl.static_range(4):
+        start = (plane.to(tl.int64) * rows + row + r) * columns + column
+        valid = inside & (row + r < rows)
+        values = ()
+        for c in tl.static_range(4):
+            code = codes >> (r * 8 + c * 2)
+            low = tl.where((code & 1) != 0, second, lo)
+            high = tl.where((code & 1) != 0, hi, third)
+            value = tl.where((code & 2) != 0, high, low)
+            if KIND == 1:
+                value = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.int16)
+            else:
+                value = value.to(out_ptr.dtype.element_ty)
+            values = values + (value,)  # noqa: RUF005
+        if INNER_ONE:
+            c = tl.arange(0, 4)[None, :]
+            if WHOLE:
+                start = tl.multiple_of(start, 4)
+            pairs = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
+            mask = valid[:, None] & (column[:, None] + c < columns)
+            if WHOLE:
+                mask = valid[:, None]
+            tl.store(out_ptr + start[:, None] + c, tl.reshape(pairs, (LANES, 4)), mask=mask)
+        else:
+            for c in tl.static_range(4):
+                at = (start + c) * inner + channel
+                tl.store(out_ptr + at, values[c], mask=valid & (column + c < columns))
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _options(maps):
+    columns, inner = maps.shape[2:]
+    whole = inner == 1 and columns % 4 == 0 and maps.data_ptr() % 16 == 0
+    # Without contraction the results equal the reference's bit for bit.
+    return {
+        "INNER_ONE": inner == 1,
+        "WHOLE": whole,
+        "KIND": _KINDS[maps.dtype],
+        "LANES": _LANES,
+        "enable_fp_fusion": False,
+    }
+
+
+def _bits(x):
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def quantize(x, words, seed, stochastic):
+    n = words.numel()
+    if n:
+        grid = (triton.cdiv(n, _LANES),)
+        options = _options(x) | {"STOCHASTIC": stochastic}
+        _quantize_kernel[grid](_bits(x), words, n, *x.shape[1:], seed, **options)
+
+
+def dequantize(words, out):
+    n = words.numel()
+    if n:
+        grid = (triton.cdiv(n, _LANES),)
+        _dequantize_kernel[grid](words, _bits(out), n, *out.shape[1:], **_options(out))
+
+
+def _case(dtype, kind, inner_one, whole, stochastic=None):
+    names = ["x_ptr", "words_ptr"] if stochastic is not None else ["words_ptr", "out_ptr"]
+    kinds = [dtype, "*i64"] if stochastic is not None else ["*i64", dtype]
+    signature = dict(zip(names, kinds, strict=True))
+    signature |= dict.fromkeys(("n_patches", "rows", "columns", "inner"), "i32")
+    constants = {"INNER_ONE": inner_one, "WHOLE": whole, "KIND": kind, "LANES": _LANES}
+    constants["enable_fp_fusion"] = False
+    if stochastic is None:
+        return _dequantize_kernel, signature, constants
+    return _quantize_kernel, signature | {"seed": "i64"}, constants | {"STOCHASTIC": stochastic}
+
+
+_FORMS = ((True, True), (True, False), (False, False))
+AOT_CASES = [
+    *(_case("*fp32", 0, *form, stochastic=True) for form in _FORMS),
+    *(_case("*i16", 1, *form, stochastic=False) for form in _FORMS),
+    *(_case("*fp16", 2, *form, stochastic=False) for form in _FORMS),
+    *(_case("*fp32", 0, *form) for form in _FORMS),
+    *(_case("*i16", 1, *form) for form in _FORMS),
+    *(_case("*fp16", 2, *form) for form in _FORMS),
+]

@@ -1,0 +1,1 @@
+"""One optimizer step over many parameters, on compressed states and split weights."""

@@ -1,0 +1,301 @@
+"""A float32 weight as a low-precision weight and a correction: contract, reference, dispatch."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import choose
+from memtrain.kernels.random import philox
+
+BLOCK = 1024  # elements that share their Philox counters
+WEIGHTS = (torch.bfloat16, torch.float16)
+CORRECTIONS = {torch.int8: 8, torch.int16: 16}
+"""A correction's dtype -> its bits."""
+
+_INF = 0x7F800000
+
+
+class Beside(NamedTuple):
+    """What a step needs, besides a bfloat16 or float16 weight, to know and to keep its master.
+
+    Example:
+        >>> weight, own = torch.empty(1, dtype=torch.bfloat16), Beside(torch.empty(1).short())
+        >>> own.write(torch.tensor([0.1]), weight)
+        >>> own.read(weight).item() == torch.tensor(0.1).item()
+        True
+    """
+
+    correction: Tensor | None = None
+    """As `split` takes it."""
+    stochastic: bool = False
+    seed: int = 0
+    tick: Tensor | None = None
+    """int64, one element, on the device: mixed into the seed, so that graphs draw anew."""
+    block: int = 0
+    """Of a part, by the definition: how many runs of `BLOCK` elements precede it."""
+
+    @property
+    def any(self) -> bool:
+        """Whether the weight is not its own master."""
+        return self.correction is not None or self.stochastic
+
+    def is_contiguous(self) -> bool:
+        """Whether the kernels can read it."""
+        return self.correction is None or self.correction.is_contiguous()
+
+    def read(self, weight: Tensor) -> Tensor:
+        """The float32 master, by the definition."""
+        return merge_reference(weight, self.correction)
+
+    def write(self, master: Tensor, weight: Tensor) -> None:
+        """Split a master again, by the definition."""
+        drawn = {"seed": self._seed(), "stochastic": self.stochastic, "block": self.block}
+        split_reference(master, weight, self.correction, **drawn)
+
+    @property
+    def form(self) -> int:
+        """KEPT of the Triton kernels: bits of correction, 1 for stochastic rounding, or 0."""
+        return 1 if self.stochastic else _bits(self.correction)
+
+    def fields(self) -> list[int]:
+        """Struct Beside of cpu/weights.h."""
+        return [self._address(), _bits(self.correction), int(self.stochastic), self._seed()]
+
+    def device_fields(self) -> list[int]:
+        """As `fields`; the address of `tick` in place of whether rounding is stochastic."""
+        tick = 0 if self.tick is None else self.tick.data_ptr()
+        return [self._address(), _bits(self.correction), tick, self.seed]
+
+    def _address(self) -> int:
+        return 0 if self.correction is None else self.correction.data_ptr()
+
+    def _seed(self) -> int:
+        return self.seed if self.tick is None else self.seed ^ int(self.tick)
+
+
+PLAIN = Beside()
+"""Of a weight that is its own master."""
+
+
+def split(
+    master: Tensor,
+    weight: Tensor,
+    correction: Tensor | None = None,
+    *,
+    seed: int = 0,
+    stochastic: bool = False,
+) -> None:
+    """Write `master` into `weight`, and what that rounding loses into `correction`.
+
+    bfloat16: with c bits of correction the master is rounded to its upper 16 + c bits (to nearest,
+    ties to even), `weight` is the bfloat16 nearest to that (ties away from zero: ties to even would
+    take a bit more), and the correction is the signed difference of their bits. c = 16 loses
+    nothing, c = 8 at most half an ulp of a 24-bit float (1 sign, 8 exponent and 15 mantissa bits):
+    2**-16 of a normal number's magnitude. Without a correction the weight is rounded to nearest,
+    ties to even, or stochastically: up with the probability of the lost part, over 2**16 levels.
+
+    float16: the weight is rounded to nearest, ties to even, and the correction counts 2**-c of the
+    weight's ulp, rounded to nearest and held inside its dtype. c = 16 loses nothing of a master
+    that is a normal float16 in magnitude (2**-14 to 65504), c = 8 at most 2**-8 of the ulp.
+
+    Inf stays Inf. NaN becomes the quiet NaN of its sign with a correction of 0. A finite master
+    too large for the rounded format becomes Inf. -0 and subnormals keep the rules above.
+
+    Args:
+        master: float32, any shape.
+        weight: bfloat16 or float16, of the master's shape; written.
+        correction: int8, int16 or None, of the master's shape; written.
+        seed: 64 bits, of stochastic rounding; equal seeds give equal weights.
+        stochastic: Whether to round stochastically; without a correction and in bfloat16 only.
+
+    Raises:
+        TypeError: If a dtype is not one named above.
+        ValueError: If shapes differ, or stochastic rounding is asked for where there is none.
+
+    Memory:
+        2 bytes per element, and 0, 1 or 2 of correction.
+
+    Example:
+        >>> master, weight = torch.tensor([1.001]), torch.empty(1, dtype=torch.bfloat16)
+        >>> correction = torch.empty(1, dtype=torch.int8)
+        >>> split(master, weight, correction)
+        >>> weight.item(), correction.item(), merge(weight, correction).item()
+        (1.0, 33, 1.00100708...)
+
+    Reference:
+        Zamirai et al., Revisiting BFloat16 Training, arXiv:2010.06192 (stochastic rounding, and
+        Kahan's correction).
+    """
+    _check(master, weight, correction)
+    if stochastic and (correction is not None or weight.dtype != torch.bfloat16):
+        raise ValueError("stochastic=True needs a bfloat16 weight without a correction")
+    backend = _backend(weight)
+    if backend == "reference":
+        split_reference(master, weight, correction, seed=seed, stochastic=stochastic)
+        return
+    if not weight.numel():
+        return
+    source, low = _flat(master, master), _flat(weight, master)
+    lost = None if correction is None else _flat(correction, master)
+    if backend == "triton":
+        from memtrain.kernels.step import split_triton
+
+        split_triton.split(source, low, lost, seed=seed, stochastic=stochastic)
+    else:
+        numbers = (weight.numel(), _bits(correction), seed, int(stochastic))
+        cpu.call("mt_split", source, low, lost, *numbers)
+    if low is not weight:
+        weight.copy_(low)
+    if correction is not None and lost is not None and lost is not correction:
+        correction.copy_(lost)
+
+
+def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
+    """The master that `split` wrote: the inverse.
+
+    Args:
+        weight: bfloat16 or float16, any shape.
+        correction: int8, int16 or None, of the weight's shape.
+
+    Returns:
+        float32, of the weight's shape (and strides, where it is dense).
+
+    Raises:
+        TypeError: If a dtype is not one named above.
+        ValueError: If the shapes differ.
+
+    Memory:
+        4 bytes per element.
+
+    Example:
+        >>> merge(torch.ones(1, dtype=torch.bfloat16), torch.tensor([-1], dtype=torch.int16)).item()
+        0.9999999403953552
+    """
+    master = torch.empty_like(weight, dtype=torch.float32)
+    _check(master, weight, correction)
+    backend = _backend(weight)
+    if backend == "reference":
+        return master.copy_(merge_reference(weight, correction))
+    if not weight.numel():
+        return master
+    low = _flat(weight, master)
+    lost = None if correction is None else _flat(correction, master)
+    if backend == "triton":
+        from memtrain.kernels.step import split_triton
+
+        split_triton.merge(low, lost, master)
+    else:
+        cpu.call("mt_merge", low, lost, master, weight.numel(), _bits(correction))
+    return master
+
+
+def split_reference(
+    master: Tensor,
+    weight: Tensor,
+    correction: Tensor | None = None,
+    *,
+    seed: int = 0,
+    stochastic: bool = False,
+    block: int = 0,
+) -> None:
+    """`split` in plain torch: the definition; `block` as in `Beside`."""
+    if weight.dtype == torch.float16:
+        _split_float16(master, weight, correction)
+        return
+    kept = _bits(correction)
+    bits = master.contiguous().view(torch.int32).to(torch.int64)
+    sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
+    lost = 16 - kept
+    if stochastic:
+        rounded = (magnitude + _draws(master, seed, block)) >> lost
+    elif lost:
+        rounded = (magnitude + (1 << (lost - 1)) - 1 + ((magnitude >> lost) & 1)) >> lost
+    else:
+        rounded = magnitude
+    upper = (rounded + ((1 << kept) >> 1)) >> kept
+    nan = magnitude > _INF
+    upper = torch.where(nan, 0x7FC0, upper)
+    weight.copy_(_as_int16((sign >> 16) | upper).view(torch.bfloat16))
+    if correction is not None:
+        correction.copy_(torch.where(nan, 0, rounded - (upper << kept)))
+
+
+def merge_reference(weight: Tensor, correction: Tensor | None = None) -> Tensor:
+    """`merge` in plain torch: the definition."""
+    if correction is None:
+        return weight.float()
+    kept = _bits(correction)
+    if weight.dtype == torch.float16:
+        return weight.float() + correction.float() * (_ulp(weight) * 2.0**-kept)
+    # Bits of the magnitude: adding to them moves along the numbers, whatever the sign.
+    bits = weight.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+    word = (bits << 16) + (correction.to(torch.int64) << (16 - kept))
+    word = torch.where(word > 0x7FFFFFFF, word - (1 << 32), word)
+    return word.to(torch.int32).view(torch.float32)
+
+
+def _split_float16(master: Tensor, weight: Tensor, correction: Tensor | None) -> None:
+    rounded = master.to(torch.float16)
+    weight.copy_(rounded)
+    if correction is None:
+        return
+    kept, whole = _bits(correction), rounded.float()
+    difference = torch.where(whole.isfinite(), master - whole, 0.0)
+    units = (difference * (2.0**kept / _ulp(rounded))).round_()
+    limits = torch.iinfo(correction.dtype)
+    correction.copy_(units.clamp_(limits.min, limits.max))
+
+
+def _ulp(x: Tensor) -> Tensor:
+    """The distance of float16 numbers at `x`, as float32; 0 where it is Inf or NaN."""
+    exponent = (x.contiguous().view(torch.int16).to(torch.int32) & 0x7C00) >> 10
+    ulp = ((exponent.clamp(min=1) + 102) << 23).view(torch.float32)  # 2**(exponent - 25)
+    return torch.where(exponent == 31, 1.0, ulp)
+
+
+def _draws(x: Tensor, seed: int, block: int) -> Tensor:
+    """16 random bits for each element of `x`, in the order of memory of what is like it."""
+    blocks = -(-x.numel() // BLOCK)
+    u = philox.uniform_blocks(blocks, BLOCK, seed, x.device, block).view(-1)[: x.numel()]
+    draws = torch.empty_like(x, dtype=torch.int64)
+    draws.as_strided((x.numel(),), (1,)).copy_(u * 65536 - 0.5)
+    return draws
+
+
+def _as_int16(bits: Tensor) -> Tensor:
+    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
+
+
+def _bits(correction: Tensor | None) -> int:
+    return 0 if correction is None else CORRECTIONS[correction.dtype]
+
+
+def _backend(weight: Tensor) -> str:
+    # float16 is arithmetic on ulps, and rare: pure torch serves it.
+    return choose(weight) if weight.dtype == torch.bfloat16 else "reference"
+
+
+def _is_dense(x: Tensor) -> bool:
+    return torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def _flat(x: Tensor, like: Tensor) -> Tensor:
+    """`x` itself where its memory is dense and laid out as `like`'s, else such a copy."""
+    if x.stride() == like.stride() and _is_dense(x):
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
+def _check(master: Tensor, weight: Tensor, correction: Tensor | None) -> None:
+    if master.dtype != torch.float32:
+        raise TypeError(f"master is {master.dtype}; allowed: torch.float32")
+    if weight.dtype not in WEIGHTS:
+        raise TypeError(f"weight is {weight.dtype}; allowed: torch.bfloat16, torch.float16")
+    if correction is not None and correction.dtype not in CORRECTIONS:
+        raise TypeError(f"correction is {correction.dtype}; allowed: torch.int8, torch.int16, None")
+    for name, tensor in (("weight", weight), ("correction", correction)):
+        if tensor is not None and tensor.shape != master.shape:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} has shape {shape}, the master {tuple(master.shape)}")

@@ -1,0 +1,1 @@
+"""Optimizers whose kernels decompress, step and compress in one launch."""

@@ -1,0 +1,295 @@
+"""Adam and AdamW with 4-bit and 8-bit moments: one fused step over all parameters."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from memtrain.compressors.base import Compressor
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.identity import Identity
+from memtrain.compressors.rank1 import Rank1
+from memtrain.kernels.step import adamw, blockstep
+from memtrain.kernels.step.scalars import Hyper, Number, hyper
+from memtrain.optim.fused.capturable import number
+from memtrain.optim.fused.fused import Entry, FusedStates, block_bits
+from memtrain.optim.states import layout
+from memtrain.optim.states.group_options import check_betas, check_numbers
+from memtrain.optim.states.shards import local, local_gradient, shard_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamStates(FusedStates):
+    """What `AdamW4bit` and its kin are made of; they differ in their defaults.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate; a float or a tensor of one element.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the denominator.
+        weight_decay: By default 0.01 where it is decoupled from the gradient, else 0, as in torch.
+        first: Name of the first moment's compressor, see `compressors.named`.
+        second: Name of the second moment's compressor. Where rank-1's or factored's vectors cost
+            over 0.08 bytes per parameter, and for 1-d parameters, blocks serve instead (`describe`
+            tells).
+        min_elements: Parameters of at most so many elements keep float32 states.
+        maximize: Ascend.
+        decoupled_weight_decay: AdamW's form, or Adam's.
+        amsgrad: Refused unless False: its running maximum has no fused kernel.
+        capturable: On CUDA: counts steps and makes their numbers on the device, so that a graph
+            can capture `step`. A learning rate that is a tensor there is read at each replay.
+        differentiable: Refused unless False.
+        foreach: Taken and ignored: every step is fused.
+        fused: Taken and ignored.
+
+    Raises:
+        ValueError: If a number is out of range, a name is unknown, or an option is refused.
+        TypeError: For complex parameters.
+    """
+
+    names = MOMENTS
+    counts = True
+    decoupled: ClassVar[bool] = True
+
+    def __init__(  # noqa: PLR0913 - torch.optim.AdamW's own arguments, and three
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        *,
+        first: str | None = None,
+        second: str | None = None,
+        min_elements: int = layout.MIN_ELEMENTS,
+        maximize: bool = False,
+        decoupled_weight_decay: bool | None = None,
+        amsgrad: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        decoupled = self.decoupled if decoupled_weight_decay is None else decoupled_weight_decay
+        if weight_decay is None:
+            weight_decay = 1e-2 if self.decoupled else 0.0
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled,
+        }
+        choose = layout.Choice(
+            first=first or self.first_default,
+            second=second or self.second_default,
+            bits=self.bits,
+            min_elements=min_elements,
+        )
+        super().__init__(params, defaults, choose)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """As `FusedStates.check`."""
+        super().check(group)
+        check_numbers(group, ("lr", "eps", "weight_decay"))
+        check_betas(group)
+
+    def serves(self, compressors: Sequence[Compressor]) -> bool:
+        """As `FusedStates.serves`."""
+        return fused_kind(*compressors) is not None
+
+    def turn(self, param: Tensor) -> float:
+        """Advance the parameter's step counter."""
+        step = self.counter(param, torch.device("cpu"))
+        step += 1
+        return step.item()
+
+    def numbers(self, group: dict[str, Any], turn: Number) -> Hyper:
+        """The eight numbers of a step."""
+        b1, b2 = group["betas"]
+        return hyper(
+            turn,
+            lr=number(group, group["lr"]),
+            betas=(number(group, b1), number(group, b2)),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            decoupled=group.get("decoupled_weight_decay", True),
+        )
+
+    def entry(
+        self,
+        param: Tensor,
+        payloads: Sequence[dict[str, Tensor]],
+        compressors: Sequence[Compressor],
+        numbers: Any,
+    ) -> Entry | None:
+        """An entry of `kernels.step.adamw` (4 bits, exact) or `kernels.step.blockstep` (8 bits)."""
+        own, grad, (first, second) = local(param), local_gradient(param), compressors
+        maps = getattr(first, "map", "DE"), getattr(second, "map", "Linear")
+        kind = fused_kind(first, second)
+        if kind is None:
+            return None
+        if kind == "block8":
+            return blockstep.Entry(own, grad, tuple(payloads), "adamw", 8, numbers, maps)
+        shard = shard_of(param)
+        return adamw.Entry(own, grad, *payloads, kind, numbers, *maps, shard)  # pyright: ignore[reportCallIssue]
+
+
+class AdamW4bit(AdamStates):
+    """AdamW whose first moment is kept in blocks of 128 and second moment in rank-1, 4 bits each.
+
+    Same update as `torch.optim.AdamW`, and as `torch.optim.Adam` with
+    `decoupled_weight_decay=False`. Parameters may be float32, bfloat16 or float16 (the update is
+    made in float32 and rounded once). A gradient with NaN or Inf spoils its element as in torch,
+    and the moments of its block (see `adamw.adamw_step`): skip such steps, as `GradScaler`
+    does. A coordinate whose gradient is always zero does not move.
+
+    Arguments and errors are those of `AdamStates`. `second` may be `"Rank-1/Linear"`,
+    `"B128/Linear"` or `"factored"`, each with a fused kernel; other names step one parameter at a
+    time, with its moments whole in float32 for that time.
+
+    Memory:
+        1.03 bytes per parameter (0.53 + 0.50), plus rank-1's vectors; factored 0.53. AdamW: 8.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> optimizer = AdamW4bit([weight], lr=0.1, weight_decay=0.0)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight[0, 0].item()
+        0.8999999761581421
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
+    """
+
+
+class AdamW4bitFactor(AdamStates):
+    """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
+
+    Memory:
+        0.53 bytes per parameter, plus 4 bytes for each row and column.
+
+    Example:
+        >>> optimizer = AdamW4bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
+        >>> optimizer.choose.second
+        'factored'
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.3.
+    """
+
+    second_default = "factored"
+
+
+class Adam4bit(AdamStates):
+    """`AdamW4bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
+
+    Memory:
+        As `AdamW4bit`.
+
+    Example:
+        >>> Adam4bit([torch.nn.Parameter(torch.ones(128, 64))]).param_groups[0]["weight_decay"]
+        0.0
+
+    Reference:
+        Kingma and Ba, Adam: A Method for Stochastic Optimization, arXiv:1412.6980.
+    """
+
+    decoupled = False
+
+
+class AdamW8bit(AdamStates):
+    """AdamW with both moments in blocks of 256 codes of 8 bits: dynamic exponent, as bitsandbytes.
+
+    With `second="B256/DE-0"` no second moment is rounded to zero. Arguments, errors and the rest
+    are those of `AdamStates` and `AdamW4bit`.
+
+    Memory:
+        2.03 bytes per parameter. AdamW: 8.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> optimizer = AdamW8bit([weight], lr=0.1, weight_decay=0.0)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> optimizer.state[weight]["exp_avg"]["codes"].shape
+        torch.Size([32, 256])
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+    """
+
+    bits = 8
+    first_default = "B256/DE"
+    second_default = "B256/DE"
+
+
+class AdamW8bitFactor(AdamW8bit):
+    """`AdamW8bit` with the second moment of two or more dimensions factored into rows and columns.
+
+    1-d parameters, and those whose factors would cost over 0.08 bytes per parameter, keep both
+    moments in blocks of 256. The step is made a piece of a parameter at a time
+    (`step.adamw_pieces`): slower than `AdamW8bit`'s, with at most some 10 MiB of temporaries.
+
+    Memory:
+        1.02 bytes per parameter, plus 4 bytes for each row and column.
+
+    Example:
+        >>> optimizer = AdamW8bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
+        >>> optimizer.choose.second
+        'factored'
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861;
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.3.
+    """
+
+    second_default = "factored"
+
+
+class Adam8bit(AdamStates):
+    """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
+
+    Memory:
+        2.03 bytes per parameter.
+
+    Example:
+        >>> Adam8bit([torch.nn.Parameter(torch.ones(128, 64))]).choose.bits
+        8
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+    """
+
+    bits = 8
+    first_default = "B256/DE"
+    second_default = "B256/DE"
+    decoupled = False
+
+
+def fused_kind(first: Compressor, second: Compressor) -> str | None:
+    """The kind of `kernels.step.adamw` that serves two compressors, `"block8"`, or None."""
+    if isinstance(first, Identity) and isinstance(second, Identity):
+        return "exact"
+    one, two = block_bits(first, signed=True), block_bits(second, signed=False)
+    if one == two == 8:
+        return "block8"
+    if isinstance(second, Factored) and one in (4, 8):
+        kind = "factored" if one == 4 else adamw.PIECEWISE
+        return kind if second == Factored() else None
+    if one != 4:
+        return None
+    if isinstance(second, Rank1):
+        return "rank1" if second == Rank1(map=second.map) else None
+    return "block" if two == 4 and isinstance(second, Block) else None

@@ -1,0 +1,207 @@
+"""Lion: a plain one in float32, and its fused twins with the momentum in 4 or 8 bits."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.base import Compressor
+from memtrain.kernels.step import blockstep
+from memtrain.kernels.step import scalars as rules
+from memtrain.optim.fused.capturable import number
+from memtrain.optim.fused.fused import Entry, FusedStates, block_bits
+from memtrain.optim.states import layout
+from memtrain.optim.states.base import closure_loss, refuse_sparse
+from memtrain.optim.states.group_options import check_betas, check_numbers
+from memtrain.optim.states.shards import local, local_gradient
+
+
+class Lion(Optimizer):
+    """Lion in plain torch, its momentum of the parameter's dtype: what `Lion4bit` is held against.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        betas: Weight of the momentum in the update, and its decay.
+        weight_decay: Decoupled from the gradient.
+        maximize: Ascend.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Memory:
+        One state of the parameter's size and dtype.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> weight.grad = torch.tensor([3.0, 0.0, -1.0])
+        >>> Lion([weight], lr=0.25).step()
+        >>> weight.tolist()
+        [0.75, 1.0, 1.25]
+
+    Reference:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        _check(defaults)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: Recomputes the loss; optional.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: For sparse or complex gradients; nothing was changed then.
+        """
+        loss = closure_loss(closure)
+        refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], float(group["lr"])
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = -param.grad if group["maximize"] else param.grad
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                momentum = state["exp_avg"]
+                param.mul_(1 - lr * group["weight_decay"])
+                param.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
+                momentum.mul_(b2).add_(grad, alpha=1 - b2)
+        return loss
+
+
+def _check(group: dict[str, Any]) -> None:
+    check_numbers(group, ("lr", "weight_decay"))
+    check_betas(group)
+
+
+class LionStates(FusedStates):
+    """What `Lion4bit` and `Lion8bit` are made of; they differ in their bits.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate; a float or a tensor of one element.
+        betas: Weight of the momentum in the update, and its decay.
+        weight_decay: Decoupled from the gradient.
+        first: Name of the momentum's compressor, see `compressors.named`.
+        min_elements: Parameters of at most so many elements keep a float32 momentum.
+        maximize: Ascend.
+        capturable: As `AdamStates`.
+
+    Raises:
+        ValueError: If a number is out of range, or a name is unknown.
+        TypeError: For complex parameters.
+    """
+
+    names = ("exp_avg",)
+
+    def __init__(  # noqa: PLR0913 - the plain one's arguments, and three
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        first: str | None = None,
+        min_elements: int = layout.MIN_ELEMENTS,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults["capturable"] = capturable
+        choose = layout.Choice(
+            first=first or self.first_default, bits=self.bits, min_elements=min_elements
+        )
+        super().__init__(params, defaults, choose)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """As `FusedStates.check`."""
+        super().check(group)
+        _check(group)
+
+    def numbers(self, group: dict[str, Any], turn: rules.Number) -> rules.Lion:
+        """The eight numbers of a step."""
+        b1, b2 = group["betas"]
+        return rules.lion(
+            lr=number(group, group["lr"]),
+            betas=(number(group, b1), number(group, b2)),
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+        )
+
+    def entry(
+        self,
+        param: Tensor,
+        payloads: Sequence[dict[str, Tensor]],
+        compressors: Sequence[Compressor],
+        numbers: Any,
+    ) -> Entry | None:
+        """An entry of `kernels.step.blockstep`."""
+        bits = block_bits(compressors[0], signed=True)
+        if bits is None:
+            return None
+        maps = (getattr(compressors[0], "map", "DE"),)
+        states = tuple(payloads)
+        own, grad = local(param), local_gradient(param)
+        return blockstep.Entry(own, grad, states, "lion", bits, numbers, maps)
+
+
+class Lion4bit(LionStates):
+    """Lion whose momentum is kept in blocks of 128 codes of 4 bits.
+
+    Same update as `Lion`, made in float32 and rounded once. A coordinate whose gradient is always
+    zero does not move: its momentum stays 0, and so the sign. Arguments and errors are those of
+    `LionStates`.
+
+    Memory:
+        0.53 bytes per parameter. Lion: 4.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> optimizer = Lion4bit([weight], lr=0.25)
+        >>> weight.grad = torch.full_like(weight, 3.0)
+        >>> optimizer.step()
+        >>> weight[0, 0].item()
+        0.75
+
+    Reference:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675;
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
+    """
+
+
+class Lion8bit(LionStates):
+    """`Lion4bit` with codes of 8 bits in blocks of 256.
+
+    Memory:
+        1.02 bytes per parameter. Lion: 4.
+
+    Example:
+        >>> Lion8bit([torch.nn.Parameter(torch.ones(128, 64))]).choose.bits
+        8
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+    """
+
+    bits = 8
+    first_default = "B256/DE"

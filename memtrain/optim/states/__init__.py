@@ -1,0 +1,1 @@
+"""Optimizer states as payloads, around any torch optimizer."""

@@ -1,0 +1,275 @@
+"""What optimizers with compressed states share: checkpoints, groups shared with the original."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.base import Compressor
+from memtrain.optim.states import flashoptim, layout, rows
+from memtrain.optim.states.shards import is_sharded, local, place
+from memtrain.optim.wrappers import hooks
+from memtrain.optim.wrappers.stall import StallWatch
+
+OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
+FORMAT = 1  # of compressed states; docs/optimizers.md says what it holds
+
+
+class CompressedStates(Optimizer):
+    """An optimizer whose `state` holds payloads: plain tensors and dicts of them.
+
+    `original` is the plain optimizer that it took over (or None): both share the list of
+    parameter groups, so LR schedulers made for the original keep working.
+    """
+
+    original: Optimizer | None = None
+    _original_step: Any = None  # what a scheduler made before had put in place of its method
+    choose: layout.Choose
+
+    def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
+        """What keeps state `name` of `param`, and the reason if it is not what was chosen."""
+        param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
+        decided = self.__dict__.setdefault("_decided", {})
+        if (param, name) not in decided:
+            decided[param, name] = layout.decide(param, self.choose, name)
+        return decided[param, name]
+
+    def adopt(self, original: Optimizer) -> None:
+        """Share the original's groups and hooks, and drop its states (the caller has them)."""
+        self.original = original
+        self.param_groups = original.param_groups
+        self.defaults = original.defaults
+        hooks.share(self, original)
+        original.state.clear()
+        self._original_step = vars(original).get("step")
+        original.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def give_back(self) -> Optimizer | None:
+        """Let go of the original, which may step again."""
+        original, self.original = self.original, None
+        if original is not None:
+            vars(original).pop("step", None)
+            if self._original_step is not None:
+                original.step = self._original_step
+        return original
+
+    def tell_schedulers(self) -> None:
+        """Schedulers made for the original warn unless its `step` was seen to run."""
+        if self.original is not None:
+            self.original._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
+        own = {"original": self.original, "choose": self.choose, "_stall": self._watch}
+        return {**state, **own}
+
+    @property
+    def _watch(self) -> StallWatch:
+        return self.__dict__.setdefault("_stall", StallWatch())
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The compressed states, bit for bit, and under `"memtrain"` their format's number.
+
+        Returns:
+            Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
+            `portable_state_dict` gives one that the plain optimizer loads. Of sharded parameters
+            payloads are laid out by rows, as DTensors (`rows.to_rows`): what
+            `torch.distributed.checkpoint` saves, any number of processes loads.
+        """
+        return hooks.saved(self, self, self._whole_state_dict)
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        saved["state"] = {**saved["state"], **self._states_by_rows(saved)}
+        return {**saved, OWN: {**saved.get(OWN, {}), "states": FORMAT}}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint: compressed (bit-exact) or a plain torch optimizer's (compressed now).
+
+        Args:
+            state_dict: What `state_dict()` of this class, or of the plain optimizer, returned.
+
+        Raises:
+            ValueError: If groups, a state's shape or the format do not fit, or states are missing;
+                nothing was changed then.
+        """
+        groups, seen = self.param_groups, {}
+
+        def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
+                raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
+            if len(loaded["param_groups"]) == len(groups):
+                loaded = self._as_live(loaded)
+                self._check_payloads(loaded)
+            seen.update(loaded)
+            return loaded
+
+        def finish(_: Optimizer) -> None:
+            self._share_groups(groups)
+            self._restore_dtypes(seen)
+
+        before = self.register_load_state_dict_pre_hook(remember)
+        after = self.register_load_state_dict_post_hook(finish, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
+        """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
+
+    def _saved(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(param, values) for _, param, values in self._numbered(loaded)]
+
+    def _numbered(self, loaded: dict[str, Any]) -> list[tuple[int, Tensor, dict[str, Any]]]:
+        found = []
+        for saved, own in zip(loaded["param_groups"], self.param_groups, strict=True):
+            for index, param in zip(saved["params"], own["params"], strict=False):
+                if index in loaded["state"]:
+                    found.append((index, param, loaded["state"][index]))
+        return found
+
+    def _states_by_rows(self, saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The states of sharded parameters as checkpoints hold them, by the parameter's number."""
+        numbers = [i for group in saved["param_groups"] for i in group["params"]]
+        params = [param for param, _, _ in on_each(self.param_groups)]
+        found = {}
+        for number, param in zip(numbers, params, strict=True):
+            if is_sharded(param) and number in saved["state"]:
+                values = saved["state"][number].items()
+                found[number] = {k: self._by_rows(param, k, value) for k, value in values}
+        return found
+
+    def _by_rows(self, param: Tensor, name: str, value: Any) -> Any:
+        if not layout.is_packed(value):
+            return value
+        compressor, _ = self.compressor(param, name)
+        if rows.can_be_rows(compressor, param):
+            return rows.to_rows(compressor, value, param)
+        return layout.unpack(compressor, value, param, torch.float32)
+
+    def _as_live(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with payloads as they live, in place of rows; FlashOptim's are plain."""
+        states = dict(loaded["state"])
+        for number, param, values in self._numbered(loaded):
+            values = flashoptim.plain_states(values) if flashoptim.is_flash(values) else values
+            states[number] = dict(values)
+            for name, value in values.items():
+                if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
+                    continue
+                compressor, _ = self.compressor(param, name)
+                live = rows.from_rows(compressor, value, param)
+                if isinstance(live, Tensor):  # its blocks began elsewhere
+                    live = layout.pack(compressor, live)
+                states[number][name] = live
+        return {**loaded, "state": states}
+
+    def _check_payloads(self, loaded: dict[str, Any]) -> None:
+        for param, values in self._saved(loaded):
+            self.check_saved(param, values)
+            for name, value in values.items():
+                if not layout.is_packed(value):
+                    continue
+                compressor, _ = self.compressor(param, name)
+                like = torch.empty(local(param).shape, dtype=param.dtype, device="meta")
+                want = layout.pack(compressor, like)
+                sizes = {k: (tuple(t.shape), t.dtype) for k, t in value.items()}
+                wanted = (
+                    {k: (tuple(t.shape), t.dtype) for k, t in want.items()}
+                    if isinstance(want, dict)
+                    else "a plain tensor"
+                )
+                if sizes != wanted:
+                    raise ValueError(
+                        f"state {name!r} of a parameter of shape {tuple(param.shape)} holds "
+                        f"{sizes}, but {compressor} needs {wanted}"
+                    )
+
+    def _share_groups(self, groups: list[dict[str, Any]]) -> None:
+        # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
+        for old, new in zip(groups, self.param_groups, strict=True):
+            # A peer's checkpoint may lack options.
+            lacking = {name: self.defaults[name] for name in old.keys() & self.defaults.keys()}
+            old.clear()
+            old.update({**lacking, **new})
+        self.param_groups = groups
+        if self.original is not None:
+            self.original.param_groups = groups
+
+    def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
+        # Optimizer.load_state_dict casts every tensor, uint8 codes too, to the parameter's dtype.
+        for param, values in self._saved(loaded):
+            for name, value in values.items():
+                if layout.is_packed(value):
+                    fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
+                    self.state[param][name] = fresh
+                elif isinstance(value, Tensor) and value.shape == param.shape:
+                    self.state[param][name] = self._load_plain(param, name, place(value, param))
+                elif isinstance(value, Tensor):  # a counter: torch would share it with the source
+                    self.state[param][name] = self.state[param][name].clone()
+
+    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        value = value.detach().to(param.device, copy=True)
+        if layout.eligible(param, value):
+            return value
+        return layout.pack(self.compressor(param, name)[0], value)
+
+
+def _refuse_step(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "this optimizer's states were taken over: step the optimizer that memtrain.wrap (or "
+        "memtrain.optim.compress) returned, or take them back with unwrap (restore)"
+    )
+
+
+_refuse_step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any], str]]:
+    """Every parameter with its group and a name: its own, or `group.index`."""
+    found = []
+    for g, group in enumerate(param_groups):
+        names = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            found.append((param, group, names[i] if names else f"{g}.{i}"))
+    return found
+
+
+def refuse_complex(params: list[Any], owner: str) -> None:
+    """Raise for complex parameters, given bare or as `(name, parameter)`."""
+    for param in params:
+        param = param[1] if isinstance(param, tuple) else param
+        if isinstance(param, Tensor) and param.is_complex():
+            raise TypeError(
+                f"{owner} takes real parameters only, got {param.dtype} of shape "
+                f"{tuple(param.shape)}: keep its real and imaginary parts as a real one "
+                "(torch.view_as_real)"
+            )
+
+
+def refuse_sparse(params: list[Tensor], owner: str) -> None:
+    """Raise for sparse or complex gradients, before anything is changed."""
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{owner} takes dense gradients only, a parameter of shape {tuple(param.shape)} "
+                f"has layout {grad.layout}; use sparse=False in its embedding"
+            )
+        if grad.is_complex():
+            raise RuntimeError(f"{owner} takes real parameters only, got {grad.dtype}")
+
+
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a step's closure, with gradients on."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,176 @@
+"""Compressed states for any torch optimizer: decompress, let it step, compress."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from memtrain.kernels.step import cuda_graph
+from memtrain.optim.states import layout
+from memtrain.optim.states.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
+from memtrain.optim.states.first_step import raw_step
+
+
+class CompressedOptimizer(CompressedStates):
+    """Runs any torch optimizer with its per-parameter states compressed between steps.
+
+    For one parameter at a time the states are decompressed, the optimizer makes its own step for
+    that parameter, and the states are compressed: only one parameter's states are whole at once.
+    A state is compressed if it is a float tensor of the parameter's shape with more than
+    `min_elements` elements and `choose` does not say `Identity`; with `Identity` everywhere the
+    run is bit-identical to the plain optimizer's. NaN and Inf in a state spread as the
+    compressor's docstring says.
+
+    Args:
+        optimizer: A torch optimizer, at any step of a run. Its parameter groups are shared; its
+            states move here.
+        choose: `(parameter, state name) -> compressor`; by default the paper's (`layout.Choice`).
+        min_elements: States of at most so many elements are kept.
+
+    Raises:
+        TypeError: If the optimizer cannot work one parameter at a time (LBFGS), is wrapped
+            already, or holds complex parameters.
+
+    Memory:
+        The compressors' bytes, and one parameter's states for the time of its step.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(100, 100))
+        >>> optimizer = CompressedOptimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[weight]["momentum_buffer"])
+        ['codes', 'scale']
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        choose: layout.Choose | None = None,
+        *,
+        min_elements: int = layout.MIN_ELEMENTS,
+    ) -> None:
+        refuse(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_complex(params, type(self).__name__)
+        self.choose = choose or layout.Choice()
+        self.min_elements = min_elements
+        super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})
+        moved = {p: self._packed(p, state) for p, state in optimizer.state.items()}
+        self.adopt(optimizer)
+        self.state.update(moved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "min_elements": self.min_elements}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group by the inner optimizer's own rules and defaults."""
+        if self.original is None:  # inside __init__
+            super().add_param_group(param_group)
+            return
+        self.original.add_param_group(param_group)
+        for param in self.original.param_groups[-1]["params"]:
+            if param in self.original.state:
+                self.state[param] = self._packed(param, self.original.state.pop(param))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of the inner optimizer, parameter by parameter.
+
+        Args:
+            closure: Recomputes the loss, once; optional.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: For sparse or complex gradients; nothing was changed then.
+        """
+        cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
+        loss = closure_loss(closure)
+        refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
+        inner = _inner(self)
+        watched = self._watch.before(self.param_groups)
+        for group in self.param_groups:
+            # Each parameter starts from the options as they are now: an option that a step
+            # advances (a counter, a running sum) moves once, not once per parameter.
+            options = dict(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                with _only(inner, param, options, self.unpacked(param)) as alone:
+                    raw_step(inner)
+                    self.state[param] = self._packed(param, inner.state[param])
+                group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
+        self._watch.after(watched)
+        self.tell_schedulers()
+        return loss
+
+    def unpacked(self, param: Tensor) -> dict[str, Any]:
+        """The states of one parameter as the inner optimizer knows them."""
+        whole = {}
+        for name, value in self.state.get(param, {}).items():
+            if layout.is_packed(value):
+                value = layout.unpack(self.compressor(param, name)[0], value, param)
+            whole[name] = value
+        return whole
+
+    def reason(self, param: Tensor, value: Any) -> str:
+        """Why a state is kept as it is, or ""."""
+        if (why := layout.eligible(param, value)) or value.numel() > self.min_elements:
+            return why
+        return f"kept: {value.numel()} elements <= min_elements {self.min_elements}"
+
+    def _packed(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        chosen = {
+            name: self.compressor(param, name)[0]
+            for name, value in state.items()
+            if not self.reason(param, value)
+        }
+        layout.count_rounding(state, chosen.values())
+        packed = dict(state)
+        for name, compressor in chosen.items():
+            key = layout.state_key(self, compressor, param, name, state)
+            packed[name] = layout.pack(compressor, state[name], key)
+        return packed
+
+    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        return self._packed(param, {name: value.detach().to(param.device, copy=True)})[name]
+
+
+def refuse(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that cannot have compressed states."""
+    if isinstance(optimizer, CompressedStates):
+        raise TypeError(f"{type(optimizer).__name__} has compressed states already")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "LBFGS cannot have compressed states: its history is one vector over all parameters, "
+            "and its line search calls the closure many times a step"
+        )
+
+
+def _inner(optimizer: CompressedStates) -> Optimizer:
+    if optimizer.original is None:
+        raise RuntimeError("this optimizer was restored: use the original one")
+    return optimizer.original
+
+
+@contextmanager
+def _only(
+    inner: Optimizer, param: Tensor, options: dict[str, Any], state: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The inner optimizer with one parameter and its states; gives the group that it steps."""
+    groups, alone = inner.param_groups, {**options, "params": [param]}
+    inner.param_groups = [alone]
+    inner.state[param] = state
+    try:
+        yield alone
+    finally:
+        inner.param_groups = groups
+        inner.state.clear()

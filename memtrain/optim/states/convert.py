@@ -1,0 +1,176 @@
+"""From a plain torch optimizer to compressed states and back, at any step of a run."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from memtrain.compressors.base import Compressor
+from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamStates, AdamW4bit, AdamW8bit
+from memtrain.optim.fused.fused import REFUSED, FusedStates, moment_dtype
+from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
+from memtrain.optim.fused.sgd import SGD4bit, SGD8bit, SGDStates
+from memtrain.optim.states import layout
+from memtrain.optim.states.base import CompressedStates, on_each, refuse_complex
+from memtrain.optim.states.compressed import CompressedOptimizer, refuse
+
+# A plain optimizer's class, and its fused twins of 4 and of 8 bits.
+FUSED: dict[type[Optimizer], tuple[type[FusedStates], type[FusedStates]]] = {
+    AdamW: (AdamW4bit, AdamW8bit),
+    Adam: (Adam4bit, Adam8bit),
+    SGD: (SGD4bit, SGD8bit),
+    Lion: (Lion4bit, Lion8bit),
+}
+
+
+def compress(
+    optimizer: Optimizer,
+    choose: layout.Choose | None = None,
+    *,
+    min_elements: int = layout.MIN_ELEMENTS,
+) -> CompressedStates:
+    """Take over an optimizer: same groups, same hyperparameters, its states compressed.
+
+    A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused twin (`AdamW4bit`; with choices of
+    8 bits `AdamW8bit`) where each parameter's choice has a fused kernel; everything else, and
+    options that the twins lack (amsgrad), becomes a `CompressedOptimizer`. The list of
+    parameter groups is shared with the original, so LR schedulers made before keep working. Keep
+    using the returned optimizer; `restore` gives the original back.
+
+    Args:
+        optimizer: A torch optimizer.
+        choose: `(parameter, state name) -> compressor`, `Identity()` to keep a state exact; by
+            default the paper's: B128/DE and Rank-1/Linear.
+        min_elements: Parameters of at most so many elements keep exact states.
+
+    Returns:
+        The optimizer to use from now on.
+
+    Raises:
+        TypeError: If the optimizer cannot have compressed states (LBFGS), has them already, or
+            holds complex parameters.
+        ValueError: If it is differentiable: compressed states have no gradient.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(100, 100))
+        >>> type(compress(torch.optim.AdamW([weight]))).__name__
+        'AdamW4bit'
+    """
+    refuse(optimizer)
+    refuse_complex([p for p, _, _ in on_each(optimizer.param_groups)], "compress")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("differentiable=True is refused: compressed states have no gradient")
+    choose = Bounded(choose or layout.Choice(min_elements=0), min_elements)
+    kind = becomes_fused(optimizer, choose)
+    if kind is None:
+        return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
+    new = kind.taking_over(optimizer, choose)
+    states = {p: _packed(new, p, state) for p, state in optimizer.state.items() if state}
+    new.adopt(optimizer)
+    new.state.update(states)
+    return new
+
+
+class Bounded:
+    """`choose`, with `Identity` for small parameters; a class so that it pickles."""
+
+    def __init__(self, choose: layout.Choose, min_elements: int) -> None:
+        self.choose, self.min_elements = choose, min_elements
+        self.seed = getattr(choose, "seed", 0)
+        self.instead = getattr(choose, "instead", None)
+
+    def __call__(self, param: Tensor, state_name: str) -> Compressor | str:
+        """The choice, or the reason to keep a small parameter's states."""
+        if (numel := param.numel()) <= self.min_elements:
+            return f"kept: {numel} elements <= min_elements {self.min_elements}"
+        return self.choose(param, state_name)
+
+
+def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStates] | None:
+    """The fused class that `compress` makes of this optimizer, or None."""
+    twins = FUSED.get(type(optimizer))
+    if twins is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
+        return None
+    four, eight = twins
+    probe, widths = object.__new__(four), set()
+    for param, _, _ in on_each(optimizer.param_groups):
+        compressors = [layout.decide(param, choose, name)[0] for name in four.names]
+        if param.is_complex() or not probe.serves(compressors):
+            return None
+        widths |= {getattr(compressor, "bits", None) for compressor in compressors}
+    # All exact: torch's own step then keeps the run bit-identical to the plain one.
+    if widths <= {None}:
+        return None
+    return eight if 8 in widths else four
+
+
+def _packed(new: FusedStates, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    packed: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == "step":
+            packed[name] = torch.as_tensor(value).detach().float().cpu().clone()
+        elif name in new.names and value is not None:
+            whole = value.detach().to(moment_dtype(param)).contiguous()
+            packed[name] = layout.pack(new.compressor(param, name)[0], whole)
+    return packed
+
+
+def restore(optimizer: Optimizer) -> Optimizer:
+    """The plain torch optimizer back, with its states decompressed into it.
+
+    Args:
+        optimizer: What `compress` (or the user) made; a plain optimizer is returned as it is.
+
+    Returns:
+        The original object; for a fused one that never had one, a new plain one over the same
+        groups: `torch.optim.AdamW`, `Adam` (without decoupled weight decay), `SGD`, or `Lion`.
+
+    Example:
+        >>> original = torch.optim.AdamW([torch.nn.Parameter(torch.ones(100, 100))])
+        >>> restore(compress(original)) is original
+        True
+    """
+    if not isinstance(optimizer, CompressedStates):
+        return optimizer
+    original = optimizer.give_back() or _plain(optimizer)
+    for param, group, _ in on_each(optimizer.param_groups):
+        if not optimizer.state.get(param):
+            continue
+        if isinstance(optimizer, CompressedOptimizer):
+            original.state[param] = optimizer.unpacked(param)
+            original.state[param].pop(layout.STEP, None)
+        else:
+            original.state[param] = _whole(optimizer, param, group)
+        del optimizer.state[param]
+    return original
+
+
+def plain_class(optimizer: CompressedStates) -> type[Optimizer]:
+    """The class of the plain optimizer that a fused one stands for."""
+    if isinstance(optimizer, AdamStates):
+        decoupled = all(g.get("decoupled_weight_decay", True) for g in optimizer.param_groups)
+        return AdamW if decoupled else Adam
+    return SGD if isinstance(optimizer, SGDStates) else Lion
+
+
+def _plain(optimizer: CompressedStates) -> Optimizer:
+    params = [p for p, _, _ in on_each(optimizer.param_groups)]
+    original = plain_class(optimizer)(params)  # pyright: ignore[reportCallIssue]
+    for group in optimizer.param_groups:
+        for name, value in original.defaults.items():
+            group.setdefault(name, value)
+    original.param_groups = optimizer.param_groups
+    return original
+
+
+def _whole(optimizer: CompressedStates, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    whole = {}
+    for name, value in optimizer.state[param].items():
+        if name == "step":
+            on_device = group.get("fused") or group.get("capturable")
+            whole[name] = value.to(param.device) if on_device else value
+        else:
+            state = layout.unpack(optimizer.compressor(param, name)[0], value, param)
+            whole[name] = torch.empty_like(param).copy_(state)
+    return whole

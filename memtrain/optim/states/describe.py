@@ -1,0 +1,162 @@
+"""What optimizer states take: live bytes, and how each state is or will be kept."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.identity import Identity
+from memtrain.optim.fused.fused import FusedStates, moment_dtype
+from memtrain.optim.states import layout
+from memtrain.optim.states.base import CompressedStates, on_each
+from memtrain.optim.states.compressed import CompressedOptimizer
+from memtrain.optim.states.convert import Bounded, becomes_fused
+from memtrain.optim.states.first_step import first_states
+from memtrain.optim.states.shards import local
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Live bytes of all state tensors, each storage counted once.
+
+    Args:
+        optimizer: Any torch optimizer.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> state_bytes(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))]))
+        0
+    """
+    storages = {}
+    for tensor in _tensors(list(optimizer.state.values())):
+        storage = local(tensor).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def describe(optimizer: Optimizer) -> list[layout.StateRow]:
+    """How each state of each parameter is kept; before the first step, as it will be.
+
+    Args:
+        optimizer: A compressed one; of a plain one, each state is listed as kept.
+
+    Returns:
+        One row a state, `step` counters left out: parameter, its name (`group.index` if the
+        groups have no names), state, compressor, bytes, and the reason where the state is kept or
+        kept otherwise than chosen. A state that cannot be predicted is missing until the first
+        step.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> from memtrain.optim import AdamW4bit
+        >>> [(row.state, row.nbytes) for row in describe(AdamW4bit([weight]))]
+        [('exp_avg', 4352), ('exp_avg_sq', 4352)]
+    """
+    if isinstance(optimizer, CompressedStates):
+        least = optimizer.min_elements if isinstance(optimizer, CompressedOptimizer) else 0
+        return _rows(optimizer, optimizer.choose, least)
+    return _rows(optimizer, lambda param, state: "kept: not compressed", 0)
+
+
+def predict(
+    optimizer: Optimizer,
+    choose: layout.Choose | None = None,
+    *,
+    min_elements: int = layout.MIN_ELEMENTS,
+) -> list[layout.StateRow]:
+    """The rows that `describe(compress(...))` would give; nothing is changed.
+
+    Args:
+        optimizer: A plain torch optimizer, on any device (meta and fake tensors too).
+        choose: As for `compress`.
+        min_elements: As for `compress`.
+
+    Returns:
+        One row a state.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(100, 100, device="meta"))
+        >>> [row.state for row in predict(torch.optim.SGD([weight], lr=1.0, momentum=0.9))]
+        ['momentum_buffer']
+    """
+    bounded = Bounded(choose or layout.Choice(min_elements=0), min_elements)
+    return _rows(optimizer, bounded, min_elements, becomes_fused(optimizer, bounded))
+
+
+def _rows(
+    optimizer: Optimizer,
+    choose: layout.Choose,
+    min_elements: int,
+    kind: type[FusedStates] | None = None,
+) -> list[layout.StateRow]:
+    fused = _fused(optimizer, kind)
+    rows = []
+    for param, group, name in on_each(optimizer.param_groups):
+        for state, value in _values(optimizer, param, group, fused).items():
+            if state == "step" or not isinstance(value, Tensor | dict):
+                continue
+            packed = layout.is_packed(value)
+            compressor, reason = (
+                Identity(),
+                "" if fused is not None else _kept(param, value, min_elements),
+            )
+            if not reason:
+                compressor, reason = layout.decide(param, choose, state)
+            if isinstance(value, Tensor) and not isinstance(compressor, Identity):
+                nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
+            else:
+                nbytes = sum(local(t).nbytes for t in _tensors(value))
+                reason = reason or ("" if packed else _why(choose, param))
+            rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
+    return rows
+
+
+def _kept(param: Tensor, value: Any, min_elements: int) -> str:
+    if layout.is_packed(value):
+        return ""
+    if (why := layout.eligible(param, value)) or value.numel() > min_elements:
+        return why
+    return f"kept: {value.numel()} elements <= min_elements {min_elements}"
+
+
+def _why(choose: layout.Choose, param: Tensor) -> str:
+    least = getattr(choose, "min_elements", -1)
+    if param.numel() <= least:
+        return f"kept: {param.numel()} elements <= min_elements {least}"
+    return "kept: identity was chosen"
+
+
+def _fused(optimizer: Optimizer, kind: type[FusedStates] | None) -> FusedStates | None:
+    """The fused optimizer itself, or one without parameters of the class that it would become."""
+    if kind is not None:
+        return object.__new__(kind)
+    return optimizer if isinstance(optimizer, FusedStates) else None
+
+
+def _values(
+    optimizer: Optimizer, param: Tensor, group: dict[str, Any], fused: FusedStates | None
+) -> dict[str, Any]:
+    if optimizer.state.get(param):
+        return dict(optimizer.state[param])
+    if fused is not None:
+        like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
+        return dict.fromkeys(fused.state_names(group), like)
+    inner = optimizer.original if isinstance(optimizer, CompressedStates) else optimizer
+    try:
+        return first_states(inner, param, group) if inner is not None else {}
+    except (RuntimeError, NotImplementedError, ValueError):
+        return {}

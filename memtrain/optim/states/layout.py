@@ -1,0 +1,259 @@
+"""Which compressor keeps which state of which parameter, and why."""
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.identity import Identity
+from memtrain.compressors.named import named
+from memtrain.compressors.rank1 import Rank1
+from memtrain.optim.states import shards
+
+Choose = Callable[[Tensor, str], Compressor | str]  # a string keeps the state, and says why
+
+MIN_ELEMENTS = 4096  # the paper's rule: tensors of at most so many elements keep exact states
+MAX_SIDE_BYTES = 0.08  # bytes per parameter that rank-1's and factored's vectors may cost
+PARTS = ("codes", "scale", "row", "col")
+STEP = "rounding_step"  # a state's own count of steps, for stochastic rounding
+
+
+class StateRow(NamedTuple):
+    """One line of `describe`: a parameter's state, how it is kept, and its bytes."""
+
+    param: Tensor
+    param_name: str
+    state: str
+    compressor: Compressor
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The default `choose`: names for first moments and second moments, and the paper's rule.
+
+    Attributes:
+        first: Name of the compressor of signed states (`named`).
+        second: Name of the compressor of `exp_avg_sq`-like states, which are never negative.
+        bits: Bits per code of both, 2 to 8.
+        seed: Feeds the stochastic rounding of names that end in `+SR`.
+        min_elements: Parameters of at most so many elements keep exact states.
+
+    Raises:
+        ValueError: If a name is unknown.
+
+    Example:
+        >>> Choice()(torch.zeros(100, 100), "exp_avg")
+        Block(block_size=128, map='DE', bits=4, signed=True, rounding='nearest')
+    """
+
+    first: str = "B128/DE"
+    second: str = "Rank-1/Linear"
+    min_elements: int = MIN_ELEMENTS
+    bits: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.min_elements < 0:
+            raise ValueError(f"min_elements must be at least 0, got {self.min_elements}")
+        named(self.first, signed=True, bits=self.bits)
+        named(self.second, signed=False, bits=self.bits)
+
+    @property
+    def instead(self) -> Block | None:
+        """What takes the place of factors that cannot pay, beside a first moment of 8 bits."""
+        if self.second != "factored" or self.bits != 8:
+            return None
+        return Block(block_size=256, map="DE", bits=8, signed=False)
+
+    def __call__(self, param: Tensor, state_name: str) -> Compressor:
+        """The compressor of one state of one parameter."""
+        if param.numel() <= self.min_elements:
+            return Identity()
+        if is_unsigned(state_name):
+            return named(self.second, signed=False, bits=self.bits)
+        return named(self.first, signed=True, bits=self.bits)
+
+
+UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
+
+
+def is_unsigned(state_name: str) -> bool:
+    """Whether a state of this name (of torch.optim's optimizers) is never negative."""
+    return state_name in UNSIGNED
+
+
+def settle(
+    param: Tensor, compressor: Compressor, instead: Block | None = None
+) -> tuple[Compressor, str]:
+    """What is really used for a chosen compressor, and the reason where that differs.
+
+    Rank-1 and factored states fall back to blocks of 128 where they cannot pay: fewer than two
+    dimensions, or vectors that cost over 0.08 bytes per parameter.
+
+    Args:
+        param: The parameter.
+        compressor: What was chosen for its state.
+        instead: The blocks, by default of 128 and of the compressor's own bits and map.
+
+    Returns:
+        The compressor to use, and a reason ("" if it is the chosen one).
+
+    Example:
+        >>> settle(torch.zeros(1, 9001), Factored())
+        (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
+         'factored vectors would cost 4.00 bytes per parameter: block instead')
+    """
+    if not isinstance(compressor, Rank1 | Factored):
+        return compressor, ""
+    kind = "rank-1" if isinstance(compressor, Rank1) else "factored"
+    if isinstance(compressor, Rank1):
+        block = Block(
+            map=compressor.map,
+            bits=compressor.bits,
+            signed=compressor.signed,
+            rounding=compressor.rounding,
+        )
+    else:
+        block = Block(map="Linear", signed=False)
+    block = instead or block
+    if param.dim() < 2:
+        return block, f"{kind} needs 2 dimensions, the parameter has {param.dim()}: block instead"
+    if not param.numel():
+        return compressor, ""
+    if isinstance(compressor, Factored) and param.dim() == 2:
+        compressor = Factored()  # its last two dimensions are its first and the rest
+    cost = 4 * _sides(compressor, param.shape) / param.numel()
+    if cost > MAX_SIDE_BYTES:
+        return block, f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
+    return compressor, ""
+
+
+def _sides(compressor: Rank1 | Factored, shape: torch.Size) -> int:
+    """Numbers that a payload holds besides codes."""
+    if isinstance(compressor, Rank1):
+        return sum(shape)
+    if compressor.factor_dims == "last2":
+        return shape[:-2].numel() * (shape[-2] + shape[-1])
+    return shape[0] + shape[1:].numel()
+
+
+def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
+    """`settle`, and `Identity` with the reason where a reason to keep the state was chosen."""
+    chosen = choose(param, state_name)
+    if isinstance(chosen, str):
+        return Identity(), chosen
+    return settle(param, chosen, getattr(choose, "instead", None))
+
+
+def eligible(param: Tensor, value: Any) -> str:
+    """Why a state must stay as it is, or "" if it may be compressed."""
+    if not isinstance(value, Tensor):
+        return "kept: not a tensor"
+    if not value.is_floating_point():
+        return f"kept: {value.dtype} is not a float type"
+    if not value.dim():
+        return "kept: a single number"
+    if value.shape != param.shape:
+        return f"kept: shape {tuple(value.shape)} is not the parameter's"
+    if not shards.same_placement(value, param):
+        return "kept: not sharded as its parameter is"
+    return ""
+
+
+_DEFAULT_KEY = Key()
+
+
+def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor | dict[str, Tensor]:
+    """A state as it is stored: a plain tensor (identity) or a dict of plain tensors.
+
+    Of a sharded tensor the dict holds this process's part; each process must call.
+    """
+    if isinstance(compressor, Identity):
+        return x
+    shard = shards.shard_of(x)
+    if shard is not None:
+        return shards.pack_part(compressor, shards.local(x.detach()), key, shard)
+    return dict(compressor.compress(shards.local(x.detach()), key=key).tensors)
+
+
+def is_stochastic(compressor: Compressor) -> bool:
+    """Whether a compressor reads its key."""
+    return getattr(compressor, "rounding", "nearest") == "stochastic"
+
+
+def count_rounding(state: dict[str, Any], compressors: Iterable[Compressor]) -> None:
+    """Count a step in `state` where stochastic rounding needs one and the optimizer has none."""
+    if "step" not in state and any(map(is_stochastic, compressors)):
+        state[STEP] = state.get(STEP, 0) + 1
+
+
+def state_key(
+    optimizer: Optimizer,
+    compressor: Compressor,
+    param: Tensor,
+    name: str,
+    state: dict[str, Any],
+) -> Key:
+    """What feeds the stochastic rounding of one state at its present step.
+
+    It is made of the seed, the parameter's number, the state's name and the step, so it repeats
+    in a run with the same seed or resumed from a checkpoint, and differs at each step.
+
+    Args:
+        optimizer: The one whose groups number the parameters, and whose `choose` has the seed.
+        compressor: The state's; unless its rounding is stochastic, the key says nothing.
+        param: The parameter.
+        name: The state's name.
+        state: The parameter's state: `step`, or `STEP` where the optimizer counts none itself.
+
+    Returns:
+        A key.
+    """
+    if not is_stochastic(compressor):
+        return _DEFAULT_KEY
+    seed = getattr(getattr(optimizer, "choose", None), "seed", 0)
+    numbers = optimizer.__dict__.setdefault("_parameter_numbers", {})
+    if param not in numbers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers.update((p, i) for i, p in enumerate(params))
+    step = int(state.get("step", state.get(STEP, 0)))
+    rank, call = shards.part_number(param), zlib.crc32(name.encode())
+    return Key(seed, site=numbers[param], step=step, call=call, rank=rank)
+
+
+def unpack(
+    compressor: Compressor,
+    stored: Tensor | dict[str, Tensor],
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The inverse of `pack`; `like` gives shape, dtype (unless given) and how it is sharded."""
+    if isinstance(stored, Tensor):
+        return stored
+    shape, shard, dtype = shards.local(like).shape, shards.shard_of(like), dtype or like.dtype
+    if shard is not None and compressor == Factored():
+        whole = shards.unpack_factored(stored, shape, shard).to(dtype)
+    else:
+        whole = compressor.decompress(Packed(stored, shape, dtype))
+    return shards.sharded_like(whole, like)
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a state's value is a payload."""
+    return isinstance(value, dict) and bool(value) and all(k in PARTS for k in value)
+
+
+@cache
+def payload_bytes(compressor: Compressor, shape: torch.Size, dtype: torch.dtype) -> int:
+    """Bytes that a compressor takes for a shape, found by compressing a tensor without data."""
+    return compressor.compress(torch.empty(shape, dtype=dtype, device="meta"), key=Key()).nbytes

@@ -1,0 +1,195 @@
+"""Payloads of sharded parameters as checkpoints hold them: row by row, so that rows may move.
+
+A live payload's blocks start anew in each process's part. Here each row of dimension 0 has its own
+codes, and the scales of the blocks that it touches: any other split of the rows finds all it needs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.compressors.base import Compressor
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.rank1 import Rank1
+from memtrain.kernels.codebook.codes import Book, encode
+from memtrain.kernels.packing import bits as bitpack
+from memtrain.optim.states.shards import is_sharded, local, own_rows, sharded_like, splits_rows_only
+
+FORMS = ({"codes", "scale", "start"}, {"codes", "row", "col"}, {"row", "col"})
+"""Names of the parts: of blocks, rank-1, factored."""
+
+
+def can_be_rows(compressor: Compressor, param: Tensor) -> bool:
+    """Whether a payload of a sharded parameter can be laid out by rows."""
+    known = isinstance(compressor, Block | Rank1) or compressor == Factored()
+    return splits_rows_only(param) and known
+
+
+def is_rows(value: Any) -> bool:
+    """Whether a checkpoint's value is laid out by rows; a plain factored payload is either."""
+    return isinstance(value, dict) and set(value) in FORMS
+
+
+def only_rows(value: dict[str, Tensor]) -> bool:
+    """Whether no live payload has these parts."""
+    return set(value) != {"row", "col"}
+
+
+def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """A live payload, row by row, as DTensors that are split as the parameter is.
+
+    Args:
+        compressor: The payload's; `can_be_rows`.
+        payload: This process's.
+        param: A sharded parameter.
+
+    Returns:
+        Blocks: `codes` uint8 [rows, bytes], `scale` float32 [rows, blocks a row may touch], `start`
+        int32 [rows] (each row's place in its first block). Rank-1: `codes`, `row` float32 [rows],
+        and `col` float32 [sum(shape[1:])]. Factored: `row`, `col` float32 [columns]. All are
+        DTensors but `col`, of which each process holds the same.
+
+    Memory:
+        A byte or two per element for the time of the call; nothing lasting but the result.
+    """
+    part = local(param)
+    rows, cols = _size(part.shape)
+    wrap = _wrapper(param)
+    if compressor == Factored():
+        return {"row": wrap(payload["row"]), "col": payload["col"].clone()}
+    codes = {"codes": wrap(_codes_to_rows(payload["codes"], compressor.bits, rows, cols))}  # pyright: ignore[reportAttributeAccessIssue]
+    scale = payload["scale"]
+    if isinstance(compressor, Rank1):
+        return {**codes, "row": wrap(scale[:rows]), "col": scale[rows:].clone()}
+    size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
+    start, block, used = _touched(rows, cols, size, scale.device)
+    spread = torch.where(used, scale[block.clamp(max=max(0, len(scale) - 1))], 0.0)
+    return {**codes, "scale": wrap(spread), "start": wrap(start)}
+
+
+def from_rows(
+    compressor: Compressor, saved: dict[str, Tensor], param: Tensor
+) -> dict[str, Tensor] | Tensor:
+    """The live payload of this process's rows.
+
+    Where the blocks of the checkpoint begin elsewhere (it was saved by another number of processes,
+    and rows do not fill whole blocks), values are decoded and quantised again: each moves by at
+    most one quantisation step. All else comes back bit for bit.
+
+    Args:
+        compressor: Of the state.
+        saved: As `to_rows` made it, or whole plain tensors of the same names.
+        param: Sharded or not.
+
+    Returns:
+        A payload.
+
+    Raises:
+        ValueError: If the checkpoint is of another compressor or shape.
+    """
+    part = local(param)
+    rows, cols = _size(part.shape)
+    mine = {name: value if name == "col" else _own(value, param) for name, value in saved.items()}
+    if compressor == Factored():
+        _check(compressor, part, mine, {"row": (rows,), "col": (cols,)})
+        return {name: t.clone() for name, t in mine.items()}
+    if not isinstance(compressor, Block | Rank1):
+        raise ValueError(f"a state laid out by rows does not fit {compressor}")
+    wanted: dict[str, tuple[int, ...]] = {"codes": (rows, _row_bytes(cols, compressor.bits))}
+    if isinstance(compressor, Rank1):
+        _check(compressor, part, mine, {**wanted, "row": (rows,), "col": (sum(part.shape[1:]),)})
+        codes, scale = _unpack(mine["codes"], compressor.bits, cols), torch.ones(1)
+        return {"codes": _blocks(codes, 128, compressor, scale), "scale": _join(mine)}
+    size = compressor.block_size
+    start, block, used = _touched(rows, cols, size, part.device)
+    _check(compressor, part, mine, {**wanted, "scale": tuple(block.shape), "start": (rows,)})
+    codes = _unpack(mine["codes"], compressor.bits, cols)
+    if torch.equal(mine["start"], start):
+        scale = mine["scale"].new_zeros(-(-part.numel() // size))
+        scale[block[used]] = mine["scale"][used]
+        return {"codes": _blocks(codes, size, compressor, scale), "scale": scale}
+    at = (mine["start"].long().unsqueeze(1) + torch.arange(cols, device=part.device)) // size
+    values = _book(compressor).values(part.device)[codes]
+    return values * mine["scale"].gather(1, at)
+
+
+def _size(shape: torch.Size) -> tuple[int, int]:
+    return (shape[0], shape[1:].numel()) if shape else (1, 1)
+
+
+def _wrapper(param: Tensor) -> Callable[[Tensor], Tensor]:
+    rows = param.shape[0] if param.dim() else 1
+
+    def wrap(x: Tensor) -> Tensor:
+        return sharded_like(x.contiguous().clone(), param, torch.Size([rows, *x.shape[1:]]))
+
+    return wrap
+
+
+def _own(value: Tensor, param: Tensor) -> Tensor:
+    """This process's rows of a DTensor, or of a whole tensor."""
+    if is_sharded(value):
+        return local(value)
+    first, count = own_rows(param)
+    return value[first : first + count]
+
+
+def _row_bytes(cols: int, bits: int) -> int:
+    return -(-cols // 8) * bits
+
+
+def _codes_to_rows(codes: Tensor, bits: int, rows: int, cols: int) -> Tensor:
+    flat = bitpack.unpack(codes, bits).to(torch.uint8).view(-1)[: rows * cols]
+    padded = torch.nn.functional.pad(flat.view(rows, cols), (0, -cols % 8))
+    return bitpack.pack(padded, bits)
+
+
+def _unpack(codes: Tensor, bits: int, cols: int) -> Tensor:
+    return bitpack.unpack(codes, bits)[:, :cols]
+
+
+def _blocks(codes: Tensor, size: int, compressor: Block | Rank1, scale: Tensor) -> Tensor:
+    """Whole blocks of codes; what is missing in the last one has the code of 0, as it lives."""
+    blocks = bitpack.blocks(codes, size)
+    if missing := blocks.numel() - codes.numel():
+        zero = torch.zeros(1, 1, device=codes.device)
+        last = scale[-1:].view(1, 1).to(codes.device)
+        blocks[-1, -missing:] = encode(zero, last, _book(compressor)).item()
+    return bitpack.pack(blocks, compressor.bits)
+
+
+def _book(compressor: Block | Rank1) -> Book:
+    return Book(compressor.map, compressor.bits, compressor.signed)
+
+
+def _join(mine: dict[str, Tensor]) -> Tensor:
+    return torch.cat([mine["row"], mine["col"]])
+
+
+def _touched(
+    rows: int, cols: int, size: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's place in its first block, the blocks that it may touch, and whether it does."""
+    first = torch.arange(rows, device=device) * cols
+    block = (first // size).unsqueeze(1) + torch.arange(
+        (cols + size - 2) // size + 1, device=device
+    )
+    last = (first + cols - 1) // size
+    return (first % size).int(), block, block <= last.unsqueeze(1)
+
+
+def _check(
+    compressor: Compressor,
+    part: Tensor,
+    mine: dict[str, Tensor],
+    wanted: dict[str, tuple[int, ...]],
+) -> None:
+    found = {name: tuple(value.shape) for name, value in mine.items()}
+    if found != wanted:
+        raise ValueError(
+            f"a state of a part of shape {tuple(part.shape)} holds {found}, but {compressor} "
+            f"needs {wanted}"
+        )

@@ -1,0 +1,273 @@
+"""Optimizers around an optimizer: its groups and states, and steps of some parameters only."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from memtrain.optim.states.base import CompressedStates, _refuse_step
+from memtrain.optim.states.first_step import raw_step
+from memtrain.optim.wrappers import hooks
+
+T = TypeVar("T")
+FORMAT = 1
+OWN = "memtrain"
+"""Where an optimizer around another keeps what is its own in a `state_dict`."""
+
+
+BUNDLE = 2**22
+"""Elements whose float32 masters may exist at once; a larger parameter exists alone."""
+
+
+class Link(Generic[T]):
+    """A weak reference that copies and pickles as an empty one."""
+
+    def __init__(self, target: T | None = None) -> None:
+        self._target = None if target is None else weakref.ref(target)
+
+    def __call__(self) -> T | None:
+        """What it refers to, if that still lives."""
+        return None if self._target is None else self._target()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_target": None}
+
+
+class Member(NamedTuple):
+    """A parameter to step: what it is, and what the optimizer sees in its place."""
+
+    param: Tensor
+    seen: Tensor
+    """A leaf with `.grad`; the parameter itself, or its float32 master."""
+    grad: Tensor | None = None
+    """Used in place of `seen.grad`; its dtype may differ where masters are stepped."""
+
+
+def stand_in(param: Tensor, value: Tensor, grad: Tensor) -> Member:
+    """A leaf of `value` that takes the parameter's place for one step.
+
+    Args:
+        param: The optimizer's parameter.
+        value: What is stepped, written in place.
+        grad: Of the value's dtype and shape.
+
+    Returns:
+        The member to hand to `step_members`.
+    """
+    seen = nn.Parameter(value)
+    seen.grad = grad
+    seen._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
+    return Member(param, seen)
+
+
+def bundles(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in order, in lists of at most `BUNDLE` elements; a larger one is alone."""
+    bundle: list[Tensor] = []
+    held = 0
+    for param in params:
+        if bundle and held + param.numel() > BUNDLE:
+            yield bundle
+            bundle, held = [], 0
+        bundle.append(param)
+        held += param.numel()
+    if bundle:
+        yield bundle
+
+
+def step_members(optimizer: Optimizer, members: Sequence[Member]) -> None:
+    """One step of an optimizer for some of its parameters only; hooks are not called.
+
+    Args:
+        optimizer: A plain or compressed one, or one around such a one.
+        members: Parameters of its groups. Their gradients are read, and left.
+    """
+    members = [_settled(member) for member in members]
+    places = {member.param: member for member in members}
+    whole = optimizer.param_groups
+    groups = []
+    for group in whole:
+        own = [places[p].seen for p in group["params"] if p in places]
+        if own:
+            groups.append(({**group, "params": own}, group))
+    for param, seen, _ in members:
+        if seen is not param and param in optimizer.state:
+            optimizer.state[seen] = optimizer.state.pop(param)
+    optimizer.param_groups = [alone for alone, _ in groups]
+    try:
+        raw_step(optimizer)
+    finally:
+        optimizer.param_groups = whole
+        for param, seen, _ in members:
+            if seen is not param and seen in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(seen)
+    for alone, group in groups:  # an option that a step advances
+        group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
+
+
+def _settled(member: Member) -> Member:
+    param, _, grad = member
+    return member if grad is None else stand_in(param, param.detach(), grad.to(param.dtype))
+
+
+class Around(Optimizer):
+    """An optimizer around another: same groups, states and hooks, another way to step.
+
+    Args:
+        inner: What it is around. It refuses its own `step` from then on, until `release_inner`.
+
+    Raises:
+        TypeError: If the optimizer cannot step some parameters at a time (LBFGS).
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        if isinstance(inner, LBFGS):
+            raise TypeError("LBFGS is refused: it needs all parameters and gradients at once")
+        self.inner = inner
+        super().__init__([{"params": g["params"]} for g in inner.param_groups], {})
+        self._adopt()
+
+    def _adopt(self) -> None:
+        inner = self.inner
+        self.defaults = inner.defaults
+        self._share_hooks()
+        self._inner_step = vars(inner).get("step")
+        inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _share_hooks(self) -> None:
+        hooks.share(self, self.inner)
+
+    def release_inner(self) -> Optimizer:
+        """Let go of the inner optimizer, which may step again."""
+        vars(self.inner).pop("step", None)
+        if self._inner_step is not None:
+            self.inner.step = self._inner_step
+        return self.inner
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's states."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "_inner_step" in vars(self):  # not inside Optimizer.__init__
+            self.inner.state = value
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        if "_inner_step" in vars(self):
+            self.inner.param_groups = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
+        return {k: v for k, v in own.items() if k not in ("step", "_zero_grad_profile_name")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._share_hooks()
+        super().__setstate__({})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group by the inner optimizer's own rules and defaults."""
+        if "_inner_step" in vars(self):
+            self.inner.add_param_group(param_group)
+
+    def params(self) -> Iterator[Tensor]:
+        """Every parameter of every group."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def step_members(self, members: Sequence[Member]) -> None:
+        """Step some parameters now."""
+        inner = self.inner
+        inner.step_members(members) if isinstance(inner, Around) else step_members(inner, members)
+
+    def advance(self) -> None:
+        """A step of the whole model is over."""
+        if isinstance(self.inner, Around):
+            self.inner.advance()
+
+    def tell_schedulers(self) -> None:
+        """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
+        inner: Any = self.inner
+        while inner is not None:
+            inner._opt_called = True
+            inner = getattr(inner, "inner", None) or getattr(inner, "original", None)
+
+    def own_state(self) -> dict[str, Any]:
+        """What belongs under `state_dict()["memtrain"]`."""
+        return {}
+
+    def check_own_state(self, own: Mapping[str, Any]) -> None:
+        """Raise ValueError if `load_own_state` could not load this."""
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Restore what `own_state` returned."""
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and under `"memtrain"` what is this one's own.
+
+        Returns:
+            Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
+        """
+        return hooks.saved(self, self.inner, self._whole_state_dict)
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        inner = self.inner.state_dict()
+        return {**inner, OWN: {"format": FORMAT, **inner.get(OWN, {}), **self.own_state()}}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or an optimizer's without this one's own part.
+
+        Args:
+            state_dict: A checkpoint; without `"memtrain"`, this one's own state starts anew.
+
+        Raises:
+            ValueError: If anything in it does not fit; nothing was changed then.
+        """
+        hooks.loaded(self, self.inner, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        own = state_dict.get(OWN, {})
+        if own.get("format", FORMAT) > FORMAT:
+            raise ValueError(f"memtrain's state has format {own['format']}; allowed: {FORMAT}")
+        self.check_own_state(own)
+        plain, groups = not _keeps_dtypes(self.inner), self.inner.param_groups
+        self.inner.load_state_dict(state_dict)
+        if plain:
+            _share_groups(self.inner, groups)
+            _restore_dtypes(self.inner, state_dict)
+        self.load_own_state(own)
+
+
+def _keeps_dtypes(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, Around | CompressedStates)
+
+
+def _share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.clear()
+        old.update(new)
+    optimizer.param_groups = groups
+
+
+def _restore_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+    # Optimizer.load_state_dict casts states to the parameter's dtype: float32 moments to bfloat16.
+    for saved, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
+        for index, param in zip(saved["params"], group["params"], strict=True):
+            for name, value in loaded["state"].get(index, {}).items():
+                own = optimizer.state[param].get(name)
+                if isinstance(value, Tensor) and isinstance(own, Tensor):
+                    own_device = own.device
+                    optimizer.state[param][name] = value.detach().to(own_device, copy=True)

@@ -1,0 +1,299 @@
+"""Gradient release: each weight is updated inside backward, as its gradient arrives."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.kernels.step import cuda_graph
+from memtrain.optim.states.base import closure_loss, refuse_sparse
+from memtrain.optim.wrappers.accumulate import GradientSums
+from memtrain.optim.wrappers.around import Around, Member
+from memtrain.optim.wrappers.release_hooks import (
+    Arrived,
+    check_options,
+    hook_buckets,
+    norm_of,
+    random_state,
+    refuse_scaler,
+    set_random_state,
+)
+
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class ReleaseGradients(Around):
+    """Updates each parameter inside backward and frees its gradient at once.
+
+    `loss.backward()` updates; `optimizer.step()` afterwards only ends the step: hooks and LR
+    schedulers run, options changed from then on hold for the next backward. `zero_grad` has
+    nothing to do. A parameter used several times (tied) is updated once, after all its uses. What
+    has a gradient that backward did not bring (one assigned by hand) is updated by `step()`.
+
+    Clipping, since no two gradients are there at the same time:
+    `value` holds every element within +-limit; `parameter` scales each gradient whose own norm
+    exceeds the limit; `previous` scales all gradients by the *last* step's global norm (each by
+    its own norm in the first step); `two_pass` is exact: `step(closure)` runs the closure's
+    backward twice, once for the global norm and once to update, with torch's random state put
+    back between them. `torch.nn.utils.clip_grad_norm_` finds no gradients and does nothing.
+
+    A gradient with NaN or Inf skips its parameter's update and is counted in `skipped`; with
+    `two_pass` the whole step is skipped, and counted once. A norm above float32's range counts as
+    Inf.
+
+    A second backward before `step()` (accumulation, reentrant checkpointing of a tied weight) is
+    refused: the first has been applied, and its gradient is gone. With `accumulate=n` the gradients
+    of n backward passes are added up, in one byte an element (`GradientSums` says how exactly), and
+    the n-th applies the sum; what `step()` finds of fewer passes, it applies. A sum is not saved
+    with the state, as gradients are not. Under DDP accumulate in `no_sync()` instead: there
+    gradients stay in their buckets.
+
+    DDP: updates follow each bucket's all-reduce, see `follow`. FSDP2: updates follow the
+    reduce-scatter; norms are of the whole parameter, one small all-reduce each.
+
+    Args:
+        inner: A torch optimizer, one with compressed states, or `SplitWeights`.
+        clip: One of `release_hooks.CLIPS`.
+        limit: Of the clipping; above 0.
+        loss_scale: Gradients are divided by it: what the loss was multiplied with.
+        skip_nonfinite: Whether to look for NaN and Inf (on CUDA this waits for each gradient).
+        accumulate: Backward passes that make a step.
+        seed: Feeds the stochastic rounding of sums.
+
+    Raises:
+        ValueError: If a value is not allowed.
+
+    Memory:
+        Gradients: the largest single one, for its update. Under DDP the buckets stay: all of them.
+        With `accumulate` above 1: 1.016 bytes per parameter between the passes.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = ReleaseGradients(torch.optim.SGD([weight], lr=0.5))
+        >>> weight.sum().backward()
+        >>> weight.tolist(), weight.grad
+        ([0.5, 0.5], None)
+
+    Reference:
+        Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources
+        (LOMO), arXiv:2306.09782: updates fused into backward, the norm by a pass of its own.
+    """
+
+    # GradScaler then leaves gradients alone and hands over what it found: see `refuse_scaler`.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        clip: str = "none",
+        limit: float = 1.0,
+        loss_scale: float = 1.0,
+        skip_nonfinite: bool = True,
+        accumulate: int = 1,
+        seed: int = 0,
+    ) -> None:
+        check_options(clip, limit, loss_scale, accumulate)
+        self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
+        self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
+        self._sums = GradientSums(accumulate, seed)
+        self.norm: float | None = None
+        """Global norm of the last whole step's gradients, before clipping; None if not measured."""
+        self.skipped = 0
+        """Updates skipped so far for NaN or Inf."""
+        self._done: set[Tensor] = set()
+        self._squares = 0.0
+        self._pass = ""  # of two_pass: "measure" or "update"
+        self._factor = 1.0  # of two_pass
+        self._bucketed: set[Tensor] = set()
+        self._handles: dict[Tensor, Any] = {}
+        super().__init__(inner)
+        self._attach()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """End the step that backward has made.
+
+        Args:
+            closure: Computes the loss and runs its backward. Needed by `two_pass`, which calls it
+                twice.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: If a GradScaler calls it, or `two_pass` gets no closure.
+        """
+        refuse_scaler(self)
+        run = self._two_passes if self.clip == "two_pass" else closure_loss
+        loss = run(closure)
+        for param, total in self._sums.rest():
+            self._update(param, total)
+        for param in self.params():
+            if param.grad is not None and param not in self._done:
+                self._update(param, param.grad)
+            param.grad = None
+        if self._done and self._measures:
+            self.norm = math.sqrt(self._squares)
+        self._done.clear()
+        self._squares = 0.0
+        self._attach()
+        self._sums.advance()
+        self.advance()
+        self.tell_schedulers()
+        return loss
+
+    def follow(self, ddp: Any) -> None:
+        """Update after each bucket's all-reduce: for parameters in a DistributedDataParallel.
+
+        `memtrain.wrap` calls it at the first forward under DDP. Gradients stay in their buckets
+        until `step()`; `gradient_as_bucket_view=True` spares a second copy of them. A parameter
+        that no process used is updated with a gradient of zero.
+
+        Args:
+            ddp: The DistributedDataParallel around the model, without a communication hook.
+        """
+        if self.accumulate > 1:
+            raise RuntimeError(
+                f"release.accumulate={self.accumulate} under DistributedDataParallel: its buckets "
+                "hold all gradients anyway; accumulate in its no_sync(), with accumulate=1"
+            )
+        hook_buckets(self, ddp)
+        held = set(ddp.parameters())
+        self._bucketed |= {param for param in self.params() if param in held}
+
+    def detach(self) -> Optimizer:
+        """Take the hooks off; the inner optimizer may step again.
+
+        Returns:
+            The inner optimizer.
+        """
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        return self.release_inner()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group by the inner optimizer's own rules; its gradients are released too."""
+        super().add_param_group(param_group)
+        if "_inner_step" in vars(self):
+            self._attach()
+
+    def own_state(self) -> dict[str, Any]:
+        """The last norm, which `previous` clips by, and the count of skipped updates."""
+        own = {"norm": self.norm, "skipped": self.skipped, "steps": self._sums.steps}
+        return {"gradients": own}
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Restore what `own_state` returned, or start anew."""
+        given = own.get("gradients", {"norm": None, "skipped": 0})
+        self.norm, self.skipped = given["norm"], int(given["skipped"])
+        self._sums = GradientSums(self.accumulate, self._sums.seed)
+        self._sums.steps = int(given.get("steps", 0))
+        self._done.clear()
+        self._squares = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_handles": {}, "_bucketed": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach()
+
+    @property
+    def _measures(self) -> bool:
+        return self.skip_nonfinite or self.clip in ("parameter", "previous", "two_pass")
+
+    def _attach(self) -> None:
+        """Hooks on every parameter that is trained and has none yet."""
+        arrived = Arrived(self)
+        for param in self.params():
+            if param.requires_grad and param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(arrived)
+
+    @torch.no_grad()
+    def arrived(self, param: Tensor) -> None:
+        """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
+        if param in self._bucketed or param.grad is None:
+            return
+        try:
+            self._check(param)
+            total = self._sums.add(param, self._number(param), param.grad)
+            if total is not None:
+                self._update(param, total)
+        finally:
+            param.grad = None
+
+    def _number(self, param: Tensor) -> int:
+        numbers = self.__dict__.setdefault("_numbers", {})
+        if param not in numbers:
+            numbers.update((p, i) for i, p in enumerate(self.params()))
+        return numbers[param]
+
+    @torch.no_grad()
+    def _update(self, param: Tensor, grad: Tensor) -> None:
+        """Clip and apply one gradient."""
+        cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
+        self._check(param)
+        self._done.add(param)
+        norm = norm_of(grad) / self.loss_scale if self._measures else 0.0
+        if not math.isfinite(norm) and self._pass != "measure":
+            self.skipped += 1
+            return
+        self._squares += norm * norm
+        if self._pass == "measure":
+            return
+        factor = self._clip_factor(norm) / self.loss_scale
+        if factor != 1.0:
+            whole = grad.float() if isinstance(self.inner, Around) else grad
+            grad = whole * factor
+        if self.clip == "value":
+            grad = grad.clamp(-self.limit, self.limit)
+        self.step_members([Member(param, param, grad)])
+
+    def _check(self, param: Tensor) -> None:
+        refuse_sparse([param], type(self).__name__)
+        if self.clip == "two_pass" and not self._pass:
+            raise RuntimeError(
+                "clip='two_pass' runs backward itself, twice: call optimizer.step(closure) with a "
+                "closure that computes the loss and calls backward()"
+            )
+        if param in self._done:
+            raise RuntimeError(
+                f"a second gradient of a parameter of shape {tuple(param.shape)} arrived before "
+                "optimizer.step(): the first has been applied and freed, so gradients cannot be "
+                "accumulated. Call optimizer.step() after every backward, set release.accumulate "
+                "to the number of backward passes of a step, or use gradients=keep"
+            )
+
+    def _clip_factor(self, norm: float) -> float:
+        if self.clip == "two_pass":
+            return self._factor
+        if self.clip not in ("parameter", "previous"):
+            return 1.0
+        known = norm if self.clip == "parameter" or self.norm is None else self.norm
+        return min(1.0, self.limit / (known + _TINY))
+
+    def _two_passes(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            raise RuntimeError("clip='two_pass' needs optimizer.step(closure): it runs it twice")
+        random = random_state()
+        try:
+            self._pass = "measure"
+            loss = closure_loss(closure)
+            norm = math.sqrt(self._squares)
+            if not math.isfinite(norm):
+                self.skipped += 1
+                self._done.clear()
+                return loss
+            self._factor = min(1.0, self.limit / (norm + _TINY))
+            self._done.clear()
+            self._squares = 0.0
+            set_random_state(random)
+            self._pass = "update"
+            return closure_loss(closure)
+        finally:
+            self._pass = ""

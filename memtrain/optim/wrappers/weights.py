@@ -1,0 +1,295 @@
+"""Weights in 2 bytes, with what rounding loses in 0, 1 or 2 more, around any optimizer."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memtrain.compressors.base import Key
+from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step.split import Beside, merge, split
+from memtrain.optim.fused.capturable import Ticks
+from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.states.base import closure_loss, refuse_sparse
+from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
+from memtrain.optim.wrappers.around import Around, Member, bundles, stand_in
+from memtrain.optim.wrappers.stall import StallWatch
+from memtrain.optim.wrappers.weight_formats import parse
+
+
+class SplitWeights(Around):
+    """Steps an optimizer on float32 masters that exist for their parameter's step only.
+
+    A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
+    put together from it and its correction, the inner optimizer steps that in float32 with the
+    gradient in float32, and the master is split again (`kernels.step.split`, which states what is
+    lost). The fused optimizers' kernels do all that a block at a time; around other optimizers, and
+    where a released gradient was clipped, masters are whole tensors for their step. So `bf16+16`
+    trains as float32 masters do, `bf16+8` as 24-bit masters, `bf16+sr` with unbiased rounding, and
+    `bf16` as plain bfloat16 parameters with float32 optimizer states.
+
+    A weight that something else writes in place (`model.load_state_dict`, an average, DDP's first
+    broadcast) shows it by its version: it takes the new value, and its correction is dropped.
+    After `load_state_dict` of this optimizer corrections hold, whatever is loaded before the step.
+
+    Args:
+        inner: A torch optimizer, or one with compressed states; its groups are shared. Its
+            float32 parameters are converted in place; those of the format's dtype stay, with
+            corrections of zero; others, and those in `keep`, are left alone.
+        weights: A name of `FORMATS`.
+        seed: Feeds stochastic rounding.
+        keep: Parameters to leave alone.
+        frozen: Parameters that the optimizer does not hold; converted without a correction.
+
+    Raises:
+        ValueError: If `weights` is unknown, or a float32 parameter is sharded (a DTensor) already.
+
+    Memory:
+        2 bytes per parameter, and 0, 1 or 2 of correction. In `step()` no more with a fused
+        optimizer's kernels; else 8 bytes for each of 4 Mi elements (master and gradient in
+        float32), or of the largest parameter.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = SplitWeights(torch.optim.SGD([weight], lr=2.0**-12), "bf16+8")
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight.dtype, weight[0].item(), optimizer.master(weight)[0].item()
+        (torch.bfloat16, 1.0, 0.999755859375)
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        weights: str = "bf16+8",
+        *,
+        seed: int = 0,
+        keep: Iterable[Tensor] = (),
+        frozen: Iterable[Tensor] = (),
+    ) -> None:
+        self.weights, self.format, self.seed = weights, parse(weights), seed
+        self.corrections: dict[Tensor, Tensor | None] = {}
+        self._before: dict[Tensor, torch.dtype] = {}  # what each converted parameter was
+        self._versions: dict[Tensor, int | None] = {}  # None: whatever comes is right
+        self._count, self._stall = Ticks(), StallWatch()
+        self._keep, frozen = set(keep), list(frozen)
+        params = [p for group in inner.param_groups for p in group["params"]]
+        check_unsharded(params + frozen)
+        super().__init__(inner)
+        self._convert(params)
+        for param in frozen:
+            if param not in self._keep and param.dtype == torch.float32:
+                self._before[param] = param.dtype
+                _set_dtype(param, param.detach().to(self.format.dtype))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of the inner optimizer, a few parameters at a time.
+
+        Args:
+            closure: Recomputes the loss, once; optional.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: For sparse or complex gradients; nothing was changed then.
+        """
+        loss = closure_loss(closure)
+        ready = [p for p in self.params() if p.grad is not None]
+        refuse_sparse(ready, type(self).__name__)
+        members = [Member(p, p) for p in ready]
+        watched = None if self._cannot_stall() else self._stall.before(self.param_groups)
+        fused = [m for m in members if self._is_fused(m)]
+        self._step_fused(fused)
+        for bundle in bundles([m.param for m in members if not self._is_fused(m)]):
+            self.step_members([Member(p, p) for p in bundle])
+        self._stall.after(watched)
+        self.advance()
+        self.tell_schedulers()
+        return loss
+
+    def _cannot_stall(self) -> bool:
+        kept = self.format.correction is not None or self.format.stochastic
+        return kept or isinstance(self.inner, FusedStates) or cuda_graph.capturing()
+
+    @torch.no_grad()
+    def step_members(self, members: Sequence[Member]) -> None:
+        """Step some parameters now, from their gradients."""
+        self._step_fused([member for member in members if self._is_fused(member)])
+        masters = [self._enter(member) for member in members if not self._is_fused(member)]
+        if not masters:
+            return
+        super().step_members(masters)
+        for param, seen, _ in masters:
+            if seen is not param:
+                self._write(param, seen.detach())
+
+    def advance(self) -> None:
+        """A step of the whole model is over: the next one draws other random bits."""
+        self._count.advance()
+        super().advance()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group by the inner optimizer's own rules; its parameters are converted."""
+        super().add_param_group(param_group)
+        if "_inner_step" in vars(self):
+            self._convert(self.param_groups[-1]["params"])
+
+    def master(self, param: Tensor) -> Tensor:
+        """The float32 value of a parameter: a new tensor, sharded as the parameter is.
+
+        Args:
+            param: One of the optimizer's.
+
+        Returns:
+            float32, of the parameter's shape.
+        """
+        if param not in self.corrections:
+            return param.detach().float()
+        self._drop_stale(param)
+        return sharded_like(merge(local(param.detach()), self.corrections[param]), param)
+
+    @torch.no_grad()
+    def set_master(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter a float32 value; what bfloat16 loses of it goes into its correction.
+
+        Args:
+            param: One of the optimizer's.
+            value: Of its shape, sharded as it is.
+        """
+        if param in self.corrections:
+            self._write(param, value.detach().to(param.device, torch.float32))
+        else:
+            param.copy_(value)
+
+    @torch.no_grad()
+    def restore(self) -> Optimizer:
+        """Make parameters that were float32 so again; the inner optimizer may step again.
+
+        Returns:
+            The inner optimizer.
+        """
+        for param, dtype in self._before.items():
+            _set_dtype(param, self.master(param).to(dtype))
+        self.corrections.clear()
+        self._before.clear()
+        return self.release_inner()
+
+    def own_state(self) -> dict[str, Any]:
+        """The format, the corrections by the parameter's number, and the count of steps."""
+        for param in self.corrections:
+            self._drop_stale(param)
+        found = ((i, p, self.corrections.get(p)) for i, p in enumerate(self.params()))
+        kept = {i: sharded_like(t, p) for i, p, t in found if t is not None}
+        return {"weights": {"format": self.weights, "corrections": kept, "steps": int(self._count)}}
+
+    def check_own_state(self, own: Mapping[str, Any]) -> None:
+        """Raise ValueError if corrections are of another format or shape."""
+        given = own.get("weights")
+        if given is None:
+            return
+        if given["format"] != self.weights:
+            raise ValueError(f"the state has weights={given['format']!r}, not {self.weights!r}")
+        wanted = self.own_state()["weights"]["corrections"]
+        shapes = [{i: tuple(t.shape) for i, t in c.items()} for c in (given["corrections"], wanted)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"the state has corrections of shapes {shapes[0]}, not {shapes[1]}")
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Restore the corrections; without any, the weights count as they are."""
+        given = own.get("weights", {"corrections": {}, "steps": 0})
+        self._count.set(int(given["steps"]))
+        for index, param in enumerate(self.params()):
+            correction = self.corrections.get(param)
+            if correction is not None:
+                loaded = given["corrections"].get(index)
+                correction.zero_() if loaded is None else correction.copy_(local(loaded))
+            if param in self.corrections:
+                self._versions[param] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        for param in self.corrections:
+            self._drop_stale(param)
+        return {**super().__getstate__(), "_versions": dict.fromkeys(self.corrections)}
+
+    def _drop_stale(self, param: Tensor) -> None:
+        """Zero the correction of a weight that something else has written since."""
+        correction = self.corrections[param]
+        if correction is not None and self._versions.get(param) not in (None, param._version):
+            correction.zero_()
+            self._versions[param] = param._version
+
+    def _convert(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if param in self._keep or param.dtype not in (torch.float32, self.format.dtype):
+                continue
+            whole = local(param.detach())
+            low = torch.empty_like(whole, dtype=self.format.dtype)
+            kind = self.format.correction
+            self.corrections[param] = torch.empty_like(low, dtype=kind) if kind else None
+            if param.dtype == torch.float32:
+                self._before[param] = param.dtype
+                _set_dtype(param, low)
+            self._write(param, whole.float())
+
+    def _is_fused(self, member: Member) -> bool:
+        """Whether a kernel steps the weight together with what it has besides."""
+        param, seen, grad = member
+        if not isinstance(self.inner, FusedStates) or param not in self.corrections:
+            return False
+        return seen is param and param.grad is not None and (grad is None or grad is param.grad)
+
+    def _step_fused(self, members: Sequence[Member]) -> None:
+        inner: Any = self.inner
+        if not members:
+            return
+        found: dict[Tensor, Beside] = {}
+        for param, _, _ in members:
+            self._drop_stale(param)
+            found[param] = self._beside(param)
+        with inner.beside(found):
+            super().step_members([Member(param, param) for param in found])
+        for param in found:
+            torch.autograd.graph.increment_version(param)  # kernels write past autograd
+            self._versions[param] = param._version
+
+    def _beside(self, param: Tensor) -> Beside:
+        if not self.format.stochastic:
+            return Beside(self.corrections[param])
+        if not any(group.get("capturable") for group in self.param_groups):
+            return Beside(None, True, self._key(param, int(self._count)).bits())
+        return Beside(None, True, self._key(param, 0).bits(), self._count.on(param.device))
+
+    def _enter(self, member: Member) -> Member:
+        param = member.param
+        grad = param.grad if member.grad is None else member.grad
+        if param not in self.corrections or grad is None:
+            return member
+        return stand_in(param, self.master(param), grad.float())
+
+    def _write(self, param: Tensor, value: Tensor) -> None:
+        stochastic = self.format.stochastic
+        if stochastic:
+            cuda_graph.refuse(type(self).__name__, "replays would draw the same random bits")
+        seed = self._key(param, int(self._count)).bits() if stochastic else 0
+        own = local(param.detach())
+        split(local(value), own, self.corrections[param], seed=seed, stochastic=stochastic)
+        torch.autograd.graph.increment_version(param)  # kernels write past autograd
+        self._versions[param] = param._version
+
+    def _key(self, param: Tensor, step: int) -> Key:
+        numbers = self.__dict__.setdefault("_numbers", {})
+        if param not in numbers:
+            numbers.update((p, i) for i, p in enumerate(self.params()))
+        rank = part_number(param)
+        return Key(self.seed, site=numbers[param], step=step, rank=rank)
+
+
+def _set_dtype(param: Tensor, value: Tensor) -> None:
+    grad, param.grad = param.grad, None
+    param.data = value
+    if grad is not None:
+        param.grad = grad.to(value.dtype)

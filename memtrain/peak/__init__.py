@@ -1,6 +1,0 @@
-"""The peak of a training step: how much is alive, when, and what it is."""
-
-from memtrain.peak.step import StepOptions
-from memtrain.peak.timeline import PARTS, Moment, Timeline
-
-__all__ = ["PARTS", "Moment", "StepOptions", "Timeline"]

@@ -1,0 +1,81 @@
+"""A config's value -> the compressor it describes."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from memtrain.compressors import COMPRESSORS, Compressor, Host
+from memtrain.compressors.auto import Auto
+from memtrain.compressors.named import named
+from memtrain.config.sources import KEEP, nearest
+
+RULE_KEEPS = "its rule says keep"
+AUTO = "auto"
+
+
+def build(spec: object, *, signed: bool = True) -> Compressor | str:
+    """Make a compressor of a config's value.
+
+    Args:
+        spec: A name such as `"B128/DE"`, a mapping with `name` and the compressor's own fields, a
+            compressor, or `"keep"`. `bits: auto` gives an `Auto`.
+        signed: Whether the tensor has signs, for names that do not say it.
+
+    Returns:
+        The compressor, or the reason to keep the site.
+
+    Raises:
+        ValueError: For an unknown name or field, or a value out of range.
+        TypeError: For a value of the wrong type.
+
+    Example:
+        >>> build({"name": "group", "bits": 2}).bits
+        2
+    """
+    if spec == KEEP:
+        return RULE_KEEPS
+    if isinstance(spec, str):
+        return named(spec, signed=signed)
+    if isinstance(spec, Compressor):
+        return spec
+    if not isinstance(spec, Mapping) or "name" not in spec:
+        raise TypeError(f"compressor {spec!r} is neither a name nor a mapping with a 'name'")
+    values = dict(spec)
+    name = str(values.pop("name"))
+    if "inner" in values:
+        return _build_around(name, values, signed)
+    if name not in COMPRESSORS:
+        raise ValueError(f"unknown compressor {name!r}; {nearest(name, list(COMPRESSORS))}")
+    cls = COMPRESSORS[name]
+    _check_fields(name, values)
+    auto = values.get("bits") == AUTO
+    if auto:
+        del values["bits"]
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(cls), values)
+    except OmegaConfBaseException as error:
+        raise TypeError(f"compressor {name!r}: {str(error).splitlines()[0]}") from error
+    built = cls(**{key: typed[key] for key in values})
+    return Auto(template=built) if auto else built
+
+
+def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor:
+    """`host` and its like, whose `inner` is a compressor of its own."""
+    if COMPRESSORS.get(name) is not Host or len(values) > 1:
+        raise ValueError(f"compressor {name!r} with {sorted(values)}; allowed: host with inner")
+    inner = build(values["inner"], signed=signed)
+    if isinstance(inner, str):
+        raise ValueError(f"inner={values['inner']!r}; allowed: a compressor")
+    if isinstance(inner, Auto):
+        return Auto(template=Host(inner=inner.template))
+    return Host(inner=inner)
+
+
+def _check_fields(name: str, values: Mapping[str, Any]) -> None:
+    allowed = [item.name for item in fields(COMPRESSORS[name])]
+    for key in values:
+        if key not in allowed:
+            raise ValueError(f"compressor {name!r} has no field {key!r}; {nearest(key, allowed)}")

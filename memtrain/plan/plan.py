@@ -1,0 +1,303 @@
+"""Rules x sites -> plan: what is done to every site, decided before anything runs."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.adaptive.bit_widths import Bits
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.fake_forward import trace
+from memtrain.compressors import Compressor
+from memtrain.compressors.auto import Auto
+from memtrain.config.sources import KEEP, Config
+from memtrain.optim.states.layout import is_unsigned
+from memtrain.plan import file
+from memtrain.plan.entry import UNKNOWN, Entry, merge
+from memtrain.plan.file import Decision, load
+from memtrain.plan.rules import (
+    NO_RULE,
+    Rules,
+    activation_rules,
+    automatic_bits,
+    missing,
+    recompute_inputs,
+    state_rules,
+    state_site,
+)
+from memtrain.plan.states import NO_COUNTER, predict_states
+from memtrain.plan.weights import predict_gradients, predict_weights, training_dtypes
+from memtrain.precision.graph import check, graph_of
+from memtrain.precision.run import Rounder
+from memtrain.precision.state import PrecisionState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Site -> compressor, or keep with the reason.
+
+    Without a batch, activation sites are settled by the first training forward; what a site was
+    settled to stays.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(64, 128)
+        >>> plan = make_plan(model, torch.optim.AdamW(model.parameters()), "balanced")
+        >>> plan.entries("gradient")[0].reason
+        'not requested'
+    """
+
+    config: Config
+    activation_rules: Rules
+    state_rules: Rules
+    _entries: dict[str, list[Entry]] = field(default_factory=dict)
+    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
+    bits: Bits | None = None
+    """The widths of the sites with `bits: auto`, if a rule has it."""
+    precision: PrecisionState | None = None
+    """The formats of the tensors of training, if any are rounded."""
+
+    @property
+    def options(self) -> Options:
+        """How saved tensors are handled, whatever their compressors."""
+        own = self.config.activations
+        return Options(
+            min_elements=own.min_elements,
+            derive_outputs=own.derive_outputs,
+            backward_bytes=own.backward_bytes,
+            recompute=tuple(own.recompute),
+            recompute_inputs=recompute_inputs(own),
+        )
+
+    @property
+    def intercepts(self) -> bool:
+        """Whether forwards have anything done to their ops or to what they save."""
+        own = self.config.activations
+        recomputes = own.recompute or own.recompute_inputs != KEEP
+        return bool(self.activation_rules or recomputes or self.config.precision.active)
+
+    def choose_activation(self, site: Site) -> Compressor | str:
+        """The compressor for a saved tensor's site, or the reason to keep it."""
+        chosen = self.activation_rules.choose(*site)
+        if isinstance(chosen, Auto) and self.bits is not None:
+            return self.bits.resolve(site, chosen)
+        return chosen
+
+    def choose_state(self, parameter: str, state: str) -> Compressor | str:
+        """The compressor for a parameter's state, or the reason to keep it."""
+        names = self._aliases.get(parameter, (parameter,))
+        alternatives = [(name, state) for name in names]
+        return self.state_rules.choose_any(alternatives, signed=not is_unsigned(state))
+
+    def settle(self, records: Iterable[Record]) -> None:
+        """Add the activation sites of a forward; those that are settled already stay.
+
+        A site whose automatic bits have changed since is settled again.
+        """
+        new = {entry.site: entry for entry in merge(records)}
+        stale = self.bits.stale if self.bits is not None else set()
+        rows = self._entries.setdefault("activation", [])
+        rows[:] = [new.get(row.site, row) if row.site in stale else row for row in rows]
+        stale -= new.keys()
+        known = {row.site for row in rows}
+        rows += [entry for site, entry in new.items() if site not in known]
+
+    def trace(
+        self,
+        model: nn.Module,
+        batch: Any,
+        choose: Callable[[Site], Compressor | str] | None = None,
+    ) -> list[Record]:
+        """What a forward would save under the plan, or under `choose`; the plan is not changed."""
+        rounding = None
+        if self.precision is not None:
+            if self.precision.graph is None:
+                self.settle_precision(model, batch)
+            rounding = Rounder(self.precision, NO_RULE, trial=True)
+        chosen = choose or self.choose_activation
+        dtypes = training_dtypes(model, self.config)
+        return trace(model, batch, chosen, self.options, dtypes, rounding)
+
+    def settle_precision(self, model: nn.Module, batch: Any) -> None:
+        """Choose formats for the tensors of training, by a forward on fake tensors.
+
+        Raises:
+            ValueError: If the model has no GEMM.
+        """
+        if self.precision is not None:
+            self.precision.settle(graph_of(model, batch, self.choose_activation, self.options))
+
+    def automatic_bits(self) -> Bits | None:
+        """The widths that rules with `bits: auto` start with; None if no rule has it."""
+        return automatic_bits(self.config.activations, self.activation_rules, self.state_rules)
+
+    def unused(self) -> dict[str, list[str]]:
+        """Rules that have matched nothing so far, by what they are for."""
+        return {
+            "activations": self.activation_rules.unused(),
+            "optim": self.state_rules.unused(),
+        }
+
+    def entries(self, kind: str = "") -> list[Entry]:
+        """The plan's rows, of one kind or all; no activations before they are settled."""
+        kinds = [kind] if kind else ["weight", "gradient", "state", "activation"]
+        return [entry for name in kinds for entry in self._entries.get(name, [])]
+
+    def to_yaml(self) -> str:
+        """The plan as YAML that `wrap`, `make_plan` and `audit` take: the same decisions again.
+
+        Returns:
+            A config that is complete, with a line for each site that is known so far (those of
+            activations once they are settled): `memtrain.plan.file` describes it.
+
+        Raises:
+            ValueError: For a compressor that is not in memtrain's registry.
+        """
+        states = [(entry, entry.site.split(" / ")) for entry in self.entries("state")]
+        saved = [(entry, Site.parse(entry.site)) for entry in self.entries("activation")]
+        return file.dumps(
+            self.config,
+            {
+                "activations": [
+                    Decision(entry.site, self.activation_rules.choose(*site), entry.comment)
+                    for entry, site in saved
+                    if "*" not in site
+                ],
+                "optim": [
+                    Decision(entry.site, self.choose_state(site[0], site[-1]), entry.comment)
+                    for entry, site in states
+                    if len(site) == 3 and entry.reason != NO_COUNTER
+                ],
+            },
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML, whole or not at all.
+
+        Args:
+            path: Ends in `.yaml`; an older file is replaced.
+
+        Raises:
+            ValueError: For another ending, which `wrap` would not take for a file.
+            OSError: If it cannot be written.
+        """
+        path = Path(path)
+        if path.suffix not in (".yaml", ".yml"):
+            raise ValueError(f"plan file {str(path)!r}; allowed: names that end in .yaml")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        partial.write_text(self.to_yaml())
+        partial.replace(path)
+
+    def diff(self, other: "Plan") -> list[str]:
+        """What `other` decides differently: `site: this -> other`, a line each."""
+        return file.diff(self.to_yaml(), other.to_yaml())
+
+    def listing(self) -> str:
+        """For each kind and site the compressor, or `keep` with the reason; as it is printed."""
+        tree: dict[str, dict[str, str]] = {}
+        for entry in self.entries():
+            what = entry.compressor or f"keep: {entry.reason}"
+            tree.setdefault(entry.kind, {})[entry.site] = what
+        for part, rules in self.unused().items():
+            if rules:
+                tree.setdefault("matched nothing", {})[part] = "; ".join(rules)
+        return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+    def __str__(self) -> str:
+        return self.listing()
+
+
+def make_plan(
+    model: nn.Module, optimizer: Optimizer, cfg: Any = None, *, batch: Any = None
+) -> Plan:
+    """Decide what is done to every site; nothing is changed.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        cfg: Anything that `memtrain.config.load` takes, a plan file's path, or a plan.
+        batch: What the model is called with: settles the activation sites by a forward on fake
+            tensors. Without it the first training forward of a wrapped model settles them.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: For a config that `load` refuses, an unknown compressor, or an exception (a
+            rule of the user's) whose module or parameter does not exist.
+        TypeError: For values of the wrong type.
+    """
+    config = file.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
+    modules = [name for name, _ in model.named_modules()]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    plan = Plan(
+        config,
+        activation_rules(config.activations, modules),
+        state_rules(config.optim, list(parameters)),
+        _aliases=_aliases(parameters),
+    )
+    precision = PrecisionState(config.precision) if config.precision.active else None
+    if precision is not None:
+        check(model)
+    plan = replace(plan, bits=plan.automatic_bits(), precision=precision)
+    plan._entries["weight"] = predict_weights(model, optimizer, config)
+    plan._entries["gradient"] = predict_gradients(model, optimizer, config)
+    plan._entries["state"] = predict_states(model, optimizer, plan)
+    _check_states(plan)
+    if batch is not None:
+        asked: set[Site] = set()
+
+        def choose(site: Site) -> Compressor | str:
+            asked.add(site)
+            return plan.choose_activation(site)
+
+        plan.settle(plan.trace(model, batch, choose))
+        known = {site.name for site in asked}
+        known.update(entry.site for entry in plan.entries("activation"))
+        strangers = [name for name in config.activations.sites if name not in known]
+        missing(strangers, "no op of the forward saves them")
+    return plan
+
+
+def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
+    """The part of a plan that is for saved tensors; it needs no optimizer.
+
+    Args:
+        model: The model.
+        cfg: Anything that `memtrain.config.load` takes.
+
+    Returns:
+        A plan whose activation sites are not settled yet.
+
+    Raises:
+        ValueError: As `make_plan`.
+        TypeError: As `make_plan`.
+    """
+    config = load(cfg)
+    rules = activation_rules(config.activations, [name for name, _ in model.named_modules()])
+    plan = Plan(config, rules, Rules([], [], ("parameter", "state")))
+    return replace(plan, bits=plan.automatic_bits())
+
+
+def _check_states(plan: Plan) -> None:
+    """Raise for the states that a plan file decides and the optimizer does not have."""
+    entries = plan.entries("state")
+    if any(entry.reason.startswith(UNKNOWN) for entry in entries):
+        return
+    params = {state_site(entry.site) for entry in entries}
+    known = {(tied, state) for name, state in params for tied in plan._aliases.get(name, (name,))}
+    strangers = [site for site in plan.config.optim.sites if state_site(site) not in known]
+    missing(strangers, "the optimizer has no such states")
+
+
+def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in parameters.items():
+        names[parameter] = (*names.get(parameter, ()), name)
+    return {name: tied for tied in names.values() for name in tied if len(tied) > 1}

@@ -1,0 +1,232 @@
+"""Ordered patterns over names, and what a plan file says of single sites: who decides a site."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from memtrain.activations.adaptive.bit_widths import Bits
+from memtrain.activations.intercept.op_families import FAMILIES
+from memtrain.activations.intercept.recompute import BLOCKS
+from memtrain.activations.saved.site import STARTS, Site
+from memtrain.compressors import Compressor, DerivativeCode, Integers, Mask
+from memtrain.compressors.auto import Auto
+from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
+from memtrain.plan.build import build
+
+NO_RULE = "no rule matches"
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """A rule's pattern as globs: `|` separates them, `@name` stands for a family of ops.
+
+    Raises:
+        ValueError: For an unknown family.
+
+    Example:
+        >>> expand("linear|@exponential")
+        ('linear', 'cross_entropy', 'log_softmax', 'logsumexp')
+    """
+    patterns: list[str] = []
+    for pattern in text.split("|"):
+        if pattern.startswith("@") and pattern not in FAMILIES:
+            raise ValueError(f"unknown family of ops {pattern!r}; {nearest(pattern, [*FAMILIES])}")
+        patterns += FAMILIES.get(pattern, (pattern,))
+    return tuple(patterns)
+
+
+class Rules:
+    """Ordered rules over names; the first whose every pattern matches wins.
+
+    Args:
+        exceptions: The user's rules, tried first.
+        rules: The preset's rules.
+        names: The fields of a rule that are patterns, in the order of `choose`'s arguments.
+        sites: Names -> what a plan file says of exactly this site; tried before every rule.
+    """
+
+    def __init__(
+        self,
+        exceptions: Sequence[ActivationRule | StateRule],
+        rules: Sequence[ActivationRule | StateRule],
+        names: Sequence[str],
+        sites: Mapping[tuple[str, ...], Any] | None = None,
+    ) -> None:
+        self._sites = {
+            site: {signed: build(what, signed=signed) for signed in (True, False)}
+            for site, what in (sites or {}).items()
+        }
+        given = (*exceptions, *rules)
+        self._texts = [", ".join(str(getattr(rule, name)) for name in names) for rule in given]
+        self._rules = [
+            (
+                tuple(expand(str(getattr(rule, name))) for name in names),
+                {signed: build(rule.compressor, signed=signed) for signed in (True, False)},
+            )
+            for rule in given
+        ]
+        self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
+
+    def choose(self, *names: str, signed: bool = True) -> Compressor | str:
+        """The compressor for a site, or the reason to keep it."""
+        return self.choose_any([names], signed=signed)
+
+    def choose_any(
+        self, alternatives: Iterable[tuple[str, ...]], *, signed: bool = True
+    ) -> Compressor | str:
+        """The same for a site of several names (a tied weight): the earliest rule of any wins."""
+        alternatives = list(alternatives)
+        exact = next((self._sites[names] for names in alternatives if names in self._sites), None)
+        if exact is not None:
+            return exact[signed]
+        first = min(map(self._winner, alternatives))
+        return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
+
+    def compressors(self) -> list[Compressor | str]:
+        """What the rules choose among."""
+        signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
+        return [chosen for each in signs for chosen in each.values()]
+
+    def unused(self) -> list[str]:
+        """The patterns of the rules that have won no site so far."""
+        won = set(self._first.values())
+        return [text for index, text in enumerate(self._texts) if index not in won]
+
+    def _winner(self, names: tuple[str, ...]) -> int:
+        if names not in self._first:
+            matching = (
+                index
+                for index, (patterns, _) in enumerate(self._rules)
+                if all(map(_matches, names, patterns))
+            )
+            self._first[names] = next(matching, len(self._rules))
+        return self._first[names]
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do; a plan that only keeps has nothing."""
+        exact = (chosen for signs in self._sites.values() for chosen in signs.values())
+        return bool(self._rules) or any(not isinstance(chosen, str) for chosen in exact)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
+    """The rules for saved tensors.
+
+    Args:
+        own: That part of the config.
+        modules: Paths of the model's modules.
+
+    Raises:
+        ValueError: For an exception, a site of a plan file or a recomputed module that the model
+            does not have.
+    """
+    _check_exceptions(own.exceptions, "module", modules)
+    recompute_inputs(own)
+    sites = {site: Site.parse(site) for site in own.sites}
+    strangers = [name for name, site in sites.items() if site.module not in modules]
+    missing(strangers, "the model has no such modules")
+    for pattern in own.recompute:
+        if pattern != BLOCKS and not any(fnmatchcase(name, pattern) for name in modules):
+            hint = nearest(pattern, modules)[:500]
+            raise ValueError(f"activations.recompute={pattern!r} matches no module; {hint}")
+    exact = {tuple(site): own.sites[name] for name, site in sites.items()}
+    return Rules(own.exceptions, own.rules, ("module", "op", "tensor"), exact)
+
+
+def recompute_inputs(own: Activations) -> Compressor | str:
+    """What holds the inputs of modules that run again, or the reason to keep them.
+
+    Args:
+        own: That part of the config.
+
+    Raises:
+        ValueError: For a compressor that does not give numbers of any tensor back.
+        TypeError: For a value that describes none.
+
+    Example:
+        >>> recompute_inputs(Activations(recompute_inputs={"name": "group", "bits": 8})).bits
+        8
+    """
+    if own.recompute_inputs == KEEP:
+        return STARTS
+    built = build(own.recompute_inputs)
+    if isinstance(built, Auto | DerivativeCode | Mask | Integers):
+        raise ValueError(
+            f"activations.recompute_inputs={own.recompute_inputs!r}; allowed: keep, or a "
+            "compressor of any numbers such as {name: group, bits: 8}"
+        )
+    return built
+
+
+def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
+    """The rules for optimizer states.
+
+    Args:
+        own: That part of the config.
+        parameters: Names of the model's parameters.
+
+    Raises:
+        ValueError: For an exception, or a site of a plan file, whose parameter does not exist.
+    """
+    _check_exceptions(own.exceptions, "parameter", parameters)
+    strangers = [site for site in own.sites if state_site(site)[0] not in parameters]
+    missing(strangers, "the model has no such parameters")
+    exact = {state_site(site): what for site, what in own.sites.items()}
+    return Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
+
+
+def automatic_bits(own: Activations, activations: Rules, states: Rules) -> Bits | None:
+    """The widths that rules with `bits: auto` start with; None if no rule has it.
+
+    Args:
+        own: That part of the config: its `average_bits`.
+        activations: The rules for saved tensors.
+        states: The rules for optimizer states, which may not have it.
+
+    Raises:
+        ValueError: If such a rule has no `average_bits`, or is for optimizer states.
+    """
+    if any(isinstance(chosen, Auto) for chosen in states.compressors()):
+        raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
+    if not any(isinstance(chosen, Auto) for chosen in activations.compressors()):
+        return None
+    if own.average_bits is None:
+        raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
+    return Bits(own.average_bits)
+
+
+def state_site(name: str) -> tuple[str, str]:
+    """Parameter and state of a site's name.
+
+    Example:
+        >>> state_site("wte.weight / adamw / exp_avg")
+        ('wte.weight', 'exp_avg')
+    """
+    parts = name.split(" / ")
+    return parts[0], parts[-1]
+
+
+def missing(sites: Sequence[str], why: str) -> None:
+    """Raise for the sites of a plan that do not exist.
+
+    Raises:
+        ValueError: If there are any: names the first ten of them.
+    """
+    if sites:
+        more = f" and {len(sites) - 10} more" if len(sites) > 10 else ""
+        raise ValueError(
+            f"{len(sites)} sites of the plan do not exist ({why}): {', '.join(sites[:10])}{more}"
+        )
+
+
+def _check_exceptions(rules: Sequence[Any], what: str, names: Sequence[str]) -> None:
+    for index, rule in enumerate(rules):
+        patterns = str(getattr(rule, what)).split("|")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"exceptions[{index}].{what}={pattern!r} matches no {what} of the model; "
+                    f"{nearest(pattern, names)[:500]}"
+                )
