@@ -60,9 +60,9 @@ class Auto:
         """
         return _with_bits(self.template, tuple(widths), tuple(weights))
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """The template's payload."""
-        return self.template.compress(x, key=key, previous=previous)
+        return self.template.compress(x, key=key)
 
     def decompress(self, packed: Packed) -> Tensor:
         """The template's tensor."""

@@ -60,8 +60,8 @@ class Compressor(Protocol):
     are handed the elements in memory order, one-dimensional.
     """
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
-        """Turn `x` into a payload; `previous` is the payload last made for the same site."""
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
+        """Turn `x` into a payload; `key` feeds stochastic rounding."""
         ...
 
     def decompress(self, packed: Packed) -> Tensor:

@@ -66,7 +66,7 @@ class Block:
         check_rounding(self.rounding)
         block.codebook(self.map, bits=self.bits, signed=self.signed)
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
         codes, scale = block.quantize(
             x,

@@ -97,8 +97,8 @@ class DerivativeCode:
         """
         return _table(self.function, self.bits, self.parameters, self.table_name)
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
-        """The codes of `x`, in logical order; no randomness, so `key` and `previous` do nothing."""
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
+        """The codes of `x`, in logical order; no randomness, so `key` does nothing."""
         step = self.table()
         codes = derivative.encode(x.detach(), step.boundaries, parity=step.parity, shift=step.shift)
         return Packed({"codes": codes}, x.shape, x.dtype)

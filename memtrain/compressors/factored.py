@@ -45,7 +45,7 @@ class Factored:
         if self.factor_dims not in ("first", "last2"):
             raise ValueError(f"factor_dims={self.factor_dims!r}; allowed: first, last2")
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Row means float32 [shape[0]] and column means float32 [prod(shape[1:])].
 
         Of `last2`: float32 [*shape[:-1]] and [*shape[:-2], shape[-1]].

@@ -54,13 +54,12 @@ class Float:
         """The format itself."""
         return named_format(self.format) if isinstance(self.format, str) else self.format
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Encode `x`.
 
         Args:
             x: Any shape and strides, float32, bfloat16 or float16.
             key: Feeds stochastic rounding, where the format says so.
-            previous: Not used.
 
         Returns:
             Tensor `codes`, uint8 or int16, of `x`'s shape.

@@ -61,13 +61,12 @@ class Group:
         if self.bounds not in ("bf16", "fp32"):
             raise ValueError(f"bounds={self.bounds!r}; allowed: 'bf16', 'fp32'")
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise `x` in its logical order.
 
         Args:
             x: Any shape, float32, bfloat16, float16 or float64.
             key: Feeds the stochastic rounding.
-            previous: Not used.
 
         Returns:
             Tensors `codes`, uint8 [n_groups, ceil(group_size / 8) * bits], and `bounds`,

@@ -172,19 +172,18 @@ class Host:
         """Whether `inner` wants the tensor itself, not a flat one."""
         return getattr(self.inner, "shaped", False)
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Compress `x` with `inner` and start the payload's way to the host.
 
         Args:
             x: What `inner` takes.
             key: Feeds `inner`.
-            previous: The payload last made for the same site: `inner`'s.
 
         Returns:
             The payload of `inner`, its tensors on the CPU, and an empty one, `device`, where they
             were; of a tensor in host memory, the payload of `inner`.
         """
-        packed = self.inner.compress(x, key=key, previous=previous)
+        packed = self.inner.compress(x, key=key)
         lane = transfers(x)
         if lane is None or not packed.tensors:
             return packed

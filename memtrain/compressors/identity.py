@@ -21,7 +21,7 @@ class Identity:
         tensor([0., 1., 2.])
     """
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """The tensor as its own payload. NaN and Inf pass through."""
         return Packed({"tensor": x}, x.shape, x.dtype)
 

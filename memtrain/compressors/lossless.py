@@ -26,13 +26,12 @@ class Mask:
         tensor([ True, False,  True])
     """
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Pack `x`.
 
         Args:
             x: Any shape, bool.
             key: Not used.
-            previous: Not used.
 
         Returns:
             Tensor `bits`, uint8 [ceil(numel / 256) * 32].
@@ -80,13 +79,12 @@ class Integers:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit}; allowed: 1 or more, or None")
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Narrow `x`; a tensor that cannot be narrower is its own payload.
 
         Args:
             x: Any shape, uint8, int8, int16, int32 or int64.
             key: Not used.
-            previous: Not used.
 
         Returns:
             Tensor `values`, of `x`'s shape.

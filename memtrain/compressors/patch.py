@@ -71,13 +71,12 @@ class Patch:
         patches = prod(shape[:-2]) * -(-rows // patch.SIDE) * -(-columns // patch.SIDE)
         return 8 * patches < prod(shape) * dtype.itemsize
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise the patches of `x`.
 
         Args:
             x: Any shape and strides, float32, bfloat16, float16 or float64.
             key: Feeds the stochastic rounding.
-            previous: Not used.
 
         Returns:
             Tensors `words`, int64 [outer, ceil(rows / 4), ceil(columns / 4), inner], and `order`,

@@ -102,13 +102,12 @@ class Projection:
         wanted = max(round(self.ratio * tokens), self.min_rows)
         return min(wanted, self.max_rows or wanted, tokens)
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Project `x` along its tokens.
 
         Args:
             x: [..., features], float32, bfloat16, float16 or float64.
             key: Gives S.
-            previous: Not used.
 
         Returns:
             Tensors `rows`, of `x`'s dtype, [p, features] (for `rows` and `norm_rows` the chosen

@@ -49,7 +49,7 @@ class Rank1:
         check_rounding(self.rounding)
         block.codebook(self.map, bits=self.bits, signed=self.signed)
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""
         if x.dim() < 2:
             return self._block().compress(x, key=key)

@@ -91,13 +91,12 @@ class Samples:
         """
         return [self.bits[rank * len(self.bits) // n_samples] for rank in range(n_samples)]
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise `x`, sample by sample.
 
         Args:
             x: Any shape, float32, bfloat16, float16 or float64; 0-d is one sample of one element.
             key: Feeds the stochastic rounding.
-            previous: Not used.
 
         Returns:
             Tensors `codes`, uint8, those of the widest first; `bounds`, bfloat16 or float32

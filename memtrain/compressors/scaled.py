@@ -70,7 +70,7 @@ class Scaled:
         check_rounding(self.rounding)
         block.codebook(self.map, bits=self.bits, signed=self.signed)
 
-    def compress(self, x: Tensor, *, key: Key, previous: Packed | None = None) -> Packed:
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; float32 scale, or row and col."""
         if x.dim() < 2 and self.normalisation != "tensor":
             return self._block().compress(x, key=key)

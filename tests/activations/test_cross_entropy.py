@@ -20,7 +20,7 @@ from memtrain.compressors.base import Compressor, Key, Packed
 class Exact(Compressor):
     """Loses nothing, and gives back a tensor of its own."""
 
-    def compress(self, x, *, key=Key(), previous=None):  # noqa: B008
+    def compress(self, x, *, key=Key()):  # noqa: B008
         return Packed({"x": x.clone()}, x.shape, x.dtype)
 
     def decompress(self, packed):

@@ -579,7 +579,7 @@ def test_compressors_that_want_the_shape_get_it(name):
     class Shaped:
         shaped = True
 
-        def compress(self, x, *, key, previous=None):
+        def compress(self, x, *, key):
             seen.append(x.shape)
             return Packed({"x": x}, x.shape, x.dtype)
 
