@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.intercept.index_bounds import limit_of
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.registry import SMOOTH, Call, recognise
+from memtrain.activations.intercept.registry import SMOOTH, recognise
 from memtrain.activations.intercept.rounding import Rounding
+from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.context import output_again
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.activations.saved.handles import Saved, Waiting

@@ -17,11 +17,11 @@ from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import Turn, awake, foreign_hooks, saves, sleeps
 from memtrain.activations.intercept.registry import (
     FUNCTION_MODULES,
-    Call,
     recognise_module,
     unwatched,
 )
 from memtrain.activations.intercept.rounding import Rounding
+from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.handles import unpack
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack import Choose, SavedTensors, Watch

@@ -1,7 +1,7 @@
 """Ops that are replaced whole: what a call of one is, and who recognises it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,35 +16,7 @@ from memtrain.activations.ops import (
     prelu,
     shape_only,
 )
-from memtrain.compressors import Compressor, Key
-
-
-class Call(Protocol):
-    """One call of an op that also exists in a form which saves a compressor's payload."""
-
-    @property
-    def op(self) -> str:
-        """The op's name in sites."""
-        ...
-
-    @property
-    def tensor(self) -> str:
-        """The role of its one site: `input` or `saved`."""
-        ...
-
-    @property
-    def x(self) -> Tensor:
-        """The tensor whose size, dtype and `requires_grad` decide whether it is worth it."""
-        ...
-
-    def accepts(self, compressor: Compressor) -> bool:
-        """Whether the replaced form works with this compressor; if not, the op runs as it is."""
-        ...
-
-    def run(self, compressor: Compressor, key: Key) -> Any:
-        """The op's result, its saved tensors replaced by the compressor's payload."""
-        ...
-
+from memtrain.activations.ops.call import Call
 
 Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 

@@ -8,23 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from memtrain.activations.ops.call import HOOKED
 from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.ops.spatial import per_dimension
 from memtrain.activations.saved.flatten import flatten, restore
-from memtrain.compressors import (
-    Compressor,
-    DerivativeCode,
-    Host,
-    Identity,
-    Integers,
-    Key,
-    Mask,
-    Samples,
-)
+from memtrain.compressors import Compressor, Key
 
 NAMES = (*(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)))
-# Compressors that give no floats, or that need the whole batch or the payload's own object.
-_HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
 _FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = (*_FORWARD[:5], "output_padding", "groups", "dilation")
 
@@ -83,7 +73,7 @@ class Convolution:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Any that gives back floats; hooks serve where the batch is decompressed whole."""
-        floats = not isinstance(compressor, _HOOKED)
+        floats = not isinstance(compressor, HOOKED)
         return floats and self.micro.samples(self.x) < self.x.shape[0]
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from memtrain.activations.ops.call import HOOKED, as_autocast
 from memtrain.activations.ops.context import compressed
-from memtrain.activations.ops.norm import as_autocast
-from memtrain.activations.ops.norm_calls import HOOKED
 from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.saved.flatten import Layout
 from memtrain.activations.saved.handles import Shared

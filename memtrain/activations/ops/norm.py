@@ -6,13 +6,14 @@ one `rstd` per row or channel are enough, whatever the mean was. Compressing `x`
 loses a large mean's worth of precision: the bounds of a group are rounded to bfloat16.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.ops.context import keep, kept, order_of
 from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised, keep_rows
 from memtrain.activations.ops.fused_norm import fused
@@ -98,30 +99,6 @@ def group_norm(
         lambda t: torch.group_norm(t, groups), (0, *x.shape[1:]), x, weight, bias
     )
     return _GroupNorm.apply(x, weight, bias, groups, eps, compressor, key)  # type: ignore[return-value]
-
-
-def as_autocast(
-    function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor, *others: Tensor | None
-) -> list[Any]:
-    """The tensors as autocast, where it is on, hands them to `function`.
-
-    Which functions it runs in float32 differs between devices and versions: torch is asked, on a
-    tensor without elements.
-
-    Args:
-        function: The op, of its first argument.
-        sizes: Of an empty tensor that it takes.
-        x: Its first argument.
-        *others: Its other tensors.
-    """
-    tensors = [x, *others]
-    half = (torch.float16, torch.bfloat16)
-    if not torch.is_autocast_enabled(x.device.type):
-        return tensors
-    probe = x.new_empty(tuple(sizes), dtype=torch.bfloat16)
-    if function(probe).dtype != torch.float32:
-        return tensors
-    return [t.float() if t is not None and t.dtype in half else t for t in tensors]
 
 
 class _LayerNorm(Function):

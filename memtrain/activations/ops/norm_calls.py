@@ -11,17 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from memtrain.activations.ops import batch_norm, norm
+from memtrain.activations.ops.call import HOOKED
 from memtrain.activations.ops.rms_norm import rms_norm
-from memtrain.compressors import (
-    Compressor,
-    DerivativeCode,
-    Host,
-    Identity,
-    Integers,
-    Key,
-    Mask,
-    Samples,
-)
+from memtrain.compressors import Compressor, Key
 
 NAMES = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm")
 
@@ -40,11 +32,6 @@ _SIGNATURES = {
     "batch_norm": ("input", "running_mean", "running_var"),
     "instance_norm": ("input",),
 }
-
-
-# Compressors that give no floats, or that need the tensor's shape or the payload's own object.
-HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
-"""With these an op that keeps a tensor of its own making runs as it is."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.ops.context import keep, kept
 from memtrain.activations.ops.fused_norm import fused
-from memtrain.activations.ops.norm import as_autocast
 from memtrain.activations.ops.once import once_differentiable
 from memtrain.compressors import Compressor, Key
 
