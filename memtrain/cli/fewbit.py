@@ -39,7 +39,7 @@ options:
   --weight NAME      uniform (default), or normal: inputs near 0 count more
   --cells N          cells of the search grid (2000)
   --png FILE         draw the derivative and its steps (needs matplotlib)
-  --npz FILE         save the table; DerivativeCode can use it: docs/fewbit.md
+  --npz FILE         save the table; DerivativeCode can use it: docs/guides/fewbit.md
   --json             print JSON instead of tables
   --errors           print the table of errors
 

@@ -1,4 +1,4 @@
-"""`memtrain-report --json`: the report as JSON, written and read (schema: docs/report.md)."""
+"""`memtrain-report --json`: the report as JSON, written and read (schema: docs/guides/report.md)."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ _ROW = {**_SIDES, "name": str, "kind": str, "sites": list}
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The report as JSON values, version 1 of the schema in docs/report.md.
+    """The report as JSON values, version 1 of the schema in docs/guides/report.md.
 
     Args:
         outcome: What was found.

@@ -80,7 +80,7 @@ options:
                module or op
   --depth N    with --by module: no deeper than N names (0: all)
   --top N      how many of them to show (10)
-  --json FILE  write the report as JSON (docs/report.md describes it)
+  --json FILE  write the report as JSON (docs/guides/report.md describes it)
   --csv FILE   write its rows; - instead of a file is the standard output, and
                then no table is printed
   --html FILE  write a page that stands alone: bars, treemap, timeline

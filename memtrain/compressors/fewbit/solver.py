@@ -23,7 +23,7 @@ from memtrain.compressors.fewbit.step_function import MAX_BITS, Approximation
 __all__ = ["MAX_BITS", "Approximation", "solve", "table"]
 
 VERSION = 2  # of what a table holds; part of the names of cached files
-_SLOW_BITS = 6  # from here on solving may take seconds (docs/fewbit.md)
+_SLOW_BITS = 6  # from here on solving may take seconds (docs/guides/fewbit.md)
 
 
 def solve(

@@ -14,7 +14,7 @@ from memtrain.optim.wrappers import hooks
 from memtrain.optim.wrappers.stall import StallWatch
 
 OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
-FORMAT = 1  # of compressed states; docs/optimizers.md says what it holds
+FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds
 
 
 class CompressedStates(Optimizer):
