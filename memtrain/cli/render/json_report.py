@@ -1,4 +1,4 @@
-"""`memtrain-report --json`: the report as JSON, written and read (schema: docs/guides/report.md)."""
+"""`memtrain-report --json`: the report as JSON (schema: docs/guides/report.md)."""
 
 import dataclasses
 import json
