@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from memtrain import optim
 from memtrain.activations.adaptive.actnn import Statistics
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE
 from memtrain.plan.weights import ATTRIBUTE, apply, check, check_removable, remove
@@ -44,7 +44,7 @@ class _ChooseState:
     plan: Plan
     names: dict[nn.Parameter, str]
 
-    def __call__(self, param: Tensor, state: str) -> Compressor | str:
+    def __call__(self, param: Tensor, state: str) -> Compressor | Keep:
         name = self.names.get(cast(nn.Parameter, param), "(added later)")
         return self.plan.choose_state(name, state)
 

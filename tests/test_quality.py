@@ -8,7 +8,7 @@ from torch import nn
 
 import memtrain
 from memtrain.activations.adaptive.quality import GradientQuality, measure
-from memtrain.compressors import Group, Identity
+from memtrain.compressors import Group, Identity, Keep
 
 
 def make():
@@ -59,7 +59,7 @@ def test_nearest_rounding_is_bias_and_no_variance():
 def test_a_linear_site_alone_has_no_bias():
     model = make()
     seeds = range(40)
-    choose = lambda site: Group(bits=2) if site.op == "linear" else "keep"  # noqa: E731
+    choose = lambda site: Group(bits=2) if site.op == "linear" else Keep("kept")  # noqa: E731
     found = measure(model, closure(model), choose, seeds=seeds)
     for row in found.sites:
         assert "linear" in row.name

@@ -18,7 +18,7 @@ from memtrain.audit.peak.measure import measure as measure_peak
 from memtrain.audit.peak.predict import MEASURE, UnpredictableError, conditions, predict, translated
 from memtrain.audit.peak.step import StepOptions, check_batch
 from memtrain.audit.report import Kept, Report, Row
-from memtrain.compressors import Compressor, Identity
+from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.config.sources import Config
 from memtrain.plan.entry import UNKNOWN, Entry
 from memtrain.plan.plan import Plan, make_plan
@@ -122,11 +122,11 @@ def _planned_trace(
 ) -> list[Record]:
     if not plan.intercepts:  # `wrap` then leaves the model alone
         return [
-            record._replace(planned=record.nbytes, compressor="", reason=NO_RULE)
+            record._replace(planned=record.nbytes, compressor="", reason=NO_RULE.reason)
             for record in plain
         ]
 
-    def choose(site: Site) -> Compressor | str:
+    def choose(site: Site) -> Compressor | Keep:
         asked.add(site)
         return plan.choose_activation(site)
 

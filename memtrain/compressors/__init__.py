@@ -1,6 +1,6 @@
 """What can be done to a tensor; one file a family, and the registry that configs name them by."""
 
-from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.base import Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.factored import Factored
@@ -44,6 +44,7 @@ __all__ = [
     "Host",
     "Identity",
     "Integers",
+    "Keep",
     "Key",
     "Mask",
     "Packed",

@@ -1,5 +1,6 @@
 """The one protocol: a frozen value that turns a tensor into a payload and back."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -49,6 +50,21 @@ class Packed(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the payload's tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The choice that leaves a tensor as it is, in place of a compressor.
+
+    Args:
+        reason: Why, as reports show it.
+
+    Example:
+        >>> Keep("no rule matches").reason
+        'no rule matches'
+    """
+
+    reason: str
 
 
 @runtime_checkable

@@ -7,16 +7,16 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from memtrain.compressors import COMPRESSORS, Compressor, Host
+from memtrain.compressors import COMPRESSORS, Compressor, Host, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.compressors.named import named
 from memtrain.config.sources import KEEP, nearest
 
-RULE_KEEPS = "its rule says keep"
+RULE_KEEPS = Keep("its rule says keep")
 AUTO = "auto"
 
 
-def build(spec: object, *, signed: bool = True) -> Compressor | str:
+def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     """Make a compressor of a config's value.
 
     Args:
@@ -67,7 +67,7 @@ def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor
     if COMPRESSORS.get(name) is not Host or len(values) > 1:
         raise ValueError(f"compressor {name!r} with {sorted(values)}; allowed: host with inner")
     inner = build(values["inner"], signed=signed)
-    if isinstance(inner, str):
+    if isinstance(inner, Keep):
         raise ValueError(f"inner={values['inner']!r}; allowed: a compressor")
     if isinstance(inner, Auto):
         return Auto(template=Host(inner=inner.template))

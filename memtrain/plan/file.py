@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 
-from memtrain.compressors import COMPRESSORS, Compressor
+from memtrain.compressors import COMPRESSORS, Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.config.sources import KEEP, Config, check_keys, from_mapping
 from memtrain.config.sources import load as load_config
@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     """A site, what is done to it, and a comment."""
 
     site: str
-    compressor: Compressor | str
+    compressor: Compressor | Keep
     comment: str = ""
 
 
@@ -125,7 +125,7 @@ def dumps(config: Config, sites: Mapping[str, Iterable[Decision]]) -> str:
     return text
 
 
-def spec(compressor: Compressor | str) -> Any:
+def spec(compressor: Compressor | Keep) -> Any:
     """What a config says for a compressor: `build` makes an equal one of it.
 
     Args:
@@ -138,11 +138,11 @@ def spec(compressor: Compressor | str) -> Any:
         ValueError: For another class.
 
     Example:
-        >>> from memtrain.compressors import Group
-        >>> spec(Group(bits=2)), spec("no rule matches")
+        >>> from memtrain.compressors import Group, Keep
+        >>> spec(Group(bits=2)), spec(Keep("no rule matches"))
         ({'name': 'group', 'bits': 2}, 'keep')
     """
-    if isinstance(compressor, str):
+    if isinstance(compressor, Keep):
         return KEEP
     if isinstance(compressor, Auto):
         inner = spec(compressor.template)

@@ -14,7 +14,7 @@ from memtrain.activations.adaptive.bit_widths import Bits
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.config.sources import KEEP, Config
 from memtrain.optim.states.layout import is_unsigned
@@ -82,14 +82,14 @@ class Plan:
         recomputes = own.recompute or own.recompute_inputs != KEEP
         return bool(self.activation_rules or recomputes or self.config.precision.active)
 
-    def choose_activation(self, site: Site) -> Compressor | str:
+    def choose_activation(self, site: Site) -> Compressor | Keep:
         """The compressor for a saved tensor's site, or the reason to keep it."""
         chosen = self.activation_rules.choose(*site)
         if isinstance(chosen, Auto) and self.bits is not None:
             return self.bits.resolve(site, chosen)
         return chosen
 
-    def choose_state(self, parameter: str, state: str) -> Compressor | str:
+    def choose_state(self, parameter: str, state: str) -> Compressor | Keep:
         """The compressor for a parameter's state, or the reason to keep it."""
         names = self._aliases.get(parameter, (parameter,))
         alternatives = [(name, state) for name in names]
@@ -112,7 +112,7 @@ class Plan:
         self,
         model: nn.Module,
         batch: Any,
-        choose: Callable[[Site], Compressor | str] | None = None,
+        choose: Callable[[Site], Compressor | Keep] | None = None,
     ) -> list[Record]:
         """What a forward would save under the plan, or under `choose`; the plan is not changed."""
         rounding = None
@@ -253,7 +253,7 @@ def make_plan(
     if batch is not None:
         asked: set[Site] = set()
 
-        def choose(site: Site) -> Compressor | str:
+        def choose(site: Site) -> Compressor | Keep:
             asked.add(site)
             return plan.choose_activation(site)
 

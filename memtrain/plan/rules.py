@@ -8,12 +8,12 @@ from memtrain.activations.adaptive.bit_widths import Bits
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
 from memtrain.activations.saved.site import STARTS, Site
-from memtrain.compressors import Compressor, DerivativeCode, Integers, Mask
+from memtrain.compressors import Compressor, DerivativeCode, Integers, Keep, Mask
 from memtrain.compressors.auto import Auto
 from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
 from memtrain.plan.build import build
 
-NO_RULE = "no rule matches"
+NO_RULE = Keep("no rule matches")
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -66,13 +66,13 @@ class Rules:
         ]
         self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
 
-    def choose(self, *names: str, signed: bool = True) -> Compressor | str:
+    def choose(self, *names: str, signed: bool = True) -> Compressor | Keep:
         """The compressor for a site, or the reason to keep it."""
         return self.choose_any([names], signed=signed)
 
     def choose_any(
         self, alternatives: Iterable[tuple[str, ...]], *, signed: bool = True
-    ) -> Compressor | str:
+    ) -> Compressor | Keep:
         """The same for a site of several names (a tied weight): the earliest rule of any wins."""
         alternatives = list(alternatives)
         exact = next((self._sites[names] for names in alternatives if names in self._sites), None)
@@ -81,7 +81,7 @@ class Rules:
         first = min(map(self._winner, alternatives))
         return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
 
-    def compressors(self) -> list[Compressor | str]:
+    def compressors(self) -> list[Compressor | Keep]:
         """What the rules choose among."""
         signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
         return [chosen for each in signs for chosen in each.values()]
@@ -104,7 +104,7 @@ class Rules:
     def __bool__(self) -> bool:
         """Whether there is anything to do; a plan that only keeps has nothing."""
         exact = (chosen for signs in self._sites.values() for chosen in signs.values())
-        return bool(self._rules) or any(not isinstance(chosen, str) for chosen in exact)
+        return bool(self._rules) or any(not isinstance(chosen, Keep) for chosen in exact)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -135,7 +135,7 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
     return Rules(own.exceptions, own.rules, ("module", "op", "tensor"), exact)
 
 
-def recompute_inputs(own: Activations) -> Compressor | str:
+def recompute_inputs(own: Activations) -> Compressor | Keep:
     """What holds the inputs of modules that run again, or the reason to keep them.
 
     Args:

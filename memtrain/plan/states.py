@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain import optim
-from memtrain.compressors import Compressor, Identity
+from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.optim.states.first_step import first_states, twin
 from memtrain.optim.states.shards import local
 from memtrain.plan.entry import UNKNOWN, Entry
@@ -29,7 +29,7 @@ class StatePlan(Protocol):
         """Its rules for states; empty where none are asked for."""
         ...
 
-    def choose_state(self, parameter: str, state: str) -> Compressor | str:
+    def choose_state(self, parameter: str, state: str) -> Compressor | Keep:
         """The compressor for a parameter's state, or the reason to keep it."""
         ...
 
@@ -108,7 +108,7 @@ def _kept(use: _Use, state: str, value: Tensor, plan: StatePlan) -> str:
     if use.param.numel() <= least:
         return f"of {least:,} elements or fewer"
     chosen = plan.choose_state(use.name, state)
-    return chosen if isinstance(chosen, str) else ""
+    return chosen.reason if isinstance(chosen, Keep) else ""
 
 
 def _uses(optimizer: Optimizer, names: dict[Any, str]) -> Iterator[_Use]:
@@ -132,7 +132,7 @@ def _planned(
 ) -> dict[tuple[Tensor, str], optim.StateRow]:
     def choose(param: Tensor, state: str) -> Compressor:
         chosen = plan.choose_state(names[param], state)
-        return Identity() if isinstance(chosen, str) else chosen
+        return Identity() if isinstance(chosen, Keep) else chosen
 
     least = plan.config.optim.min_elements
     compressed = optim.compress(twin(optimizer), choose, min_elements=least)

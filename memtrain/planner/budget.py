@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from memtrain.activations.saved.site import Site
 from memtrain.audit.peak import Moment, StepOptions
 from memtrain.audit.peak.predict import conditions, predict
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import KEEP, Config
 from memtrain.gradient_quality import closure_of
@@ -173,7 +173,7 @@ def _plan(
     """The plan without the sites that only other options have."""
     plan, asked = make_plan(model, optimizer, config), set[str]()
 
-    def choose(site: Site) -> Compressor | str:
+    def choose(site: Site) -> Compressor | Keep:
         asked.add(site.name)
         return plan.choose_activation(site)
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import trace
+from memtrain.compressors import Keep
 
 
 class Work(NamedTuple):
@@ -43,7 +44,7 @@ def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[
         handles.append(module.register_forward_pre_hook(counter.entering(path), prepend=True))
         handles.append(module.register_forward_hook(counter.leaving, always_call=True))
     try:
-        trace(model, batch, lambda site: "counted only")
+        trace(model, batch, lambda site: Keep("counted only"))
     finally:
         for handle in handles:
             handle.remove()

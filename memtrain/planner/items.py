@@ -10,7 +10,7 @@ import torch
 
 from memtrain.activations.saved.pack import SHARED
 from memtrain.activations.saved.site import Record, Site
-from memtrain.compressors import Compressor, DerivativeCode, Group, Identity
+from memtrain.compressors import Compressor, DerivativeCode, Group, Identity, Keep
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import KEEP
 from memtrain.plan.file import spec
@@ -21,7 +21,7 @@ from memtrain.planner.solve import undominated
 from memtrain.planner.traces import Trace, Traces
 
 _PAYLOAD = "payload"
-_UNASKED = ""  # it is kept whatever the rules say
+_UNASKED = Keep("")  # it is kept whatever the rules say
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Option:
     """Bytes read and written by compressing and decompressing."""
     calls: int = 0
     """Of compressors, and of ops that run again, besides those in ops that are replaced."""
-    choices: dict[Site, Compressor | str] = field(default_factory=dict)
+    choices: dict[Site, Compressor | Keep] = field(default_factory=dict)
     """What is done to each of its sites."""
 
     @property
@@ -74,9 +74,9 @@ class _Cell(NamedTuple):
     """A record under a scheme, and what is done there."""
 
     record: Record
-    choice: Compressor | str
+    choice: Compressor | Keep
     dial: _Dial
-    root: Compressor | str
+    root: Compressor | Keep
     """What is done to what it is computed again from, where it is; else to itself."""
     source: str = ""
     """The op whose output it is, where it is computed again."""
@@ -84,7 +84,7 @@ class _Cell(NamedTuple):
     """Of the records of one op's payload."""
 
 
-_Dials = dict[tuple[Site, Compressor | str, int], _Dial]
+_Dials = dict[tuple[Site, Compressor | Keep, int], _Dial]
 """Site, what is done to it and its bytes -> what follows a width."""
 
 
@@ -127,7 +127,7 @@ def _dials(wide: Trace, narrow: Trace) -> _Dials:
     return found
 
 
-def _followed(wide: Compressor | str | None, narrow: Compressor | str | None) -> str:
+def _followed(wide: Compressor | Keep | None, narrow: Compressor | Keep | None) -> str:
     """The field of `Widths` that says a compressor's bits."""
     if isinstance(wide, DerivativeCode) and isinstance(narrow, DerivativeCode):
         names = ("code",)
@@ -224,7 +224,7 @@ def _value(cell: _Cell, widths: Widths) -> _Value:
     if dial.name:
         nbytes += dial.slope * (getattr(widths, dial.name) - getattr(Widths(), dial.name))
     root = _at(cell.root, dial, widths)
-    if not record.compressor or isinstance(root, str | Identity):
+    if not record.compressor or isinstance(root, Keep | Identity):
         return _Value(nbytes)
     if record.compressor == _PAYLOAD:
         return _Value(nbytes, _error(cell, root) if cell.first else 0.0, 2 * nbytes)
@@ -242,7 +242,7 @@ def _error(cell: _Cell, root: Compressor) -> float:
     return relative_error(root, record.site.op)
 
 
-def _at(choice: Compressor | str, dial: _Dial, widths: Widths) -> Compressor | str:
+def _at(choice: Compressor | Keep, dial: _Dial, widths: Widths) -> Compressor | Keep:
     """The compressor at its width."""
     if dial.name and isinstance(choice, Group | DerivativeCode):
         return replace(choice, bits=getattr(widths, dial.name))
@@ -251,14 +251,14 @@ def _at(choice: Compressor | str, dial: _Dial, widths: Widths) -> Compressor | s
 
 def _option(cells: Sequence[_Cell], widths: Widths) -> Option:
     """The option of these widths, with its name and what is done to its sites."""
-    choices: dict[Site, Compressor | str] = {}
+    choices: dict[Site, Compressor | Keep] = {}
     names: set[str] = set()
     packed = False
     for cell in cells:
         chosen = _at(cell.choice, cell.dial, widths) if not cell.source else cell.choice
         if cell.record.shape and chosen != _UNASKED:
             choices[cell.record.site] = chosen
-        if isinstance(chosen, str) or not cell.record.compressor:
+        if isinstance(chosen, Keep) or not cell.record.compressor:
             continue
         packed = True
         if not cell.source and _error(cell, chosen):

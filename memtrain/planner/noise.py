@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memtrain.activations.intercept.op_families import FAMILIES
-from memtrain.compressors import Compressor, DerivativeCode, Integers, Key, Mask
+from memtrain.compressors import Compressor, DerivativeCode, Integers, Keep, Key, Mask
 from memtrain.compressors.fewbit.exact import EXACT
 from memtrain.compressors.fewbit.functions import CURVES, Function
 from memtrain.optim.states.layout import is_unsigned
@@ -66,7 +66,7 @@ def derived_error(compressor: Compressor, op: str) -> float:
     return _value_error(compressor, op)
 
 
-def moment_error(state: str, compressor: Compressor | str) -> float:
+def moment_error(state: str, compressor: Compressor | Keep) -> float:
     """The share of an update's square that rounding one of Adam's moments adds.
 
     By analysis, of its steady state under normal gradients: the first moment m is normal, with
@@ -87,7 +87,7 @@ def moment_error(state: str, compressor: Compressor | str) -> float:
         >>> 0 < moment_error("exp_avg", many) < moment_error("exp_avg", few) < 1
         True
     """
-    return 0.0 if isinstance(compressor, str) else _moment_error(is_unsigned(state), compressor)
+    return 0.0 if isinstance(compressor, Keep) else _moment_error(is_unsigned(state), compressor)
 
 
 @cache

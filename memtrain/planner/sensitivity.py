@@ -13,7 +13,7 @@ from memtrain.activations.adaptive.replay import Closure, Gradient, distance, do
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Site
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 from memtrain.planner.candidates import Block, Candidates
 from memtrain.planner.items import Item, Option, best
 
@@ -54,10 +54,10 @@ def measured(
     scales: dict[str, dict[str, float]] = {}
     with untouched(model) as gradient:
 
-        def run(choices: Mapping[Site, Compressor | str]) -> Gradient:
+        def run(choices: Mapping[Site, Compressor | Keep]) -> Gradient:
             interception = Interception(
                 model,
-                lambda site: choices.get(site, "kept for the measurement"),
+                lambda site: choices.get(site, Keep("kept for the measurement")),
                 options=options,
                 seed=0,
                 settle=lambda records: None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config, Optim
 from memtrain.optim.states.layout import settle
 from memtrain.plan.entry import Entry
@@ -36,7 +36,7 @@ class Variant(NamedTuple):
     """Of its update."""
     error: float
     """Its part of the update's square that rounding the states adds."""
-    choices: dict[str, Compressor | str]
+    choices: dict[str, Compressor | Keep]
     """Site -> what is done to it."""
 
 
@@ -193,8 +193,8 @@ def _variants(
     return found
 
 
-def _settled(param: Tensor, chosen: Compressor | str) -> Compressor | str:
-    return chosen if isinstance(chosen, str) else settle(param, chosen)[0]
+def _settled(param: Tensor, chosen: Compressor | Keep) -> Compressor | Keep:
+    return chosen if isinstance(chosen, Keep) else settle(param, chosen)[0]
 
 
 def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

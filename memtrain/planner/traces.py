@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from memtrain.activations.saved.site import Record, Site
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import KEEP
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import activation_rules as rules_of
@@ -17,7 +17,7 @@ from memtrain.planner.levels import CODES, GROUPS, NARROW, SCHEMES, Widths, acti
 class Trace:
     """The records of a forward, and what the rules say of each site that they were asked about."""
 
-    def __init__(self, records: list[Record], choices: dict[Site, Compressor | str]) -> None:
+    def __init__(self, records: list[Record], choices: dict[Site, Compressor | Keep]) -> None:
         self.records, self.choices = records, choices
 
 
@@ -58,9 +58,9 @@ class Traces:
         for known in self._made:
             if all(plan.choose_activation(site) == own for site, own in known.choices.items()):
                 return known
-        choices: dict[Site, Compressor | str] = {}
+        choices: dict[Site, Compressor | Keep] = {}
 
-        def choose(site: Site) -> Compressor | str:
+        def choose(site: Site) -> Compressor | Keep:
             choices[site] = plan.choose_activation(site)
             return choices[site]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack import Choose, SavedTensors
 from memtrain.activations.trace.fake_forward import trace
+from memtrain.compressors import Keep
 from memtrain.kernels.floats.rounding import DTYPES
 from memtrain.precision.ops import is_gemm, tensors
 from memtrain.precision.values import Made, Values
@@ -102,7 +103,7 @@ class Graph:
 def graph_of(
     model: nn.Module,
     batch: Any,
-    choose: Choose = lambda site: "",
+    choose: Choose = lambda site: Keep(""),
     options: Options = Options(),  # noqa: B008 (a frozen value)
 ) -> Graph:
     """Trace one training forward under fake tensors; nothing is run or changed.

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.saved.handles import check_version
 from memtrain.activations.saved.pack import SavedTensors
-from memtrain.compressors import Compressor, Float
+from memtrain.compressors import Compressor, Float, Keep
 from memtrain.kernels.floats.format_names import FORMATS
 from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.precision import gemm
@@ -32,11 +32,11 @@ class Rounder:
 
     Args:
         state: Formats, counts and the loss scale.
-        no_rule: The plan's reason to keep a saved tensor that no rule claims.
+        no_rule: The plan's choice for a saved tensor that no rule claims.
         trial: Whether this is a trace, of which nothing may stay.
     """
 
-    def __init__(self, state: PrecisionState, no_rule: str, *, trial: bool = False) -> None:
+    def __init__(self, state: PrecisionState, no_rule: Keep, *, trial: bool = False) -> None:
         self.state, self.no_rule, self.trial = state, no_rule, trial
         self.boundary = Boundary(state)
         self.saved: SavedTensors | None = None
@@ -215,10 +215,10 @@ class Rounder:
                 stacklevel=2,
             )
 
-    def exact(self, x: Tensor, reason: str) -> Compressor | None:
+    def exact(self, x: Tensor, chosen: Keep) -> Compressor | None:
         """Codes of the format that `x` has been rounded to, where no rule claims it."""
         name = self._names.name_of(x)
-        form = self.state.forward_format(name) if name and reason == self.no_rule else None
+        form = self.state.forward_format(name) if name and chosen == self.no_rule else None
         return None if form is None else _codes(form)
 
     def _round(

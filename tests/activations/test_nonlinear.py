@@ -10,7 +10,7 @@ from memtrain.activations.intercept.registry import recognise, recognise_module
 from memtrain.activations.ops.nonlinear import MODULES, NAMES, Nonlinearity
 from memtrain.activations.ops.prelu import PReLU
 from memtrain.activations.ops.rrelu import RReLU
-from memtrain.compressors import DerivativeCode, Group, Key
+from memtrain.compressors import DerivativeCode, Group, Keep, Key
 from memtrain.compressors.fewbit.exact import EXACT
 from memtrain.compressors.fewbit.register import register
 
@@ -296,7 +296,7 @@ def test_a_models_nonlinearities_are_found_and_keep_codes():
     records, model = [], _Model()
     interception = Interception(
         model,
-        lambda site: CODE if site.tensor == "input" else "not asked for",
+        lambda site: CODE if site.tensor == "input" else Keep("not asked for"),
         options=Options(min_elements=64, derive_outputs=False),
         seed=0,
         settle=records.extend,

@@ -14,7 +14,7 @@ from memtrain.activations.adaptive.replay import Closure, Gradient, distance, do
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.saved.pack import Choose, Watch
 from memtrain.activations.saved.site import Op, Site
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 
 
 class Adapter:
@@ -104,7 +104,7 @@ class Adapter:
         """As always, but for one site, and those that share its payload: another width."""
         usual = self.interception.saved.choose
 
-        def choose(at: Site) -> Compressor | str:
+        def choose(at: Site) -> Compressor | Keep:
             chosen = usual(at)
             if site in (at.name, self.bits.leaders.get(at.name)):
                 return self.bits.autos[at.name].with_bits((width,))

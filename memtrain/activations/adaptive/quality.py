@@ -13,9 +13,9 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack import Choose
 from memtrain.activations.saved.site import Record, Site
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 
-EXACT = "kept for the exact twin"
+EXACT = Keep("kept for the exact twin")
 
 
 class Quality(NamedTuple):
@@ -162,7 +162,7 @@ def _groups(records: Sequence[Record]) -> dict[str, set[str]]:
     return groups
 
 
-def _only(choose: Choose, names: set[str]) -> Callable[[Site], Compressor | str]:
+def _only(choose: Choose, names: set[str]) -> Callable[[Site], Compressor | Keep]:
     return lambda site: choose(site) if site.name in names else EXACT
 
 

@@ -21,7 +21,7 @@ from memtrain.activations.saved.handles import Saved, Waiting
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack import SavedTensors
 from memtrain.activations.saved.site import Op, Site
-from memtrain.compressors import Compressor, DerivativeCode, Identity
+from memtrain.compressors import Compressor, DerivativeCode, Identity, Keep
 
 
 class _Hole:
@@ -117,7 +117,7 @@ class Performer:
         if not self._replaceable(call.x):
             return None
         chosen = self.saved.choose(Site(self.module, call.op, call.tensor))
-        return None if isinstance(chosen, str) else chosen
+        return None if isinstance(chosen, Keep) else chosen
 
     def replace(self, call: Call, compressor: Compressor) -> Any:
         """The call's result, in the form that saves the compressor's payload."""

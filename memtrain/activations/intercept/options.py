@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from memtrain.activations.saved.site import STARTS
-from memtrain.compressors import Compressor
+from memtrain.compressors import Compressor, Keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,4 +26,4 @@ class Options:
     derive_outputs: bool = True
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
-    recompute_inputs: Compressor | str = STARTS
+    recompute_inputs: Compressor | Keep = STARTS

@@ -15,7 +15,16 @@ from memtrain.activations.saved.handles import Compressed, Derived, Kept, Saved,
 from memtrain.activations.saved.liveness import Holders
 from memtrain.activations.saved.origin import foreign, is_parameter, of_checkpoint, storage_id
 from memtrain.activations.saved.site import RECOMPUTE, STARTS, Op, Record, Site
-from memtrain.compressors import Compressor, DerivativeCode, Identity, Integers, Key, Mask, Packed
+from memtrain.compressors import (
+    Compressor,
+    DerivativeCode,
+    Identity,
+    Integers,
+    Keep,
+    Key,
+    Mask,
+    Packed,
+)
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
@@ -24,7 +33,7 @@ INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 SHARED = "shared with an earlier save"
 
-Choose = Callable[[Site], Compressor | str]
+Choose = Callable[[Site], Compressor | Keep]
 
 
 class Watch(Protocol):
@@ -68,7 +77,7 @@ class SavedTensors:
     """
 
     def __init__(
-        self, choose: Choose, min_elements: int, seed: int, starts: Compressor | str = STARTS
+        self, choose: Choose, min_elements: int, seed: int, starts: Compressor | Keep = STARTS
     ) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
         self.starts = starts
@@ -76,7 +85,7 @@ class SavedTensors:
         self.draws: dict[str, int] = {}  # site -> number; another one gives it other random bits
         self.watch: Watch | None = None
         # what keeps a rounded tensor bit for bit, where no rule claims it
-        self.exact: Callable[[Tensor, str], Compressor | None] | None = None
+        self.exact: Callable[[Tensor, Keep], Compressor | None] | None = None
         self.records: list[Record] | None = None
         self._reset()
 
@@ -158,11 +167,13 @@ class SavedTensors:
             self._note(site, x, "a weight: rounded again from its parameter")
             return Derived(weight.source, layout_of(x), witness, witness._version)
         why = self._why_keep(x, op, site, given.requires_grad)
-        chosen = why or self._fit(self.starts if op.name == RECOMPUTE else self.choose(site), x, op)
-        exact = self._exact(x, chosen) if not why else None
+        if why:
+            return self._keep(x, site, Keep(why))
+        chosen = self._fit(self.starts if op.name == RECOMPUTE else self.choose(site), x, op)
+        exact = self._exact(x, chosen)
         if exact is not None:
             return self._compress(x, site, exact, witness)
-        if isinstance(chosen, str | Identity):
+        if isinstance(chosen, Keep | Identity):
             return self._keep(x, site, chosen)
         return self._derived(x, site, witness) or self._compress(x, site, chosen, witness)
 
@@ -171,8 +182,8 @@ class SavedTensors:
         if storage_id(x) in self._inputs:
             return "the model's own input: stays alive anyway"
         # What has no gradient may be a mask, of numbers that no group holds side by side.
-        if op.name == RECOMPUTE and (isinstance(self.starts, str) or not requires_grad):
-            return STARTS
+        if op.name == RECOMPUTE and (isinstance(self.starts, Keep) or not requires_grad):
+            return STARTS.reason
         if x.numel() < self.min_elements:
             return f"under {self.min_elements:,} elements"
         if storage_id(x) in self._held:
@@ -189,28 +200,28 @@ class SavedTensors:
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _fit(self, chosen: Compressor | str, x: Tensor, op: Op) -> Compressor | str:
+    def _fit(self, chosen: Compressor | Keep, x: Tensor, op: Op) -> Compressor | Keep:
         """The compressor for this dtype: masks and indices are packed without loss."""
-        if isinstance(chosen, str | Identity):
+        if isinstance(chosen, Keep | Identity):
             return chosen
         if x.dtype == torch.bool:
             return Mask()
         if x.dtype in INTEGERS:
             return Integers(limit=op.limit)
         if x.dtype not in FLOATS:
-            return f"dtype {x.dtype}"
+            return Keep(f"dtype {x.dtype}")
         if isinstance(chosen, DerivativeCode):
-            return "derivative codes serve replaced nonlinearities only"
+            return Keep("derivative codes serve replaced nonlinearities only")
         return chosen
 
-    def _exact(self, x: Tensor, chosen: Compressor | str) -> Compressor | None:
-        if self.exact is None or not isinstance(chosen, str) or x.dtype not in FLOATS:
+    def _exact(self, x: Tensor, chosen: Compressor | Keep) -> Compressor | None:
+        if self.exact is None or not isinstance(chosen, Keep) or x.dtype not in FLOATS:
             return None
         return self.exact(x, chosen)
 
-    def _keep(self, x: Tensor, site: Site, chosen: Identity | str) -> Kept:
+    def _keep(self, x: Tensor, site: Site, chosen: Identity | Keep) -> Kept:
         alive = storage_id(x) in self._inputs or storage_id(x) in self._held
-        reason = chosen if isinstance(chosen, str) else ""
+        reason = chosen.reason if isinstance(chosen, Keep) else ""
         name = "" if reason else repr(chosen)
         version, witness = x._version, None
         if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
@@ -235,7 +246,7 @@ class SavedTensors:
             shared = Shared(packed, compressor, layout)
             nbytes = _held(packed, x)
             if nbytes >= x.untyped_storage().nbytes():
-                return self._keep(x, site, "its payload would be no smaller")
+                return self._keep(x, site, Keep("its payload would be no smaller"))
             weak = StorageWeakRef(x.untyped_storage())
             cached = _Cached(weak, weakref.ref(shared), x._version)
             self._cache[where] = self._latest[_memory(x)] = cached

@@ -5,12 +5,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from memtrain.activations.saved.origin import storage_id
+from memtrain.compressors import Keep
 
 ROOT = "(root)"
 """How the model itself is named where a module's path stands."""
 RECOMPUTE = "recompute"
 """The op, as it were, that keeps the inputs of a module which runs again in the backward."""
-STARTS = "what a recomputed module starts from"
+STARTS = Keep("what a recomputed module starts from")
 """Why they are kept as they are."""
 
 

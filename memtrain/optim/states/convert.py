@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from memtrain.compressors.base import Compressor
+from memtrain.compressors.base import Compressor, Keep
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamStates, AdamW4bit, AdamW8bit
 from memtrain.optim.fused.fused import REFUSED, FusedStates, moment_dtype
 from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
@@ -80,10 +80,10 @@ class Bounded:
         self.seed = getattr(choose, "seed", 0)
         self.instead = getattr(choose, "instead", None)
 
-    def __call__(self, param: Tensor, state_name: str) -> Compressor | str:
+    def __call__(self, param: Tensor, state_name: str) -> Compressor | Keep:
         """The choice, or the reason to keep a small parameter's states."""
         if (numel := param.numel()) <= self.min_elements:
-            return f"kept: {numel} elements <= min_elements {self.min_elements}"
+            return Keep(f"kept: {numel} elements <= min_elements {self.min_elements}")
         return self.choose(param, state_name)
 
 

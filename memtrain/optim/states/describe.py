@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.compressors.base import Keep
 from memtrain.compressors.identity import Identity
 from memtrain.optim.fused.fused import FusedStates, moment_dtype
 from memtrain.optim.states import layout
@@ -69,7 +70,7 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
     if isinstance(optimizer, CompressedStates):
         least = optimizer.min_elements if isinstance(optimizer, CompressedOptimizer) else 0
         return _rows(optimizer, optimizer.choose, least)
-    return _rows(optimizer, lambda param, state: "kept: not compressed", 0)
+    return _rows(optimizer, lambda param, state: Keep("kept: not compressed"), 0)
 
 
 def predict(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.base import Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
@@ -18,7 +18,7 @@ from memtrain.compressors.named import named
 from memtrain.compressors.rank1 import Rank1
 from memtrain.optim.states import shards
 
-Choose = Callable[[Tensor, str], Compressor | str]  # a string keeps the state, and says why
+Choose = Callable[[Tensor, str], Compressor | Keep]
 
 MIN_ELEMENTS = 4096  # the paper's rule: tensors of at most so many elements keep exact states
 MAX_SIDE_BYTES = 0.08  # bytes per parameter that rank-1's and factored's vectors may cost
@@ -148,10 +148,10 @@ def _sides(compressor: Rank1 | Factored, shape: torch.Size) -> int:
 
 
 def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
-    """`settle`, and `Identity` with the reason where a reason to keep the state was chosen."""
+    """`settle`, and `Identity` with the reason where keeping the state was chosen."""
     chosen = choose(param, state_name)
-    if isinstance(chosen, str):
-        return Identity(), chosen
+    if isinstance(chosen, Keep):
+        return Identity(), chosen.reason
     return settle(param, chosen, getattr(choose, "instead", None))
 
 
