@@ -211,13 +211,18 @@ def bad_numbers(rank, world):
             if shards.is_sharded(param)
             else grad
         )
+        before = full(param).detach().clone()
         optimizer.step()
         found.append(
             [full(x).detach().nan_to_num(9.0) for x in (*states(optimizer, param).values(), param)]
         )
     return {
         "states": all(map(torch.equal, found[0][:2], found[1][:2])),
-        "parameters": torch.allclose(found[0][2], found[1][2], rtol=2**-23, atol=0),
+        # The kernels' square roots may differ from torch's in the last bit: one ulp of the update,
+        # which is at most as large as the parameter before and after it, and one of the result.
+        "parameters": bool(
+            ((found[0][2] - found[1][2]).abs() <= 2**-23 * (found[1][2].abs() + before.abs())).all()
+        ),
         "spoilt": int(full(part).isnan().sum()),
     }
 
