@@ -21,7 +21,7 @@ kernels: ## rebuild the C++ kernels in place
 	$(BIN)/python setup.py -q build_ext --inplace
 
 # The pinned torch goes in first: an open range would pull another build.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard memtrain/kernels/cpu/*.cpp memtrain/kernels/cpu/*.h)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard $(foreach suffix,cpp h,memtrain/kernels/cpu/*.$(suffix) memtrain/kernels/cpu/*/*.$(suffix)))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[demo,test]"

@@ -10,6 +10,19 @@ from setuptools.command.build_ext import build_ext
 CPU = Path("memtrain/kernels/cpu")
 
 
+def included_by(made):
+    """The files that an object was made of, as `-MMD` left them beside it."""
+    rule = made.with_suffix(".d")
+    return rule.read_text().replace("\\\n", " ").split()[1:] if rule.exists() else []
+
+
+def is_newer(made, sources):
+    paths = [Path(name) for name in sources]
+    return made.exists() and all(
+        path.exists() and path.stat().st_mtime < made.stat().st_mtime for path in paths
+    )
+
+
 class BuildPlainLibrary(build_ext):
     """A C library without a Python ABI tag: one build serves every Python and torch."""
 
@@ -21,12 +34,10 @@ class BuildPlainLibrary(build_ext):
 
     def build_extension(self, ext):
         compile_always = self.compiler.compile
-        headers = max((Path(name).stat().st_mtime for name in ext.depends), default=0.0)
 
         def compile_one(source, **options):
             (made,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
-            newest = max(headers, Path(source).stat().st_mtime, Path(__file__).stat().st_mtime)
-            if Path(made).exists() and Path(made).stat().st_mtime > newest:
+            if is_newer(Path(made), [*included_by(Path(made)), source, __file__]):
                 return [made]
             return compile_always([source], **options)
 
@@ -43,11 +54,14 @@ setup(
     ext_modules=[
         Extension(
             "memtrain.kernels.cpu.libmemtrain",
-            sources=sorted(str(path) for path in CPU.glob("*.cpp")),
-            depends=sorted(str(path) for path in CPU.glob("*.h")),
+            sources=sorted(str(path) for path in CPU.rglob("*.cpp")),
+            include_dirs=[str(CPU)],
+            depends=sorted(str(path) for path in CPU.rglob("*.h")),
             # No contraction and no reassociation: the results equal the reference bit for bit.
             extra_compile_args=[
                 "-O3",
+                "-g0",
+                "-MMD",
                 "-std=c++17",
                 "-ffp-contract=off",
                 "-fno-math-errno",

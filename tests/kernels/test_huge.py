@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memtrain import kernels
 from memtrain.compressors import COMPRESSORS, Group, Key
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.packing.mask import pack_mask, unpack_mask
 from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 
 N = 2**31 + 300
-KERNELS = Path(derivative.__file__).parent
+KERNELS = Path(kernels.__file__).parent
 SHAPE = (2**16, 2**15 + 1)  # the same in two dimensions, a row more
 SIZE = 2**16 * (2**15 + 1)
 
@@ -80,7 +81,7 @@ def test_fused_ops_take_more_than_two_to_the_31_elements():
 # -- the kernels' own arithmetic --------------------------------------------------------------
 
 PROGRAM = "tl.program_id"
-TRITON = [path for path in sorted(KERNELS.glob("*_triton.py")) if PROGRAM in path.read_text()]
+TRITON = [path for path in sorted(KERNELS.rglob("*_triton.py")) if PROGRAM in path.read_text()]
 
 
 @pytest.mark.parametrize("path", TRITON, ids=lambda path: path.stem)
@@ -108,7 +109,7 @@ def signatures(source):
     return re.findall(r"MT_EXPORT\s+\w+\s+(mt_\w+)\(([^)]*)\)\s*\{", source)
 
 
-@pytest.mark.parametrize("path", sorted(KERNELS.glob("cpu/*.cpp")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cpp")), ids=lambda path: path.stem)
 def test_every_integer_that_a_c_kernel_takes_has_64_bits(path):
     source = path.read_text()
     found = signatures(source)

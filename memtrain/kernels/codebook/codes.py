@@ -74,7 +74,7 @@ def encode(x: Tensor, scale: Tensor, book: Book, seed: int | None = None) -> Ten
 
 
 class Buckets(NamedTuple):
-    """How the C++ kernel finds a code: see `cpu/book.cpp`."""
+    """How the C++ kernel finds a code: see `cpu/codebook/codes.cpp`."""
 
     bounds: Tensor
     base: Tensor

@@ -225,7 +225,7 @@ def payload_parts(kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _table(given: Sequence[Entry]) -> tuple[Tensor, list[Tensor]]:
-    """The C++ kernel's table, int64 [n, 28] (struct Row in cpu/adamw.cpp), and what it points to.
+    """The C++ kernel's table, int64 [n, 28] (`Row` of cpu/step/adamw.cpp), and what it points to.
 
     Hyperparameters are rows of one float32 tensor [n, 8].
     """

@@ -222,7 +222,7 @@ def buckets(map: str, signed: bool) -> Tensor:
 
 
 def table(given: Sequence[Entry], *, on_device: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """The kernels' table, int64 [n, 20] (struct BlockRow in cpu/blockstep.cpp), and what it needs.
+    """The kernels' table, int64 [n, 20] (`BlockRow` of cpu/step/blockstep.cpp), and what it needs.
 
     Args:
         given: With contiguous parameters and gradients.

@@ -60,7 +60,7 @@ class Beside(NamedTuple):
         return 1 if self.stochastic else _bits(self.correction)
 
     def fields(self) -> list[int]:
-        """Struct Beside of cpu/weights.h."""
+        """Struct Beside of cpu/step/weights.h."""
         return [self._address(), _bits(self.correction), int(self.stochastic), self._seed()]
 
     def device_fields(self) -> list[int]:

@@ -1,6 +1,6 @@
 // The loops of adamw.cpp, compiled once per instruction set by foreach_isa.h.
-#include "adamw_look.h"
-#include "nibbles.h"
+#include "step/adamw_look.h"
+#include "step/nibbles.h"
 
 // Between the passes, one thread per tensor.
 inline void settle(Task& t) {

@@ -1,7 +1,7 @@
 // Elements of a tensor in memory order, the channel that each belongs to, and loops over both.
 #pragma once
 
-#include "group_tiles.h"
+#include "group/tiles.h"
 // Of its functions only those for single numbers are needed here.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"

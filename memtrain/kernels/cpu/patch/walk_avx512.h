@@ -2,7 +2,7 @@
 // patches side by side.
 #pragma once
 
-#include "patch_avx512.h"
+#include "patch/patch_avx512.h"
 
 #ifdef MT_PATCH_AVX512
 #pragma GCC push_options

@@ -1,8 +1,8 @@
 // Min/max group quantisation (definition: kernels/group/group.py, layout of codes: kernels/packing/bits.py).
 #include <cstring>
 
-#include "group_avx512.h"
-#include "group_tiles.h"
+#include "group/group_avx512.h"
+#include "group/tiles.h"
 #include "philox.h"
 
 namespace memtrain {

@@ -1,7 +1,7 @@
 // 4x4 patches of maps with several channels: a lane is a channel.
 #pragma once
 
-#include "patch_avx512.h"
+#include "patch/patch_avx512.h"
 
 #ifdef MT_PATCH_AVX512
 #pragma GCC push_options

@@ -1,5 +1,5 @@
 // Group dequantisation with AVX-512: levels from a table in a register. Groups of whole 128s only;
-// results as in group.cpp. Quantisation: group_encode_avx512.h.
+// results as in group.cpp. Quantisation: encode_avx512.h.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -8,7 +8,7 @@
 
 #include "common.h"
 
-#include "group_encode_avx512.h"
+#include "group/encode_avx512.h"
 
 #pragma GCC push_options
 // GCC 12 warns about its own intrinsics' undefined sources.

@@ -1,6 +1,6 @@
 // Rounding to float formats with AVX-512, sixteen numbers at a time: the common formats and nearest
-// rounding only. Results as in floats.cpp, which asks `floats_fit` first.
-#include "floats_avx512.h"
+// rounding only. Results as in rounding.cpp, which asks `floats_fit` first.
+#include "floats/rounding_avx512.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <cstring>

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "common.h"
-#include "exponential.h"
+#include "derivative/exponential.h"
 
 #pragma GCC push_options
 // GCC 12 warns about its own intrinsics' undefined sources.
@@ -89,7 +89,7 @@ struct NoValue {
 struct Relu {
   MT_INLINE __m512 of(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }
 };
-struct Silu {  // as in derivative_values.h
+struct Silu {  // as in derivative.cpp
   MT_INLINE __m512 of(__m512 x) {
     __m512 d = _mm512_sub_ps(_mm512_set1_ps(-0.0f), x);
     d = _mm512_min_ps(_mm512_set1_ps(104.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), d));

@@ -1,5 +1,5 @@
 // What 4x4 patches need with AVX-512, sixteen at a time: dtypes, levels, codes; results as in
-// patch.cpp. Where the values lie: patch_quads_avx512.h (one channel), patch_channels_avx512.h.
+// patch.cpp. Where the values lie: quads_avx512.h (one channel), channels_avx512.h.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

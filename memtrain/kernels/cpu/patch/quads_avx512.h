@@ -3,7 +3,7 @@
 // 4 q + j is patch q of quad j.
 #pragma once
 
-#include "patch_walk_avx512.h"
+#include "patch/walk_avx512.h"
 
 #ifdef MT_PATCH_AVX512
 #pragma GCC push_options

@@ -1,6 +1,6 @@
 // Code book quantiser, 4 bits, one abs-max scale a block (contract: kernels/codebook/block.py).
 #ifndef MT_LANES
-#define MT_SELF "codebook.cpp"
+#define MT_SELF "codebook/block.cpp"
 #include "foreach_isa.h"
 
 namespace {

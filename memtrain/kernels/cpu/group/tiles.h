@@ -1,7 +1,7 @@
 // Group quantisation of a tile, whose last group need not be whole, and the way back.
 #pragma once
 
-#include "group.h"
+#include "group/group.h"
 
 namespace memtrain {
 

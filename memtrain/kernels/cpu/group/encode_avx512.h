@@ -1,9 +1,9 @@
 // Group quantisation with AVX-512, from numbers to packed bytes. Whole groups of whole 128s only;
-// results as in group.cpp. Their bounds: group_ends_avx512.h.
+// results as in group.cpp. Their bounds: min_max_avx512.h.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include "group_ends_avx512.h"
+#include "group/min_max_avx512.h"
 #include "philox_avx512.h"
 
 #pragma GCC push_options

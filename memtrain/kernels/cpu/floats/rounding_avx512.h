@@ -1,4 +1,4 @@
-// What floats.cpp hands to AVX-512.
+// The part of rounding.cpp in AVX-512.
 #pragma once
 
 #include "common.h"

@@ -1,6 +1,6 @@
 // From codes and an output's gradient to the gradients of a norm over channels (definition:
 // kernels/norm/channel_norm_reference.py).
-#include "channel_norm.h"
+#include "norm/channel_norm.h"
 
 namespace memtrain {
 

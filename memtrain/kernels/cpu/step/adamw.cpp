@@ -1,9 +1,9 @@
 // The AdamW step over many tensors with 4-bit states (contract: kernels/step/adamw.py).
-#define MT_SELF "adamw_lanes.h"
+#define MT_SELF "step/adamw_lanes.h"
 #include <atomic>
 #include <memory>
 
-#include "weights.h"
+#include "step/weights.h"
 
 namespace memtrain {
 

@@ -1,6 +1,6 @@
 // Rank-1 quantiser, 4 bits, a tensor seen as [rows, cols] (contract: kernels/codebook/rank1.py).
 #ifndef MT_LANES
-#define MT_SELF "rank1.cpp"
+#define MT_SELF "codebook/rank1.cpp"
 #include "foreach_isa.h"
 
 namespace {

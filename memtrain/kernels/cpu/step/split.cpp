@@ -1,7 +1,7 @@
 // A float32 weight as bfloat16 and a correction (definition: kernels/step/split.py).
 #include <cstring>
 
-#include "weights.h"
+#include "step/weights.h"
 
 namespace memtrain {
 

@@ -1,7 +1,7 @@
 // SGD, Lion and AdamW over many tensors with states in blocks (contract: kernels/step/blockstep.py).
 #ifndef MT_LANES
-#define MT_SELF "blockstep.cpp"
-#include "weights.h"
+#define MT_SELF "step/blockstep.cpp"
+#include "step/weights.h"
 
 namespace memtrain {
 namespace {
@@ -88,7 +88,7 @@ MT_INLINE F advance(const Numbers& h, F p, F g, F& m) {
   return p * h.decay - h.e * step;
 }
 
-#include "dynamic.h"
+#include "step/dynamic.h"
 
 // The 8-bit codes of a block whose scale is too far from 1 to divide by: bounds counted one by one.
 inline void count8(const State& s, const float* x, float scale, uint8_t* codes) {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "common.h"
-#include "group.h"
+#include "group/group.h"
 
 namespace memtrain {
 

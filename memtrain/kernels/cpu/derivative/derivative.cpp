@@ -1,6 +1,6 @@
 // Few-bit derivative codes (contract: kernels/derivative/derivative.py; layout: kernels/packing/bits.py).
 //
-// Codes of one bit go in one pass (derivative_bit.h), those of two to four in another where there
+// Codes of one bit go in one pass (one_bit.h), those of two to four in another where there
 // is AVX-512. All else: blocks are worked on a few at a time, to float, to the side of the
 // boundaries, to codes; each step is a plain loop over numbers that stay in the first cache, so that
 // dtypes, functions and widths do not multiply.
@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "common.h"
-#include "derivative_avx512.h"
-#include "derivative_bit.h"
-#include "exponential.h"
+#include "derivative/derivative_avx512.h"
+#include "derivative/one_bit.h"
+#include "derivative/exponential.h"
 
 namespace memtrain {
 namespace {

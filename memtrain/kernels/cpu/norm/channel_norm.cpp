@@ -1,5 +1,5 @@
 // From a norm's input and its statistics to codes (definition: kernels/norm/channel_norm_reference.py).
-#include "channel_norm.h"
+#include "norm/channel_norm.h"
 
 namespace memtrain {
 

@@ -1,6 +1,6 @@
 // Codes of any code book, 2 to 8 bits, to the nearest value or stochastically (contract:
-// kernels/codebook/codes.py, layout of codes: kernels/packing/bits.py). 4 bits to the nearest: codebook.cpp, rank1.cpp.
-#include "codes.h"
+// kernels/codebook/codes.py, layout of codes: kernels/packing/bits.py). 4 bits to the nearest: block.cpp, rank1.cpp.
+#include "codebook/codes.h"
 #include "philox.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

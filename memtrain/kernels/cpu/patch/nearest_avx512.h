@@ -1,8 +1,8 @@
 // 4x4 patches of maps with one channel, 16 bits a value, to the nearest level: values are compared
-// as integers, thirty-two at a time. Pairs of quads side by side: patch_quads_avx512.h.
+// as integers, thirty-two at a time. Pairs of quads side by side: quads_avx512.h.
 #pragma once
 
-#include "patch_quads_avx512.h"
+#include "patch/quads_avx512.h"
 
 #ifdef MT_PATCH_AVX512
 #pragma GCC push_options

@@ -1,5 +1,5 @@
 // Rounding to floating-point formats of up to 16 bits (definition: kernels/floats/rounding.py).
-#include "floats_avx512.h"
+#include "floats/rounding_avx512.h"
 #include "halves.h"
 #include "philox.h"
 

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "patch_channels_avx512.h"
-#include "patch_nearest_avx512.h"
+#include "patch/channels_avx512.h"
+#include "patch/nearest_avx512.h"
 #include "philox.h"
 
 namespace memtrain {
