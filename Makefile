@@ -3,7 +3,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test nightly kernels lint clean
+# What a user imports; the rest is documented in its sources.
+PUBLIC := memtrain memtrain.config memtrain.compressors memtrain.compressors.fewbit.register \
+	memtrain.compressors.fewbit.tables memtrain.optim memtrain.precision memtrain.planner \
+	memtrain.audit memtrain.audit.live_storages memtrain.audit.peak memtrain.audit.report
+
+.PHONY: demo test nightly reference kernels clean
 
 demo: $(READY) ## set up, then train the demo plain and wrapped
 	$(BIN)/memtrain-train
@@ -16,6 +21,9 @@ test: $(READY) ## set up, then run everything that CI runs
 
 nightly: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m nightly
+
+reference: $(READY) ## the reference, from docstrings, as pages in build/reference
+	$(BIN)/python -m pdoc -d google -o build/reference $(PUBLIC)
 
 kernels: ## rebuild the C++ kernels in place
 	$(BIN)/python setup.py -q build_ext --inplace

@@ -1,6 +1,8 @@
 """Links in the Markdown files lead somewhere, and the paths that they name exist."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,14 @@ def test_paths_that_are_named_exist(page):
         return
     named = NAMED.findall(page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_reference_is_made_of_docstrings(tmp_path):
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    public = re.search(r"(?m)^PUBLIC := (.*)$", makefile)[1].split()
+    command = [sys.executable, "-m", "pdoc", "-d", "google", "-o", str(tmp_path), *public]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pages = {name: tmp_path / f"{name.replace('.', '/')}.html" for name in public}
+    assert [name for name, page in pages.items() if not page.exists()] == []
+    assert "AdamW4bit" in pages["memtrain.optim"].read_text()
