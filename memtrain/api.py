@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain import optim
-from memtrain.activations.adaptive.actnn import Statistics
+from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, make_plan
@@ -162,12 +162,12 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     return model, optimizer
 
 
-def _watch(model: nn.Module, plan: Plan) -> Statistics | None:
+def _watch(model: nn.Module, plan: Plan) -> ActnnSensitivity | None:
     """ActNN's measurement, where it is asked for."""
     own = plan.config.activations
     if plan.bits is None or own.sensitivity != "statistics":
         return None
-    return Statistics(
+    return ActnnSensitivity(
         plan.bits,
         own.adapt_interval,
         per_sample=own.sample_statistics,

@@ -1,17 +1,90 @@
-"""`gradient_quality`: what a config's compression of activations does to the gradient."""
+"""What a config's compression of activations does to the gradient: site by site, and together."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.adaptive.quality import GradientQuality, measure
+from memtrain.activations.adaptive.noise_warning import noise_warning
+from memtrain.activations.adaptive.replay import (
+    Closure,
+    Gradient,
+    dot,
+    gradient_replay,
+    mean,
+    squared_distance,
+)
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.pack import Choose
+from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import arguments
 from memtrain.api import plan_of
+from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, activation_plan
+
+EXACT = Keep("kept for the exact gradient")
+
+
+class Quality(NamedTuple):
+    """The error that compression adds to the gradient of one batch."""
+
+    name: str
+    """Of the site, or `all`."""
+    cosine: float
+    """Between the compressed and the exact gradient, mean over seeds. NaN if either is zero."""
+    variance: float
+    """Over seeds, as a share of the exact gradient's squared norm."""
+    bias: float
+    """Norm of the mean error over that of the exact gradient, corrected for the variance."""
+
+
+class GradientQuality(NamedTuple):
+    """The whole plan's quality, and each site's with all other sites exact.
+
+    Sites that save one tensor are one row, under the name of the first.
+    """
+
+    whole: Quality
+    sites: list[Quality]
+    batches: float | None = None
+    """Variance of the exact gradient from batch to batch, as a share of its squared norm, from the
+    two halves of the batch; None where they are not known."""
+
+    @property
+    def warning(self) -> str:
+        """A sentence where the variance is above 10% of the gradient's own, else empty.
+
+        Compared to the variance from batch to batch where it is known, else to the squared norm.
+        """
+        known = self.batches is not None
+        return noise_warning(
+            {site.name: site.variance for site in self.sites or [self.whole]},
+            self.batches if self.batches is not None else 1.0,
+            "variance from batch to batch" if known else "squared norm",
+            "a rule that gives them more bits, or keeps them,",
+            self.whole.variance,
+        )
+
+    def table(self, top: int | None = None) -> Table:
+        """Give a rich table: the whole, then the noisiest sites, `top` of them (all by default)."""
+        table = Table("site", "cosine", "variance", "bias", title="gradient quality")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in [self.whole, *sorted(self.sites, key=lambda row: -row.variance)[:top]]:
+            table.add_row(row.name, f"{row.cosine:.6f}", f"{row.variance:.2e}", f"{row.bias:.2e}")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
 
 
 def gradient_quality(
@@ -23,7 +96,7 @@ def gradient_quality(
     per_site: bool = True,
     warn: bool = True,
 ) -> GradientQuality:
-    """Compare the gradient of one batch with that of the exact twin.
+    """Compare the gradient of one batch with the exact one, which plain PyTorch computes.
 
     Nothing of the model, its gradients or the random states is changed. It takes one pass, and one
     for each seed, for the whole plan and then for each site.
@@ -37,7 +110,7 @@ def gradient_quality(
             `"balanced"`. Automatic bits are those of the plan, or uniform.
         seeds: Of the stochastic rounding, at least two.
         per_site: Whether each site is also measured alone, all others exact.
-        warn: Whether the result's `complaint`, where it has one, is a warning.
+        warn: Whether to warn of the result's `warning`, where it has one.
 
     Returns:
         Cosine, relative variance and relative bias: `whole`, and `sites`. It prints as a table.
@@ -49,7 +122,7 @@ def gradient_quality(
 
     Warns:
         UserWarning: If the plan's variance is above 10% of the gradient's own from batch to batch
-            (of a batch with `labels`, whose halves tell it), or else of its squared norm.
+            (estimated from the halves of a batch with `labels`), or else of its squared norm.
 
     Memory:
         One gradient per seed.
@@ -74,13 +147,145 @@ def gradient_quality(
         options=plan.options,
         halves=halves,
     )
-    if warn and found.complaint:
-        warnings.warn(found.complaint, stacklevel=2)
+    if warn and found.warning:
+        warnings.warn(found.warning, stacklevel=2)
     return found
 
 
+def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
+    """Make a closure that runs a forward and a backward on a batch.
+
+    Args:
+        model: Called with the batch.
+        batch: A tensor, a tuple of arguments or a dict of keyword arguments.
+
+    Returns:
+        A function of no arguments; the loss is the output's own `loss`, or else a random
+        projection of the floats in the output.
+    """
+    args, kwargs = arguments(batch)
+
+    def run() -> None:
+        output = model(*args, **kwargs)
+        loss = getattr(output, "loss", None)
+        (_projection(output) if loss is None else loss).backward()
+
+    return run
+
+
+def measure(
+    model: nn.Module,
+    closure: Closure,
+    choose: Choose,
+    *,
+    seeds: Sequence[int] = (0, 1, 2, 3),
+    per_site: bool = True,
+    options: Options = Options(),  # noqa: B008 - a constant
+    halves: Sequence[Closure] = (),
+) -> GradientQuality:
+    """Measure gradients with and without compression; nothing of the model is changed.
+
+    Args:
+        model: Wrapped or not; while this runs, only `choose` decides.
+        closure: Runs forward and backward on one batch.
+        choose: Site -> compressor, or the reason to keep the tensor.
+        seeds: Of the stochastic rounding, at least two.
+        per_site: Whether each site is measured alone, too.
+        options: As of the plan.
+        halves: The closure on each of two halves of its batch, whose mean is its loss.
+
+    Returns:
+        The quality of the whole and, if asked for, of each site with a compressor.
+
+    Raises:
+        ValueError: For fewer than two seeds, or a closure that leaves no gradient.
+
+    Memory:
+        One gradient per seed.
+
+    Example:
+        >>> from memtrain.compressors import Group
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
+        >>> x = torch.randn(32, 64)
+        >>> found = measure(model, lambda: model(x).sum().backward(), lambda site: Group(bits=8))
+        >>> found.whole.cosine > 0.999
+        True
+    """
+    if len(seeds) < 2:
+        raise ValueError(f"seeds={list(seeds)}; allowed: two or more")
+    records: list[Record] = []
+
+    with gradient_replay(model) as gradient:
+
+        def run(choice: Choose, seed: int, body: Closure = closure) -> Gradient:
+            interception = Interception(
+                model,
+                choice,
+                options=options,
+                seed=seed,
+                settle=records.extend,
+            )
+            with interception.alone():
+                return gradient(body)
+
+        def quality(name: str, choice: Choose) -> Quality:
+            return _quality(name, exact, [run(choice, seed) for seed in seeds])
+
+        exact = run(lambda site: EXACT, 0)
+        parts = [run(lambda site: EXACT, 0, half) for half in halves]
+        batches = _between(parts, dot(exact, exact))
+        records.clear()
+        whole = quality("all", choose)
+        groups = _groups(records) if per_site else {}
+        sites = [quality(name, _only(choose, names)) for name, names in groups.items()]
+    return GradientQuality(whole, sites, batches)
+
+
+def _between(halves: Sequence[Gradient], norm: float) -> float | None:
+    """Give the variance of the mean of two independent gradients, over a squared norm."""
+    if len(halves) != 2 or not norm:
+        return None
+    first, second = halves
+    return squared_distance(first, second) / 4 / norm
+
+
+def _groups(records: Sequence[Record]) -> dict[str, set[str]]:
+    """Group compressed sites that save one tensor, by the name of the first."""
+    first: dict[int, str] = {}
+    groups: dict[str, set[str]] = {}
+    for record in records:
+        if record.compressor:
+            leader = first.setdefault(record.storage, record.site.name)
+            groups.setdefault(leader, set()).add(record.site.name)
+    return groups
+
+
+def _only(choose: Choose, names: set[str]) -> Callable[[Site], Compressor | Keep]:
+    return lambda site: choose(site) if site.name in names else EXACT
+
+
+def _quality(name: str, exact: Gradient, noisy: Sequence[Gradient]) -> Quality:
+    n, norm = len(noisy), dot(exact, exact)
+    cosines = [_cosine(gradient, exact, norm) for gradient in noisy]
+    average = mean(noisy)
+    variance = sum(squared_distance(gradient, average) for gradient in noisy) / (n - 1)
+    # The mean over seeds errs by its own variance, which is no bias.
+    bias = max(0.0, squared_distance(average, exact) - variance / n)
+    return Quality(
+        name,
+        sum(cosines) / n,
+        variance / norm if norm else float("nan"),
+        (bias / norm) ** 0.5 if norm else float("nan"),
+    )
+
+
+def _cosine(gradient: Gradient, exact: Gradient, norm: float) -> float:
+    own = dot(gradient, gradient)
+    return dot(gradient, exact) / (own * norm) ** 0.5 if own * norm > 0 else float("nan")
+
+
 def _halves(model: nn.Module, batch: Any) -> list[Callable[[], None]]:
-    """The model's own loss on each half of a batch; none where it has none, or no halves."""
+    """Make a closure for each half of a batch; none where the model has no own loss."""
     leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     sizes = {x.shape[0] if x.dim() else 0 for x in leaves}
     if not isinstance(batch, Mapping) or "labels" not in batch or len(sizes) != 1 or min(sizes) < 2:
@@ -99,29 +304,8 @@ def _plan(model: nn.Module, cfg: Any) -> Plan:
     return activation_plan(model, cfg)
 
 
-def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
-    """A forward and a backward on a batch.
-
-    Args:
-        model: Is called with the batch.
-        batch: A tensor, a tuple of arguments or a dict of keyword arguments.
-
-    Returns:
-        A function of no arguments; the loss is the output's own `loss`, or else a random
-        projection of the floats in the output.
-    """
-    args, kwargs = arguments(batch)
-
-    def run() -> None:
-        output = model(*args, **kwargs)
-        loss = getattr(output, "loss", None)
-        (_projection(output) if loss is None else loss).backward()
-
-    return run
-
-
 def _projection(output: Any) -> Tensor:
-    """A random projection of all floats in the output, the same every time."""
+    """Project all floats in the output on random numbers, the same every time."""
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise ValueError("the model's output has no tensor that requires a gradient")

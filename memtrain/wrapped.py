@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from memtrain.activations.adaptive.actnn import Statistics
-from memtrain.activations.adaptive.gact import Adapter
+from memtrain.activations.adaptive.actnn import ActnnSensitivity
+from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.plan.plan import Plan
 from memtrain.plan.weights import ATTRIBUTE
@@ -69,8 +69,8 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         watch = _statistics(wrapped.interception)
         if watch is not None:
             watch.flush()
-        state["bits"] = wrapped.plan.bits.state()
-        state["samples"] = watch.state() if watch is not None else {}
+        state["bits"] = wrapped.plan.bits.state_dict()
+        state["samples"] = watch.state_dict() if watch is not None else {}
     return state
 
 
@@ -98,11 +98,11 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
         wrapped.plan.precision.load(state_dict["precision"])
     interception.saved.step = int(state_dict["step"])
     if bits is not None:
-        bits.load(state_dict["bits"])
+        bits.load_state_dict(state_dict["bits"])
         interception.resettle()
     watch = _statistics(interception)
     if watch is not None:
-        watch.load(state_dict["samples"])
+        watch.load_state_dict(state_dict["samples"])
 
 
 def precision_state(model: nn.Module) -> PrecisionState:
@@ -133,7 +133,7 @@ def precision_state(model: nn.Module) -> PrecisionState:
     return state
 
 
-def adapter(model: nn.Module) -> Adapter:
+def adapter(model: nn.Module) -> GactAdapter:
     """What measures again, for a config with `bits: auto` and `sensitivity=passes`.
 
     Args:
@@ -158,9 +158,9 @@ def adapter(model: nn.Module) -> Adapter:
     bits, interception = wrapped.plan.bits, wrapped.interception
     if bits is None or interception is None:
         raise ValueError("no rule has bits='auto': there is nothing to adapt")
-    return Adapter(interception, bits, interval=wrapped.plan.config.activations.adapt_interval)
+    return GactAdapter(interception, bits, interval=wrapped.plan.config.activations.adapt_interval)
 
 
-def _statistics(interception: Interception) -> Statistics | None:
+def _statistics(interception: Interception) -> ActnnSensitivity | None:
     watch = interception.saved.watch
-    return watch if isinstance(watch, Statistics) else None
+    return watch if isinstance(watch, ActnnSensitivity) else None

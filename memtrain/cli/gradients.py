@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from memtrain.activations.adaptive.quality import GradientQuality
 from memtrain.cli.models.models import Built, Request, build
 from memtrain.config.sources import Config
-from memtrain.gradient_quality import gradient_quality
+from memtrain.gradient_quality import GradientQuality, gradient_quality
 
 
 def gradients(request: Request, config: Config) -> GradientQuality:

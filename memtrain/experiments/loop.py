@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from memtrain import api
-from memtrain.activations.adaptive.gact import Adapter
+from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.config import sources as base
 from memtrain.experiments import checkpoint
@@ -61,7 +61,7 @@ class Run:
     ) -> None:
         self.name, self.config, self.source = name, config, source
         self.device = pick_device(config.training.device)
-        self._adapter: Adapter | None = None
+        self._adapter: GactAdapter | None = None
         model = build_model(config.model, config.seed, source.kind).to(self.device)
         optimizer = build_optimizer(config.optimizer, model)
         if name == "wrapped":

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from memtrain.activations.adaptive.bit_widths import Bits
+from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
@@ -58,7 +58,7 @@ class Plan:
     state_rules: Rules
     _entries: dict[str, list[Entry]] = field(default_factory=dict)
     _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
-    bits: Bits | None = None
+    bits: BitWidths | None = None
     """The widths of the sites with `bits: auto`, if a rule has it."""
     precision: PrecisionState | None = None
     """The formats of the tensors of training, if any are rounded."""
@@ -133,7 +133,7 @@ class Plan:
         if self.precision is not None:
             self.precision.settle(graph_of(model, batch, self.choose_activation, self.options))
 
-    def automatic_bits(self) -> Bits | None:
+    def automatic_bits(self) -> BitWidths | None:
         """The widths that rules with `bits: auto` start with; None if no rule has it."""
         return automatic_bits(self.config.activations, self.activation_rules, self.state_rules)
 

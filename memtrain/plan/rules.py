@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from memtrain.activations.adaptive.bit_widths import Bits
+from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
 from memtrain.activations.saved.site import STARTS, Site
@@ -177,7 +177,7 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
     return Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
 
 
-def automatic_bits(own: Activations, activations: Rules, states: Rules) -> Bits | None:
+def automatic_bits(own: Activations, activations: Rules, states: Rules) -> BitWidths | None:
     """The widths that rules with `bits: auto` start with; None if no rule has it.
 
     Args:
@@ -194,7 +194,7 @@ def automatic_bits(own: Activations, activations: Rules, states: Rules) -> Bits 
         return None
     if own.average_bits is None:
         raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
-    return Bits(own.average_bits)
+    return BitWidths(own.average_bits)
 
 
 def state_site(name: str) -> tuple[str, str]:

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.adaptive.replay import Closure, Gradient, distance, dot, untouched
+from memtrain.activations.adaptive.replay import (
+    Closure,
+    Gradient,
+    dot,
+    gradient_replay,
+    squared_distance,
+)
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Site
@@ -52,7 +58,7 @@ def measured(
         As of `analytic`.
     """
     scales: dict[str, dict[str, float]] = {}
-    with untouched(model) as gradient:
+    with gradient_replay(model) as gradient:
 
         def run(choices: Mapping[Site, Compressor | Keep]) -> Gradient:
             interception = Interception(
@@ -72,7 +78,9 @@ def measured(
             for family, shown in _families(items).items():
                 analysed = sum(option.error for option in shown)
                 choices = {site: chosen for one in shown for site, chosen in one.choices.items()}
-                own[family] = distance(run(choices), exact) / norm / analysed if norm else 0.0
+                own[family] = (
+                    squared_distance(run(choices), exact) / norm / analysed if norm else 0.0
+                )
             scales |= {item.name: own for item in items}
     return _settled(candidates, lambda item: lambda family: scales[item.name].get(family, 0.0))
 

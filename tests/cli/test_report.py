@@ -386,8 +386,8 @@ def test_gradients_of_a_real_batch_are_told_by_site(tmp_path, monkeypatch, capsy
     assert main(["model=py:mine:build", "preset=exact", "--gradients", "--no-peak"]) == 0
     table = capsys.readouterr().out
     assert "1.000000" in table[table.index("gradient quality") :]
-    assert "as noise" not in table
+    assert "quantisation noise" not in table
     one = ["preset=smallest", "activations.rules.1.compressor.bits=1"]
     assert main(["model=py:mine:build", *one, "--gradients", "--no-peak"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "of the gradient's squared norm as noise, most of it by 2 / linear / input (" in told
+    assert "of the gradient's squared norm, most of it from 2 / linear / input (" in told

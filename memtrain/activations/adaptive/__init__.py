@@ -1,1 +1,1 @@
-"""Bit widths chosen while training runs, and what compression does to the gradient."""
+"""Bit widths that adapt while training runs: ActNN, GACT, and a warning of too much noise."""

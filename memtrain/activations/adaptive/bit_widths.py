@@ -1,26 +1,22 @@
-"""Which widths the sites with `bits: auto` have now, and how a budget is shared among them."""
+"""Bit widths of the sites with `bits: auto`: allocated under a budget, kept while training runs."""
 
 from collections.abc import Mapping, Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
-from memtrain.activations.adaptive.allocate import allocate
+import numpy as np
+
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor
 from memtrain.compressors.auto import Auto
 
-_PARTS = 16  # a fraction of a bit is told in sixteenths of the samples
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+CAP = 1e10  # a sensitivity that is NaN, infinite or larger counts as this (GACT's bound)
+_PARTS = 16  # a fraction of a bit is a number of sixteenths of the samples
 
 
-class Need(NamedTuple):
-    """What one site's tensors need: its samples' sensitivities, and the elements of each."""
-
-    sensitivities: Sequence[float]
-    sizes: Sequence[float]
-
-
-class Bits:
-    """The present widths of every site with `bits: auto`.
+class BitWidths:
+    """The present bit widths of every site with `bits: auto`.
 
     Until something has been measured, all have the average.
 
@@ -32,7 +28,7 @@ class Bits:
 
     Example:
         >>> from memtrain.compressors import Group
-        >>> bits, site = Bits(4.0), Site("0", "linear", "input")
+        >>> bits, site = BitWidths(4.0), Site("0", "linear", "input")
         >>> bits.resolve(site, Auto(template=Group())).bits
         4
     """
@@ -43,54 +39,55 @@ class Bits:
         self.average = average
         self.widths: dict[str, tuple[int, ...]] = {}
         self.leaders: dict[str, str] = {}  # site -> the site whose payload it shares
-        self.weights: dict[str, tuple[float, ...]] = {}  # of the samples of the present batch
-        self.autos: dict[str, Auto] = {}  # sites that have asked
+        self.sample_weights: dict[str, tuple[float, ...]] = {}  # of the present batch, by site
+        self.templates: dict[str, Auto] = {}  # of the sites that have been resolved
         self.stale: set[str] = set()  # sites whose plan shows earlier widths
-        self.calls = 0  # of whoever measures on a schedule
+        self.calls = 0  # of `GactAdapter.step`
 
-    def resolve(self, site: Site, auto: Auto) -> Compressor:
-        """The compressor that a site has now; equal for sites that share a payload."""
-        self.autos[site.name] = auto
+    def resolve(self, site: Site, template: Auto) -> Compressor:
+        """Give a site's compressor with its present bits; equal for sites that share a payload."""
+        self.templates[site.name] = template
         leader = self.leaders.get(site.name, site.name)
         widths = self.widths.get(leader) or uniform(self.average)
-        return auto.with_bits(widths, self.weights.get(leader, ()))
+        return template.with_bits(widths, self.sample_weights.get(leader, ()))
 
-    def solve(self, needs: Mapping[str, Need]) -> None:
-        """Share the budget among the sites that are there; others keep what they had.
+    def solve(self, samples: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+        """Allocate the budget among the sites at hand; others keep what they had.
 
         A site with samples of different widths gets the widths of its samples, most first; which
         sample gets which is decided again for every tensor.
 
         Args:
-            needs: Site -> what it needs. A site whose compressor takes one width has one sample.
+            samples: Site -> the sensitivity and the number of elements of each of its samples. A
+                site whose compressor takes one width has one sample.
         """
-        owners = [name for name, need in needs.items() for _ in need.sizes]
-        sizes = [size for need in needs.values() for size in need.sizes]
-        costs = _scaled([c for need in needs.values() for c in need.sensitivities])
-        chosen = allocate(costs, sizes, self.average * sum(sizes))
+        owners = [site for site, own in samples.items() for _ in own]
+        pairs = [pair for own in samples.values() for pair in own]
+        sizes = [size for _, size in pairs]
+        chosen = allocate(_normalised([c for c, _ in pairs]), sizes, self.average * sum(sizes))
         widths: dict[str, list[int]] = {}
         for owner, width in zip(owners, chosen, strict=True):
             widths.setdefault(owner, []).append(width)
-        for name, own in widths.items():
+        for site, own in widths.items():
             new = tuple(sorted(own, reverse=True))
-            if new != self.widths.get(name):
-                self.widths[name] = new
-                self.stale |= {name, *(s for s, leader in self.leaders.items() if leader == name)}
+            if new != self.widths.get(site):
+                self.widths[site] = new
+                self.stale |= {site, *(s for s, leader in self.leaders.items() if leader == site)}
 
-    def state(self) -> dict[str, Any]:
-        """Plain dicts and lists that `load` takes."""
+    def state_dict(self) -> dict[str, Any]:
+        """Give plain dicts and lists for `load_state_dict`."""
         widths = {site: list(own) for site, own in self.widths.items()}
         return {"widths": widths, "leaders": {**self.leaders}, "calls": self.calls}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.widths = {str(k): tuple(map(int, v)) for k, v in state["widths"].items()}
         self.leaders, self.calls = dict(state["leaders"]), int(state["calls"])
-        self.stale = set(self.autos)
+        self.stale = set(self.templates)
 
 
 def uniform(average: float) -> tuple[int, ...]:
-    """Widths for equal parts of the samples whose mean is the average, rounded down to 1/16.
+    """Give widths for equal parts of the samples whose mean is `average`, rounded down to 1/16.
 
     Example:
         >>> uniform(2.0), uniform(2.5), uniform(1.25)
@@ -102,7 +99,81 @@ def uniform(average: float) -> tuple[int, ...]:
     return (low + 1,) * (more // step) + (low,) * ((_PARTS - more) // step)
 
 
-def _scaled(costs: Sequence[float]) -> list[float]:
-    """Relative to the largest finite one: a loss scale must not reach the cap of `allocate`."""
+def allocate(
+    sensitivities: Sequence[float],
+    sizes: Sequence[float],
+    budget: float,
+    *,
+    allowed: Sequence[int] = WIDTHS,
+) -> list[int]:
+    """Choose widths b that make `sum C / (2**b - 1)**2` small, with `sum size * b <= budget`.
+
+    Greedy: all items start at the most bits, and the cut that costs least per bit freed comes
+    first, until the budget holds. The term of an item is convex in its bits, so every step on the
+    way is the best allocation of its own size, and the last cut is all that can be lost: the
+    result exceeds the best by less than what that cut cost. Where all sizes and all steps between
+    the allowed widths are equal and the budget is a multiple of them, it is the best. More budget
+    never takes a bit from an item.
+
+    Args:
+        sensitivities: C of each item: the gradient variance that it adds at 1 bit. NaN, infinities
+            and anything above 1e10 count as 1e10.
+        sizes: Elements of each item, more than 0.
+        budget: Bits for all items together.
+        allowed: The widths to choose from; 32 stands for a tensor that is kept.
+
+    Returns:
+        The width of each item.
+
+    Raises:
+        ValueError: If the lengths differ, a sensitivity is negative, a size is not positive, a
+            width is below 1, or the budget is below what the smallest width takes.
+
+    Example:
+        >>> allocate([100.0, 1.0, 1.0], [10, 10, 10], 60)
+        [4, 1, 1]
+
+    Reference:
+        Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4; Liu et al., GACT, ICML 2022,
+        arXiv:2206.11357, section 4.
+    """
+    widths = sorted(set(allowed), reverse=True)
+    costs, weights = _checked(sensitivities, sizes, widths)
+    least = float(weights.sum()) * widths[-1]
+    if not budget >= least * (1 - 1e-12):
+        raise ValueError(f"budget={budget:g} bits; allowed: {least:g} or more")
+    terms = 1.0 / (2.0 ** np.array(widths, dtype=np.float64) - 1) ** 2
+    freed = -np.diff(np.array(widths, dtype=np.float64))  # bits per element of each cut
+    # [cuts, items]: an item's cuts get dearer one after another, also after rounding
+    each = np.outer(np.diff(terms) / freed, costs / weights)
+    price = np.maximum.accumulate(each, axis=0)
+    # Stable: of equal prices the earlier cut comes first.
+    order = np.argsort(price, axis=None, kind="stable")
+    spent = widths[0] * weights.sum() - np.cumsum(np.outer(freed, weights).reshape(-1)[order])
+    n_cuts = 0
+    if widths[0] * weights.sum() > budget:
+        n_cuts = 1 + int(np.searchsorted(-spent, -budget * (1 + 1e-12)))
+    cut = np.bincount(order[:n_cuts] % max(1, len(costs)), minlength=len(costs))
+    return [widths[int(n)] for n in cut]
+
+
+def _normalised(costs: Sequence[float]) -> list[float]:
+    """Divide by the largest finite one: a loss scale must not reach the cap of `allocate`."""
     largest = max((c for c in costs if c < float("inf")), default=0.0)
     return [c / largest for c in costs] if largest > 0 else list(costs)
+
+
+def _checked(
+    sensitivities: Sequence[float], sizes: Sequence[float], widths: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    if len(sensitivities) != len(sizes):
+        raise ValueError(f"{len(sensitivities)} sensitivities, but {len(sizes)} sizes")
+    if not widths or widths[-1] < 1:
+        raise ValueError(f"allowed={tuple(widths)}; allowed: widths of 1 bit or more")
+    costs, weights = np.array(sensitivities, dtype=np.float64), np.array(sizes, dtype=np.float64)
+    costs = np.where(np.isnan(costs), CAP, np.minimum(costs, CAP))
+    if (costs < 0).any():
+        raise ValueError(f"sensitivity {costs.min():g}; allowed: 0 or more")
+    if not (weights > 0).all():
+        raise ValueError(f"size {weights.min():g}; allowed: more than 0")
+    return costs, weights

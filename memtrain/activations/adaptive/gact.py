@@ -1,4 +1,4 @@
-"""GACT's automatic bits: sensitivities from backward passes under noise, on a schedule."""
+"""GACT's automatic bits: sensitivities from backward passes with quantisation noise."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -7,40 +7,45 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from memtrain.activations.adaptive.allocate import CAP
-from memtrain.activations.adaptive.bit_widths import Bits, Need
-from memtrain.activations.adaptive.noise_warning import complaint, expected
-from memtrain.activations.adaptive.replay import Closure, Gradient, distance, dot, untouched
+from memtrain.activations.adaptive.bit_widths import CAP, BitWidths
+from memtrain.activations.adaptive.noise_warning import expected_noise, noise_warning
+from memtrain.activations.adaptive.replay import (
+    Closure,
+    Gradient,
+    dot,
+    gradient_replay,
+    squared_distance,
+)
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.saved.pack import Choose, Watch
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 
 
-class Adapter:
-    """Measures, once every so many steps, how sensitive the gradient is to each site's bits.
+class GactAdapter:
+    """Measures how sensitive the gradient is to each site's bits, once every `interval` steps.
 
     For each site with `bits: auto` whose tensors a forward saves: the gradient with this site at 1
     bit, again with other random bits, and at 8 bits, all else equal; its sensitivity is
     `max(|g0 - g1|**2, 2 max(|g0 - g2|**2, |g1 - g2|**2))`, twice the variance at 1 bit. Then the
-    budget is shared again. Sites are those of the forward at hand: others keep their bits.
+    budget is allocated again. Sites are those of the forward at hand: others keep their bits.
 
     Args:
         interception: Of the wrapped model.
-        bits: What is solved again.
+        bits: Allocated again after each measurement.
         interval: Calls of `step` from one measurement to the next.
 
     Reference:
         Liu et al., GACT, ICML 2022, arXiv:2206.11357, section 4.2.
     """
 
-    def __init__(self, interception: Interception, bits: Bits, *, interval: int) -> None:
+    def __init__(self, interception: Interception, bits: BitWidths, *, interval: int) -> None:
         self.interception, self.bits, self.interval = interception, bits, interval
         self.sensitivities: dict[str, float] = {}
-        """Of the last measurement, by site."""
+        """Of the last measurement, by site: twice the gradient variance at 1 bit."""
 
     def step(self, closure: Closure) -> bool:
-        """Call once per training step; every `interval`-th, from the first on, measures.
+        """Measure in every `interval`-th call, from the first on; call it once per training step.
 
         Nothing of the model, its gradients or the random states is changed, also if the closure
         raises; only the bits are.
@@ -56,8 +61,8 @@ class Adapter:
             ValueError: If the closure leaves no gradient.
 
         Warns:
-            UserWarning: If the variance that the new bits bring is above 10% of the gradient's
-                squared norm.
+            UserWarning: If the expected quantisation noise of the new bits is above 10% of the
+                gradient's squared norm.
         """
         due = self.bits.calls % self.interval == 0
         if due:
@@ -66,14 +71,14 @@ class Adapter:
         return due
 
     def measure(self, closure: Closure) -> None:
-        """Measure and share the budget now; see `step`."""
-        with untouched(self.interception.model) as gradient:
-            census = _Census(self.bits)
-            usual = self._pass(gradient, closure, watch=census)
-            sites = [site for site in census.sizes if site not in self.bits.leaders]
+        """Measure and allocate the budget now; see `step`."""
+        with gradient_replay(self.interception.model) as gradient:
+            sizes = _SiteSizes(self.bits)
+            usual = self._pass(gradient, closure, watch=sizes)
+            sites = [site for site in sizes.sizes if site not in self.bits.leaders]
             found = {site: self._sensitivity(site, gradient, closure) for site in sites}
         self.sensitivities = found
-        self.bits.solve({site: Need([found[site]], [census.sizes[site]]) for site in sites})
+        self.bits.solve({site: [(found[site], sizes.sizes[site])] for site in sites})
         self.interception.resettle()
         self._warn(dot(usual, usual))
 
@@ -84,7 +89,9 @@ class Adapter:
             self._pass(gradient, closure, site=site, width=width, draw=draw)
             for width, draw in ((1, 0), (1, 1), (8, 2))
         )
-        found = max(distance(g0, g1), 2 * distance(g0, g2), 2 * distance(g1, g2))
+        found = max(
+            squared_distance(g0, g1), 2 * squared_distance(g0, g2), 2 * squared_distance(g1, g2)
+        )
         return min(found, CAP) if found == found else CAP  # NaN is not equal to itself
 
     def _pass(
@@ -101,13 +108,13 @@ class Adapter:
             return gradient(closure)
 
     def _choose(self, site: str, width: int) -> Choose:
-        """As always, but for one site, and those that share its payload: another width."""
+        """Give one site, and those that share its payload, another width; others as always."""
         usual = self.interception.saved.choose
 
         def choose(at: Site) -> Compressor | Keep:
             chosen = usual(at)
             if site in (at.name, self.bits.leaders.get(at.name)):
-                return self.bits.autos[at.name].with_bits((width,))
+                return self.bits.templates[at.name].with_bits((width,))
             return chosen
 
         return choose
@@ -115,29 +122,29 @@ class Adapter:
     def _warn(self, norm: float) -> None:
         # half of a sensitivity is the variance at 1 bit
         noise = {
-            site: expected(Need([0.5 * found], [1.0]), self.bits.widths[site])
+            site: expected_noise([0.5 * found], self.bits.widths[site])
             for site, found in self.sensitivities.items()
         }
-        text = complaint(noise, norm, "squared norm", "more average_bits")
+        text = noise_warning(noise, norm, "squared norm", "more average_bits")
         if text:
             warnings.warn(text, stacklevel=3)
 
 
-class _Census:
+class _SiteSizes:
     """A `Watch` that counts the elements of each site, and finds who shares whose payload."""
 
-    def __init__(self, bits: Bits) -> None:
+    def __init__(self, bits: BitWidths) -> None:
         self.bits = bits
         self.sizes: dict[str, float] = {}
         self._owners: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def begin(self, step: int, inputs: Iterable[Any]) -> bool:
-        """Nothing has been solved."""
+        """Change no bits."""
         return False
 
     def saved(self, site: Site, x: Tensor, payload: Any = None) -> None:
         """Count `x` for its site, or note whose payload it shares."""
-        if site.name not in self.bits.autos:
+        if site.name not in self.bits.templates:
             return
         owner = site.name if payload is None else self._owners.setdefault(payload, site.name)
         if owner == site.name:
@@ -146,4 +153,4 @@ class _Census:
             self.bits.leaders[site.name] = owner
 
     def after(self, op: Op, result: Any) -> None:
-        """Results do not matter."""
+        """Ignore results."""

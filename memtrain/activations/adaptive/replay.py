@@ -1,4 +1,4 @@
-"""Gradients of a model, measured again and again without leaving a trace."""
+"""Gradients of a model, computed again and again from one state that is restored at the end."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,16 @@ Gradient = list[Tensor]
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]:
-    """Give a function that measures gradients; put back all that it changes, whatever happens.
+def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]:
+    """Give a function that computes gradients; restore all that it changes, whatever happens.
 
-    Each measurement starts from the same random states (torch's, CPU and CUDA, Python's and
+    Each computation starts from the same random states (torch's, CPU and CUDA, Python's and
     NumPy's), the same buffers (running statistics) and no gradients, so that two of them differ
     only by what the caller has changed between them. At the end these, and the gradients that
     were there, are as they were, the same objects.
 
     Args:
-        model: Whose parameters' gradients are measured.
+        model: Its parameters' gradients are computed.
 
     Yields:
         A function from a closure, which runs forward and backward, to the gradients: one tensor
@@ -34,7 +34,7 @@ def untouched(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]:
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
-        >>> with untouched(model) as gradient:
+        >>> with gradient_replay(model) as gradient:
         ...     gradient(lambda: model(torch.ones(1, 2)).sum().backward())
         [tensor([[1., 1.]])]
         >>> model.weight.grad is None
@@ -71,18 +71,18 @@ def untouched(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]:
 
 
 def dot(a: Gradient, b: Gradient) -> float:
-    """The inner product of two gradients, in float64."""
+    """Compute the inner product of two gradients, in float64."""
     return float(sum((x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)))
 
 
-def distance(a: Gradient, b: Gradient) -> float:
-    """The squared norm of the difference of two gradients, in float64."""
+def squared_distance(a: Gradient, b: Gradient) -> float:
+    """Compute the squared norm of the difference of two gradients, in float64."""
     pairs = zip(a, b, strict=True)
     return float(sum((x.double() - y.double()).square().sum() for x, y in pairs))
 
 
 def mean(gradients: Sequence[Gradient]) -> Gradient:
-    """The mean of several gradients, in float64."""
+    """Compute the mean of several gradients, in float64."""
     return [torch.stack([x.double() for x in xs]).mean(0) for xs in zip(*gradients, strict=True)]
 
 

@@ -116,8 +116,8 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
                 with told("measuring the gradient"):
                     quality = gradients(request, config)
                 console.print(quality.table(options.top))
-                if quality.complaint:
-                    console.print(quality.complaint, markup=False)
+                if quality.warning:
+                    console.print(quality.warning, markup=False)
     except BrokenPipeError:
         drop_output()  # the limits count whether anyone reads the tables or not
     return LIMIT if lines else DONE

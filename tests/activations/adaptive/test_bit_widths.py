@@ -1,4 +1,4 @@
-"""The greedy allocation against all allocations, one by one."""
+"""Allocation against all allocations one by one; the widths that sites have while training runs."""
 
 import itertools
 import math
@@ -8,15 +8,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memtrain.activations.adaptive.allocate import CAP, WIDTHS, allocate, objective
+from memtrain.activations.adaptive.bit_widths import CAP, WIDTHS, BitWidths, allocate, uniform
+from memtrain.activations.saved.site import Site
+from memtrain.compressors import DerivativeCode, Group, Host, Identity, Samples
+from memtrain.compressors.auto import Auto
 
 LADDER = (1, 2, 4, 8, 32)
 cost = st.floats(0, 1e4)
 items = st.lists(st.tuples(cost, st.integers(1, 50)), min_size=1, max_size=4)
+A, B, C = (Site(name, "linear", "input") for name in "abc")
+GROUP, SAMPLES = Auto(template=Group(group_size=64)), Auto(template=Samples(group_size=64))
 
 
 def used(bits, sizes):
     return sum(b * size for b, size in zip(bits, sizes, strict=True))
+
+
+def objective(costs, bits):
+    """The variance that `allocate` minimises."""
+    return sum(c / (2.0**b - 1) ** 2 for c, b in zip(costs, bits, strict=True))
 
 
 def best(costs, sizes, budget, allowed):
@@ -111,7 +121,6 @@ def test_zero_sensitivities_are_cut_to_the_ground_first():
 def test_bad_sensitivities_count_as_the_cap():
     for bad in (math.nan, math.inf, 1e300):
         assert allocate([bad, 1.0], [1, 1], 9) == allocate([CAP, 1.0], [1, 1], 9)
-        assert objective([bad], [1]) == CAP
 
 
 def test_a_budget_met_to_the_bit_is_met():
@@ -136,3 +145,111 @@ def test_wrong_values_are_named(arguments, message):
 def test_widths_below_one_are_refused():
     with pytest.raises(ValueError, match="widths of 1 bit or more"):
         allocate([1.0], [1], 9, allowed=(0, 1))
+
+
+# -- the widths that sites have --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 8])
+def test_uniform_has_the_average(average):
+    widths = uniform(average)
+    assert sum(widths) / len(widths) == average
+    assert max(widths) - min(widths) <= 1
+    assert max(widths) <= 8
+
+
+def test_the_first_allocation_is_uniform():
+    bits = BitWidths(2.5)
+    assert bits.resolve(A, SAMPLES) == Samples(bits=(3, 2), group_size=64)
+    assert bits.resolve(B, GROUP) == Group(bits=2, group_size=64)
+
+
+def test_templates_keep_everything_but_their_bits():
+    auto = Auto(template=Host(inner=Samples(bounds="fp32")))
+    expected = Host(inner=Samples(bits=(5, 1), bounds="fp32", weights=(2.0, 1.0)))
+    assert auto.with_bits((5, 1), (2.0, 1.0)) == expected
+    assert auto.per_sample
+    assert not GROUP.per_sample
+    assert GROUP.group_size == 64
+
+
+@pytest.mark.parametrize("template", [Identity(), DerivativeCode(), Host(inner=Identity())])
+def test_only_groups_have_automatic_bits(template):
+    with pytest.raises(ValueError, match="allowed: group, samples"):
+        Auto(template=template)
+
+
+def test_solve_shares_the_budget_by_need():
+    bits = BitWidths(2.0)
+    for site in (A, B):
+        bits.resolve(site, GROUP)
+    bits.solve({A.name: [(100.0, 10)], B.name: [(0.0, 10)]})
+    # B is cut to one bit; of 40 bits 30 are left for A
+    assert bits.resolve(A, GROUP).bits == 3
+    assert bits.resolve(B, GROUP).bits == 1
+    assert bits.stale == {A.name, B.name}
+
+
+def test_samples_are_pooled_over_sites():
+    bits = BitWidths(2.0)
+    bits.solve({A.name: [(0.0, 4), (64.0, 4), (0.0, 4)], B.name: [(0.0, 4)] * 3})
+    # 12 bits for six equal items: five at 1, the sensitive one at 7
+    assert bits.resolve(A, SAMPLES).bits == (7, 1, 1)
+    assert bits.resolve(B, SAMPLES).bits == (1, 1, 1)
+
+
+def test_sites_that_share_a_payload_have_equal_compressors():
+    bits = BitWidths(3.0)
+    bits.leaders = {B.name: A.name}
+    bits.sample_weights = {A.name: (1.0, 2.0)}
+    bits.solve({A.name: [(1.0, 4), (50.0, 4)], C.name: [(1.0, 8)]})
+    assert bits.resolve(A, SAMPLES) == bits.resolve(B, SAMPLES)
+    assert bits.stale >= {A.name, B.name}
+
+
+def test_sites_that_are_gone_keep_their_bits_and_new_ones_start_uniform():
+    bits = BitWidths(4.0)
+    bits.solve({A.name: [(9.0, 4)], B.name: [(1.0, 4)]})
+    before = bits.widths[A.name]
+    bits.solve({B.name: [(1.0, 4)]})
+    assert bits.widths[A.name] == before
+    assert bits.widths[B.name] == (4,)
+    assert bits.resolve(C, GROUP).bits == 4
+
+
+def test_a_common_factor_does_not_matter():
+    widths = []
+    for scale in (1.0, 2.0**40):
+        bits = BitWidths(3.0)
+        bits.solve({A.name: [(5.0 * scale, 4)], B.name: [(1e-3 * scale, 4)]})
+        widths.append(bits.widths)
+    assert widths[0] == widths[1]
+
+
+def test_bad_sensitivities_get_the_most():
+    for bad in (math.nan, math.inf):
+        bits = BitWidths(3.0)
+        bits.solve({A.name: [(bad, 4)], B.name: [(1.0, 4)]})
+        assert bits.widths[A.name] > bits.widths[B.name]
+
+
+def test_state_goes_on():
+    bits, other = BitWidths(2.0), BitWidths(2.0)
+    bits.leaders = {B.name: A.name}
+    bits.solve({A.name: [(1.0, 4), (50.0, 4)]})
+    other.resolve(C, GROUP)
+    other.load_state_dict(bits.state_dict())
+    assert other.resolve(B, SAMPLES) == bits.resolve(B, SAMPLES)
+    assert other.stale == {C.name}
+
+
+def test_nothing_to_solve():
+    bits = BitWidths(2.0)
+    bits.solve({})
+    assert bits.widths == {}
+
+
+@pytest.mark.parametrize("average", [0.5, 9, math.nan])
+def test_average_out_of_range(average):
+    with pytest.raises(ValueError, match="average_bits="):
+        BitWidths(average)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memtrain
-from memtrain.activations.adaptive.actnn import Statistics, content_hashes
-from memtrain.activations.adaptive.replay import distance, untouched
+from memtrain.activations.adaptive.actnn import ActnnSensitivity, content_hashes
+from memtrain.activations.adaptive.replay import gradient_replay, squared_distance
 from memtrain.activations.saved.site import Op, Site
 from memtrain.wrapped import wrapped_of
 
@@ -139,7 +139,7 @@ def test_statistics_share_the_budget_after_the_first_backward():
     assert after.keys() == entries.keys()
     for module, op in (("3", "conv2d"), ("8", "linear"), ("9", "gelu")):
         site = Site(module, op, "input")
-        assert after[site.name].compressor == repr(bits.resolve(site, bits.autos[site.name]))
+        assert after[site.name].compressor == repr(bits.resolve(site, bits.templates[site.name]))
     assert after != entries
 
 
@@ -149,20 +149,20 @@ def test_sensitivity_of_a_linear_layer_predicts_its_variance():
     x = torch.rand(40, 64).requires_grad_()  # as from an earlier layer
     x = x * 1.0
     dy = torch.randn(40, 32)
-    from memtrain.activations.adaptive.bit_widths import Bits
+    from memtrain.activations.adaptive.bit_widths import BitWidths
     from memtrain.compressors import Key, Samples
     from memtrain.compressors.auto import Auto
 
-    bits, site = Bits(2.0), Site("", "linear", "input")
+    bits, site = BitWidths(2.0), Site("", "linear", "input")
     auto = Auto(template=Samples(group_size=64))
     bits.resolve(site, auto)
-    watch = Statistics(bits, 1)
+    watch = ActnnSensitivity(bits, 1)
     watch.begin(0, [])
     watch.saved(site, x)
     y = model(x)
     watch.after(Op("", "linear", (x, model.weight)), y)
     y.backward(dy)
-    bound = sum(watch._needs()[site.name].sensitivities)
+    bound = sum(c for c, _ in watch._sensitivities()[site.name])
     compressor = Samples(bits=(1,), group_size=64)
     exact = dy.t() @ x.detach()
     n = 300
@@ -250,16 +250,16 @@ def test_the_table_averages_half_and_half_and_fills_in_the_mean():
         model.eval()  # one gradient per sample, whatever the others
         (F.cross_entropy(model(x), y, reduction="sum") * scale).backward()
         watch.flush()
-        return [watch.table[site][h] for h in content_hashes(x)]
+        return [watch.sample_norms[site][h] for h in content_hashes(x)]
 
     once = norms(1.0)
     assert norms(3.0) == pytest.approx([(1 + 9) / 2 * value for value in once], rel=0.3)
     new = torch.cat([x[:2], torch.zeros(1, 3, 16, 16)])
     model(new)
-    row = watch.table[site]
+    row = watch.sample_norms[site]
     mean = sum(row.values()) / len(row)
     expected = [row[h] for h in content_hashes(x)[:2]] + [mean]
-    assert bits_of(model).weights[site] == pytest.approx(expected)
+    assert bits_of(model).sample_weights[site] == pytest.approx(expected)
 
 
 # -- GACT -------------------------------------------------------------------------------------
@@ -278,10 +278,10 @@ class Uneven(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.loud, self.quiet = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.large, self.small = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
-        return self.loud(x.sin()) + 1e-3 * self.quiet(x.cos())
+        return self.large(x.sin()) + 1e-3 * self.small(x.cos())
 
 
 def test_adapter_finds_the_sensitive_site():
@@ -291,10 +291,10 @@ def test_adapter_finds_the_sensitive_site():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         assert adapter.step(closure)
-    loud, quiet = "loud / linear / input", "quiet / linear / input"
-    assert adapter.sensitivities[loud] > 1e4 * adapter.sensitivities[quiet]
+    large, small = "large / linear / input", "small / linear / input"
+    assert adapter.sensitivities[large] > 1e4 * adapter.sensitivities[small]
     # four bits for two equal items
-    assert bits_of(model).widths == {loud: (3,), quiet: (1,)}
+    assert bits_of(model).widths == {large: (3,), small: (1,)}
 
 
 def test_the_cheap_estimator_agrees_on_linear_layers():
@@ -326,14 +326,14 @@ def test_a_sensitivity_is_twice_the_variance_at_one_bit():
     site = "2 / linear / input"
     leader = bits_of(model).leaders.get(site, site)
     interception = wrapped_of(model).interception
-    with untouched(model) as gradient:
+    with gradient_replay(model) as gradient:
 
         def at(width, draw):
             with interception.trial(adapter._choose(leader, width), None, {leader: draw}):
                 return gradient(closure)
 
         exact = at(8, 0)
-        variance = sum(distance(at(1, draw), exact) for draw in range(1, 41)) / 40
+        variance = sum(squared_distance(at(1, draw), exact) for draw in range(1, 41)) / 40
     mean = sum(row[leader] for row in found) / len(found)
     # the largest of three estimates is above their mean, by less than half
     assert 2 * variance * 0.8 < mean < 2 * variance * 1.5
@@ -475,7 +475,7 @@ def test_a_shared_payload_stays_shared(sensitivity):
     assert plan["k / linear / input"].planned == plan["v / linear / input"].planned == 0
 
 
-def test_loud_bits_are_warned_of_once_per_measurement():
+def test_noisy_bits_are_warned_of_once_per_measurement():
     model, _, closure = wrapped(1.0)
     with pytest.warns(UserWarning, match="of the gradient's squared norm") as told:
         memtrain.adapter(model).step(closure)

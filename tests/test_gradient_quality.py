@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.adaptive.quality import GradientQuality, measure
 from memtrain.compressors import Group, Identity, Keep
+from memtrain.gradient_quality import GradientQuality, measure
 
 
 def make():

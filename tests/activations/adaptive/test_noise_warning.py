@@ -1,4 +1,4 @@
-"""Noise beside the gradient's own variance: measured, compared, and told with the worst sites."""
+"""Quantisation noise beside the gradient's variance: measured, compared, warned of by site."""
 
 import copy
 import warnings
@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.adaptive.bit_widths import Need
-from memtrain.activations.adaptive.gradient_variance import Spread
-from memtrain.activations.adaptive.noise_warning import complaint, expected
+from memtrain.activations.adaptive.noise_warning import (
+    GradientVariance,
+    expected_noise,
+    noise_warning,
+)
 from memtrain.wrapped import wrapped_of
 
 
@@ -48,55 +50,56 @@ def train(average, seeds):
     return [str(w.message) for w in told], wrapped_of(model).interception.saved.watch
 
 
-def test_the_spread_of_small_gradients_is_their_variance():
-    weight, spread = nn.Parameter(torch.zeros(3, 50)), Spread(passes=4)
+def test_the_variance_of_small_gradients_is_their_variance():
+    weight, variance = nn.Parameter(torch.zeros(3, 50)), GradientVariance(passes=4)
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    spread.begin([weight, frozen])
+    variance.begin([weight, frozen])
     given = torch.randn(4, 3, 50)
     for grad in given:
-        assert spread.running
+        assert variance.running
         (weight * grad).sum().backward()
-        spread.next()
-    assert not spread.running
-    assert spread.variance() == pytest.approx(float(given.double().var(0).sum()))
+        variance.next()
+    assert not variance.running
+    assert variance.estimate() == pytest.approx(float(given.double().var(0).sum()))
     (weight * 100).sum().backward()  # no hook is left
-    assert not spread.next() or spread.variance() < 300
+    assert not variance.next() or variance.estimate() < 300
 
 
-def test_the_spread_of_large_gradients_is_estimated_from_some_elements():
-    weight, spread = nn.Parameter(torch.zeros(400, 500)), Spread(passes=8, elements=2000)
-    spread.begin([weight])
+def test_the_variance_of_large_gradients_is_estimated_from_some_elements():
+    weight = nn.Parameter(torch.zeros(400, 500))
+    variance = GradientVariance(passes=8, elements=2000)
+    variance.begin([weight])
     given = torch.randn(8, 400, 500)
     for grad in given:
         (weight * grad).sum().backward()
-        spread.next()
+        variance.next()
     # a chi-square with 7 degrees of freedom each: 2000 of them are off by sqrt(2 / 7 / 2000) = 1.2%
-    assert spread.variance() == pytest.approx(float(given.double().var(0).sum()), rel=0.05)
+    assert variance.estimate() == pytest.approx(float(given.double().var(0).sum()), rel=0.05)
 
 
-def test_a_spread_that_is_copied_starts_anew():
-    weight, spread = nn.Parameter(torch.zeros(4)), Spread(passes=2)
-    spread.begin([weight])
-    assert not copy.deepcopy(spread).running
-    spread.stop()
+def test_an_estimate_that_is_copied_starts_anew():
+    weight, variance = nn.Parameter(torch.zeros(4)), GradientVariance(passes=2)
+    variance.begin([weight])
+    assert not copy.deepcopy(variance).running
+    variance.stop()
 
 
 def test_statistics_warn_where_batches_differ_less_than_the_noise():
     told, watch = train(1.0, [0] * 12)  # one batch again and again: the bits are all that varies
     (text,) = told
     assert "variance from batch to batch" in text
-    assert "more average_bits would bring less" in text
+    assert "more average_bits would lower it" in text
     assert "2 / linear / input" in text
     # Rounding brings u (1 - u) of a step squared: 1/6 for uniform values, which is predicted, more
     # for those that are dense in the middle, as these are, and at most 1/4. 8 passes of 256
     # elements are off by a few per cent.
-    assert 0.9 < watch.spread.variance() / sum(watch.noise.values()) < 1.1 * 6 / 4
+    assert 0.9 < watch.gradient_variance.estimate() / sum(watch.noise.values()) < 1.1 * 6 / 4
 
 
 def test_statistics_are_silent_where_batches_differ_more():
     told, watch = train(8.0, range(12))
     assert told == []
-    assert 0 < sum(watch.noise.values()) < 0.01 * watch.spread.variance()
+    assert 0 < sum(watch.noise.values()) < 0.01 * watch.gradient_variance.estimate()
 
 
 class Regression(nn.Module):
@@ -109,17 +112,17 @@ class Regression(nn.Module):
         return type("Output", (), {"loss": (y - labels).square().mean(), "logits": y})()
 
 
-@pytest.mark.parametrize(("bits", "loud"), [(1, True), (8, False)])
-def test_gradient_quality_tells_the_worst_sites(bits, loud):
+@pytest.mark.parametrize(("bits", "noisy"), [(1, True), (8, False)])
+def test_gradient_quality_tells_the_worst_sites(bits, noisy):
     model, batch = Regression(), {"x": batches(0), "labels": torch.zeros(64, 8)}
     cfg = config(name="group", bits=bits)
-    if not loud:
-        assert memtrain.gradient_quality(model, batch, cfg).complaint == ""
+    if not noisy:
+        assert memtrain.gradient_quality(model, batch, cfg).warning == ""
         return
-    with pytest.warns(UserWarning, match="variance from batch to batch as noise") as told:
+    with pytest.warns(UserWarning, match="of the gradient's variance from batch to batch") as told:
         found = memtrain.gradient_quality(model, batch, cfg)
     worst = max(found.sites, key=lambda site: site.variance)
-    assert f"most of it by {worst.name} (" in str(told[0].message)
+    assert f"most of it from {worst.name} (" in str(told[0].message)
     # halves of a batch estimate the variance of its gradient: against 200 batches
     gradients = []
     for seed in range(1, 201):
@@ -140,8 +143,9 @@ def test_a_closure_is_compared_to_the_squared_norm():
         assert memtrain.gradient_quality(model, closure, cfg).batches is None
 
 
-def test_what_widths_bring():
-    assert expected(Need([4.0], [8]), (1, 1)) == 4.0
-    assert expected(Need([1.0, 9.0], [8, 8]), (8, 1)) == 1.0 + 9.0 / 255**2
-    assert complaint({"a": 1.0}, float("nan"), "", "") == complaint({"a": 0.1}, 1.0, "", "") == ""
-    assert "more than all" in complaint({"a": 1.0}, 0.0, "squared norm", "8 bits")
+def test_noise_that_widths_add():
+    assert expected_noise([4.0], (1, 1)) == 4.0
+    assert expected_noise([1.0, 9.0], (8, 1)) == 1.0 + 9.0 / 255**2
+    assert noise_warning({"a": 1.0}, float("nan"), "", "") == ""
+    assert noise_warning({"a": 0.1}, 1.0, "", "") == ""
+    assert "more than 100%" in noise_warning({"a": 1.0}, 0.0, "squared norm", "8 bits")
