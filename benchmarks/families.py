@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Row
+from experiments.cifar import cifar
 from memtrain.audit.live_storages import saved_nbytes
-from memtrain.experiments.models import CifarConfig
 
 PRESETS = (
     "balanced", "smallest", "checkpointed", "fewbit3", "actnn_fewbit", "patch4x4", "gact4"
@@ -64,7 +64,7 @@ def decoder(heads: int = 4, **options: Any) -> dict[str, Any]:
 
 
 def _cifar(family: str) -> Case:
-    model = CifarConfig(family=family, width=0.5, channels=3).build()
+    model = cifar(family=family, width=0.5, channels=3)
     return Case(model.train(), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))))
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import memtrain
 from memtrain.compressors import Group, Key, Patch
-from memtrain.experiments.data import DigitsConfig
-from memtrain.experiments.models.resnet import ResNetConfig
+from memtrain.training.data import digits
+from memtrain.training.networks import resnet
 
 RESULTS = Path(__file__).parent / "results" / "patch_error.csv"
 STEPS, BATCH, SCALE = 60, 64, 4  # images are enlarged to 32x32, so that maps are 32 and 16 wide
@@ -47,7 +47,7 @@ def methods(rounding):
 def feature_maps():
     """Inputs and outputs of the trained network's convolutions on a validation batch."""
     torch.manual_seed(0)
-    model, source = ResNetConfig(width=32, blocks=1).build(), DigitsConfig().build(0)
+    model, source = resnet(width=32, blocks=1), digits(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def batch(split, index):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
+from experiments.cifar import cifar
 from memtrain.audit.live_storages import saved_nbytes
-from memtrain.experiments.models import CifarConfig
 from memtrain.kernels.dispatch import backend
 from memtrain.precision import FORMATS, FloatFormat
 
@@ -125,7 +125,7 @@ def step(options: Options) -> Job:
 
         def make(precision: dict[str, Any] | None) -> tuple[Callable[[], Tensor], Callable]:
             torch.manual_seed(0)
-            model: nn.Module = CifarConfig(channels=3, width=width).build().to(options.device)
+            model: nn.Module = cifar(channels=3, width=width).to(options.device)
             optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
             if precision is not None:
                 cfg = {"preset": "precision_only", "precision": precision}

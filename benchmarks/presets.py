@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Row, Trial, measure, require
+from experiments.cifar import cifar
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.config.sources import options as choices
-from memtrain.experiments.models import CifarConfig, GPTConfig
+from memtrain.training.networks import GPT
 
 MODELS = ("gpt", "gpt2_layers", "resnet18")
 """A small GPT; two layers of GPT-2-small's width and heads; a ResNet-18 of half its width."""
@@ -31,13 +32,13 @@ class Task:
                 layers, width, heads, batch, tokens = (2, 768, 12, 2, 512)
             if quick:
                 layers, width, heads, batch, tokens = (2, 64, 4, 2, 64)
-            config = GPTConfig(layers=layers, width=width, heads=heads, context=tokens, dropout=0.0)
             x = torch.randint(0, 256, (batch, tokens), device=device)
-            model, self.y = config.build(), x.roll(-1, 1)
+            model: nn.Module = GPT(layers=layers, width=width, heads=heads, context=tokens)
+            self.y = x.roll(-1, 1)
         else:
-            config = CifarConfig(family="resnet18", width=0.25 if quick else 0.5, channels=3)
             x = torch.randn(4 if quick else 32, 3, 32, 32, device=device)
-            model, self.y = config.build(), torch.randint(0, 10, (len(x),), device=device)
+            model = cifar(family="resnet18", width=0.25 if quick else 0.5, channels=3)
+            self.y = torch.randint(0, 10, (len(x),), device=device)
         self.model: nn.Module = model.to(device).train()
         self.x = x
 

@@ -10,6 +10,8 @@ from types import ModuleType
 RENAMED = {
     "memtrain.compressors.fewbit_register": "memtrain.compressors.fewbit.register",
     "memtrain.compressors.fewbit_tables": "memtrain.compressors.fewbit.tables",
+    "memtrain.experiments": "memtrain.training",
+    "memtrain.experiments.config": "memtrain.training.settings",
     "memtrain.meter": "memtrain.audit.live_storages",
     "memtrain.peak": "memtrain.audit.peak",
     "memtrain.planfile": "memtrain.plan.file",
@@ -23,15 +25,19 @@ RENAMED = {
 
 
 class _Renamed:
-    """Finds modules by their old paths, after every other finder has failed."""
+    """Finds modules by their old paths.
+
+    It is asked first: Python would look for modules of a renamed package in the new one's folder,
+    and run them again under their old names.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in RENAMED else None  # pyright: ignore[reportArgumentType]
+        return ModuleSpec(name, self) if _new_path(name) else None  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = RENAMED[spec.name]
+        new = _new_path(spec.name)
         warnings.warn(f"{spec.name} is {new} now", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
         spec.loader_state = module.__spec__  # the import system is about to overwrite it
@@ -43,7 +49,14 @@ class _Renamed:
             module.__spec__ = module.__spec__.loader_state
 
 
+def _new_path(name: str) -> str:
+    """The path now of a renamed module, or of a module in a renamed package; else empty."""
+    package, _, module = name.rpartition(".")
+    below = RENAMED.get(package)
+    return RENAMED.get(name) or (f"{below}.{module}" if below else "")
+
+
 def install() -> None:
     """Let old paths be imported."""
     if not any(isinstance(finder, _Renamed) for finder in sys.meta_path):
-        sys.meta_path.append(_Renamed())  # pyright: ignore[reportArgumentType]
+        sys.meta_path.insert(0, _Renamed())  # pyright: ignore[reportArgumentType]

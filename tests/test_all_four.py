@@ -9,13 +9,13 @@ from torch import nn
 import memtrain
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.config.sources import GRADIENTS, WEIGHTS, Config
-from memtrain.experiments.config import compose, from_mapping
-from memtrain.experiments.data import build_source
-from memtrain.experiments.loop import Run
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.release_hooks import CLIPS
 from memtrain.optim.wrappers.weight_formats import FORMATS
 from memtrain.plan.weights import WORKSPACE
+from memtrain.training.data import build_source
+from memtrain.training.run import Run
+from memtrain.training.settings import compose, from_mapping
 
 
 def tiny_run(name, preset, steps):

@@ -8,10 +8,10 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.api import wrap
 from memtrain.audit.audit import audit
 from memtrain.audit.join import join
-from memtrain.audit.live_storages import LiveStorages
+from memtrain.audit.live_storages import LiveStorages, storage_nbytes
+from memtrain.audit.live_tensors import state_tensors
 from memtrain.compressors import COMPRESSORS
 from memtrain.config.sources import options
-from memtrain.experiments.measure import measure_states
 
 transformers = pytest.importorskip("transformers")
 
@@ -161,7 +161,7 @@ def test_states_are_those_of_a_real_step(name, preset, dtype):
             _, optimizer = wrap(model, optimizer, preset)
         (model(batch).sum() + model.long.sum()).backward()
         optimizer.step()
-        sizes.append(measure_states(optimizer))
+        sizes.append(storage_nbytes(state_tensors(optimizer)))
     assert (total.plain, total.planned) == tuple(sizes)
 
 
@@ -175,7 +175,7 @@ def test_states_of_a_running_optimizer_with_a_scheduler_are_read_and_left_alone(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     moment = optimizer.state[model.long]["exp_avg"].clone()
     total = audit(model, optimizer, torch.randn(4, 96)).totals()["optimizer states"]
-    assert total.plain == measure_states(optimizer)
+    assert total.plain == storage_nbytes(state_tensors(optimizer))
     assert torch.equal(optimizer.state[model.long]["exp_avg"], moment)
     assert optimizer.state[model.long]["step"] == 1
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -2,14 +2,14 @@
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from memtrain.experiments.config import TrainConfig
+    from memtrain.training.settings import TrainConfig
 
 HELP = """\
 usage: memtrain-train [key=value ...]
@@ -25,8 +25,6 @@ examples:
   memtrain-train model.layers=6 optimizer.lr=1e-3   any key of the config
   memtrain-train budget=200MiB                      a plan whose peak fits, and whether it did
   memtrain-train resume=outputs/gpt_stdlib/<time>   continue to the last bit (Ctrl-C saved it)
-  memtrain-train experiment=precision_tradeoff      many short runs into one CSV; goes on where it
-                                                    stopped
   memtrain-train --config [key=value ...]           print the config, train nothing
 
 groups: {groups}
@@ -36,6 +34,8 @@ exit status: 0 done, 1 failed, 2 wrong config, 130 interrupted (a checkpoint was
 """
 _GROUPS = ("experiment", "preset", "activations", "optim", "model", "data")
 _CHANGEABLE = ("output.", "training.")
+_MOVED = ("experiment=precision_", "model=cifar", "data=fashion", "optim=ablation/", "sweep.")
+"""Overrides whose configs lie in the repository's `experiments/`, and not in the package."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,47 +52,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     if {"-h", "--help"} & set(arguments):
-        console.out(_help(), end="", highlight=False)
+        Console().out(_help(), end="", highlight=False)
         return 0
-    # torch takes a second to import: help does not wait for it
-    from memtrain.experiments.session import Interrupted, Session
-    from memtrain.experiments.sweep.sweep import Sweep
+    return run("memtrain-train", arguments, _session)
 
+
+def run(
+    program: str,
+    arguments: Sequence[str],
+    make: Callable[[list[str], Console | None], tuple[Any, Any]],
+) -> int:
+    """Run a program that trains: its mistakes and failures are one line and an exit status each.
+
+    Args:
+        program: Its name, before messages.
+        arguments: `key=value` each; with `--config` the config is printed and nothing trained.
+        make: Overrides and a console -> the config, and what has a `train()`: None without a
+            console.
+
+    Returns:
+        The exit status.
+    """
+    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    shown = "--config" in arguments
+    overrides = [item for item in arguments if item != "--config"]
     try:
-        config, state = _config([item for item in arguments if item != "--config"])
-        if "--config" in arguments:
+        config, session = make(overrides, None if shown else console)
+        if shown:
             console.out(OmegaConf.to_yaml(config), end="", highlight=False)
             return 0
-        if config.sweep.families:
-            session = Sweep(config, console=console)
-        else:
-            session = Session(config, state=state, console=console)
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        errors.print(f"memtrain-train: {error}", markup=False)
+        errors.print(f"{program}: {error}", markup=False)
         return 2
     try:
         session.train()
-    except Interrupted as stop:
-        errors.print(f"memtrain-train: {stop}", markup=False)
-        return 130
-    except KeyboardInterrupt:  # a session asks for it and saves; what a sweep has is saved already
-        errors.print("memtrain-train: interrupted; the same call goes on", markup=False)
+    except KeyboardInterrupt as stop:  # a session saved what it had, and says where
+        errors.print(f"{program}: {str(stop) or 'interrupted'}", markup=False)
         return 130
     except (OSError, FloatingPointError) as error:
-        errors.print(f"memtrain-train: {error}", markup=False)
+        errors.print(f"{program}: {error}", markup=False)
         return 1
     return 0
 
 
-def _config(overrides: list[str]) -> tuple["TrainConfig", dict[str, Any] | None]:
-    from memtrain.experiments.checkpoint import read_checkpoint
-    from memtrain.experiments.config import compose, from_mapping
+def _session(overrides: list[str], console: Console | None) -> tuple[Any, Any]:
+    # torch takes a second to import: help does not wait for it
+    from memtrain.training.session import Session
+    from memtrain.training.settings import compose, from_mapping
+
+    moved = [item for item in overrides if item.startswith(_MOVED)]
+    if moved:
+        raise ValueError(
+            f"{moved[0]!r} is an experiment of memtrain's repository: python -m experiments there"
+        )
+    config, state = read_config(overrides, lambda given: from_mapping(compose(given)))
+    return config, console and Session(config, state=state, console=console)
+
+
+def read_config(
+    overrides: Sequence[str], compose: Callable[[Sequence[str]], "TrainConfig"]
+) -> tuple["TrainConfig", dict[str, Any] | None]:
+    """Read the config of a run: composed, or that of a checkpoint that is resumed.
+
+    Args:
+        overrides: `key=value` each; with `resume=` only `output.*` and `training.*`.
+        compose: What makes a config of overrides.
+
+    Returns:
+        The config, and the content of the checkpoint where one is resumed.
+
+    Raises:
+        ValueError: For an unknown key or value, or one that cannot change a run that is resumed.
+        TypeError: For a value of the wrong type.
+        FileNotFoundError: If there is no such checkpoint.
+    """
+    from memtrain.training.checkpoint import read_checkpoint
+    from memtrain.training.settings import from_mapping
 
     resume = [item.removeprefix("resume=") for item in overrides if item.startswith("resume=")]
     if not resume:
-        return from_mapping(compose(overrides)), None
+        return compose(overrides), None
     others = [item for item in overrides if not item.startswith("resume=")]
     wrong = [item for item in others if not item.startswith(_CHANGEABLE)]
     if wrong:
@@ -100,9 +140,9 @@ def _config(overrides: list[str]) -> tuple["TrainConfig", dict[str, Any] | None]
             f"{wrong[0]!r} cannot change a run that is resumed; allowed: output.*, training.*"
         )
     state = read_checkpoint(resume[-1])
+    saved = {key: value for key, value in state["config"].items() if key != "sweep"}  # of 0.1
     changes = OmegaConf.from_dotlist([*others, f"resume={resume[-1]}"])
-    merged = OmegaConf.merge(DictConfig(state["config"]), changes)
-    return from_mapping(DictConfig(merged)), state
+    return from_mapping(DictConfig(OmegaConf.merge(DictConfig(saved), changes))), state
 
 
 def _help() -> str:

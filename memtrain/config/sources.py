@@ -97,12 +97,15 @@ def _fill(cfg: Config) -> Config:
     return filled
 
 
-def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
+def compose(
+    overrides: Sequence[str], name: str = "config", searchpath: Sequence[Path] = ()
+) -> DictConfig:
     """Compose a primary config of `memtrain/configs` with Hydra; no file is written.
 
     Args:
         overrides: Hydra's: `"preset=smallest"`, `"activations.rules.0.compressor.bits=2"`.
         name: The primary config: `"config"` or `"train"`.
+        searchpath: Folders of further config groups, beside `memtrain/configs`.
 
     Returns:
         The composed config, with its schema's types attached.
@@ -126,9 +129,16 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     outer, clear.hydra = clear.hydra, None  # a user's own @hydra.main keeps its state
     try:
         with initialize_config_module("memtrain.configs", version_base="1.3"):
-            return hydra_compose(name, overrides=list(overrides))
+            folders = [f"'file://{folder.absolute()}'" for folder in searchpath]
+            search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
+            return hydra_compose(name, overrides=[*search, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, overrides, options, lambda: compose([], name)) from error
+        raise explain(
+            error,
+            overrides,
+            lambda group: options(group, searchpath),
+            lambda: compose([], name, searchpath),
+        ) from error
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -158,10 +168,19 @@ def from_mapping(cfg: DictConfig) -> Config:
     return config
 
 
-def options(group: str) -> list[str]:
-    """The names of a config group's files, such as the presets."""
-    folder = Path(__file__).parents[1] / "configs" / group
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+def options(group: str, searchpath: Sequence[Path] = ()) -> list[str]:
+    """The names of a config group's files, such as the presets.
+
+    Args:
+        group: `preset`, `activations` ...
+        searchpath: Folders of further config groups, beside `memtrain/configs`.
+    """
+    roots = [root / group for root in (Path(__file__).parents[1] / "configs", *searchpath)]
+    return sorted(
+        path.relative_to(root).with_suffix("").as_posix()
+        for root in roots
+        for path in (*root.glob("*.yaml"), *root.glob("*/*.yaml"))
+    )
 
 
 def _overlay(changes: Any) -> Config:

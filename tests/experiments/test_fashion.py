@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 
-from memtrain.experiments.data import build_source
-from memtrain.experiments.idx import read_fashion, read_idx
+from experiments.fashion import read_fashion, read_idx
+from memtrain.training.data import build_source
 
 
 def write(path, shape, content):

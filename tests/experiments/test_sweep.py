@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
-from memtrain.cli.train import main
-from memtrain.experiments.config import compose, from_mapping
-from memtrain.experiments.data import build_source
-from memtrain.experiments.loop import Run
-from memtrain.experiments.sweep import sweep
-from memtrain.experiments.sweep.grid import Cell, GridConfig, SweepConfig, cells
-from memtrain.experiments.sweep.plot import draw, points
+from experiments import sweep
+from experiments.__main__ import CONFIGS, main
+from experiments.sweep import Cell, GridConfig, SweepConfig, SweepTrainConfig, cells
+from experiments.tradeoff_plot import draw, points
+from memtrain.training import settings
+from memtrain.training.data import build_source
+from memtrain.training.run import Run
 
 TINY = [
     "experiment=precision_tradeoff", "data=digits", "training.steps=3", "training.batch=8",
@@ -21,8 +21,13 @@ TINY = [
 ]  # fmt: skip
 
 
+def compose(overrides):
+    found = settings.compose(overrides, SweepTrainConfig, [CONFIGS])
+    return settings.from_mapping(found, SweepTrainConfig)
+
+
 def config(folder, *overrides):
-    return from_mapping(compose([*TINY, f"output.folder={folder}", *overrides]))
+    return compose([*TINY, f"output.folder={folder}", *overrides])
 
 
 def read(path):
@@ -46,7 +51,7 @@ def counted(monkeypatch):
 
 
 def test_the_experiment_holds_what_the_paper_compares():
-    found = cells(from_mapping(compose(["experiment=precision_tradeoff"])).sweep)
+    found = cells(compose(["experiment=precision_tradeoff"]).sweep)
     assert len(set(found)) == len(found)
     for family in ("squeezenet", "shufflenet_v2", "mobilenet_v2", "resnet18"):
         own = [cell for cell in found if cell.family == family and cell.seed == 0]
@@ -60,7 +65,7 @@ def test_the_experiment_holds_what_the_paper_compares():
 
 
 def test_the_full_experiment_has_as_many_runs_as_it_says():
-    full = from_mapping(compose(["experiment=precision_tradeoff_full"]))
+    full = compose(["experiment=precision_tradeoff_full"])
     assert len(cells(full.sweep)) == 4 * 4 * 4 * 22
     assert full.training.steps * full.training.batch == pytest.approx(200 * 60_000, rel=2e-3)
 

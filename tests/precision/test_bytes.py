@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import memtrain
+from experiments.cifar import cifar
 from memtrain.audit.live_storages import LiveStorages, saved_nbytes
 from memtrain.compressors import Group
 from memtrain.config.sources import ActivationRule, Config
-from memtrain.experiments.models.cifar import CifarConfig
 from memtrain.precision.options import Precision
 
 # without the overflow counts that promotion keeps until the backward, 8 bytes a tensor
@@ -70,7 +70,7 @@ def test_the_audit_predicts_what_is_measured():
 def test_a_resnet_keeps_a_quarter_of_its_saved_bytes():
     x = torch.randn(4, 3, 32, 32)
     cfg = UNIFORM
-    model = CifarConfig(family="resnet18", width=0.25, channels=3).build()
+    model = cifar(family="resnet18", width=0.25, channels=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     total = memtrain.audit(model, optimizer, x, cfg).totals()["saved activations"]
     model, _ = memtrain.wrap(model, optimizer, cfg)

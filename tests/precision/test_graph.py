@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.experiments.models.cifar import FAMILIES, CifarConfig
+from experiments.cifar import FAMILIES, cifar
 from memtrain.precision.graph import graph_of
 from memtrain.precision.ops import writes
 
@@ -91,7 +91,7 @@ def test_a_module_that_runs_again_has_numbered_names():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_four_convolutional_models(family):
-    model = CifarConfig(family=family, width=0.1, channels=3).build().eval()
+    model = cifar(family=family, width=0.1, channels=3).eval()
     graph = graph_of(model, torch.zeros(2, 3, 32, 32))
     kinds = (nn.Conv2d, nn.Linear)
     assert len(graph.gemms) == sum(isinstance(module, kinds) for module in model.modules())

@@ -10,7 +10,6 @@ from memtrain.config.sources import options
 HELP = """\
 usage: memtrain-report model=NAME [key=value ...] [options]
        memtrain-report --diff BEFORE.json AFTER.json
-       memtrain-report --paper-table
 
 Predict the bytes of a training step without running it: weights, gradients,
 optimizer states and saved activations, in plain PyTorch and under a plan. No
@@ -103,7 +102,6 @@ options:
   --fail-under RATIO  exit status 3 if plain PyTorch takes less than RATIO
                times as much
   --diff BEFORE AFTER  compare two --json files
-  --paper-table        the few-bit paper's table of activation memory, and ours
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
 file that cannot be read or written, 3 --fail-over or --fail-under, or nothing

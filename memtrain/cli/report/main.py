@@ -20,7 +20,7 @@ from memtrain.cli.render import json_report, png
 from memtrain.cli.render.csv_rows import as_csv
 from memtrain.cli.render.html import as_html
 from memtrain.cli.render.tables import show
-from memtrain.cli.report import budget, diff, paper_table
+from memtrain.cli.report import budget, diff
 from memtrain.cli.report.audits import UntraceableError, Working, measured, only_measured, predicted
 from memtrain.cli.report.fits import fits
 from memtrain.cli.report.help import help_text
@@ -77,8 +77,6 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
     options = parse(argv)
     if options.diff:
         return _diff(options, console, errors)
-    if options.paper_table:
-        return _paper_table(options, console, errors)
     if options.measure_rates:
         return _rates(options, console, errors)
     return _report(options, console, errors)
@@ -193,18 +191,6 @@ def write(path: Path, option: str, text: str) -> None:
     """
     with replaced(path, option) as partly:
         partly.write_text(text, encoding="utf-8")
-
-
-def _paper_table(options: argparse.Namespace, console: Console, errors: Console) -> int:
-    if options.overrides:
-        raise ValueError(f"--paper-table takes no keys; {options.overrides[0]!r} is not for it")
-    rows = []
-    for number, name in enumerate(paper_table.PAPER, 1):
-        with working(errors, f"tracing {name} ({number} of {len(paper_table.PAPER)})"):
-            rows.append((name, paper_table.measured(name)))
-    console.print(paper_table.table(rows), highlight=False)
-    console.out(paper_table.CONVENTION, end="", highlight=False)
-    return DONE
 
 
 def _rates(options: argparse.Namespace, console: Console, errors: Console) -> int:

@@ -15,7 +15,7 @@ from memtrain.cli.report.group_by import BY
 from memtrain.cli.report.request_fields import Request
 from memtrain.config.sizes import UNITS, parse_size
 from memtrain.config.sources import Config, load, nearest, options
-from memtrain.experiments.config import typed
+from memtrain.training.settings import typed
 
 FILES = ("json", "csv", "html", "png")
 """Options that write a file."""
@@ -70,6 +70,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.paper_table:
+        raise ValueError(
+            "--paper-table is an experiment of memtrain's repository: "
+            "python -m experiments paper_table there"
+        )
     for name, least in (("top", 1), ("depth", 0)):
         if getattr(options, name) < least:
             value = getattr(options, name)

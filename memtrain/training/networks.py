@@ -1,0 +1,222 @@
+"""The models that `memtrain-train` trains: plain PyTorch, without a word of memtrain in them."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memtrain.training.settings import build_named, in_range
+
+VOCABULARY = 256  # one token a byte
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over earlier tokens; [batch, tokens, width] to the same."""
+        batch, tokens, width = x.shape
+        q, k, v = (
+            part.view(batch, tokens, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class MLP(nn.Module):
+    """Two Linears around a GELU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on a residual branch behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    """A byte-level pre-norm decoder whose output layer is its embedding again.
+
+    Args:
+        layers: Blocks.
+        width: Channels; a multiple of `heads`.
+        heads: Attention heads.
+        context: Longest sequence, in tokens.
+        dropout: On the embeddings and on each branch.
+
+    Raises:
+        ValueError: For a value out of range.
+
+    Example:
+        >>> model = GPT(layers=1, width=16, heads=2, context=8)
+        >>> sum(p.numel() for p in model.parameters())
+        7536
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        context: int = 1024,
+        dropout: float = 0.0,
+    ) -> None:
+        sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
+        for name, value in sizes.items():
+            in_range(f"model.{name}", value, at_least=1)
+        in_range("model.dropout", dropout, at_least=0, below=1)
+        if width % heads:
+            raise ValueError(f"model.width={width} is no multiple of model.heads={heads}")
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(_initialise)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):  # the residual branches' last layers
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next byte.
+
+        Args:
+            tokens: int64, [batch, tokens], 0 to 255.
+
+        Returns:
+            [batch, tokens, 256].
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _initialise(module: nn.Module) -> None:
+    """GPT-2's: normal weights of deviation 0.02, no bias."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+class Residual(nn.Module):
+    """ReLU(x + f(x)) with two 3x3 convolutions and batch norms in f."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            *_convolution(width, width), nn.ReLU(), *_convolution(width, width)
+        )
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, width, height, width of the image] to the same."""
+        return self.relu(x + self.branch(x))
+
+
+def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+
+
+def resnet(*, width: int = 32, blocks: int = 2, classes: int = 10) -> nn.Sequential:
+    """A small CNN for one-channel images: two stages of residual blocks, a max-pool between.
+
+    Args:
+        width: Channels of the first stage; the second has twice as many.
+        blocks: Residual blocks a stage.
+        classes: Outputs.
+
+    Returns:
+        The model; it takes [batch, 1, height, width] and returns logits [batch, classes].
+
+    Raises:
+        ValueError: For a value out of range.
+
+    Example:
+        >>> resnet(width=8, blocks=1)(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+    for name, value in {"width": width, "blocks": blocks, "classes": classes}.items():
+        in_range(f"model.{name}", value, at_least=1)
+    return nn.Sequential(
+        *_convolution(1, width),
+        nn.ReLU(),
+        *(Residual(width) for _ in range(blocks)),
+        nn.MaxPool2d(2),
+        *_convolution(width, 2 * width),
+        nn.ReLU(),
+        *(Residual(2 * width) for _ in range(blocks)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, classes),
+    )
+
+
+MODELS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
+    "gpt": ("tokens", GPT),
+    "resnet": ("images", resnet),
+}
+"""Name in a config -> kind of data, and what builds the model of the config's other keys."""
+
+
+def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> nn.Module:
+    """Build a model from its config with seeded weights.
+
+    Args:
+        spec: `{"name": "gpt", "layers": 4, ...}`; missing keys take their defaults.
+        seed: Seeds torch's global generator; equal seeds give equal weights.
+        kind: What the data gives, `"tokens"` or `"images"`, if that is to be checked.
+
+    Returns:
+        The model, fp32, on the CPU.
+
+    Raises:
+        ValueError: For an unknown name or key (with the nearest valid one), or a bad value;
+            for a model that does not take this kind of data.
+        TypeError: For a value of the wrong type.
+
+    Example:
+        >>> model = build_model({"name": "gpt", "layers": 1, "width": 16, "heads": 2}, seed=0)
+        >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
+        torch.Size([2, 8, 256])
+    """
+    takes, _ = MODELS.get(str(spec.get("name")), (kind, None))
+    if kind not in (None, takes):
+        raise ValueError(f"model.name={spec['name']!r} takes {takes}, but the data are {kind}")
+    torch.manual_seed(seed)
+    return build_named("model", spec, {name: build for name, (_, build) in MODELS.items()})

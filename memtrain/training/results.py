@@ -1,0 +1,235 @@
+"""What runs leave behind: metrics as CSV, a summary as JSON, one table and one picture."""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from memtrain.config.sizes import format_size
+from memtrain.planner import Fit
+from memtrain.training.run import Row
+
+_CATEGORIES = (
+    ("weights", "weights"),
+    ("gradients", "gradients"),
+    ("optimizer states", "states"),
+    ("saved activations", "saved"),
+    ("total", "total"),
+    ("peak of a step", "peak"),
+)
+_COLOURS = {"plain": "#4c72b0", "wrapped": "#dd8452"}
+_PARTS = (
+    ("weights", "weights", "#55606e"),
+    ("gradients", "gradients", "#8c9bab"),
+    ("states", "optimizer states", "#6aa56a"),
+    ("saved", "saved activations", "#d9a441"),
+)
+
+
+@contextmanager
+def metrics_file(path: Path, rows: Iterable[Row] = ()) -> Iterator[Callable[[Row], None]]:
+    """Open metrics.csv, a line a step, on disk as soon as it is known.
+
+    Args:
+        path: A file that does not exist yet.
+        rows: Lines to begin with (of the run that is continued).
+
+    Yields:
+        A function that appends a row; None is left empty.
+
+    Raises:
+        FileExistsError: If the file exists.
+    """
+    with path.open("x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+
+        def write(row: Row) -> None:
+            writer.writerow(row)
+            file.flush()
+
+        writer.writerow(Row._fields)
+        for row in rows:
+            write(row)
+        yield write
+
+
+def write_summary(path: Path, summaries: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:
+    """Write summary.json.
+
+    Args:
+        path: The file.
+        summaries: Run name -> `Run.summary()`.
+        facts: Further top-level entries.
+    """
+    content = {**facts, "runs": summaries, "ratio": ratios(summaries)}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def ratios(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Wrapped over plain, for everything that both have.
+
+    Args:
+        summaries: Run name -> `Run.summary()`.
+
+    Returns:
+        Bytes by category, `step_seconds`, `train_loss`, `validation_loss`; empty without both runs.
+
+    Example:
+        >>> ratios({"plain": {"bytes": {"states": 8}}, "wrapped": {"bytes": {"states": 2}}})
+        {'states': 0.25}
+    """
+    if not {"plain", "wrapped"} <= set(summaries):
+        return {}
+    plain, wrapped = (_flat(summaries[name]) for name in ("plain", "wrapped"))
+    return {key: wrapped[key] / value for key, value in plain.items() if value and wrapped.get(key)}
+
+
+def table(title: str, summaries: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The table at the end: what each run keeps alive, its speed and its losses.
+
+    Args:
+        title: Above the table.
+        summaries: Run name -> `Run.summary()`.
+
+    Returns:
+        A rich table that fits 80 columns.
+    """
+    result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    result.add_column("")
+    for name in (*summaries, "ratio"):
+        result.add_column(name, justify="right")
+    flat = {name: _flat(summary) for name, summary in summaries.items()}
+    ratio = ratios(summaries)
+
+    def add(label: str, key: str, form: Any, *, last: bool = False) -> None:
+        cells = [
+            form(values[key]) if values.get(key) is not None else "-" for values in flat.values()
+        ]
+        share = f"{ratio[key]:.3f}" if key in ratio else "-"
+        result.add_row(label, *cells, share, end_section=last)
+
+    for label, key in _CATEGORIES:
+        add(label, key, mib, last=key in ("saved", "peak"))
+    add("step time (median)", "step_seconds", lambda value: f"{1000 * value:.1f} ms", last=True)
+    add("train loss (last tenth)", "train_loss", lambda value: f"{value:.4f}")
+    add("validation loss", "validation_loss", lambda value: f"{value:.4f}")
+    return result
+
+
+def mib(nbytes: float) -> str:
+    """Bytes for the eye.
+
+    Example:
+        >>> mib(3 * 2**20), mib(2**12)
+        ('3.00 MiB', '4.0 KiB')
+    """
+    if nbytes < 2**19:
+        return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**20:,.2f} MiB"
+
+
+def promise(found: Fit, peak: int) -> str:
+    """One line: the promised peak beside the measured one.
+
+    Args:
+        found: What the planner found.
+        peak: Bytes, the highest of the metered steps; 0 if none was.
+    """
+    told = f"budget {format_size(found.budget)}: promised peak {format_size(found.peak.nbytes)}"
+    if not peak:
+        return f"{told}, measured: no step was metered"
+    share = peak / found.peak.nbytes
+    return f"{told}, measured {format_size(peak)} ({share:.3f} of it)"
+
+
+def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = ("step_seconds", "train_loss", "validation_loss")
+    # nothing was counted where the meter never ran: 0 bytes of weights is no measurement
+    counted = {key: value or None for key, value in summary.get("bytes", {}).items()}
+    return {**counted, **{key: summary[key] for key in numbers if key in summary}}
+
+
+def draw(path: Path, rows: Sequence[Row], summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw plot.png: the loss curves of the runs, and a bar of bytes for each.
+
+    Args:
+        path: The PNG file.
+        rows: Metrics of all runs.
+        summaries: Run name -> `Run.summary()`.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "the plot needs matplotlib: pip install 'memtrain[plot]'"
+        ) from error
+    figure = Figure(figsize=(10, 4.2), layout="constrained")  # no pyplot: no window, no state
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    _losses(left, rows, list(summaries))
+    _bars(right, summaries)
+    figure.savefig(path, dpi=120)
+
+
+def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
+    """An exponential mean without the pull to zero at the start.
+
+    Args:
+        values: In order.
+        keep: Weight of the past.
+
+    Returns:
+        As many values.
+
+    Example:
+        >>> smooth([2.0, 2.0], keep=0.5)
+        [2.0, 2.0]
+    """
+    mean, weight, result = 0.0, 0.0, []
+    for value in values:
+        mean = keep * mean + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        result.append(mean / weight)
+    return result
+
+
+def _losses(axes: Any, rows: Sequence[Row], names: list[str]) -> None:
+    for name in names:
+        colour = _COLOURS[name]
+        train = [row for row in rows if row.run == name and row.split == "train"]
+        axes.plot(
+            [row.step for row in train],
+            smooth([row.loss for row in train]),
+            color=colour,
+            label=f"{name}: train, smoothed",
+        )
+        held_out = [row for row in rows if row.run == name and row.split == "validation"]
+        axes.plot(
+            [row.step for row in held_out],
+            [row.loss for row in held_out],
+            "o" if name == "plain" else "x",
+            color=colour,
+            label=f"{name}: validation",
+        )
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _bars(axes: Any, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    names = list(summaries)
+    bottom = [0.0] * len(names)
+    for key, label, colour in _PARTS:
+        heights = [summaries[name]["bytes"][key] / 2**20 for name in names]
+        axes.bar(names, heights, bottom=bottom, color=colour, label=label, width=0.6)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    axes.set(ylabel="MiB alive")
+    axes.set_ylim(0, 1.35 * max(*bottom, 1e-6))  # room for the legend
+    axes.legend(fontsize=8, loc="upper right")

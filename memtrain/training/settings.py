@@ -1,0 +1,325 @@
+"""The typed schema of `memtrain-train`: memtrain's own keys, and those of a training run."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from memtrain.audit.peak import StepOptions
+from memtrain.config import sources as base
+from memtrain.planner import Goal, Rates, measure_rates, read_rates
+
+RUNS = ("plain", "wrapped")
+OPTIMIZERS = ("adamw", "sgd")
+DEVICES = ("auto", "cpu", "cuda")
+MEASURE = "measure"
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """The optimizer that the user would have written."""
+
+    name: str = "adamw"
+    """`adamw` or `sgd`."""
+    lr: float = 1e-3
+    """Highest learning rate, reached after the warm-up."""
+    weight_decay: float = 0.1
+    """Applied to parameters of two dimensions and more."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's."""
+    eps: float = 1e-8
+    """AdamW's."""
+    momentum: float = 0.9
+    """SGD's."""
+
+    def __post_init__(self) -> None:
+        one_of("optimizer.name", self.name, OPTIMIZERS)
+        in_range("optimizer.lr", self.lr, above=0)
+        in_range("optimizer.weight_decay", self.weight_decay, at_least=0)
+        in_range("optimizer.momentum", self.momentum, at_least=0, below=1)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"optimizer.betas={self.betas} is out of range; allowed: two in [0, 1)"
+            )
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """How long, how, and how often something is looked at. Periods are in steps, 0 is never."""
+
+    runs: list[str] = field(default_factory=lambda: list(RUNS))
+    """Which runs, in this order: `plain`, `wrapped`."""
+    steps: int = 300
+    """Optimizer steps of each run."""
+    batch: int = 16
+    """Sequences or images a step."""
+    warmup: int = 20
+    """Steps over which the learning rate rises from zero."""
+    final_lr: float = 0.1
+    """The cosine's end, as a fraction of `optimizer.lr`."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    autocast: bool = False
+    """Run the forward under bfloat16 autocast."""
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
+    eval_every: int = 50
+    """Between validations; one comes at the end anyway."""
+    eval_batches: int = 10
+    """Batches a validation."""
+    meter_every: int = 25
+    """Between steps whose bytes are counted; they are left out of the step time."""
+    checkpoint_every: int = 100
+    """Between checkpoints; one is written at the end of each run anyway."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError(f"training.runs=[] is empty; allowed: {', '.join(RUNS)}")
+        for name in self.runs:
+            one_of("training.runs", name, RUNS)
+        if len(set(self.runs)) < len(self.runs):
+            raise ValueError(f"training.runs={self.runs} names a run twice")
+        one_of("training.device", self.device, DEVICES)
+        for name in ("steps", "batch", "eval_batches"):
+            in_range(f"training.{name}", getattr(self, name), at_least=1)
+        for name in ("warmup", "clip", "eval_every", "meter_every", "checkpoint_every"):
+            in_range(f"training.{name}", getattr(self, name), at_least=0)
+        in_range("training.final_lr", self.final_lr, at_least=0, at_most=1)
+
+
+@dataclass(kw_only=True)
+class OutputConfig:
+    """Where results go, and how much is shown."""
+
+    folder: str = "outputs"
+    """Each call makes a new folder `<folder>/<experiment>/<time>`."""
+    plot: bool = True
+    """Draw `plot.png`."""
+    quiet: bool = False
+    """No progress, only the table."""
+
+
+@dataclass(kw_only=True)
+class PlannerConfig:
+    """How a plan is made where a budget is given."""
+
+    allow: list[str] = field(default_factory=lambda: ["quantise", "recompute"])
+    """Names of `memtrain.planner.ALLOWED`."""
+    max_error: float = 1.0
+    """The most noise, in units of the preset `balanced`'s."""
+    objective: str = "time"
+    """`time` or `error`."""
+    rates: Any = None
+    """The device's speed: a file of `memtrain-report --measure-rates`, `measure`, or the values
+    themselves; byte counts by default."""
+
+    def __post_init__(self) -> None:
+        self.goal()
+
+    def settled(self, device: str, *, autocast: bool) -> "PlannerConfig":
+        """The same with the rates' values, so that a run that is resumed gets the same plan.
+
+        Args:
+            device: What `measure` times.
+            autocast: Whether its arithmetic is in bfloat16.
+        """
+        if self.rates is None:
+            return self
+        found = (
+            self._rates()
+            if self.rates != MEASURE
+            else measure_rates(device, dtype=torch.bfloat16 if autocast else torch.float32)
+        )
+        return replace(self, rates=asdict(found))
+
+    def _rates(self) -> Rates:
+        """What is known of them before anything is measured."""
+        if self.rates is None or self.rates == MEASURE:
+            return Rates()
+        if isinstance(self.rates, str):
+            return read_rates(self.rates)
+        if not isinstance(self.rates, Mapping):
+            raise TypeError(f"rates={self.rates!r}; allowed: a file, measure, or a mapping")
+        return Rates(**self.rates)
+
+    def goal(self, options: StepOptions = StepOptions()) -> Goal:  # noqa: B008 (a frozen value)
+        """What the planner is asked; its errors come before anything runs."""
+        return Goal(
+            allow=self.allow,
+            max_error=self.max_error,
+            objective=self.objective,  # type: ignore[arg-type]
+            rates=self._rates(),
+            sensitivity="analytic",  # a run that is resumed gets the same plan
+            options=options,
+        )
+
+
+@dataclass(kw_only=True)
+class TrainConfig(base.Config):
+    """Everything `memtrain-train` reads; memtrain's own keys lie beside the run's.
+
+    Example:
+        >>> config = from_mapping(compose(["experiment=smoke", "training.steps=7"]))
+        >>> config.training.steps, config.model["name"]
+        (7, 'gpt')
+    """
+
+    experiment: Any = "unnamed"
+    """Names the output folder; set by the experiment's file."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """`name` and that model's arguments (`memtrain.training.networks`)."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """`name` and that data's arguments (`memtrain.training.data`)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """The run."""
+    output: OutputConfig = field(default_factory=OutputConfig)
+    """Files and display."""
+    budget: str | None = None
+    """Bytes for the peak of the wrapped run's step, such as `24GiB`: its plan is made to fit, and
+    the preset's rules do not count. Empty: they do."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """How, with a budget."""
+    resume: str | None = None
+    """An output folder or a checkpoint to continue."""
+
+
+def compose(
+    overrides: Sequence[str],
+    schema: type[TrainConfig] = TrainConfig,
+    searchpath: Sequence[Path] = (),
+) -> DictConfig:
+    """Compose `train.yaml` with Hydra overrides, under a schema.
+
+    Args:
+        overrides: `["experiment=digits", "preset=smallest", "training.steps=50"]`.
+        schema: `TrainConfig`, or a subclass with keys of its own.
+        searchpath: Folders of further config groups, beside memtrain's.
+
+    Returns:
+        The composed config.
+
+    Raises:
+        ValueError: For an unknown key or group option, with the nearest valid one.
+        TypeError: For a value of the wrong type.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="train_schema", node=schema)
+    return base.compose(overrides, name="train", searchpath=searchpath)
+
+
+def from_mapping(cfg: DictConfig | Mapping[str, Any], schema: type[T] = TrainConfig) -> T:
+    """Validate a composed (or saved) config.
+
+    Args:
+        cfg: The schema's keys; missing ones take their defaults.
+        schema: `TrainConfig`, or a subclass with keys of its own.
+
+    Returns:
+        The typed config.
+
+    Raises:
+        ValueError: For an unknown key, or a value out of range.
+        TypeError: For a value of the wrong type.
+    """
+    return typed(schema, cfg, "")
+
+
+def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
+    """Make a dataclass of a mapping: keys and types are checked, then `__post_init__` runs.
+
+    Args:
+        schema: A dataclass.
+        cfg: Its fields.
+        path: What stands before a key in messages, such as `"model."`.
+
+    Returns:
+        An instance of `schema`.
+
+    Raises:
+        ValueError: For a key that `schema` lacks, or a value that `__post_init__` refuses.
+        TypeError: For a value of the wrong type.
+
+    Example:
+        >>> typed(OptimizerConfig, {"lr": 0.5}, "optimizer.").lr
+        0.5
+    """
+    base.check_keys(cfg, schema, path)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(cfg))  # type: ignore[arg-type]
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise TypeError(f"{path}{getattr(error, 'full_key', '') or ''}: {text}") from error
+
+
+def build_named(
+    kind: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]], *arguments: Any
+) -> T:
+    """Call the function that `spec["name"]` names, with spec's other keys.
+
+    Args:
+        kind: `"model"` or `"data"`, for messages.
+        spec: `name`, and values for keyword-only arguments of what it names.
+        table: Name -> function or class; the types of its keyword-only arguments are checked.
+        arguments: Its positional arguments.
+
+    Returns:
+        What it makes.
+
+    Raises:
+        ValueError: For a missing or unknown name, an unknown key, or a value out of range.
+        TypeError: For a value of the wrong type.
+    """
+    name = one_of(f"{kind}.name", str(spec.get("name")), tuple(table))
+    parameters = inspect.signature(table[name]).parameters.values()
+    keys = [(p.name, p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    rest = {key: value for key, value in spec.items() if key != "name"}
+    values = typed(make_dataclass(name, keys), rest, f"{kind}.")
+    return table[name](*arguments, **vars(values))
+
+
+def one_of(key: str, value: str, allowed: Sequence[str]) -> str:
+    """`value`, if it is allowed.
+
+    Raises:
+        ValueError: Naming the nearest allowed value.
+    """
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r} is unknown; {base.nearest(value, list(allowed))}")
+    return value
+
+
+def in_range(
+    key: str,
+    value: float,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Check a number against the bounds given.
+
+    Raises:
+        ValueError: Naming the key, the value and what is allowed.
+    """
+    checks = (
+        ("above", above, lambda bound: value > bound),
+        ("at least", at_least, lambda bound: value >= bound),
+        ("at most", at_most, lambda bound: value <= bound),
+        ("below", below, lambda bound: value < bound),
+    )
+    given = [(words, bound, holds) for words, bound, holds in checks if bound is not None]
+    if not all(holds(bound) for _, bound, holds in given):  # a NaN fails every comparison
+        allowed = " and ".join(f"{words} {bound}" for words, bound, _ in given)
+        raise ValueError(f"{key}={value} is out of range; allowed: {allowed}")

@@ -1,0 +1,38 @@
+"""The precision paper's convolutional families: sizes as published, at any width."""
+
+import pytest
+import torch
+
+import experiments  # noqa: F401 (adds its models to memtrain-train's)
+from memtrain.training.networks import build_model
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    # ShuffleNet-v2 and ResNet-18 as in the public CIFAR forms of them; the others by hand
+    [
+        ("squeezenet", 732_010),
+        ("shufflenet_v2", 1_263_854),
+        ("mobilenet_v2", 2_237_770),
+        ("resnet18", 11_173_962),
+    ],
+)
+def test_cifar_families(family, parameters):
+    spec = {"name": "cifar", "family": family, "channels": 3}
+    model = build_model(spec, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    narrow = build_model({**spec, "width": 0.1}, seed=0)
+    for size in (8, 32):
+        logits = narrow(torch.randn(2, 3, size, size))
+        assert logits.shape == (2, 10)
+    logits.sum().backward()
+    assert all(p.grad is not None for p in narrow.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"family": "alexnet"}, "squeezenet"), ({"width": 0.0}, "above 0"), ({"channels": 0}, "1")],
+)
+def test_bad_cifar_config(change, message):
+    with pytest.raises(ValueError, match=message):
+        build_model({"name": "cifar", **change}, seed=0)

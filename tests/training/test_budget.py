@@ -1,0 +1,78 @@
+"""`memtrain-train budget=...`: the plan of the wrapped run, and its promise."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from memtrain.audit.peak import Moment
+from memtrain.planner import Fit, Rates, write_rates
+from memtrain.training import settings
+from memtrain.training.results import promise
+from memtrain.training.session import Session
+from memtrain.training.settings import PlannerConfig, compose, from_mapping
+
+
+def test_a_promise_is_one_line():
+    peak = Moment("step", "step", 2**20, {})
+    found = Fit(
+        plan=None, budget=2**21, peak=peak, seconds=1.0, plain_seconds=1.0, least_seconds=1.0,
+        error=0.0, exact=True, states="torch", chosen={}, rates="byte counts",
+        sensitivity="analytic",
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert promise(found, 2**19) == (
+        "budget 2.00 MiB: promised peak 1.00 MiB, measured 512.00 KiB (0.500 of it)"
+    )
+    assert promise(found, 0).endswith("no step was metered")
+
+
+def test_wrong_values_are_named_before_anything_runs():
+    with pytest.raises(ValueError, match="unknown allow 'all'"):
+        PlannerConfig(allow=["all"])
+    assert PlannerConfig().goal().sensitivity == "analytic"
+    config = from_mapping(compose(["experiment=smoke", "budget=2MB", "planner.max_error=0.5"]))
+    assert (config.budget, config.planner.max_error) == ("2MB", 0.5)
+
+
+def test_rates_are_settled_once_so_that_a_resumed_run_gets_the_same_plan(monkeypatch, tmp_path):
+    rates = Rates(name="a machine", copy=2e9, launch=1e-6)
+    given = []
+
+    def measure_rates(device, *, dtype):
+        given.append((device, dtype))
+        return rates
+
+    monkeypatch.setattr(settings, "measure_rates", measure_rates)
+    overrides = ["experiment=smoke", "budget=20MB", "planner.rates=measure",
+                 "training.runs=[plain]", f"output.folder={tmp_path}"]  # fmt: skip
+    config = from_mapping(compose(overrides))
+    assert config.planner.goal().rates == Rates()  # nothing is measured to check a config
+    session = Session(config)
+    assert given == [("cpu", torch.float32)]
+    saved = OmegaConf.load(session.folder / "config.yaml")
+    again = from_mapping(saved)
+    assert again.planner.goal().rates == rates
+    assert again.planner.settled("cpu", autocast=True) == again.planner
+    write_rates(rates, tmp_path / "rates.yaml")
+    assert PlannerConfig(rates=str(tmp_path / "rates.yaml")).goal().rates == rates
+    with pytest.raises(FileNotFoundError, match=r"'none.yaml' do not exist"):
+        PlannerConfig(rates="none.yaml")
+    with pytest.raises(TypeError, match="allowed: a file, measure, or a mapping"):
+        PlannerConfig(rates=3)
+
+
+@pytest.mark.nightly
+def test_a_run_under_a_budget_keeps_its_promise(tmp_path):
+    overrides = [
+        "experiment=smoke", "budget=2MB", "training.runs=[wrapped]", f"output.folder={tmp_path}",
+        "output.quiet=true",
+    ]  # fmt: skip
+    console = Console(record=True, width=120)
+    session = Session(from_mapping(compose(overrides)), console=console)
+    summary = session.train()["wrapped"]
+    assert session.fit is not None
+    assert session.fit.peak.nbytes <= 2_000_000
+    assert summary["bytes"]["peak"] == pytest.approx(session.fit.peak.nbytes, rel=0.03)
+    assert "promised peak" in console.export_text()
+    assert (session.folder / "plan.yaml").read_text().startswith("# A memtrain plan")
+    assert torch.isfinite(torch.tensor(summary["train_loss"]))

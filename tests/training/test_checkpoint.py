@@ -1,0 +1,83 @@
+import resource
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from memtrain.training import checkpoint
+
+CONTENT = {"a": torch.arange(5), "rows": [["plain", 1, None]], "deep": {"b": 1.5}}
+
+
+def test_round_trip_from_folder_and_file(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    checkpoint.write_checkpoint(path, CONTENT)
+    for where in (tmp_path, path, str(path)):
+        loaded = checkpoint.read_checkpoint(where)
+        assert torch.equal(loaded["a"], CONTENT["a"])
+        assert loaded["rows"] == CONTENT["rows"]
+    assert [item.name for item in tmp_path.iterdir()] == [checkpoint.NAME]
+
+
+def test_full_disk_keeps_the_older_checkpoint(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    checkpoint.write_checkpoint(path, CONTENT)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a real failing write
+    try:
+        with pytest.raises(OSError, match=r"cannot write checkpoint .*checkpoint\.pt"):
+            checkpoint.write_checkpoint(path, {"a": torch.zeros(1_000_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch.equal(checkpoint.read_checkpoint(path)["a"], CONTENT["a"])
+    assert [item.name for item in tmp_path.iterdir()] == [checkpoint.NAME]
+
+
+def test_write_into_a_folder_that_is_gone(tmp_path):
+    with pytest.raises(OSError, match="cannot write checkpoint"):
+        checkpoint.write_checkpoint(tmp_path / "gone" / "checkpoint.pt", CONTENT)
+
+
+def test_missing_damaged_and_foreign_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        checkpoint.read_checkpoint(tmp_path)
+    path = tmp_path / checkpoint.NAME
+    checkpoint.write_checkpoint(path, CONTENT)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ValueError, match="is not a readable checkpoint"):
+        checkpoint.read_checkpoint(path)
+    torch.save({"weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="no memtrain-train checkpoint of format 1"):
+        checkpoint.read_checkpoint(path)
+    torch.save([1, 2], path)
+    with pytest.raises(ValueError, match="no memtrain-train checkpoint"):
+        checkpoint.read_checkpoint(path)
+
+
+def test_probe_leaves_nothing_and_sees_a_small_disk(tmp_path, monkeypatch):
+    checkpoint.probe(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 10**6, 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    checkpoint.probe(tmp_path, 10**6)
+    with pytest.raises(OSError, match=r"has 1 MiB free; checkpoints may need 95 MiB"):
+        checkpoint.probe(tmp_path, 10**8)
+
+
+def test_probe_sees_a_failing_write(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="cannot write into output folder"):
+            checkpoint.probe(tmp_path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rng_state_repeats_random_numbers():
+    state = checkpoint.rng_state()
+    first = torch.rand(3)
+    checkpoint.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)

@@ -1,0 +1,82 @@
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memtrain.training.networks import build_model
+from memtrain.training.run import build_optimizer, learning_rate
+from memtrain.training.settings import OptimizerConfig
+
+GPT = {"name": "gpt", "layers": 2, "width": 16, "heads": 2, "context": 12}
+
+
+def test_gpt_is_causal():
+    model = build_model(GPT, seed=0)
+    tokens = torch.randint(256, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.equal(before[:, 7:], after[:, 7:])
+
+
+def test_gpt_ties_its_embedding_and_starts_near_uniform():
+    model = build_model(GPT, seed=0)
+    assert model.head.weight is model.tokens.weight
+    tokens = torch.randint(256, (4, 12))
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), torch.randint(256, (48,)))
+    assert abs(loss.item() - torch.log(torch.tensor(256.0)).item()) < 0.1
+
+
+@pytest.mark.parametrize("spec", [GPT, {"name": "resnet", "width": 4, "blocks": 1}])
+def test_equal_seeds_give_equal_weights(spec):
+    first, second, other = (build_model(spec, seed=s).state_dict() for s in (1, 1, 2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_resnet_shape():
+    model = build_model({"name": "resnet", "width": 4, "blocks": 1}, seed=0)
+    assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "message"),
+    [
+        ({"name": "gtp"}, None, "did you mean 'gpt'"),
+        ({"name": "gpt", "widht": 3}, None, "unknown key 'model.widht'; did you mean 'width'"),
+        ({"name": "gpt", "width": 10, "heads": 4}, None, "no multiple of model.heads=4"),
+        ({"name": "gpt", "layers": 0}, None, "model.layers=0 is out of range"),
+        ({"name": "resnet", "width": -1}, None, "model.width=-1 is out of range"),
+        ({"name": "resnet"}, "tokens", "takes images, but the data are tokens"),
+    ],
+)
+def test_bad_model_config(spec, kind, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(spec, 0, kind)
+
+
+def test_wrong_type_names_the_key():
+    with pytest.raises(TypeError, match=r"model\.layers"):
+        build_model({"name": "gpt", "layers": "many"}, 0)
+
+
+def test_weight_decay_spares_biases_and_norms():
+    model = build_model(GPT, seed=0)
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3), model)
+    decayed, spared = optimizer.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
+    assert all(p.dim() >= 2 for p in decayed["params"])
+    count = len(decayed["params"]) + len(spared["params"])
+    assert count == len(list(model.parameters()))
+
+
+def test_learning_rate_rises_then_falls_to_its_end():
+    rates = [learning_rate(s, peak=2.0, warmup=10, steps=110, final=0.1) for s in range(111)]
+    assert rates[0] == 0.2
+    assert rates[9] == rates[10] == 2.0 == max(rates)
+    assert rates[60] == pytest.approx(0.2 + 1.8 / 2)
+    assert rates[110] == pytest.approx(0.2)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert learning_rate(0, peak=1.0, warmup=0, steps=5, final=0.0) == 1.0

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import nn
+
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.training.data import build_source
+from memtrain.training.run import BYTES, Run, is_due, pick_device
+
+
+def test_counting_bytes_changes_no_arithmetic(smoke):
+    results = []
+    for every in (0, 1):
+        config = smoke(f"training.meter_every={every}", "model.dropout=0.1")
+        run = Run("plain", config, build_source(config.data, config.seed))
+        losses = [run.train_step().loss for _ in range(4)]
+        results.append((losses, run.model.state_dict(), run.bytes))
+    (plain, weights, none), (counted, same, found) = results
+    assert plain == counted
+    assert all(torch.equal(weights[key], same[key]) for key in weights)
+    assert none == dict.fromkeys(BYTES, 0)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    assert found["weights"] == found["gradients"] == 4 * parameters
+    assert found["states"] == 8 * parameters + 4 * len(list(run.model.parameters()))
+    assert found["peak"] > found["weights"] + found["states"] + found["saved"]
+    assert found["weights"] == storage_nbytes(run.model.parameters())
+    assert run.kept == sum(found.values()) - found["peak"]
+
+
+def test_the_highest_bytes_are_kept(smoke, monkeypatch):
+    config = smoke("training.meter_every=1")
+    run = Run("plain", config, build_source(config.data, config.seed))
+    sizes = iter([2, 7, 1, 1, 3, 4])  # gradients, weights and states of a step, then of the next
+    monkeypatch.setattr("memtrain.training.run.storage_nbytes", lambda tensors: next(sizes))
+    for _ in range(2):
+        run.train_step()
+    assert [run.bytes[name] for name in ("gradients", "weights", "states")] == [2, 7, 4]
+
+
+def test_counted_steps_are_not_timed(smoke):
+    config = smoke("training.meter_every=3")
+    run = Run("plain", config, build_source(config.data, config.seed))
+    timed = [run.train_step().seconds is not None for _ in range(6)]
+    assert timed == [True, False, True, True, False, True]
+
+
+def test_saved_activations_of_a_known_network(smoke, monkeypatch):
+    config = smoke("training.autocast=false")
+    run = Run("plain", config, build_source(config.data, config.seed))
+    run.model = nn.Embedding(256, 256)  # saves its index, which is older; then the log-softmax
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for _ in range(2):
+        run.train_step()
+    tokens = config.training.batch * config.data["sequence"]
+    assert run.bytes["saved"] == tokens * 256 * 4 + 4  # and the loss's total weight
+
+
+def test_autocast_saves_less(smoke):
+    saved = []
+    for autocast in ("true", "false"):
+        config = smoke(f"training.autocast={autocast}")
+        run = Run("plain", config, build_source(config.data, config.seed))
+        for _ in range(2):
+            run.train_step()
+        saved.append(run.bytes["saved"])
+    assert saved[0] < saved[1]
+
+
+def test_infinite_loss_stops_the_run(smoke):
+    config = smoke("optimizer.lr=1e30", "training.warmup=0", "training.clip=0")
+    run = Run("plain", config, build_source(config.data, config.seed))
+    run.train_step()
+    with pytest.raises(FloatingPointError, match=r"plain: the loss is (nan|inf) at step 2"):
+        run.train_step()
+
+
+def test_periods_and_devices():
+    assert [step for step in range(7) if is_due(step, 3)] == [0, 3, 6]
+    assert not is_due(0, 0)
+    assert pick_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == torch.device("cpu")
+        with pytest.raises(ValueError, match="sees no CUDA device"):
+            pick_device("cuda")

@@ -1,0 +1,296 @@
+import csv
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from memtrain.cli.train import read_config
+from memtrain.training import checkpoint, results
+from memtrain.training.run import Run
+from memtrain.training.session import Interrupted, Session, new_folder
+from memtrain.training.settings import TrainConfig, from_mapping
+
+TIMES = "seconds"
+
+
+def _rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{k: v for k, v in row.items() if k != TIMES} for row in csv.DictReader(file)]
+
+
+def _same(a, b, path=""):
+    """Equal to the last bit, whatever the nesting."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, path
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            _same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            _same(x, y, f"{path}[{index}]")
+    else:
+        assert a == b, path
+
+
+def _final(folder):
+    current = checkpoint.read_checkpoint(folder)["current"]
+    # wall time is no part of the state
+    current["rows"] = [row[:5] + row[6:] for row in current["rows"]]
+    return current
+
+
+def _interrupt(monkeypatch, run_name, step, number=signal.SIGINT):
+    """Sends a real signal during a step."""
+    original = Run.train_step
+
+    def train_step(self):
+        if (self.name, self.step + 1) == (run_name, step):
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    monkeypatch.setattr(Run, "train_step", train_step)
+
+
+def _resume(folder, **output):
+    state = checkpoint.read_checkpoint(folder)
+    return Session(from_mapping(state["config"]), state=state)
+
+
+def test_outputs_of_a_whole_call(smoke):
+    screen = io.StringIO()
+    session = Session(smoke(), console=Console(file=screen, width=80))
+    summaries = session.train()
+    folder = session.folder
+    assert {item.name for item in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.csv",
+        "summary.json",
+        "plot.png",
+        "checkpoint.pt",
+        "plain_model.pt",
+        "wrapped_model.pt",
+    }
+    rows = _rows(folder)
+    for name in ("plain", "wrapped"):
+        own = [row for row in rows if row["run"] == name]
+        train = [int(row["step"]) for row in own if row["split"] == "train"]
+        assert train == list(range(1, 9))
+        held_out = [int(row["step"]) for row in own if row["split"] == "validation"]
+        assert held_out == [0, 4, 8]
+        assert float(own[-1]["loss"]) < float(own[0]["loss"])
+    content = json.loads((folder / "summary.json").read_text())
+    assert content["runs"] == json.loads(json.dumps(summaries))
+    assert content["runs"]["plain"]["bytes"]["saved"] > 0
+    text = screen.getvalue()
+    assert "saved activations" in text
+    assert "tokens/s" in text
+    assert str(folder) in text
+    assert max(map(len, text.splitlines())) <= 80 or "outputs" in max(text.splitlines(), key=len)
+    weights = torch.load(folder / "wrapped_model.pt", weights_only=True)
+    _same(weights, checkpoint.read_checkpoint(folder)["current"]["model"])
+
+
+def test_saved_config_composes_the_same_run(smoke):
+    from omegaconf import OmegaConf
+
+    config = smoke("training.runs=[plain]", "training.steps=2")
+    session = Session(config)
+    session.train()
+    assert from_mapping(OmegaConf.load(session.folder / "config.yaml")) == config
+
+
+def test_both_runs_see_the_same_start_and_batches(smoke):
+    session = Session(smoke("preset=exact"))
+    session.train()
+    rows = _rows(session.folder)
+    plain, wrapped = (
+        [{**row, "run": ""} for row in rows if row["run"] == name] for name in ("plain", "wrapped")
+    )
+    assert plain == wrapped  # `exact` is plain PyTorch, to the last bit
+
+
+@pytest.mark.nightly
+def test_equal_seeds_repeat_and_others_do_not(smoke):
+    finals = []
+    for seed in (1, 1, 2):
+        session = Session(smoke("training.runs=[wrapped]", "training.steps=3", f"seed={seed}"))
+        session.train()
+        finals.append(_final(session.folder))
+    _same(finals[0], finals[1])
+    assert finals[0]["rows"] != finals[2]["rows"]
+
+
+@pytest.mark.parametrize(
+    ("run_name", "step", "number"),
+    [
+        ("plain", 4, signal.SIGINT),
+        pytest.param("wrapped", 1, signal.SIGINT, marks=pytest.mark.nightly),
+        ("wrapped", 5, signal.SIGTERM),
+        pytest.param("plain", 8, signal.SIGINT, marks=pytest.mark.nightly),
+    ],
+)
+def test_interrupted_and_resumed_equals_straight(smoke, monkeypatch, run_name, step, number):
+    overrides = ["model.dropout=0.1", "output.plot=false"]
+    straight = Session(smoke(*overrides))
+    straight.train()
+    with monkeypatch.context() as patch:
+        _interrupt(patch, run_name, step, number)
+        stopped = Session(smoke(*overrides))
+        with pytest.raises(Interrupted, match="memtrain-train resume="):
+            stopped.train()
+    state = checkpoint.read_checkpoint(stopped.folder)
+    assert (state["current"]["run"], state["current"]["step"]) == (run_name, step)
+    before = {path: path.read_bytes() for path in stopped.folder.iterdir()}
+    torch.manual_seed(12345)  # what the process did in between plays no part
+    torch.rand(10)
+    resumed = _resume(stopped.folder)
+    resumed.train()
+    assert resumed.folder != stopped.folder
+    assert before == {path: path.read_bytes() for path in stopped.folder.iterdir()}
+    assert _rows(resumed.folder) == _rows(straight.folder)
+    _same(_final(resumed.folder), _final(straight.folder))
+    for name in ("plain", "wrapped"):
+        models = [
+            torch.load(s.folder / f"{name}_model.pt", weights_only=True)
+            for s in (resumed, straight)
+        ]
+        _same(*models)
+        counted = [s.summaries[name]["bytes"] for s in (resumed, straight)]
+        assert counted[0]["states"] == counted[1]["states"]
+        assert counted[0]["saved"] == counted[1]["saved"]
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.nightly), "adamw"])
+def test_resume_from_a_periodic_checkpoint_after_a_crash(smoke, monkeypatch, optimizer):
+    overrides = ["training.runs=[wrapped]", f"optimizer.name={optimizer}", "output.plot=false"]
+    straight = Session(smoke(*overrides))
+    straight.train()
+    original = Run.train_step
+
+    def crash(self):
+        if self.step == 5:
+            raise MemoryError("the process died")
+        return original(self)
+
+    crashed = Session(smoke(*overrides))
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", crash)
+        with pytest.raises(MemoryError):
+            crashed.train()
+    assert len(_rows(crashed.folder)) == 5 + 2  # metrics up to the crash are there
+    resumed = _resume(crashed.folder)
+    resumed.train()
+    _same(_final(resumed.folder), _final(straight.folder))
+
+
+def test_resuming_a_finished_call_trains_nothing(smoke, monkeypatch):
+    session = Session(smoke("output.plot=false"))
+    session.train()
+    resumed = _resume(session.folder)
+    monkeypatch.setattr(Run, "train_step", lambda self: pytest.fail("trained"))
+    assert resumed.train() == session.summaries
+
+
+def test_a_checkpoint_from_before_sweeps_left_the_package_resumes(smoke):
+    session = Session(smoke("training.runs=[plain]", "training.steps=2", "output.plot=false"))
+    session.train()
+    state = checkpoint.read_checkpoint(session.folder)
+    state["config"]["sweep"] = {"families": [], "widths": [1.0], "seeds": [0], "grids": []}
+    checkpoint.write_checkpoint(session.folder / checkpoint.NAME, state)
+    config, content = read_config([f"resume={session.folder}"], None)
+    assert Session(config, state=content).train() == session.summaries
+
+
+def test_signal_handlers_are_put_back(smoke):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    Session(smoke("training.steps=1", "training.runs=[plain]", "output.plot=false")).train()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_failing_periodic_checkpoint_warns_and_goes_on(smoke, monkeypatch):
+    original, calls = checkpoint.write_checkpoint, []
+
+    def write(path, content):
+        calls.append(content["current"]["step"])
+        if calls[-1] == 6:
+            raise OSError("No space left on device")
+        original(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    screen = io.StringIO()
+    config = smoke("training.runs=[plain]", "output.quiet=true", "output.plot=false")
+    session = Session(config, console=Console(file=screen))
+    assert session.train()["plain"]["steps"] == 8
+    assert calls == [3, 6, 8]
+    assert "warning: No space left on device" in screen.getvalue()
+
+
+def test_output_folder_that_cannot_be_made_fails_before_training(smoke, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="cannot make output folder"):
+        Session(smoke(f"output.folder={tmp_path}/file/outputs"))
+
+
+def test_full_disk_fails_before_training_and_leaves_no_folder(smoke, monkeypatch, tmp_path):
+    def full(folder, nbytes):
+        raise OSError("has 1 MiB free")
+
+    monkeypatch.setattr(checkpoint, "probe", full)
+    with pytest.raises(OSError, match="1 MiB free"):
+        Session(smoke())
+    assert list((tmp_path / "outputs" / "smoke").iterdir()) == []
+
+
+def test_folders_are_never_used_twice(tmp_path):
+    folders = {new_folder(tmp_path / "x") for _ in range(5)}
+    assert len(folders) == 5
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_wrong_plan_shows_before_the_plain_run(smoke, monkeypatch):
+    monkeypatch.setattr(Run, "train_step", lambda self: pytest.fail("trained"))
+    config: TrainConfig = smoke()
+    config.model = {"name": "gpt", "layers": 2, "width": 10, "heads": 4}
+    with pytest.raises(ValueError, match="no multiple"):
+        Session(config)
+
+
+def test_missing_matplotlib_costs_only_the_plot(smoke, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    screen = io.StringIO()
+    config = smoke("training.runs=[plain]", "training.steps=2")
+    session = Session(config, console=Console(file=screen, width=200))
+    session.train()
+    assert "memtrain[plot]" in screen.getvalue()
+    assert (session.folder / "summary.json").exists()
+    assert not (session.folder / "plot.png").exists()
+
+
+def test_progress_bars_in_a_terminal(smoke):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    config = smoke("training.runs=[plain]", "output.plot=false")
+    Session(config, console=console).train()
+    text = screen.getvalue()
+    assert "8/8" in text
+    assert "tokens/s" in text
+    assert "MiB live" in text
+    assert results.mib(3 * 2**20) == "3.00 MiB"
+
+
+def test_default_folder_is_relative(smoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = smoke("output.folder=outputs", "training.runs=[plain]", "training.steps=1")
+    session = Session(config)
+    assert session.folder.parent == Path("outputs/smoke")
+    assert (tmp_path / session.folder).is_dir()
