@@ -1,10 +1,8 @@
-"""From a budget of bytes to a plan: what to compress, and what to run again."""
+"""From a budget of bytes to a plan: what to compress, and what to recompute."""
 
-from memtrain.planner.budget import fit
-from memtrain.planner.fit import DoesNotFit, Fit
-from memtrain.planner.goal import ALLOWED, Goal
-from memtrain.planner.make import make_plan
-from memtrain.planner.rates import Rates, measure_rates, read_rates, write_rates
+from memtrain.planner.cost_model import Rates, measure_rates, read_rates, write_rates
+from memtrain.planner.goal import ALLOWED, DoesNotFit, Fit, Goal
+from memtrain.planner.search import fit, make_plan
 
 __all__ = [
     "ALLOWED",

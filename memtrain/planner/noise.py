@@ -1,4 +1,4 @@
-"""How much a compressor loses, by analysis: of saved tensors, of derivatives, of states."""
+"""Quantisation noise by analysis: of saved tensors, of derivatives, of optimizer states."""
 
 from functools import cache
 
@@ -12,18 +12,18 @@ from memtrain.compressors.fewbit.functions import CURVES, Function
 from memtrain.optim.states.layout import is_unsigned
 
 _SOLVED = 6
-"""Tables of more bits take seconds to solve; each bit more takes three quarters of the error."""
+"""Codebooks of more bits take seconds to solve; each bit more takes three quarters of the error."""
 _OUTPUTS = {"sigmoid": lambda y: y * (1 - y), "tanh": lambda y: 1 - y * y}
 """Nonlinearities that save their output y, and their derivative in it."""
 
 
 def relative_error(compressor: Compressor, op: str) -> float:
-    """The share of what an op's backward reads that rounding its saved tensor adds, by analysis.
+    """Compute the share of what an op's backward reads that rounding its saved tensor adds.
 
     Args:
         compressor: Of a site.
         op: The op that saves it. A nonlinearity's backward reads the derivative, whether codes of
-            it are kept or its input is; masks and places are exact in any code.
+            it are kept or its input is; masks and argmax indices are exact in any code.
 
     Returns:
         The mean squared error for normal numbers, relative to their mean square; of a nonlinearity
@@ -47,7 +47,7 @@ def relative_error(compressor: Compressor, op: str) -> float:
 
 
 def derived_error(compressor: Compressor, op: str) -> float:
-    """The share that is added to an op's output where it is computed again from its rounded input.
+    """Compute the share added to an op's output that is computed again from its rounded input.
 
     Args:
         compressor: Of the input.
@@ -67,7 +67,7 @@ def derived_error(compressor: Compressor, op: str) -> float:
 
 
 def moment_error(state: str, compressor: Compressor | Keep) -> float:
-    """The share of an update's square that rounding one of Adam's moments adds.
+    """Compute the share of an update's square that rounding one of Adam's moments adds.
 
     By analysis, of its steady state under normal gradients: the first moment m is normal, with
     scales that are log-normal by rows (deviation 1), columns (1/2) and elements (1/4), the second
@@ -95,7 +95,7 @@ def _code_error(function: str, code: DerivativeCode) -> float:
     bits = min(code.bits, _SOLVED)
     own = DerivativeCode(bits=bits, function=function)
     slope = torch.from_numpy(CURVES[function].slope(_normal().double().numpy()))
-    return _share(_again(own, _normal()), slope) * 0.25 ** (code.bits - bits)
+    return _share(_round_trip(own, _normal()), slope) * 0.25 ** (code.bits - bits)
 
 
 @cache
@@ -131,7 +131,7 @@ def _normal() -> Tensor:
 
 def _rounded(compressor: Compressor, x: Tensor) -> Tensor:
     given = x if getattr(compressor, "shaped", False) else x.flatten()
-    return _again(compressor, given).view_as(x)
+    return _round_trip(compressor, given).view_as(x)
 
 
 @cache
@@ -141,13 +141,13 @@ def _moment_error(unsigned: bool, compressor: Compressor) -> float:
     noise = torch.randn(128, 512, generator=generator)
     scale = (rows[:, None] + columns / 2 + noise.flip(0, 1) / 4).exp()
     if not unsigned:
-        return _share(_again(compressor, noise * scale) / scale, noise)
+        return _share(_round_trip(compressor, noise * scale) / scale, noise)
     v = scale.square()
-    again = _again(compressor, v).clamp_min(v.min() * 1e-3)  # what rounds to 0, eps stands in for
+    again = _round_trip(compressor, v).clamp_min(v.min() * 1e-3)  # of what rounds to 0, eps is left
     return _share((v / again).sqrt(), torch.ones_like(v))
 
 
-def _again(compressor: Compressor, x: Tensor) -> Tensor:
+def _round_trip(compressor: Compressor, x: Tensor) -> Tensor:
     return compressor.decompress(compressor.compress(x, key=Key()))
 
 

@@ -1,4 +1,4 @@
-"""How much of the gradient each item's compression costs: measured on a batch, or by analysis."""
+"""Noise of each item's options in the gradient: measured on a batch, or by analysis."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,30 +17,28 @@ from memtrain.activations.adaptive.replay import (
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Keep
-from memtrain.planner.candidates import Block, Candidates
-from memtrain.planner.items import Item, Option, best
+from memtrain.planner.knapsack import Item, Option, Segment
+from memtrain.planner.saved_tensors import pareto_options
+from memtrain.planner.search_space import SearchSpace
 
 
-def analytic(candidates: Candidates) -> Candidates:
-    """Every saved tensor counts alike: its relative squared error, shared among all of them.
+def analytic(space: SearchSpace) -> SearchSpace:
+    """Count every saved tensor alike: its relative squared error, shared among all of them.
 
     Args:
-        candidates: Of a model.
+        space: Of a model.
 
     Returns:
         The same with errors as shares of the gradient's square, and without the options that others
-        then beat.
+        then dominate.
     """
-    lossy = sum(any(option.error for option in item.options) for item in candidates.items)
-    return _settled(candidates, lambda item: lambda family: 1 / max(1, lossy))
+    lossy = sum(any(option.error for option in item.options) for item in space.items)
+    return _scaled(space, lambda item: lambda family: 1 / max(1, lossy))
 
 
-def measured(
-    model: nn.Module, closure: Closure, candidates: Candidates, options: Options
-) -> Candidates:
+def measured(model: nn.Module, closure: Closure, space: SearchSpace) -> SearchSpace:
     """Run forward and backward with one kind of items and compressors at a time, all others exact.
 
     Items at the same place of their blocks are a kind, and are measured together, for each family
@@ -51,8 +49,7 @@ def measured(
     Args:
         model: Real; nothing of it is changed.
         closure: Runs forward and backward on one batch.
-        candidates: Of this model and batch.
-        options: As of the plan.
+        space: Of this model and batch.
 
     Returns:
         As of `analytic`.
@@ -64,7 +61,7 @@ def measured(
             interception = Interception(
                 model,
                 lambda site: choices.get(site, Keep("kept for the measurement")),
-                options=options,
+                options=space.plan.options,
                 seed=0,
                 settle=lambda records: None,
             )
@@ -73,7 +70,7 @@ def measured(
 
         exact = run({})
         norm = dot(exact, exact)
-        for items in _kinds(candidates.blocks).values():
+        for items in _kinds(space.segments).values():
             own: dict[str, float] = {}
             for family, shown in _families(items).items():
                 analysed = sum(option.error for option in shown)
@@ -82,20 +79,20 @@ def measured(
                     squared_distance(run(choices), exact) / norm / analysed if norm else 0.0
                 )
             scales |= {item.name: own for item in items}
-    return _settled(candidates, lambda item: lambda family: scales[item.name].get(family, 0.0))
+    return _scaled(space, lambda item: lambda family: scales[item.name].get(family, 0.0))
 
 
-def _settled(candidates: Candidates, scale: Callable[[Item], Callable[[str], float]]) -> Candidates:
-    """The candidates with errors times the scale of their item and family."""
+def _scaled(space: SearchSpace, scale: Callable[[Item], Callable[[str], float]]) -> SearchSpace:
+    """The search space with errors times the scale of their item and family."""
 
-    def settled(item: Item) -> Item:
+    def scaled(item: Item) -> Item:
         of = scale(item)
         options = [replace(own, error=own.error * of(own.families)) for own in item.options]
         balanced = replace(item.balanced, error=item.balanced.error * of(item.balanced.families))
-        return replace(item, options=best(options), balanced=balanced)
+        return replace(item, options=pareto_options(options), balanced=balanced)
 
-    blocks = [replace(one, items=[*map(settled, one.items)]) for one in candidates.blocks]
-    return replace(candidates, blocks=blocks)
+    segments = [replace(one, items=[*map(scaled, one.items)]) for one in space.segments]
+    return replace(space, segments=segments)
 
 
 def _families(items: Sequence[Item]) -> dict[str, list[Option]]:
@@ -118,10 +115,10 @@ def is_real(model: nn.Module, batch: Any) -> bool:
     return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
 
 
-def _kinds(blocks: Sequence[Block]) -> dict[str, list[Item]]:
+def _kinds(segments: Sequence[Segment]) -> dict[str, list[Item]]:
     kinds: dict[str, list[Item]] = {}
-    for block in blocks:
-        for item in block.items:
-            name = item.name.removeprefix(block.name) if block.name else f"/{item.name}"
+    for segment in segments:
+        for item in segment.items:
+            name = item.name.removeprefix(segment.name) if segment.name else f"/{item.name}"
             kinds.setdefault(name, []).append(item)
     return kinds

@@ -16,8 +16,8 @@ from memtrain.training.settings import PlannerConfig, compose, from_mapping
 def test_a_promise_is_one_line():
     peak = Moment("step", "step", 2**20, {})
     found = Fit(
-        plan=None, budget=2**21, peak=peak, seconds=1.0, plain_seconds=1.0, least_seconds=1.0,
-        error=0.0, exact=True, states="torch", chosen={}, rates="byte counts",
+        plan=None, budget=2**21, peak=peak, seconds=1.0, plain_seconds=1.0,
+        error=0.0, states="torch", chosen={}, rates="byte counts",
         sensitivity="analytic",
     )  # type: ignore[arg-type]  # fmt: skip
     assert promise(found, 2**19) == (

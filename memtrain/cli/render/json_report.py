@@ -77,8 +77,7 @@ def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
 def _planner(fit: Fit) -> dict[str, Any]:
     """What a plan for a budget promises, and what it chose."""
     names = (
-        "budget", "seconds", "plain_seconds", "least_seconds", "error", "exact", "states", "chosen",
-        "rates", "sensitivity",
+        "budget", "seconds", "plain_seconds", "error", "states", "chosen", "rates", "sensitivity",
     )  # fmt: skip
     return {
         "promised_peak": fit.peak.nbytes,

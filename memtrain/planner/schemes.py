@@ -1,6 +1,6 @@
-"""What the planner may do: schemes and widths for saved tensors, variants for optimizer states."""
+"""The rules to choose among: schemes for saved tensors, variants for optimizer states."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
@@ -14,36 +14,27 @@ derivative codes to nonlinearities and groups to others; `groups` gives groups a
 nonlinearities, so that their outputs are computed again; `only ...` keeps the rest; `patches` gives
 4x4 patches to maps."""
 WIDTHS = range(1, 9)
-
-
-class Widths(NamedTuple):
-    """Bits of a scheme, each of 1 to 8."""
-
-    code: int = 3
-    """Of derivative codes."""
-    smooth: int = 5
-    """Of groups that smooth nonlinearities read."""
-    rest: int = 4
-    """Of other groups."""
-
-
-NARROW = Widths(1, 2, 1)
+CODE, SMOOTH, REST = "code", "smooth", "rest"
+"""Of derivative codes; of groups that smooth nonlinearities read; of other groups."""
+DEFAULT: Mapping[str, int] = {CODE: 3, SMOOTH: 5, REST: 4}
+"""What has a width of its own -> its bits, 1 to 8: the preset `balanced`'s."""
+NARROW: Mapping[str, int] = {CODE: 1, SMOOTH: 2, REST: 1}
 """With the default, two points on the line of bytes over bits."""
 
 TORCH, BITS8, BITS4, FACTORED = "torch", "8-bit", "4-bit", "factored"
 STATES = (TORCH, BITS8, BITS4, FACTORED)
-"""What may be done to optimizer states."""
+"""Variants of optimizer states: torch's own, and three ways to quantise them."""
 
-_EXACT = {"name": "group", "bits": 8}
-_FREE = (  # one bit says all of these derivatives; masks and places in a window are whole numbers
+_WIDE = {"name": "group", "bits": 8}
+_EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax indices are integers
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
-    ActivationRule(op="dropout|*max_pool*", compressor=_EXACT),
+    ActivationRule(op="dropout|*max_pool*", compressor=_WIDE),
 )
 _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
     ActivationRule(op="@singular", compressor=KEEP),
-    ActivationRule(op="@exponential", compressor=_EXACT),
-    ActivationRule(op="scaled_dot_product_attention", tensor="input|input1", compressor=_EXACT),
-    ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_EXACT),
+    ActivationRule(op="@exponential", compressor=_WIDE),
+    ActivationRule(op="scaled_dot_product_attention", tensor="input|input1", compressor=_WIDE),
+    ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
 _HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 4})
 _MAPS = ActivationRule(
@@ -52,8 +43,8 @@ _MAPS = ActivationRule(
 _MOMENTUM = "exp_avg|momentum_buffer"
 
 
-def activation_rules(scheme: str, widths: Widths = Widths()) -> list[ActivationRule]:  # noqa: B008
-    """The rules that do to every saved tensor what a scheme says.
+def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[ActivationRule]:
+    """List the rules of a scheme for saved tensors.
 
     All schemes but `keep` take one bit of piecewise-linear nonlinearities, 8 bits where noise would
     be in an exponent or in a computed weight, and nothing where it would be bias.
@@ -71,9 +62,9 @@ def activation_rules(scheme: str, widths: Widths = Widths()) -> list[ActivationR
     """
     if scheme == KEEP:
         return []
-    own = ActivationRule(compressor={"name": "group", "bits": widths.rest})
-    smooth = {"name": "group", "bits": widths.smooth}
-    codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths.code})
+    own = ActivationRule(compressor={"name": "group", "bits": widths[REST]})
+    smooth = {"name": "group", "bits": widths[SMOOTH]}
+    codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
     saturating = ActivationRule(op="sigmoid|tanh", compressor=own.compressor)
     return {
         BALANCED: [
@@ -84,24 +75,24 @@ def activation_rules(scheme: str, widths: Widths = Widths()) -> list[ActivationR
             *_BIAS,
             own,
         ],
-        CODES: [*_FREE, codes, *_BIAS, own],
+        CODES: [*_EXACT_CODES, codes, *_BIAS, own],
         GROUPS: [
-            *_FREE,
+            *_EXACT_CODES,
             saturating,
             ActivationRule(op="@smooth", compressor=smooth),
             codes,
             *_BIAS,
             own,
         ],
-        ONLY_CODES: [*_FREE, codes],
-        ONLY_GROUPS: [*_FREE, ActivationRule(op="@nonlinear", compressor=KEEP), *_BIAS, own],
-        PATCHES: [*_FREE, codes, _MAPS, *_BIAS, own],
-        ONLY_PATCHES: [*_FREE, codes, _MAPS],
+        ONLY_CODES: [*_EXACT_CODES, codes],
+        ONLY_GROUPS: [*_EXACT_CODES, ActivationRule(op="@nonlinear", compressor=KEEP), *_BIAS, own],
+        PATCHES: [*_EXACT_CODES, codes, _MAPS, *_BIAS, own],
+        ONLY_PATCHES: [*_EXACT_CODES, codes, _MAPS],
     }[scheme]
 
 
 def state_rules(variant: str) -> list[StateRule]:
-    """The rules that do to optimizer states what a variant says.
+    """List the rules of a variant of optimizer states.
 
     Args:
         variant: One of `STATES`.

@@ -1,20 +1,22 @@
-"""How fast a device is: what turns bytes and arithmetic into seconds of a training step."""
+"""Step time by bytes moved and arithmetic: the rates of a device, and the work of a forward."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from memtrain.compressors import Group, Key
-from memtrain.planner.forward import Work
-from memtrain.planner.items import Option
-from memtrain.planner.levels import BITS4, FACTORED, TORCH
+from memtrain.activations.trace.fake_forward import trace
+from memtrain.compressors import Group, Keep, Key
+from memtrain.planner.knapsack import Option
+from memtrain.planner.schemes import BITS4, FACTORED, TORCH
 
 _REREAD = {BITS4: 4.5, FACTORED: 4.1}
 """Bytes per parameter that two passes over a tensor read again (docs/design.md, section 5)."""
@@ -22,13 +24,24 @@ _TINY, _REPEATS = 256, 200
 """Elements whose copy is all launch, and how often it is timed at once."""
 
 
+class Work(NamedTuple):
+    """Of a part of a forward."""
+
+    flops: float = 0.0
+    """Of matrix products and convolutions."""
+    nbytes: float = 0.0
+    """Read and written by all ops."""
+    n_ops: float = 0.0
+    """That do not only make views."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Throughputs of a device, and what an op costs however small it is.
+    """Throughputs of a device, and its fixed cost per op.
 
-    The defaults stand for none in particular: they count bytes at 4.3 TB/s, an H200's copy, and
-    arithmetic at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone; a
-    launch costs nothing.
+    The defaults are of no device in particular: bytes at 4.3 TB/s, an H200's copy, and arithmetic
+    at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone; a launch costs
+    nothing.
 
     Example:
         >>> Rates().seconds(Work(flops=0.0, nbytes=4.3e12))
@@ -36,7 +49,7 @@ class Rates:
     """
 
     name: str = "byte counts"
-    """Of the device; told beside a plan."""
+    """Of the device; printed beside a plan."""
     copy: float = 4.3e12
     """Bytes per second, read plus written."""
     flops: float = 1e14
@@ -60,7 +73,7 @@ class Rates:
         """Of a part of a forward: arithmetic and traffic do not overlap."""
         return work.flops / self.flops + work.nbytes / self.copy + work.n_ops * self.launch
 
-    def packing(self, option: Option) -> float:
+    def compressing(self, option: Option) -> float:
         """Of compressing in the forward and decompressing in the backward.
 
         A tensor is read and written once more, and its payload written and read; an op that is
@@ -69,12 +82,12 @@ class Rates:
         return option.moved / self.pack + option.calls * self.call
 
     def step(self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int) -> float:
-        """Of an optimizer's step.
+        """Of an optimizer's step over all its parameters.
 
         Args:
             optimizer: The user's; kinds without a fused step are decompressed, run and compressed.
             variant: What is done to its states.
-            n_params: That it updates.
+            n_params: Elements that it updates.
             nbytes: Of its states under the variant.
         """
         moved = 12.0 * n_params + 2 * nbytes + _REREAD.get(variant, 0.0) * n_params
@@ -113,7 +126,7 @@ def write_rates(rates: Rates, path: str | Path) -> None:
 def measure_rates(
     device: str | torch.device = "cpu", *, n_elements: int = 1 << 24, dtype: Any = torch.float32
 ) -> Rates:
-    """Time a copy, a matrix product and a group code on a device, large and tiny; a second or two.
+    """Time a copy, a matrix product and a group code on a device, large and tiny (a second or two).
 
     Args:
         device: Where.
@@ -140,13 +153,13 @@ def measure_rates(
         name=name,
         copy=2 * size / _best(lambda: y.copy_(x), kind),
         flops=2 * side**3 / _best(lambda: square @ square, kind),
-        pack=both / _best(lambda: _there_and_back(code, x), kind),
+        pack=both / _best(lambda: _round_trip(code, x), kind),
         launch=_best(lambda: small.copy_(tiny), kind, repeats=_REPEATS),
-        call=_best(lambda: _there_and_back(code, tiny), kind, repeats=_REPEATS) / 2,
+        call=_best(lambda: _round_trip(code, tiny), kind, repeats=_REPEATS) / 2,
     )
 
 
-def _there_and_back(code: Group, x: Tensor) -> Tensor:
+def _round_trip(code: Group, x: Tensor) -> Tensor:
     return code.decompress(code.compress(x, key=Key()))
 
 
@@ -163,3 +176,81 @@ def _best(run: Callable[[], Tensor], device: torch.device, repeats: int = 1) -> 
 
     once()
     return min(once() for _ in range(3))
+
+
+def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[str, Work]:
+    """Count the work of a forward without running it.
+
+    Args:
+        model: Real or fake; not changed.
+        batch: What it is called with.
+        paths: Of modules that are counted on their own.
+
+    Returns:
+        Path -> its work; `""` is the whole forward.
+    """
+    # Imports triton where there is one: not before it is needed.
+    from torch.utils.flop_counter import flop_registry
+
+    counter = _Counter(flop_registry)
+    handles = [model.register_forward_pre_hook(counter.start, prepend=True)]
+    handles.append(model.register_forward_hook(counter.stop, always_call=True))
+    for path in paths:
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_pre_hook(counter.entering(path), prepend=True))
+        handles.append(module.register_forward_hook(counter.leaving, always_call=True))
+    try:
+        trace(model, batch, lambda site: Keep("counted only"))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counter.found
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, flops: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.flops = flops
+        self.found = {"": Work()}
+        self.path = ""
+
+    def start(self, module: nn.Module, args: Any) -> None:
+        self.__enter__()
+
+    def stop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.__exit__(None, None, None)
+
+    def entering(self, path: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.path = path
+
+        return enter
+
+    def leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.path = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = self.flops.get(func._overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
+        view = _is_view(func)
+        nbytes = 0.0 if view else _moved((args, kwargs, out))
+        for path in {"", self.path}:
+            before = self.found.get(path, Work())
+            self.found[path] = Work(
+                before.flops + flops, before.nbytes + nbytes, before.n_ops + (not view)
+            )
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in func._schema.returns
+    )
+
+
+def _moved(tensors: Any) -> float:
+    leaves = {id(x): x for x in tree_leaves(tensors) if isinstance(x, Tensor)}
+    return float(sum(x.numel() * x.element_size() for x in leaves.values()))

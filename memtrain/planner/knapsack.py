@@ -1,0 +1,331 @@
+"""The multiple-choice knapsack of a plan: an option per item, or a whole segment recomputed."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from memtrain.compressors import Compressor, Keep
+
+MULTIPLIERS = 96
+"""So many Lagrange multipliers of error are tried."""
+BINS = 2048
+"""In each of so many ranges of bytes one solution stays."""
+_SLACK = 1e-9  # sums in another order differ by less than this share
+_Choices = tuple[int, ...] | None
+_Hull = tuple[np.ndarray, np.ndarray, list[_Choices], list[tuple[int, ...]]]
+T = TypeVar("T")
+
+
+@dataclass
+class Option:
+    """One way to keep the tensors of an item."""
+
+    seconds: float = 0.0
+    """That it adds to a step."""
+    nbytes: float = 0
+    """Kept from forward to backward."""
+    error: float = 0.0
+    """Noise that it adds."""
+    name: str = "keep"
+    """`keep`, `lossless`, or its lossy compressors: `derivative 3 + group 4`."""
+    moved: int = 0
+    """Bytes read and written by compressing and decompressing."""
+    calls: int = 0
+    """Of compressors, and of ops that run again, besides those in ops that are replaced."""
+    choices: Mapping[Any, Compressor | Keep] = field(default_factory=dict)
+    """What is done to each site."""
+
+    @property
+    def families(self) -> str:
+        """Its compressors without their widths."""
+        return "".join(letter for letter in self.name if not letter.isdigit())
+
+
+@dataclass
+class Item:
+    """Tensors that get one joint option, since they share memory or are computed from each other.
+
+    Once errors are known, `options` is a Pareto front: `keep` first, then by bytes, the most first.
+    """
+
+    options: list[Option]
+    name: str = ""
+    """Of its first site."""
+    sites: frozenset[Any] = frozenset()
+    balanced: Option = field(default_factory=Option)
+    """What the preset `balanced` does to it."""
+
+
+@dataclass
+class Segment:
+    """Consecutive items of the forward, of one block or of what lies between two."""
+
+    items: list[Item]
+    recompute: Option | None = None
+    """In place of all of them: run the block again, and keep its inputs."""
+    transient: float = 0.0
+    """Bytes that are there while its backward runs, if it is recomputed."""
+    later: float = 0.0
+    """Bytes of gradients that are there when its backward begins."""
+    name: str = ""
+    """Path of the block's module."""
+
+
+class Solution(NamedTuple):
+    """A choice for every item."""
+
+    seconds: float
+    saved: float
+    """Bytes kept when the forward has ended."""
+    highest: float
+    """The most bytes, kept, transient and of gradients, when the backward of any segment begins."""
+    error: float
+    choices: tuple[_Choices, ...]
+    """For each segment the option of each item; None: it is recomputed."""
+
+
+def solve(
+    segments: Sequence[Segment], max_error: float, objective: Literal["time", "error"] = "time"
+) -> list[Solution]:
+    """Solve the linear relaxation greedily, for every size and many Lagrange multipliers of error.
+
+    For each multiplier, items start at their cheapest option, and the change that costs least
+    per byte it saves comes next, one at a time (the greedy of the multiple-choice knapsack, whose
+    every step solves the linear relaxation for its own bytes). To recompute a segment is one more
+    choice of the segment. No budget of bytes enters: the best solution in each of `BINS` equal
+    ranges of bytes stays.
+
+    Args:
+        segments: In the order of the forward.
+        max_error: The most that errors may sum to.
+        objective: What is best: `time` or `error`.
+
+    Returns:
+        Solutions, largest first.
+
+    Reference:
+        Sinha and Zoltners, The multiple-choice knapsack problem (Operations Research 27, 1979).
+
+    Example:
+        >>> item = Item([Option(0.0, 8.0, 0.0), Option(1.0, 4.0, 0.5)])
+        >>> found = solve([Segment([item]), Segment([item])], max_error=0.5)
+        >>> [(plan.seconds, plan.saved) for plan in found]
+        [(0.0, 16.0), (1.0, 12.0)]
+    """
+    greedy = [_greedy(segments, multiplier) for multiplier in _multipliers(segments)]
+    totals = np.concatenate([own for own, _ in greedy])  # seconds, saved, error
+    owners = np.concatenate([np.full(len(own), k) for k, (own, _) in enumerate(greedy)])
+    steps = np.concatenate([np.arange(len(own)) for own, _ in greedy])
+    low, high = totals[:, 1].min(), totals[:, 1].max()
+    bins = ((totals[:, 1] - low) / max(high - low, 1e-30) * BINS).astype(np.int64)
+    seconds, saved, error = totals.T
+    first, second = (seconds, error) if objective == "time" else (error, seconds)
+    order = np.lexsort((saved, second, first, -bins))
+    order = order[error[order] <= max_error * (1 + _SLACK)]
+    fresh = np.concatenate([[True], np.diff(bins[order]) != 0]) if len(order) else []
+    return [evaluate(segments, greedy[owners[row]][1](int(steps[row]))) for row in order[fresh]]
+
+
+def evaluate(segments: Sequence[Segment], choices: Sequence[_Choices]) -> Solution:
+    """Add up what some choices come to.
+
+    Args:
+        segments: In the order of the forward.
+        choices: For each segment the option of each item; None: it is recomputed.
+
+    Returns:
+        The solution with its values.
+    """
+    seconds = saved = highest = error = 0.0
+    for segment, own in zip(segments, choices, strict=True):
+        if own is None and segment.recompute is not None:
+            picked = [segment.recompute]
+        else:
+            picked = [item.options[k] for item, k in zip(segment.items, own or (), strict=True)]
+        seconds += sum(option.seconds for option in picked)
+        saved += sum(option.nbytes for option in picked)
+        error += sum(option.error for option in picked)
+        besides = segment.later + (segment.transient if own is None else 0.0)
+        highest = max(highest, saved + besides)
+    return Solution(seconds, saved, highest, error, tuple(choices))
+
+
+def pareto_front(values: np.ndarray) -> np.ndarray:
+    """Find the rows that no other row is at most equal to in every column.
+
+    Args:
+        values: [n, columns].
+
+    Returns:
+        Indices of rows, in the order of the columns; the first of equal ones.
+
+    Memory:
+        A bool for every pair of rows.
+
+    Example:
+        >>> pareto_front(np.array([[0.0, 2, 2, 0], [1, 1, 1, 0], [1, 3, 3, 0]]))
+        array([0, 1])
+    """
+    order = np.lexsort(values.T[::-1])
+    own = values[order]
+    slack = np.abs(own).max(axis=0, initial=0.0) * _SLACK
+    dominated = np.tri(len(own), k=-1, dtype=bool)  # [row, another before it]
+    for column, tolerance in zip(own.T, slack, strict=True):
+        dominated &= column[None] <= column[:, None] + tolerance
+    return order[~dominated.any(axis=1)]
+
+
+def shrinking(plans: Iterable[T], size: Callable[[T], float]) -> list[T]:
+    """Leave out the plans that are no smaller than all before them."""
+    listed: list[T] = []
+    for plan in plans:
+        if not listed or size(plan) < size(listed[-1]):
+            listed.append(plan)
+    return listed
+
+
+def thinned(plans: Sequence[T], size: Callable[[T], float], count: int) -> list[T]:
+    """Thin shrinking plans out evenly.
+
+    Args:
+        plans: Each smaller than the one before.
+        size: Of a plan.
+        count: Of ranges of sizes to tell apart.
+
+    Returns:
+        At most `count` + 1 plans, the first and the last among them.
+
+    Example:
+        >>> thinned([10.0, 9.0, 8.0, 1.0, 0.0], float, 2)
+        [10.0, 1.0, 0.0]
+    """
+    step = (size(plans[0]) - size(plans[-1])) / count
+    thin = [*plans[:1]]
+    for plan in plans[1:]:
+        if size(thin[-1]) - size(plan) >= step or plan is plans[-1]:
+            thin.append(plan)
+    return thin
+
+
+def _multipliers(segments: Sequence[Segment]) -> np.ndarray:
+    """Seconds per unit of error: from where error does not matter to where only it does."""
+    options = [own for segment in segments for item in segment.items for own in item.options]
+    seconds = [option.seconds for option in options if option.seconds > 0]
+    errors = [option.error for option in options if option.error > 0]
+    if not errors:
+        return np.zeros(1)
+    if not seconds:
+        return np.ones(1)
+    low, high = min(seconds) / max(errors) * 1e-2, max(seconds) / min(errors) * 1e2
+    return np.concatenate([[0.0], np.geomspace(low, high, MULTIPLIERS - 1)])
+
+
+def _greedy(
+    segments: Sequence[Segment], multiplier: float
+) -> tuple[np.ndarray, Callable[[int], list[_Choices]]]:
+    """From the cheapest solution to the smallest, the most bytes per cost first.
+
+    Returns:
+        [solutions, 3], seconds, bytes saved and error of each; and the choices of one by its row.
+    """
+    hulls = [_hull_of(segment, multiplier) for segment in segments]
+    # Sorted by rate, a segment's own steps stay in order: its hull is convex.
+    steps = sorted(
+        (rate, number, place + 1)
+        for number, (nbytes, cost, _, _) in enumerate(hulls)
+        for place, rate in enumerate(_rates(nbytes, cost))
+    )
+    values = [
+        np.array([_total(segment, own) for own in choices])
+        for segment, (_, _, choices, _) in zip(segments, hulls, strict=True)
+    ]
+    totals = [sum((own[0] for own in values), np.zeros(3))]
+    asides: list[tuple[int, int, tuple[int, ...]]] = []  # after a step, a segment otherwise
+    others = []
+    places = [0] * len(segments)
+    for step, (_, number, place) in enumerate(steps):
+        _, _, choices, inner = hulls[number]
+        now, then = values[number][places[number]], values[number][place]
+        if choices[place] is None:  # less than the whole segment may do
+            for own in inner:
+                asides.append((step, number, own))
+                others.append(totals[-1] - now + _total(segments[number], own))
+        totals.append(totals[-1] - now + then)
+        places[number] = place
+
+    def choices_at(row: int) -> list[_Choices]:
+        aside = row - len(steps) - 1
+        step, other, own = asides[aside] if aside >= 0 else (row, -1, ())
+        reached = {number: place for _, number, place in steps[:step]}
+        found = [choices[reached.get(k, 0)] for k, (_, _, choices, _) in enumerate(hulls)]
+        if other >= 0:
+            found[other] = own
+        return found
+
+    return np.array([*totals, *others]), choices_at
+
+
+def _total(segment: Segment, own: _Choices) -> np.ndarray:
+    """Seconds, bytes saved and error of a segment."""
+    return np.array(evaluate([segment], [own])[:4])[[0, 1, 3]]
+
+
+def _hull_of(segment: Segment, multiplier: float) -> _Hull:
+    """The convex hull of a segment: of its items, combined greedily, and of recomputing it.
+
+    Returns:
+        Bytes, cost and choices from the cheapest to the smallest; and the choices of all steps of
+        its items, also those that recomputing dominates.
+    """
+    hulls = []
+    for item in segment.items:
+        nbytes = np.array([option.nbytes for option in item.options])
+        cost = np.array([option.seconds + multiplier * option.error for option in item.options])
+        rows = _convex_hull(nbytes, cost)
+        hulls.append((rows, nbytes[rows], cost[rows]))
+    steps = []
+    for index, (_, nbytes, cost) in enumerate(hulls):
+        steps += [(rate, index, place + 1) for place, rate in enumerate(_rates(nbytes, cost))]
+    now = [0] * len(hulls)
+    total = [sum(float(hull[k][0]) for hull in hulls) for k in (1, 2)]
+    inner = [tuple(int(rows[0]) for rows, _, _ in hulls)]
+    points: list[tuple[float, float, _Choices]] = [(total[0], total[1], inner[0])]
+    for _, index, place in sorted(steps):
+        _, nbytes, cost = hulls[index]
+        total[0] += nbytes[place] - nbytes[place - 1]
+        total[1] += cost[place] - cost[place - 1]
+        now[index] = place
+        inner.append(tuple(int(h[0][k]) for h, k in zip(hulls, now, strict=True)))
+        points.append((total[0], total[1], inner[-1]))
+    if (again := segment.recompute) is not None:
+        points.append((again.nbytes, again.seconds + multiplier * again.error, None))
+    nbytes, cost = (np.array([point[k] for point in points], dtype=float) for k in (0, 1))
+    rows = _convex_hull(nbytes, cost)
+    return nbytes[rows], cost[rows], [points[row][2] for row in rows], inner
+
+
+def _rates(nbytes: np.ndarray, cost: np.ndarray) -> list[float]:
+    """Cost per byte that each step along a hull saves; rounding must not change their order."""
+    rates = np.diff(cost) / np.maximum(-np.diff(nbytes), 1e-30)
+    return np.maximum.accumulate(rates).tolist() if len(rates) else []
+
+
+def _convex_hull(nbytes: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Rows on the lower convex hull, from the cheapest to the smallest."""
+    order = np.lexsort((nbytes, cost))
+    hull: list[int] = []
+    for row in order.tolist():
+        if hull and nbytes[row] >= nbytes[hull[-1]]:
+            continue  # no smaller than one that costs no more
+        while len(hull) > 1 and _above(nbytes, cost, hull[-2], hull[-1], row):
+            hull.pop()
+        hull.append(row)
+    return np.array(hull, dtype=np.int64)
+
+
+def _above(nbytes: np.ndarray, cost: np.ndarray, a: int, b: int, c: int) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    left = (cost[b] - cost[a]) * (nbytes[a] - nbytes[c])
+    return left >= (cost[c] - cost[a]) * (nbytes[a] - nbytes[b])

@@ -1,0 +1,168 @@
+"""Variants of each parameter's optimizer states, and the best mixtures of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtrain.compressors import Compressor, Keep
+from memtrain.config.sources import Config, Optim
+from memtrain.optim.states.layout import settle
+from memtrain.plan.entry import Entry
+from memtrain.plan.file import spec
+from memtrain.plan.plan import Plan, make_plan
+from memtrain.plan.rules import state_site
+from memtrain.plan.states import NO_COUNTER
+from memtrain.planner.cost_model import Rates
+from memtrain.planner.goal import Goal
+from memtrain.planner.knapsack import Item, Option, Segment, Solution, shrinking, solve, thinned
+from memtrain.planner.noise import moment_error
+from memtrain.planner.schemes import BITS4, TORCH, state_rules
+
+MIXTURES = 64
+"""Of the trade between the objective and the bytes of all states, so many are told apart."""
+
+
+def gather_states(
+    model: nn.Module, optimizer: Optimizer, config: Config, variants: Sequence[str], goal: Goal
+) -> tuple[list[Segment], list[Solution]]:
+    """List what each variant does to each parameter's states, and the best mixtures.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Not changed.
+        config: Its exceptions hold in every variant; its rules do not.
+        variants: Of `STATES`, `torch` first.
+        goal: Its rates, its most error and its objective.
+
+    Returns:
+        A segment of one item for each parameter that has a choice, and first a nameless one for all
+        others; an option's name is its variant, and its error in units of that of the preset
+        `balanced`. And mixtures of these, the best first.
+    """
+    params = _params(model, optimizer)
+    found: dict[str, dict[str, Option]] = {}
+    for variant in dict.fromkeys([*variants, BITS4]):
+        own = replace(config.optim, rules=state_rules(variant), sites={})
+        plan = make_plan(model, optimizer, replace(config, optim=own))
+        found[variant] = _options(plan, optimizer, variant, params, goal.rates)
+    unit = sum(one.error for one in found[BITS4].values()) or 1.0
+    every = {name: _pareto([found[kind][name] for kind in variants]) for name in params}
+    fixed = [found[TORCH][name] for name in params if len(every[name]) < 2]
+    rest = Option(sum(one.seconds for one in fixed), sum(one.nbytes for one in fixed))
+    segments = [Segment([Item([rest])])] + [
+        Segment([Item([replace(one, error=one.error / unit) for one in options])], name=name)
+        for name, options in every.items()
+        if len(options) > 1
+    ]
+
+    def worth(one: Solution) -> tuple[float, float, float]:
+        first, second = one.seconds, one.error
+        return (*((first, second) if goal.objective == "time" else (second, first)), one.saved)
+
+    ordered = sorted(solve(segments, goal.max_error, goal.objective), key=worth)
+    smaller = shrinking(ordered, lambda one: one.saved)
+    return segments, thinned(smaller, lambda one: one.saved, MIXTURES)
+
+
+def chosen_states(states: Sequence[Segment], mixture: Solution) -> dict[str, Option]:
+    """Tell what a mixture does.
+
+    Args:
+        states: As `gather_states` lists them.
+        mixture: Of these.
+
+    Returns:
+        Parameter -> its option, of those that have a choice.
+    """
+    return {
+        segment.name: segment.items[0].options[own[0] if own else 0]
+        for segment, own in zip(states[1:], mixture.choices[1:], strict=True)
+    }
+
+
+def count_states(states: Sequence[Segment], mixture: Solution) -> dict[str, int]:
+    """Variant -> how many parameters have it, of those that have a choice."""
+    return dict(Counter(option.name for option in chosen_states(states, mixture).values()))
+
+
+def state_config(own: Optim, states: Sequence[Segment], mixture: Solution) -> Optim:
+    """Make the config's part that stands for a mixture.
+
+    Args:
+        own: Its exceptions and options stay.
+        states: As `gather_states` lists them.
+        mixture: Of these.
+
+    Returns:
+        Rules of the variant that most parameters have, and a line for each state of the others.
+    """
+    counts = count_states(states, mixture)
+    most = max(counts, key=lambda name: counts[name], default=TORCH)
+    sites: dict[str, Any] = {}
+    for option in chosen_states(states, mixture).values():
+        if option.name != most:
+            sites |= {site: spec(choice) for site, choice in option.choices.items()}
+    return replace(own, rules=state_rules(most), sites=sites)
+
+
+def _pareto(options: Sequence[Option]) -> list[Option]:
+    """Torch's own, and the variants that no other, earlier where equal, is as good as in all."""
+    ranks = [(own.nbytes, own.seconds, own.error, place) for place, own in enumerate(options)]
+    return [
+        own
+        for own, rank in zip(options, ranks, strict=True)
+        if own.name == TORCH
+        or not any(
+            other != rank and all(a <= b for a, b in zip(other, rank, strict=True))
+            for other in ranks
+        )
+    ]
+
+
+def _options(
+    plan: Plan, optimizer: Optimizer, variant: str, params: dict[str, Tensor], rates: Rates
+) -> dict[str, Option]:
+    """Parameter -> what the plan does to its states."""
+    entries: dict[str, list[Entry]] = {name: [] for name in params}
+    for entry in plan.entries("state"):
+        name = state_site(entry.site)[0]
+        if name in entries:
+            entries[name].append(entry)
+    total = max(1, sum(param.numel() for param in params.values()))
+    found = {}
+    for name, own in entries.items():
+        param = params[name]
+        choices = {
+            entry.site: plan.choose_state(*state_site(entry.site))
+            for entry in own
+            if entry.reason != NO_COUNTER
+        }
+        nbytes = sum(entry.planned for entry in own)
+        error = sum(
+            moment_error(state_site(entry.site)[1], _served(param, choices[entry.site]))
+            for entry in own
+            if entry.compressor
+        )
+        seconds = rates.step(optimizer, variant, param.numel(), nbytes)
+        share = error * param.numel() / total
+        found[name] = Option(seconds, nbytes, share, variant, choices=choices)
+    return found
+
+
+def _served(param: Tensor, chosen: Compressor | Keep) -> Compressor | Keep:
+    """The compressor that serves the parameter's shape."""
+    return chosen if isinstance(chosen, Keep) else settle(param, chosen)[0]
+
+
+def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's parameters, as sites name them."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        names.get(param, f"{index}.{number}"): param
+        for index, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
+    }

@@ -1,0 +1,328 @@
+"""A forward under each scheme, and from its saved tensors the items and their options."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from memtrain.activations.saved.pack import SHARED
+from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.site_sets import Groups
+from memtrain.audit.join import join
+from memtrain.compressors import Compressor, DerivativeCode, Group, Identity, Keep
+from memtrain.compressors.fewbit.functions import CURVES
+from memtrain.config.sources import KEEP
+from memtrain.plan.file import spec
+from memtrain.plan.plan import Plan
+from memtrain.plan.rules import activation_rules as rules_of
+from memtrain.planner.knapsack import Item, Option, pareto_front
+from memtrain.planner.noise import derived_error, relative_error
+from memtrain.planner.schemes import (
+    BALANCED,
+    CODE,
+    CODES,
+    DEFAULT,
+    GROUPS,
+    LOSSLESS,
+    NARROW,
+    REST,
+    SCHEMES,
+    SMOOTH,
+    WIDTHS,
+    activation_rules,
+)
+
+_DERIVED, _PAYLOAD = "derived", "payload"
+_SINCE = "computed again from what "
+_NOT_ASKED = Keep("")  # it is kept whatever the rules say
+
+
+class SavedTensor(NamedTuple):
+    """A record of a forward under a scheme, and what the scheme's rules choose for its site."""
+
+    record: Record
+    choice: Compressor | Keep
+    width: str = ""
+    """Whose width its bytes follow, a key of `DEFAULT`; empty: they are fixed."""
+    slope: int = 0
+    """Bytes that each bit more takes."""
+    root: Compressor | Keep = _NOT_ASKED
+    """The choice for what it is computed again from, where it is; else its own."""
+    source: str = ""
+    """The op whose output it is, where it is computed again."""
+    first: bool = True
+    """Of the records of one op's payload."""
+
+
+_Trace = list[SavedTensor]
+
+
+def saved_items(plan: Plan, model: nn.Module, batch: Any, *, quantise: bool) -> list[Item]:
+    """Trace a forward under each scheme, group what is saved together, and list its options.
+
+    Bytes at widths that were not traced are on the line through two that were: codes are packed to
+    the bit.
+
+    Args:
+        plan: Its config's exceptions hold under every scheme; its rules do not.
+        model: Real or fake; not changed.
+        batch: What it is called with.
+        quantise: Whether there are other schemes than `keep`.
+
+    Returns:
+        Items in the order of the forward.
+    """
+    pairs = [(name, DEFAULT) for name in (SCHEMES if quantise else (KEEP,))]
+    pairs += [(name, NARROW) for name in ((CODES, GROUPS) if quantise else ())]
+    traces = _traces([_under(plan, model, *pair) for pair in pairs], model, batch)
+    wide = {name: trace for (name, own), trace in zip(pairs, traces, strict=True) if own is DEFAULT}
+    groups = _united(traces)
+    slopes: dict[tuple[Any, ...], tuple[str, int]] = {}
+    for (name, widths), trace in zip(pairs, traces, strict=True):
+        if widths is NARROW:
+            slopes |= _slopes(wide[name], trace)
+    parts = {id(trace): _by_item(trace, groups, slopes) for trace in wide.values()}
+    balanced = parts[id(wide[BALANCED])] if BALANCED in wide else {}
+    items = []
+    for top, sites in groups.sets().items():
+        options = _candidates([own.get(top, []) for own in parts.values()])
+        reference = _option(balanced.get(top, []), DEFAULT)
+        items.append(Item(options, top.name, frozenset(sites), reference))
+    return items
+
+
+def pareto_options(options: Sequence[Option]) -> list[Option]:
+    """Keep, and those that no other option dominates.
+
+    Args:
+        options: Of an item, `keep` first.
+
+    Returns:
+        `keep` first, then by bytes, the most first.
+
+    Example:
+        >>> keep, wide = Option(nbytes=8), Option(nbytes=4, error=0.1, name="group 4")
+        >>> [own.name for own in pareto_options([keep, wide, Option(nbytes=4, error=0.2)])]
+        ['keep', 'group 4']
+    """
+    columns = [(own.nbytes, own.error, own.moved, own.calls) for own in options]
+    rows = [row for row in pareto_front(np.array(columns, dtype=float)).tolist() if row]
+    rest = sorted((options[row] for row in rows), key=lambda own: (-own.nbytes, own.error))
+    return [options[0], *rest]
+
+
+def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int]) -> Plan:
+    """The plan for saved tensors with a scheme's rules; it knows nothing of states."""
+    rules = activation_rules(scheme, widths)
+    own = replace(plan.config.activations, rules=rules, sites={}, recompute=[])
+    paths = [name for name, _ in model.named_modules()]
+    plan = replace(
+        plan,
+        config=replace(plan.config, activations=own),
+        activation_rules=rules_of(own, paths),
+        _entries={},
+    )
+    return replace(plan, bits=plan.automatic_bits())
+
+
+def _traces(plans: Sequence[Plan], model: nn.Module, batch: Any) -> list[_Trace]:
+    """What a forward saves under each plan; plans that choose alike have one trace."""
+    known: list[tuple[dict[Site, Compressor | Keep], _Trace]] = []
+    found: list[_Trace] = []
+    for plan in plans:
+        same = (
+            trace
+            for choices, trace in known
+            if all(plan.choose_activation(site) == own for site, own in choices.items())
+        )
+        if (trace := next(same, None)) is None:
+            choices: dict[Site, Compressor | Keep] = {}
+
+            def choose(
+                site: Site, plan: Plan = plan, choices: dict[Site, Compressor | Keep] = choices
+            ) -> Compressor | Keep:
+                choices[site] = plan.choose_activation(site)
+                return choices[site]
+
+            records = plan.trace(model, batch, choose)
+            trace = [SavedTensor(own, choices.get(own.site, _NOT_ASKED)) for own in records]
+            known.append((choices, trace))
+        found.append(trace)
+    return found
+
+
+def _united(traces: Sequence[_Trace]) -> Groups:
+    """Sets of sites whose bytes add up, whatever is chosen for each set."""
+    unique = {id(trace): [own.record for own in trace] for trace in traces}
+    plain, groups = unique[id(traces[0])], Groups()
+    for records in unique.values():
+        for record in records:
+            groups.add(record.site)
+    for records in unique.values():
+        for row in join(plain, records):
+            groups.unite(row.sites)
+        _unite_shared(groups, records)
+    return groups
+
+
+def _unite_shared(groups: Groups, records: Sequence[Record]) -> None:
+    """Unite sites of one storage, and those that are derived with what they are derived from."""
+    by_storage: dict[int, Site] = {}
+    latest: dict[str, Site] = {}
+    for record in records:
+        if not record.shape:  # a note, not a tensor
+            continue
+        groups.unite((by_storage.setdefault(record.storage, record.site), record.site))
+        if record.compressor == _DERIVED:
+            op = _source_of(record)
+            if op in latest:
+                groups.unite((latest[op], record.site))
+        else:
+            latest[record.site.op] = record.site
+
+
+def _source_of(record: Record) -> str:
+    """The op whose output a derived record stands for."""
+    return record.reason.removeprefix(_SINCE).removesuffix(" keeps")
+
+
+def _slopes(wide: _Trace, narrow: _Trace) -> dict[tuple[Any, ...], tuple[str, int]]:
+    """Site, choice and bytes of a saved tensor -> whose width these follow, and bytes per bit."""
+    if [own.record.site for own in wide] != [own.record.site for own in narrow]:
+        return {}
+    found = {}
+    for one, other in zip(wide, narrow, strict=True):
+        name = _followed(one.choice, other.choice)
+        if name and bool(one.record.compressor) == bool(other.record.compressor):
+            bits = DEFAULT[name] - NARROW[name]
+            slope, rest = divmod(one.record.planned - other.record.planned, bits)
+            if not rest:
+                found[one.record.site, one.choice, one.record.planned] = name, slope
+    return found
+
+
+def _followed(wide: Compressor | Keep, narrow: Compressor | Keep) -> str:
+    """Whose width a compressor's bits are."""
+    if isinstance(wide, DerivativeCode) and isinstance(narrow, DerivativeCode):
+        names = (CODE,)
+    elif isinstance(wide, Group) and isinstance(narrow, Group):
+        names = (SMOOTH, REST)
+    else:
+        return ""
+    both = (wide.bits, narrow.bits)
+    return next((name for name in names if both == (DEFAULT[name], NARROW[name])), "")
+
+
+def _by_item(
+    trace: _Trace, groups: Groups, slopes: Mapping[tuple[Any, ...], tuple[str, int]]
+) -> dict[Site, _Trace]:
+    """First site of an item -> its saved tensors, each with its width and its root."""
+    found: dict[Site, _Trace] = {}
+    latest: dict[str, SavedTensor] = {}
+    before = None
+    for record, choice, *_ in trace:
+        width, slope = slopes.get((record.site, choice, record.planned), ("", 0))
+        own = SavedTensor(record, choice, width, slope, choice, first=record.site != before)
+        source = latest.get(_source_of(record)) if record.compressor == _DERIVED else None
+        if source is not None:  # its error is that of what it is computed from
+            own = SavedTensor(record, choice, source.width, 0, source.root, _source_of(record))
+        if record.shape:
+            latest[record.site.op] = own
+        found.setdefault(groups.find(record.site), []).append(own)
+        before = record.site if record.compressor == _PAYLOAD else None
+    return found
+
+
+def _candidates(schemes: Sequence[_Trace]) -> list[Option]:
+    """Keep, and of all schemes and widths the Pareto front of each family."""
+    keep = _option(schemes[0], DEFAULT)
+    families: dict[str, list[Option]] = {}
+    for tensors in schemes[1:]:
+        widths, table = _table(tensors)
+        for row in pareto_front(table).tolist():
+            option = _option(tensors, widths[row])
+            families.setdefault(option.families, []).append(option)
+    families.pop(KEEP, None)
+    return [
+        keep,
+        *(own for found in families.values() for own in pareto_options([keep, *found])[1:]),
+    ]
+
+
+def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
+    """All widths that make a difference, and what the tensors come to at each: [widths, 4]."""
+    fixed, moving = np.zeros(4), dict[str, np.ndarray]()
+    for own in tensors:
+        if not (name := own.width):
+            fixed += _cost(own, DEFAULT)
+            continue
+        each = [_cost(own, {**DEFAULT, name: bits}) for bits in WIDTHS]
+        moving[name] = moving.get(name, np.zeros((len(WIDTHS), 4))) + each
+    found, totals = [DEFAULT], fixed[None]
+    for name, table in moving.items():
+        found = [{**own, name: bits} for own in found for bits in WIDTHS]
+        totals = (totals[:, None] + table[None]).reshape(-1, 4)
+    return found, totals
+
+
+def _cost(own: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int, int]:
+    """Bytes, error, bytes moved and calls."""
+    record, nbytes = own.record, own.record.planned
+    if own.width:
+        nbytes += own.slope * (widths[own.width] - DEFAULT[own.width])
+    root = _at(own.root, own, widths)
+    if not record.compressor or isinstance(root, Keep | Identity):
+        return nbytes, 0.0, 0, 0
+    if record.compressor == _PAYLOAD:
+        return nbytes, _error(own, root) if own.first else 0.0, 2 * nbytes, 0
+    size = prod(record.shape) * getattr(torch, record.dtype).itemsize
+    passes = 1 if record.reason == SHARED else 2  # decompressed only, or compressed before
+    return nbytes, _error(own, root), passes * size + 2 * nbytes, passes
+
+
+def _error(own: SavedTensor, root: Compressor) -> float:
+    record = own.record
+    if record.compressor.startswith(("Mask", "Integers")):
+        return 0.0
+    if own.source and record.site.op not in CURVES:
+        return derived_error(root, own.source)
+    return relative_error(root, record.site.op)
+
+
+def _at(
+    choice: Compressor | Keep, own: SavedTensor, widths: Mapping[str, int]
+) -> Compressor | Keep:
+    """The compressor at its width."""
+    if own.width and isinstance(choice, Group | DerivativeCode):
+        return replace(choice, bits=widths[own.width])
+    return choice
+
+
+def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
+    """The option of these widths, with its name and what is done to its sites."""
+    choices: dict[Site, Compressor | Keep] = {}
+    names: set[str] = set()
+    packed = False
+    for own in tensors:
+        chosen = own.choice if own.source else _at(own.choice, own, widths)
+        if own.record.shape and chosen != _NOT_ASKED:
+            choices[own.record.site] = chosen
+        if isinstance(chosen, Keep) or not own.record.compressor:
+            continue
+        packed = True
+        if not own.source and _error(own, chosen):
+            names.add(_named(chosen))
+    name = " + ".join(sorted(names)) or (LOSSLESS if packed else KEEP)
+    costs = [_cost(own, widths) for own in tensors]
+    nbytes, error, moved, calls = map(sum, zip(*costs, strict=True)) if costs else (0, 0.0, 0, 0)
+    return Option(0.0, nbytes, error, name, moved, calls, choices)
+
+
+def _named(chosen: Compressor) -> str:
+    """As a plan file has it: `group 4`."""
+    own = spec(chosen)
+    return " ".join(str(own[field]) for field in ("name", "bits") if field in own)

@@ -1,0 +1,358 @@
+"""The fastest step, or the least noise, whose peak fits a budget of bytes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.saved.site import Site
+from memtrain.audit.peak import Moment, StepOptions
+from memtrain.audit.peak.predict import conditions, predict
+from memtrain.compressors import Compressor, Keep
+from memtrain.config.sizes import parse_size
+from memtrain.config.sources import KEEP, Config
+from memtrain.gradient_quality import closure_of
+from memtrain.plan import plan as rules
+from memtrain.plan.file import load, spec
+from memtrain.plan.plan import Plan
+from memtrain.planner.cost_model import Rates
+from memtrain.planner.goal import ALLOWED, DoesNotFit, Fit, Goal, Objective, advice
+from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
+from memtrain.planner.optimizer_states import count_states, gather_states, state_config
+from memtrain.planner.schemes import STATES, TORCH
+from memtrain.planner.search_space import SearchSpace, gather
+from memtrain.planner.sensitivity import analytic, is_real, measured
+
+PLANS = 256
+"""Of the trade between the objective and the peak, so many plans are told apart."""
+TEMPORARIES = 0.9
+"""This share of temporaries that three plans need, all are taken to need."""
+
+
+class CandidatePlan(NamedTuple):
+    """A whole plan, before its peak is predicted."""
+
+    seconds: float
+    peak: float
+    """Bytes at the peak, without temporaries."""
+    error: float
+    space: SearchSpace
+    solution: Solution
+    """Of saved tensors."""
+    mixture: Solution
+    """Of optimizer states."""
+
+
+def make_plan(
+    model: nn.Module,
+    optimizer: Optimizer,
+    cfg: Any = None,
+    *,
+    batch: Any = None,
+    budget: str | int | None = None,
+    **goal: Any,
+) -> Plan:
+    """Decide what is done to every site, by rules or so that the peak fits a budget.
+
+    Args:
+        model: The model; not changed.
+        optimizer: Its optimizer; not changed.
+        cfg: Anything that `memtrain.wrap` takes. With a budget its rules do not count.
+        batch: What the model is called with: settles the activation sites by a forward on fake
+            tensors. Without it the first training forward of a wrapped model settles them. A
+            budget needs it.
+        budget: Bytes that the peak of a training step may take: `"24GiB"`. None: by rules.
+        goal: With a budget: `allow`, of `quantise`, `recompute` (both by default), `release` and
+            `weights`; `max_error`, in units of the preset `balanced`'s noise (1); `objective`,
+            `time` (by default) or `error`; and the other fields of `memtrain.planner.Goal`.
+
+    Returns:
+        The plan; `plan.save("plan.yaml")` writes it.
+
+    Raises:
+        ValueError: For a config that is not valid, a rule of the user's or a plan file whose
+            module, site or parameter does not exist, a budget that is malformed, comes without
+            a batch, or that nothing fits (`memtrain.planner.DoesNotFit`).
+        TypeError: For values of the wrong type.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = make_plan(model, optimizer, batch=torch.randn(256, 64), budget="2MB")
+        >>> plan.config.activations.sites["1 / gelu / input"]["name"]
+        'derivative'
+    """
+    if budget is None:
+        if goal:
+            raise ValueError(f"{', '.join(goal)} without a budget; allowed: with budget=")
+        return rules.make_plan(model, optimizer, cfg, batch=batch)
+    if batch is None:
+        raise ValueError(f"budget={budget!r} needs batch=: what the model is called with")
+    return fit(model, optimizer, batch, budget, cfg, goal=Goal(**goal)).plan
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    budget: str | int,
+    cfg: Any = None,
+    *,
+    goal: Goal = Goal(),  # noqa: B008 (a frozen value)
+) -> Fit:
+    """Choose what to compress and what to recompute, so that a training step's peak fits.
+
+    For each item of saved tensors: keep, lossless, or each compressor that serves it at 1 to 8
+    bits; for each block of layers instead of these: recompute it; for each parameter's states:
+    torch's, 8 bits, 4 bits or factored; where allowed, released gradients and weights in two bytes.
+    Plans that trade step time against bytes best are listed without asking for the budget, and
+    the fastest is taken whose peak, predicted by a whole step on fake tensors, fits. So more
+    budget never plans a slower step.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Its optimizer; not changed.
+        batch: What the model is called with.
+        budget: Bytes: `"24GiB"`, `"24GB"` or a number.
+        cfg: Anything that `memtrain.wrap` takes: its exceptions, options, `weights` and
+            `gradients` hold; its rules do not.
+        goal: What is allowed, and what for.
+
+    Returns:
+        The plan, the promised peak, step time and error.
+
+    Raises:
+        DoesNotFit: If no plan fits: with the smallest peak, what holds it, and what would help.
+        ValueError: For a malformed size or a config that is not valid.
+
+    Memory:
+        No tensor is allocated, but for sensitivities that are measured: a step and two gradients.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> found = fit(model, optimizer, torch.randn(256, 64), "2MB")
+        >>> found.peak.nbytes <= 2_000_000
+        True
+    """
+    size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
+    measure = goal.sensitivity == "measured"
+    measure |= goal.sensitivity == "auto" and is_real(model, batch)
+    candidates = _all_candidates(model, optimizer, config, batch, goal, measure=measure)
+    listed = best_candidates(candidates, goal.objective)
+
+    @cache
+    def peak(index: int) -> Moment:
+        return predict(model, optimizer, batch, config_of(listed[index]), goal.options).peak
+
+    place = first_that_fits(listed, peak, size)
+    if peak(place).nbytes > size:
+        helps = advice(size, peak(place), batch, ALLOWED, goal.names, goal.max_error)
+        raise DoesNotFit(size, peak(place), helps)
+    best = listed[place]
+    return Fit(
+        plan=_plan(model, optimizer, config_of(best), batch, goal.options),
+        budget=size,
+        peak=peak(place),
+        seconds=best.seconds,
+        plain_seconds=_plain_seconds(optimizer, best.space, goal.rates),
+        error=best.error,
+        states=count_states(best.space.states, best.mixture),
+        chosen=count_options(best),
+        rates=goal.rates.name,
+        sensitivity="measured" if measure else "analytic",
+    )
+
+
+def first_that_fits(
+    listed: Sequence[CandidatePlan], peak: Callable[[int], Moment], size: int
+) -> int:
+    """Find the first plan of a list that fits, or else the smallest that is known.
+
+    By bisection, up to the smallest of three fixed plans: temporaries may make the last one larger
+    than others. What is too large with a share of the temporaries that these three all need is not
+    predicted. Neither depends on the budget, and what is asked depends on the answers alone; so a
+    larger budget, to which more says yes, never ends further down the list.
+
+    Args:
+        listed: The best first, each smaller without temporaries than those before.
+        peak: Predicts the peak of a plan by its place.
+        size: Bytes.
+
+    Returns:
+        Its place.
+    """
+    last = len(listed) - 1
+    fixed = sorted({last // 2, 3 * last // 4, last})
+    floor = min(fixed, key=lambda index: peak(index).nbytes)
+    least = min(peak(index).nbytes - listed[index].peak for index in fixed)
+    besides = max(0.0, least) * TEMPORARIES
+    low, high = 0, floor
+    while low < high and peak(floor).nbytes <= size:
+        middle = (low + high) // 2
+        hopeless = listed[middle].peak + besides > size
+        fits = not hopeless and peak(middle).nbytes <= size
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return high
+
+
+def _all_candidates(
+    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, goal: Goal, *, measure: bool
+) -> list[CandidatePlan]:
+    """The candidate plans of every way to keep weights and gradients."""
+    names, found = goal.names, []
+    for weights in _settings(config.weights, "bf16+8", "weights" in names):
+        held = replace(config, weights=weights)
+        space = gather(model, optimizer, held, batch, goal)
+        if measure:
+            space = measured(model, goal.closure or closure_of(model, batch), space)
+        else:
+            space = analytic(space)
+        variants = STATES if "quantise" in names else (TORCH,)
+        states, mixtures = gather_states(model, optimizer, held, variants, goal)
+        for gradients in _settings(config.gradients, "release", "release" in names):
+            plan = replace(space.plan, config=replace(space.plan.config, gradients=gradients))
+            own = replace(space, plan=plan, states=states, mixtures=mixtures)
+            found += candidate_plans(model, optimizer, own, goal)
+    return found
+
+
+def _settings(now: str, other: str, allowed: bool) -> list[str]:
+    return [now, other] if allowed and now == KEEP else [now]
+
+
+def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
+    """Give options their seconds by the goal's rates, and errors in units of `balanced`'s.
+
+    Args:
+        space: Its options have errors as `sensitivity` makes them.
+        goal: Its rates.
+
+    Returns:
+        Its segments; with released gradients none stays for later.
+    """
+    unit = sum(item.balanced.error for item in space.items) or 1.0
+    released = space.plan.config.gradients != KEEP
+
+    def cost(own: Option) -> Option:
+        return replace(own, seconds=goal.rates.compressing(own), error=own.error / unit)
+
+    return [
+        replace(
+            segment,
+            items=[replace(item, options=[*map(cost, item.options)]) for item in segment.items],
+            later=0 if released else segment.later,
+        )
+        for segment in space.segments
+    ]
+
+
+def candidate_plans(
+    model: nn.Module, optimizer: Optimizer, space: SearchSpace, goal: Goal
+) -> list[CandidatePlan]:
+    """Combine solutions for saved tensors with mixtures of states, where no other is better.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Not changed.
+        space: With states.
+        goal: What is asked.
+
+    Returns:
+        Plans, for each mixture the best first.
+    """
+    solutions = solve(priced(space, goal), goal.max_error, goal.objective)
+    plan = rules.make_plan(model, optimizer, space.plan.config)
+    weights = sum(entry.planned for entry in plan.entries("weight"))
+    gradients = sum(entry.planned for entry in plan.entries("gradient"))
+    base = 3 * goal.rates.seconds(space.work)
+    saved = np.array(
+        [(one.seconds, max(one.highest, one.saved, gradients), one.error) for one in solutions]
+    ).reshape(-1, 3)
+    found: list[CandidatePlan] = []
+    for mixture in space.mixtures:
+        held = weights + mixture.saved
+        seconds, peak = base + mixture.seconds + saved[:, 0], held + saved[:, 1]
+        error = np.maximum(mixture.error, saved[:, 2])
+        first, second = (seconds, error) if goal.objective == "time" else (error, seconds)
+        order = np.lexsort((peak, second, first))
+        lowest = np.minimum.accumulate(np.concatenate([[np.inf], peak[order][:-1]]))
+        for row in order[peak[order] < lowest].tolist():
+            totals = float(seconds[row]), float(peak[row]), float(error[row])
+            found.append(CandidatePlan(*totals, space, solutions[row], mixture))
+    return found
+
+
+def best_candidates(
+    candidates: Sequence[CandidatePlan], objective: Objective
+) -> list[CandidatePlan]:
+    """List plans of which each has a smaller peak than all that are better, thinned out evenly."""
+
+    def worth(one: CandidatePlan) -> tuple[float, float, float]:
+        first, second = one.seconds, one.error
+        return (*((first, second) if objective == "time" else (second, first)), one.peak)
+
+    listed = shrinking(sorted(candidates, key=worth), lambda one: one.peak)
+    return listed if len(listed) <= PLANS else thinned(listed, lambda one: one.peak, PLANS)
+
+
+def config_of(candidate: CandidatePlan) -> Config:
+    """Make the config of a plan: its sites, its blocks to recompute, its states."""
+    space, config = candidate.space, candidate.space.plan.config
+    sites: dict[str, Any] = {}
+    again: list[str] = []
+    for segment, own in zip(space.segments, candidate.solution.choices, strict=True):
+        if own is None:
+            again.append(segment.name)
+            continue
+        for item, index in zip(segment.items, own, strict=True):
+            choices = item.options[index].choices
+            sites |= {site.name: spec(chosen) for site, chosen in choices.items()}
+    activations = replace(config.activations, rules=[], sites=sites, recompute=again)
+    states = state_config(config.optim, space.states, candidate.mixture)
+    return replace(config, activations=activations, optim=states)
+
+
+def count_options(candidate: CandidatePlan) -> dict[str, int]:
+    """Count the items that each option is chosen for, and the blocks that are recomputed."""
+    counts: dict[str, int] = {}
+    for segment, own in zip(candidate.space.segments, candidate.solution.choices, strict=True):
+        if own is None:
+            counts["recompute"] = counts.get("recompute", 0) + 1
+            continue
+        for item, index in zip(segment.items, own, strict=True):
+            if item.options[0].nbytes:
+                name = item.options[index].name
+                counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _plain_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> float:
+    """Of a step of plain PyTorch."""
+    n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    states = sum(entry.nbytes for entry in space.plan.entries("state"))
+    return 3 * rates.seconds(space.work) + rates.step(optimizer, TORCH, n_params, states)
+
+
+def _plan(
+    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, step: StepOptions
+) -> Plan:
+    """The plan without the sites that only other options have."""
+    plan, asked = rules.make_plan(model, optimizer, config), set[str]()
+
+    def choose(site: Site) -> Compressor | Keep:
+        asked.add(site.name)
+        return plan.choose_activation(site)
+
+    with conditions(model, step):
+        asked |= {record.site.name for record in plan.trace(model, batch, choose)}
+        sites = {name: own for name, own in config.activations.sites.items() if name in asked}
+        activations = replace(config.activations, sites=sites)
+        config = replace(config, activations=activations)
+        return rules.make_plan(model, optimizer, config, batch=batch)

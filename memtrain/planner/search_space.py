@@ -1,0 +1,112 @@
+"""Everything that a plan for one model and batch chooses among."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.intercept.recompute import blocks_of
+from memtrain.audit.peak.predict import conditions
+from memtrain.config.sources import Config
+from memtrain.plan.plan import Plan, make_plan
+from memtrain.planner.cost_model import Work, measure_forward
+from memtrain.planner.goal import Goal
+from memtrain.planner.knapsack import Item, Option, Segment, Solution
+from memtrain.planner.saved_tensors import saved_items
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The options of every saved tensor, of every block and of every optimizer state."""
+
+    segments: list[Segment]
+    """Of the forward, in its order."""
+    work: Work
+    """Of the whole forward."""
+    plan: Plan
+    """That keeps everything; its config says what is done to weights and gradients."""
+    states: list[Segment] = field(default_factory=list)
+    """Of optimizer states, as `gather_states` lists them."""
+    mixtures: list[Solution] = field(default_factory=list)
+    """Of these states."""
+
+    @property
+    def items(self) -> list[Item]:
+        """Of all segments, in order."""
+        return [item for segment in self.segments for item in segment.items]
+
+
+def gather(
+    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, goal: Goal
+) -> SearchSpace:
+    """Trace a forward under each scheme, and once with every block recomputed.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Not changed.
+        config: Its exceptions hold under every scheme; its rules do not.
+        batch: What the model is called with.
+        goal: Whether it allows `quantise` and `recompute`; its rates, and its step's options.
+
+    Returns:
+        Segments in the order of the forward, without states.
+    """
+    none = replace(config.activations, rules=[], sites={}, recompute=[])
+    plan = make_plan(model, optimizer, replace(config, activations=none))
+    paths = blocks_of(model) if "recompute" in goal.names else []
+    work = measure_forward(model, batch, paths)
+    again: dict[str, Option] = {}
+    with conditions(model, goal.options):
+        items = saved_items(plan, model, batch, quantise="quantise" in goal.names)
+        if paths:
+            for path, nbytes in _input_bytes(plan, model, batch, paths).items():
+                again[path] = Option(goal.rates.seconds(work.get(path, Work())), nbytes)
+    return SearchSpace(_segments(model, items, paths, again), work[""], plan)
+
+
+def _input_bytes(plan: Plan, model: nn.Module, batch: Any, paths: list[str]) -> dict[str, int]:
+    """Recomputed module -> bytes of the inputs that it keeps, where all of `paths` are."""
+    every = replace(plan.config.activations, recompute=paths)
+    plan = replace(plan, config=replace(plan.config, activations=every))
+    found: dict[str, int] = {}
+    for record in plan.trace(model, batch):
+        if record.site.op == "recompute":
+            found[record.site.module] = found.get(record.site.module, 0) + record.planned
+    return found
+
+
+def _segments(
+    model: nn.Module, items: Sequence[Item], paths: Sequence[str], again: Mapping[str, Option]
+) -> list[Segment]:
+    """Items in their blocks; what is between two blocks is a segment that cannot be recomputed."""
+    segments: list[Segment] = []
+    for item in items:
+        owners = {_owner(site.module, paths) for site in item.sites}
+        owner = owners.pop() if len(owners) == 1 else ""
+        if not segments or segments[-1].name != owner:
+            known = next((one for one in segments if owner and one.name == owner), None)
+            if known is not None:
+                known.items.append(item)
+                continue
+            segments.append(Segment([], again.get(owner) if owner else None, name=owner))
+        segments[-1].items.append(item)
+    sizes = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
+    rest = sum(sizes.values())
+    for segment in segments:
+        modules = {site.module for item in segment.items for site in item.sites}
+        own = [
+            name
+            for name in sizes
+            if name.rpartition(".")[0] in modules
+            or (segment.name and name.startswith(segment.name))
+        ]
+        rest -= sum(sizes.pop(name) for name in own)
+        segment.later = rest
+        segment.transient = sum(item.options[0].nbytes for item in segment.items)
+    return segments
+
+
+def _owner(module: str, paths: Sequence[str]) -> str:
+    return next((path for path in paths if f"{module}.".startswith(f"{path}.")), "")
