@@ -10,8 +10,8 @@ from memtrain.api import (
     unwrap,
     wrap,
 )
-from memtrain.audit.audit import audit
 from memtrain.audit.peak.largest import largest
+from memtrain.audit.report import audit
 from memtrain.config.sources import Config
 from memtrain.gradient_quality import gradient_quality
 from memtrain.plan.plan import Plan

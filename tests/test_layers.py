@@ -26,6 +26,8 @@ FLOORS = [
     ["wrapped"],
     ["api"],
     ["gradient_quality"],
+    ["audit.live_storages", "audit.live_tensors", "audit.join"],
+    ["audit.peak"],
     ["audit"],
     ["planner"],
     ["training"],

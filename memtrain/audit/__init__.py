@@ -1,5 +1,5 @@
 """Where every byte of a training step goes: predicted, or measured on a real one."""
 
-from memtrain.audit.audit import audit
+from memtrain.audit.report import audit
 
 __all__ = ["audit"]

@@ -1,4 +1,4 @@
-"""Counts bytes of storages that are alive, by watching them being born: no formula, no hook."""
+"""Count the bytes of live storages by watching their allocation: no formula, no hook."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

@@ -1,9 +1,34 @@
-"""What an audit tells: rows, their sums, what was kept and why, and the step's timeline."""
+"""The audit: where every byte of a training step goes, without and with a plan."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.recompute import recomputed
+from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.activations.trace.fake_forward import trace
+from memtrain.audit.join import join, site_bytes
+from memtrain.audit.peak.measure import measure as measure_peak
+from memtrain.audit.peak.predict import (
+    MEASURE,
+    UnpredictableError,
+    conditions,
+    explain_fake_errors,
+    predict,
+)
+from memtrain.audit.peak.step import StepOptions, check_batch
 from memtrain.audit.peak.timeline import Timeline
+from memtrain.compressors import Compressor, Identity, Keep
+from memtrain.config.sources import Config
+from memtrain.plan.entry import UNKNOWN, Entry
+from memtrain.plan.plan import Plan, make_plan
+from memtrain.plan.rules import NO_RULE, expand
 
 CATEGORIES = {
     "weight": "weights",
@@ -12,6 +37,7 @@ CATEGORIES = {
     "activation": "saved activations",
 }
 """Kind of a row -> the name of its category."""
+_BUFFER = "a buffer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +106,7 @@ class Report:
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from memtrain.audit.audit import audit
+        >>> from memtrain.audit.report import audit
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> report = audit(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
         >>> {name: (total.plain, total.planned) for name, total in report.totals().items()}
@@ -138,3 +164,226 @@ class Report:
 def _total(rows: Iterable[Row], unknown: str) -> Total:
     sides = [(row.plain, row.planned) for row in rows]
     return Total(plain=sum(s[0] for s in sides), planned=sum(s[1] for s in sides), unknown=unknown)
+
+
+def audit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    cfg: Any = None,
+    *,
+    peak: bool = False,
+    measure: bool = False,
+    options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
+) -> Report:
+    """Predict a training step's bytes, plain and under a plan; nothing is run or allocated.
+
+    Two forwards on fake tensors are compared, one with nothing replaced and one under the plan,
+    in the mode (train or eval) that the model is in. Optimizer states come from the optimizer's
+    own first step on tensors of no bytes. Rows and totals leave out temporaries and what a
+    backward allocates (timelines do not), and the loss if the model does not compute it.
+
+    Args:
+        model: A real model, or one built under a `FakeTensorMode`; it is not changed.
+        optimizer: Its optimizer; not changed.
+        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
+            arguments, real or fake.
+        cfg: Anything that `memtrain.config.load` takes; `balanced` by default.
+        peak: Also simulate a whole step, plain and planned, for the report's timelines
+            (`memtrain.audit.peak.predict` says how).
+        measure: Also run real steps, plain and planned, and put the model back
+            (`audit.peak.measure`). What cannot be predicted is then left out instead of being
+            an error: saved activations (the report says why) and predicted timelines.
+        options: Of the step: the device, autocast, and the timelines' loss.
+
+    Returns:
+        The report. Its rows sum to the bytes of each category, exactly.
+
+    Raises:
+        ValueError: If the model has no parameters, if fake tensors cannot run it (the message says
+            which op it is) and nothing is measured, or for a config that is not valid.
+        TypeError: For a config of the wrong type, or a batch without a tensor.
+
+    Memory:
+        That of the rows: seven billion parameters take no more than seven thousand.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
+        >>> report = audit(model, torch.optim.SGD(model.parameters()), torch.ones(32, 64))
+        >>> [(row.name, row.plain, row.planned) for row in report.largest(1, "activation")]
+        [('1 / gelu / input', 32768, 3072)]
+    """
+    check_batch(batch)
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
+    plan = make_plan(model, optimizer, cfg)
+    again = recomputed(model, plan.options.recompute)
+    asked: set[Site] = set()
+    plain, planned, unseen = list[Record](), list[Record](), ""
+    try:
+        with explain_fake_errors(model), conditions(model, options):
+            plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
+            planned = _planned_trace(model, batch, plan, plain, asked)
+    except UnpredictableError as error:
+        if not measure:
+            raise
+        plain, planned, unseen = [], [], str(error).removesuffix(f": {MEASURE}")
+    entries = [*plan.entries("weight"), *_buffers(model)]
+    entries += [*plan.entries("gradient"), *plan.entries("state")]
+    known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
+    report = Report(
+        rows=(*map(_entry_row, known), *activation_rows(plain, planned, again)),
+        kept=tuple(_kept(known, planned)),
+        unmatched=() if unseen else tuple(_unmatched(plan.config, asked, known, planned)),
+        loss=isinstance(batch, Mapping) and "labels" in batch,
+        unknown={
+            entry.kind: entry.reason.removeprefix(UNKNOWN)
+            for entry in entries
+            if entry.reason.startswith(UNKNOWN)
+        }
+        | ({"activation": unseen} if unseen else {}),
+    )
+    if peak and not unseen:
+        with suppress(UnpredictableError) if measure else nullcontext():
+            timeline = predict(model, optimizer, batch, None, options)
+            planned_timeline = predict(model, optimizer, batch, plan.config, options)
+            report = replace(report, timeline=timeline, planned_timeline=planned_timeline)
+    if measure:
+        measured = measure_peak(model, optimizer, batch, None, options)
+        planned_measured = measure_peak(model, optimizer, batch, plan.config, options)
+        report = replace(report, measured=measured, planned_measured=planned_measured)
+    return report
+
+
+def _planned_trace(
+    model: nn.Module, batch: Any, plan: Plan, plain: list[Record], asked: set[Site]
+) -> list[Record]:
+    if not plan.intercepts:  # `wrap` then leaves the model alone
+        return [
+            record._replace(planned=record.nbytes, compressor="", reason=NO_RULE.reason)
+            for record in plain
+        ]
+
+    def choose(site: Site) -> Compressor | Keep:
+        asked.add(site)
+        return plan.choose_activation(site)
+
+    return plan.trace(model, batch, choose)
+
+
+def _buffers(model: nn.Module) -> list[Entry]:
+    return [
+        Entry(name, "weight", buffer.nbytes, buffer.nbytes, reason=_BUFFER)
+        for name, buffer in model.named_buffers()
+    ]
+
+
+def _entry_row(entry: Entry) -> Row:
+    return Row(
+        name=entry.site,
+        kind=entry.kind,
+        plain=entry.nbytes,
+        planned=entry.planned,
+        compressor=entry.compressor,
+        reason=entry.reason,
+        sites=(entry.site,),
+    )
+
+
+def activation_rows(
+    plain: Sequence[Record], planned: Sequence[Record], recomputes: Sequence[str] = ()
+) -> list[Row]:
+    """Join two traces of one forward to rows; every byte of both is in exactly one.
+
+    Args:
+        plain: The trace in which nothing is replaced.
+        planned: The trace under the plan.
+        recomputes: The modules that are recomputed.
+
+    Returns:
+        Rows, in the order of the forward.
+    """
+    left, right = site_bytes(plain, planned)
+    joined = join(plain, planned)
+    number = {site: index for index, sites in enumerate(joined) for site in sites}
+    records: dict[int, list[Record]] = {}
+    for record in sorted(planned, key=lambda record: -record.planned):
+        records.setdefault(number.get(record.site, -1), []).append(record)
+    found = []
+    for index, sites in enumerate(joined):
+        own, module = records.get(index, []), sites[0].module
+        inside = any(f"{module}.".startswith(f"{name}.") or not name for name in recomputes)
+        compressor = next((record.compressor for record in own if record.compressor), "")
+        more = f" (+{len(sites) - 1})" if len(sites) > 1 else ""
+        row = Row(
+            name=f"{sites[0].name}{more}",
+            kind="activation",
+            plain=sum(left.get(site, 0) for site in sites),
+            planned=sum(right.get(site, 0) for site in sites),
+            compressor=compressor or RECOMPUTE * inside,
+            reason=next((record.reason for record in own if not record.compressor), ""),
+            sites=tuple(site.name for site in sites),
+        )
+        found.append(row)
+    return found
+
+
+def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[Kept]:
+    """What is kept as it is, by kind and reason."""
+    groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    rows = [(e.kind, e.reason, e.planned, e.site) for e in entries if not e.compressor]
+    rows += [("activation", r.reason, r.planned, r.site.name) for r in planned if not r.compressor]
+    for kind, reason, nbytes, site in rows:
+        groups.setdefault((kind, reason), []).append((nbytes, site))
+    kept = [
+        Kept(
+            kind=kind,
+            reason=reason,
+            nbytes=sum(nbytes for nbytes, _ in found),
+            count=len(found),
+            example=max(found, key=lambda pair: pair[0])[1],
+        )
+        for (kind, reason), found in groups.items()
+    ]
+    return sorted(kept, key=lambda group: -group.nbytes)
+
+
+def _unmatched(
+    config: Config, asked: Iterable[Site], entries: Iterable[Entry], records: Iterable[Record]
+) -> list[str]:
+    """Rules that won at no site, and sites of a plan file that the forward does not have."""
+    states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]
+    pairs = [(site[0], site[-1]) for site in states]
+    known = {site.name for site in (*asked, *(record.site for record in records))}
+    return [
+        *(f"activations.sites: {name}" for name in config.activations.sites if name not in known),
+        *_losers("activations", ("module", "op", "tensor"), config.activations, asked),
+        *(_losers("optim", ("parameter", "state"), config.optim, pairs) if pairs else ()),
+    ]
+
+
+def _losers(
+    part: str, fields: Sequence[str], rules: Any, names: Iterable[Sequence[str]]
+) -> Iterable[str]:
+    listed = [
+        (f"{part}.{group}.{index}", [str(getattr(rule, name)) for name in fields])
+        for group in ("exceptions", "rules")
+        for index, rule in enumerate(getattr(rules, group))
+    ]
+    won = {
+        next((key for key, patterns in listed if all(map(_matches, name, patterns))), "")
+        for name in set(map(tuple, names))
+    }
+    for key, patterns in listed:
+        if key not in won:
+            shown = " ".join(
+                f"{name}={pattern}"
+                for name, pattern in zip(fields, patterns, strict=True)
+                if pattern != "*"
+            )
+            yield f"{key}: {shown or 'everything'}"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(name, one) for one in expand(pattern))

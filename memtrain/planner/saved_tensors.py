@@ -163,8 +163,8 @@ def _united(traces: Sequence[_Trace]) -> Groups:
         for record in records:
             groups.add(record.site)
     for records in unique.values():
-        for row in join(plain, records):
-            groups.unite(row.sites)
+        for sites in join(plain, records):
+            groups.unite(sites)
         _unite_shared(groups, records)
     return groups
 

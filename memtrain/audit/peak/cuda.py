@@ -1,7 +1,7 @@
-"""What a training step keeps on CUDA and not on the CPU: corrections of a trace on the CPU.
+"""CUDA forms of the functions that save other tensors on CUDA than on the CPU.
 
 Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on the CPU. Under
-`AsOnCuda` the functions of `CORRECTIONS` run in the form that a CUDA device would choose.
+`CudaForms` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,12 +51,12 @@ def workspaces(device: str) -> dict[Phase, int]:
     return {"forward": one, "backward": 2 * one, "step": 2 * one}
 
 
-class AsOnCuda(TorchFunctionMode):
+class CudaForms(TorchFunctionMode):
     """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
-        >>> with AsOnCuda():
+        >>> with CudaForms():
         ...     y = torch.nn.functional.dropout(x, 0.5)
         >>> y.grad_fn.name()
         'NativeDropoutBackward0'
@@ -66,8 +66,8 @@ class AsOnCuda(TorchFunctionMode):
         """Run one torch function."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
-        if name in CORRECTIONS:
-            result = CORRECTIONS[name](*args, **kwargs)
+        if name in CUDA_FORMS:
+            result = CUDA_FORMS[name](*args, **kwargs)
             if result is not None:
                 return result
         if name in _FLOAT32 | _FLOAT32_RESULT and torch.is_autocast_enabled("cpu"):
@@ -112,11 +112,11 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(low) for x in (query, key, value))
-    return _Fused.apply(query, key, value, attn_mask)
+    return _FusedAttention.apply(query, key, value, attn_mask)
 
 
-class _Fused(torch.autograd.Function):
-    """What flash or memory-efficient attention saves and allocates; it computes nothing."""
+class _FusedAttention(torch.autograd.Function):
+    """Saves and allocates as flash or memory-efficient attention does; it computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class _Fused(torch.autograd.Function):
         return result
 
 
-CORRECTIONS: Mapping[str, Callable[..., Any]] = {
+CUDA_FORMS: Mapping[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "scaled_dot_product_attention": _attention,
 }

@@ -20,7 +20,7 @@ WHAT = ("batch", "seq")
 
 @dataclass(frozen=True)
 class Largest:
-    """The size that fits, and what was simulated to find it."""
+    """The size that fits, and the simulated peaks that tell it."""
 
     size: int
     """Samples, or tokens a sample; 0 if not even one fits."""

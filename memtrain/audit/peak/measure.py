@@ -1,8 +1,9 @@
 """The peak of a training step, measured on a real one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from memtrain.api import unwrap, wrap
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import weight_tensors
 from memtrain.audit.peak import cuda
-from memtrain.audit.peak.recorder import Recorder
-from memtrain.audit.peak.step import Step, StepOptions, check
+from memtrain.audit.peak.fake_copies import copy_optimizer
+from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.audit.peak.step import StepOptions, check, record_step, run_step
 from memtrain.audit.peak.timeline import Timeline, replay
-from memtrain.audit.peak.twin import copied
 from memtrain.optim.wrappers.release_hooks import random_state, set_random_state
 
 
@@ -71,15 +72,15 @@ def measure(
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cuda]
     own = storage_nbytes([*(x for x in weight_tensors(model) if x.is_cuda), *given])
     with _put_back(model):
-        optimizer = copied(optimizer, {id(p): p for p in model.parameters()})
+        optimizer = copy_optimizer(optimizer, {id(p): p for p in model.parameters()})
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
         try:
-            step = Step(model, optimizer, batch, options)
-            step.run()
+            step = partial(run_step, model, optimizer, batch, options)
+            step()
             peak = _allocated(step, snapshot) if on_cuda else 0
-            recorder = Recorder(model)
-            step.record(recorder)
+            recorder = StorageRecorder(model)
+            record_step(model, optimizer, batch, options, recorder)
         finally:
             if cfg is not None:
                 unwrap(model, optimizer)
@@ -106,13 +107,13 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         set_random_state(random)
 
 
-def _allocated(step: Step, snapshot: Path | None) -> int:
+def _allocated(step: Callable[[], None], snapshot: Path | None) -> int:
     """The CUDA allocator's peak of one step."""
     if snapshot is not None:
         torch.cuda.memory._record_memory_history()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    step.run()
+    step()
     torch.cuda.synchronize()
     if snapshot is not None:
         torch.cuda.memory._dump_snapshot(str(snapshot))

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
-from memtrain.audit.peak.recorder import Recorder
-from memtrain.audit.peak.step import Step, StepOptions, check, wants_closure
+from memtrain.audit.peak.fake_copies import fake_copies
+from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.audit.peak.step import StepOptions, check, record_step, run_step, wants_closure
 from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
-from memtrain.audit.peak.twin import twin
 from memtrain.kernels import cpu
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -82,17 +82,21 @@ def predict(
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     on_cuda = options.on_cuda(model)
-    with translated(model), twin(model, optimizer, batch) as own, cpu.without_data():
-        model, optimizer = own.model, own.optimizer
+    copies = fake_copies(model, optimizer, batch)
+    with explain_fake_errors(model), copies as (model, optimizer, batch), cpu.without_data():
         if on_cuda:
             _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
-        corrections = cuda.AsOnCuda if on_cuda else nullcontext
-        step = Step(model, optimizer, own.batch, options, corrections)
-        _first_step(step, full=cfg is not None and plan_of(model).bits is not None)
-        recorder = Recorder(model, fake=True)
-        trained = step.record(recorder)
+        corrections = cuda.CudaForms if on_cuda else nullcontext
+        first = StorageRecorder(model, fake=True, corrections=corrections)
+        if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
+            with first:  # settles automatic widths too
+                run_step(model, optimizer, batch, options, first)
+        else:
+            _first_update(optimizer, first)
+        recorder = StorageRecorder(model, fake=True, corrections=corrections)
+        trained = record_step(model, optimizer, batch, options, recorder)
         # The first step gave states to every parameter: those without a gradient have none.
         recorder.adopt(_states(optimizer, trained), NOTHING)
     if not on_cuda:
@@ -103,15 +107,15 @@ def predict(
 
 @contextmanager
 def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
-    """What a forward on fake tensors runs under: autocast, and the corrections for CUDA."""
-    corrections = cuda.AsOnCuda() if options.on_cuda(model) else nullcontext()
+    """Enter what a forward on fake tensors runs under: autocast, and the CUDA forms."""
+    corrections = cuda.CudaForms() if options.on_cuda(model) else nullcontext()
     with corrections, options.autocasting("cpu"):
         yield
 
 
 @contextmanager
-def translated(model: nn.Module) -> Iterator[None]:
-    """Say of what fake tensors cannot run which op it is, and what to do instead."""
+def explain_fake_errors(model: nn.Module) -> Iterator[None]:
+    """Raise `UnpredictableError` for what fake tensors cannot run: which op, and what to do."""
     name = type(model).__name__
     logged, _LOG.disabled = _LOG.disabled, True  # it prints a traceback for what is said here
     try:
@@ -153,20 +157,15 @@ def _failed(error: RuntimeError) -> OpOverload | None:
     return next((func for func in ours if isinstance(func, OpOverload)), None)
 
 
-def _first_step(step: Step, *, full: bool) -> None:
-    """Let the optimizer make its states; `full`: by a whole step, which settles widths too."""
-    recorder = Recorder(step.model, fake=True)
-    if full or wants_closure(step.optimizer):
-        with recorder:
-            step.run(recorder)
-        return
-    for group in step.optimizer.param_groups:
+def _first_update(optimizer: Optimizer, recorder: StorageRecorder) -> None:
+    """Let the optimizer make its states."""
+    for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad:
                 param.grad = torch.empty_like(param)
     recorder.begin("step")
     with recorder:
-        step.optimizer.step()
+        optimizer.step()
 
 
 def _states(optimizer: Optimizer, trained: set[Tensor]) -> Iterable[Tensor]:

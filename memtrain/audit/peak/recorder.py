@@ -1,4 +1,4 @@
-"""Records when the storages of a training step are born and when they die."""
+"""Record when the storages of a training step are allocated and when they are released."""
 
 import weakref
 from bisect import bisect_right
@@ -19,8 +19,8 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
 
 
-class Recorder(TorchDispatchMode):
-    """Sees every storage that ops make inside a `with` block, and its death, real or fake.
+class StorageRecorder(TorchDispatchMode):
+    """Records every storage that ops allocate inside a `with` block, and its release, real or fake.
 
     It sits below autograd, so plain and wrapped models are alike to it. What an op allocates
     inside itself and frees before it returns is not seen.
@@ -29,14 +29,23 @@ class Recorder(TorchDispatchMode):
         model: Names the modules in labels.
         fake: Whether tensors have no data: a number read from one after the forward (an
             optimizer's step counter, a norm) is then 0.5, or 1 of integers.
+        corrections: What forwards run under, recomputations too, so that they save what another
+            device would save.
     """
 
-    def __init__(self, model: nn.Module, *, fake: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fake: bool = False,
+        corrections: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.categories: list[str] = []
         """Of each storage, by its number."""
         self.phase: Phase = "forward"
+        self.corrections = corrections
         self._fake = fake
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
@@ -49,7 +58,6 @@ class Recorder(TorchDispatchMode):
         self._sizes: list[int] = []
         self._refs: dict[int, Any] = {}
         self._born: list[int] = []  # since the outermost forward began
-        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._open = ExitStack()  # of a recomputation that runs now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,21 +94,14 @@ class Recorder(TorchDispatchMode):
             self.categories[self._numbers[storage._cdata]] = category
 
     def begin(self, phase: Phase) -> None:
-        """A phase of the step begins."""
+        """Begin a phase of the step."""
         self.phase = phase
         self._label = phase
-        self.events.append(Event(NO_STORAGE, 0, phase, phase))
+        self.events.append((NO_STORAGE, 0, phase, phase))
 
     @contextmanager
-    def modules(
-        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> Iterator[None]:
-        """Inside the block labels name the module whose forward runs.
-
-        Args:
-            around: What a forward inside the backward (a recomputation) runs under.
-        """
-        self._around = around
+    def modules(self) -> Iterator[None]:
+        """Name in labels, inside the block, the module whose forward runs."""
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):
                 handle.remove()
 
     def keep(self, category: str) -> None:
-        """What was born in the forward that has just ended, and lives on, is of this category."""
+        """Put what the forward that has just ended allocated, and is alive, into this category."""
         for number in self._born:
             if number in self._refs and self.categories[number] == TEMPORARIES:
                 self.categories[number] = category
@@ -122,7 +123,7 @@ class Recorder(TorchDispatchMode):
         if module in self._names:
             if not self._path and self.phase == "backward":
                 self._born = []
-                self._open.enter_context(self._around())
+                self._open.enter_context(self.corrections())
             self._path.append(self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -173,7 +174,7 @@ class Recorder(TorchDispatchMode):
         delta = nbytes - self._sizes[number]
         if delta:
             self._sizes[number] = nbytes
-            self.events.append(Event(number, delta, self.phase, self._label))
+            self.events.append((number, delta, self.phase, self._label))
 
 
 def _op_name(func: Any) -> str:

@@ -1,4 +1,4 @@
-"""One training step, told phase by phase: the same for a fake and for a real model."""
+"""One training step, recorded phase by phase: the same for a fake and for a real model."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import arguments
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
-from memtrain.audit.peak.recorder import Recorder
+from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
@@ -23,10 +23,10 @@ DEVICES = ("cpu", "cuda", "cuda:sm_90")
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What a training step is besides a model, an optimizer and a batch."""
+    """Device, autocast and loss of a training step."""
 
     device: str | None = None
-    """Where a predicted step runs: `cpu`, `cuda` (corrected as `peak.cuda` says) or `cuda:sm_90`;
+    """Where a predicted step runs: `cpu`, `cuda` (its forms as in `peak.cuda`) or `cuda:sm_90`;
     where the model lies by default."""
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` around the forward; None without."""
@@ -42,83 +42,97 @@ class StepOptions:
         return (self.device or next(model.parameters()).device.type).startswith("cuda")
 
     def autocasting(self, device: str) -> AbstractContextManager[Any]:
-        """What a forward runs under."""
+        """Enter the autocast of a forward."""
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A model, its optimizer and a batch, ready for training steps."""
+def run_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    options: StepOptions,
+    recorder: StorageRecorder | None = None,
+) -> None:
+    """Run one step: gradients from nothing, forward, backward, update.
 
-    model: nn.Module
-    optimizer: Optimizer
-    batch: Any
-    options: StepOptions
-    corrections: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """What the forward runs under so that it saves what another device would save."""
+    Args:
+        model: Real or fake.
+        optimizer: Its optimizer.
+        batch: What the model is called with.
+        options: Autocast, and the loss.
+        recorder: Is told where phases begin, and corrects the forward for its device.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    device = next(model.parameters()).device.type
+    begin = (lambda phase: None) if recorder is None else recorder.begin
+    corrections = nullcontext if recorder is None else recorder.corrections
 
-    def run(self, recorder: Recorder | None = None) -> None:
-        """One step: gradients from nothing, forward, backward, update."""
-        self.optimizer.zero_grad(set_to_none=True)
-        device = next(self.model.parameters()).device.type
-        begin = (lambda phase: None) if recorder is None else recorder.begin
-
-        def closure() -> Tensor:
-            begin("forward")
-            args, kwargs = arguments(self.batch)
-            with self.corrections(), self.options.autocasting(device):
-                loss = (self.options.loss or default_loss)(self.model(*args, **kwargs))
-            if recorder is not None:
-                recorder.keep(SAVED)
-            begin("backward")
-            with torch.enable_grad():
-                loss.backward()
-            return loss.detach()
-
+    def closure() -> Tensor:
+        begin("forward")
+        args, kwargs = arguments(batch)
+        with corrections(), options.autocasting(device):
+            loss = (options.loss or default_loss)(model(*args, **kwargs))
+        if recorder is not None:
+            recorder.keep(SAVED)
+        begin("backward")
         with torch.enable_grad():
-            if wants_closure(self.optimizer):
-                self.optimizer.step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            else:
-                closure()
-                begin("step")
-                self.optimizer.step()
-        begin("step")
+            loss.backward()
+        return loss.detach()
 
-    def record(self, recorder: Recorder) -> set[Tensor]:
-        """One step under a recorder, from the states that the optimizer has.
+    with torch.enable_grad():
+        if wants_closure(optimizer):
+            optimizer.step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        else:
+            closure()
+            begin("step")
+            optimizer.step()
+    begin("step")
 
-        Returns:
-            The parameters that got a gradient.
-        """
-        trained: set[Tensor] = set()
 
-        def arrived(parameter: Tensor) -> None:
-            trained.add(parameter)
-            recorder.adopt([parameter.grad] if parameter.grad is not None else [], GRADIENTS)
+def record_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    options: StepOptions,
+    recorder: StorageRecorder,
+) -> set[Tensor]:
+    """Run one step under a recorder, from the states that the optimizer has.
 
-        handles = [_first(p, arrived) for p in self.model.parameters() if p.requires_grad]
-        self.optimizer.zero_grad(set_to_none=True)
-        try:
-            self._adopt(recorder)
-            with recorder.modules(self.corrections), recorder:
-                self.run(recorder)
-                recorder.adopt(gradient_tensors(self.model), GRADIENTS)
-                recorder.adopt(state_tensors(self.optimizer), STATES)
-                recorder.adopt(_corrections(self.optimizer), WEIGHTS)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return trained
+    Args:
+        model: Real or fake.
+        optimizer: Its optimizer.
+        batch: What the model is called with.
+        options: Autocast, and the loss.
+        recorder: Gets the step's storages and their categories.
 
-    def _adopt(self, recorder: Recorder) -> None:
-        recorder.adopt(state_tensors(self.optimizer), STATES)
-        recorder.adopt([*weight_tensors(self.model), *_corrections(self.optimizer)], WEIGHTS)
-        given = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
-        recorder.adopt(given, INPUTS)
+    Returns:
+        The parameters that got a gradient.
+    """
+    trained: set[Tensor] = set()
+
+    def arrived(parameter: Tensor) -> None:
+        trained.add(parameter)
+        recorder.adopt([parameter.grad] if parameter.grad is not None else [], GRADIENTS)
+
+    handles = [_first(p, arrived) for p in model.parameters() if p.requires_grad]
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        recorder.adopt(state_tensors(optimizer), STATES)
+        recorder.adopt([*weight_tensors(model), *_corrections(optimizer)], WEIGHTS)
+        recorder.adopt([x for x in tree_leaves(batch) if isinstance(x, Tensor)], INPUTS)
+        with recorder.modules(), recorder:
+            run_step(model, optimizer, batch, options, recorder)
+            recorder.adopt(gradient_tensors(model), GRADIENTS)
+            recorder.adopt(state_tensors(optimizer), STATES)
+            recorder.adopt(_corrections(optimizer), WEIGHTS)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trained
 
 
 def default_loss(output: Any) -> Tensor:
-    """The loss that a model computes itself, else the sum of its first output.
+    """Take the loss that a model computes itself, else the sum of its first output.
 
     Args:
         output: What a model returned: a tensor, a tuple, a dict, an object with `loss`.

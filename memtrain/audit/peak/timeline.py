@@ -1,8 +1,8 @@
-"""What is alive at each moment of a training step, and the moment when most is."""
+"""Live bytes at each moment of a training step, and the moment of the peak."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Phase = Literal["forward", "backward", "step"]
 WEIGHTS = "weights"
@@ -32,21 +32,13 @@ NO_STORAGE = -1
 """In place of a storage's number where only another op begins."""
 
 
-class Event(NamedTuple):
-    """A storage is born, dies or changes its size."""
-
-    storage: int
-    """Its number, or `NO_STORAGE`."""
-    delta: int
-    """Bytes that it takes more."""
-    phase: Phase
-    label: str
-    """What runs."""
+Event = tuple[int, int, Phase, str]
+"""A storage's number or `NO_STORAGE`, bytes that it takes more, the phase, and what runs."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive when an op of a training step has just run.
+    """The live bytes when an op of a training step has just run.
 
     Example:
         >>> Moment("forward of h.3.mlp.act / gelu", "forward", 12, {"weights": 8, "inputs": 4})
@@ -115,28 +107,28 @@ def replay(
         One moment for each run of events with the same label.
 
     Example:
-        >>> born = Event(0, 100, "forward", "a"), Event(1, 30, "forward", "b")
-        >>> timeline = replay([*born, Event(1, -30, "forward", "b")], ["weights", "temporaries"])
+        >>> born = (0, 100, "forward", "a"), (1, 30, "forward", "b")
+        >>> timeline = replay([*born, (1, -30, "forward", "b")], ["weights", "temporaries"])
         >>> [(moment.label, moment.nbytes) for moment in timeline.moments]
         [('a', 100), ('b', 130)]
     """
     held: dict[str, int] = dict.fromkeys(PARTS, 0)
     sizes: dict[int, int] = {}
     moments: list[Moment] = []
-    for event in events:
-        if event.storage != NO_STORAGE:
-            if categories[event.storage] == NOTHING:
+    for storage, delta, phase, label in events:
+        if storage != NO_STORAGE:
+            if categories[storage] == NOTHING:
                 continue
-            before = sizes.get(event.storage, 0)
-            sizes[event.storage] = after = before + event.delta
-            held[categories[event.storage]] += event.delta
+            before = sizes.get(storage, 0)
+            sizes[storage] = after = before + delta
+            held[categories[storage]] += delta
             held[ROUNDING] += -after % unit - -before % unit
-        held[WORKSPACES] = (workspaces or {}).get(event.phase, 0)
+        held[WORKSPACES] = (workspaces or {}).get(phase, 0)
         now = sum(held.values())
-        same = bool(moments) and moments[-1].label == event.label
+        same = bool(moments) and moments[-1].label == label
         if same and now <= moments[-1].nbytes:
             continue
         parts = {name: nbytes for name, nbytes in held.items() if nbytes}
-        moment = Moment(event.label, event.phase, now, parts)
+        moment = Moment(label, phase, now, parts)
         moments[-1:] = [moment] if same else [*moments[-1:], moment]
     return Timeline(tuple(moments))

@@ -5,10 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from memtrain.audit.audit import audit
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
-from memtrain.audit.report import CATEGORIES, Report
+from memtrain.audit.report import CATEGORIES, Report, audit
 from memtrain.cli.models.models import Built
 from memtrain.config.sources import Config
 from memtrain.plan.plan import make_plan

@@ -3,18 +3,18 @@
 import pytest
 
 from memtrain.audit.peak import Moment, Timeline
-from memtrain.audit.peak.timeline import Event, replay
+from memtrain.audit.peak.timeline import replay
 
 
 def events_by_hand():
     return [
-        Event(0, 1000, "forward", "start"),
-        Event(1, 600, "forward", "a"),
-        Event(2, 100, "forward", "b"),
-        Event(2, -100, "forward", "b"),
-        Event(3, 50, "backward", "c"),
-        Event(1, -600, "backward", "c"),
-        Event(3, -25, "backward", "c"),
+        (0, 1000, "forward", "start"),
+        (1, 600, "forward", "a"),
+        (2, 100, "forward", "b"),
+        (2, -100, "forward", "b"),
+        (3, 50, "backward", "c"),
+        (1, -600, "backward", "c"),
+        (3, -25, "backward", "c"),
     ]
 
 

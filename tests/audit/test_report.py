@@ -6,10 +6,9 @@ from torch import nn
 
 from memtrain.activations.saved.site import Record, Site
 from memtrain.api import wrap
-from memtrain.audit.audit import audit
-from memtrain.audit.join import join
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import state_tensors
+from memtrain.audit.report import activation_rows, audit
 from memtrain.compressors import COMPRESSORS
 from memtrain.config.sources import options
 
@@ -254,7 +253,7 @@ def test_join_by_hand():
         record("b", "linear", "saved", 7, 7, 2),
         record("c", "sin", "input", 16, 3, 3),
     ]
-    rows = {row.name: (row.plain, row.planned) for row in join(plain, planned)}
+    rows = {row.name: (row.plain, row.planned) for row in activation_rows(plain, planned)}
     assert rows == {
         "b / linear / input (+2)": (40, 7),
         "b / linear / saved": (7, 7),

@@ -1,9 +1,9 @@
-"""A model, its optimizer and a batch, stood in for by fake ones: no memory, no data."""
+"""Fake copies of a model, its optimizer and a batch: no memory, no data."""
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,19 @@ from memtrain.activations.trace.fake_forward import arguments
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 
 
-class Twin(NamedTuple):
-    """What `twin` gives."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    batch: Any
-
-
 @contextmanager
-def twin(model: nn.Module, optimizer: Optimizer, batch: Any) -> Iterator[Twin]:
-    """Inside the block fake tensors rule; the twins can be wrapped, run and thrown away.
+def fake_copies(
+    model: nn.Module, optimizer: Optimizer, batch: Any
+) -> Iterator[tuple[nn.Module, Optimizer, Any]]:
+    """Copy to fake tensors, under a `FakeTensorMode`; the copies can be wrapped and run.
 
     Args:
         model: Real or fake; not changed.
         optimizer: Its optimizer; not changed. States that it has are copied as fake ones.
         batch: Tensors in any nesting.
+
+    Yields:
+        The copies of the three.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
@@ -39,15 +36,15 @@ def twin(model: nn.Module, optimizer: Optimizer, batch: Any) -> Iterator[Twin]:
         for x in (*_tensors(model, optimizer), *leaves):
             if id(x) not in memo:
                 memo[id(x)] = _fake(x)
-        yield Twin(
+        yield (
             copy.deepcopy(model, memo),
-            copied(optimizer, memo),
+            copy_optimizer(optimizer, memo),
             tree_map_only(Tensor, lambda x: memo[id(x)], batch),
         )
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A deep copy, with what a subclass holds besides groups and states (which torch leaves out).
+def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer deeply, with a subclass's own attributes, which torch leaves out.
 
     Args:
         optimizer: Not changed.
@@ -55,7 +52,7 @@ def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
-        >>> copied(torch.optim.LBFGS([weight]), {id(weight): weight})._params[0] is weight
+        >>> copy_optimizer(torch.optim.LBFGS([weight]), {id(weight): weight})._params[0] is weight
         True
     """
     new = copy.deepcopy(optimizer, memo)
