@@ -1,4 +1,4 @@
-"""A config's value -> the compressor it describes."""
+"""A config's value -> the compressor it describes, and back."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -60,6 +60,42 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
         raise TypeError(f"compressor {name!r}: {str(error).splitlines()[0]}") from error
     built = cls(**{key: typed[key] for key in values})
     return Auto(template=built) if auto else built
+
+
+def spec(compressor: Compressor | Keep) -> Any:
+    """Write a compressor as a config does: `build` makes an equal one of it.
+
+    Args:
+        compressor: A compressor of memtrain's registry, or the reason to keep a site.
+
+    Returns:
+        `"keep"`, or a mapping with `name`, `bits` and the fields that differ from their defaults.
+
+    Raises:
+        ValueError: For another class.
+
+    Example:
+        >>> from memtrain.compressors import Group, Keep
+        >>> spec(Group(bits=2)), spec(Keep("no rule matches"))
+        ({'name': 'group', 'bits': 2}, 'keep')
+    """
+    if isinstance(compressor, Keep):
+        return KEEP
+    if isinstance(compressor, Auto):
+        inner = spec(compressor.template)
+        inner.get("inner", inner)["bits"] = AUTO
+        return inner
+    name = next((key for key, cls in COMPRESSORS.items() if cls is type(compressor)), None)
+    if name is None:
+        raise ValueError(f"{compressor!r} cannot be written: allowed: {', '.join(COMPRESSORS)}")
+    result: dict[str, Any] = {"name": name}
+    for item in fields(compressor):  # type: ignore[arg-type]
+        value = getattr(compressor, item.name)
+        if isinstance(value, Compressor):
+            result[item.name] = spec(value)
+        elif item.name == "bits" or value != item.default:
+            result[item.name] = [*value] if isinstance(value, tuple) else value
+    return result
 
 
 def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor:

@@ -4,16 +4,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from memtrain.compressors import COMPRESSORS, Compressor, Keep
-from memtrain.compressors.auto import Auto
-from memtrain.config.sources import KEEP, Config, check_keys, from_mapping
+from memtrain.compressors import Compressor, Keep
+from memtrain.config.sources import Config, check_keys, from_mapping
 from memtrain.config.sources import load as load_config
-from memtrain.plan.build import AUTO, build
+from memtrain.plan.build import build, spec
 
 HEADER, VERSION = "memtrain_plan", 1
 _TITLE = f"""\
@@ -22,14 +21,7 @@ _TITLE = f"""\
 {HEADER}: {VERSION}
 """
 _PARTS = ("activations", "optim")
-
-
-class Decision(NamedTuple):
-    """A site, what is done to it, and a comment."""
-
-    site: str
-    compressor: Compressor | Keep
-    comment: str = ""
+_Line = tuple[str, Compressor | Keep, str]  # a site, what is done to it, and a comment
 
 
 def load(cfg: Any) -> Config:
@@ -100,12 +92,12 @@ def loads(text: str, name: str = "plan") -> Config:
     return _checked(values, lines, name)
 
 
-def dumps(config: Config, sites: Mapping[str, Iterable[Decision]]) -> str:
+def dumps(config: Config, sites: Mapping[str, Iterable[_Line]]) -> str:
     """Write a plan.
 
     Args:
         config: Its config; the sites in it are replaced.
-        sites: `activations` and `optim` -> what is done to each of their sites.
+        sites: `activations` and `optim` -> each of their sites, what is done to it, and a comment.
 
     Returns:
         YAML, a line for a site, so that `diff` and people can read it.
@@ -125,44 +117,8 @@ def dumps(config: Config, sites: Mapping[str, Iterable[Decision]]) -> str:
     return text
 
 
-def spec(compressor: Compressor | Keep) -> Any:
-    """What a config says for a compressor: `build` makes an equal one of it.
-
-    Args:
-        compressor: A compressor of memtrain's registry, or the reason to keep a site.
-
-    Returns:
-        `"keep"`, or a mapping with `name`, `bits` and the fields that differ from their defaults.
-
-    Raises:
-        ValueError: For another class.
-
-    Example:
-        >>> from memtrain.compressors import Group, Keep
-        >>> spec(Group(bits=2)), spec(Keep("no rule matches"))
-        ({'name': 'group', 'bits': 2}, 'keep')
-    """
-    if isinstance(compressor, Keep):
-        return KEEP
-    if isinstance(compressor, Auto):
-        inner = spec(compressor.template)
-        inner.get("inner", inner)["bits"] = AUTO
-        return inner
-    name = next((key for key, cls in COMPRESSORS.items() if cls is type(compressor)), None)
-    if name is None:
-        raise ValueError(f"{compressor!r} cannot be written: allowed: {', '.join(COMPRESSORS)}")
-    result: dict[str, Any] = {"name": name}
-    for item in fields(compressor):  # type: ignore[arg-type]
-        value = getattr(compressor, item.name)
-        if isinstance(value, Compressor):
-            result[item.name] = spec(value)
-        elif item.name == "bits" or value != item.default:
-            result[item.name] = [*value] if isinstance(value, tuple) else value
-    return result
-
-
 def diff(before: str, after: str) -> list[str]:
-    r"""What two plans decide differently.
+    r"""List what two plans decide differently.
 
     Args:
         before: A plan's YAML.
@@ -254,7 +210,7 @@ def _short(rule: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rule.items() if value != "*"}
 
 
-def _sites(decisions: list[Decision]) -> str:
+def _sites(decisions: list[_Line]) -> str:
     if not decisions:
         return "  sites: {}\n"
     text = "  sites:\n"

@@ -1,4 +1,4 @@
-"""Rules x sites -> plan: what is done to every site, decided before anything runs."""
+"""The plan: what is done to every site, decided by rules before anything runs."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from memtrain.config.sources import KEEP, Config
 from memtrain.optim.states.layout import is_unsigned
 from memtrain.plan import file
 from memtrain.plan.entry import UNKNOWN, Entry, merge
-from memtrain.plan.file import Decision, load
+from memtrain.plan.file import load
 from memtrain.plan.rules import (
     NO_RULE,
     Rules,
@@ -114,7 +114,7 @@ class Plan:
         batch: Any,
         choose: Callable[[Site], Compressor | Keep] | None = None,
     ) -> list[Record]:
-        """What a forward would save under the plan, or under `choose`; the plan is not changed."""
+        """Trace what a forward saves under the plan, or under `choose`, on fake tensors."""
         rounding = None
         if self.precision is not None:
             if self.precision.graph is None:
@@ -165,12 +165,12 @@ class Plan:
             self.config,
             {
                 "activations": [
-                    Decision(entry.site, self.activation_rules.choose(*site), entry.comment)
+                    (entry.site, self.activation_rules.choose(*site), entry.comment)
                     for entry, site in saved
                     if "*" not in site
                 ],
                 "optim": [
-                    Decision(entry.site, self.choose_state(site[0], site[-1]), entry.comment)
+                    (entry.site, self.choose_state(site[0], site[-1]), entry.comment)
                     for entry, site in states
                     if len(site) == 3 and entry.reason != NO_COUNTER
                 ],
@@ -195,7 +195,7 @@ class Plan:
         partial.replace(path)
 
     def diff(self, other: "Plan") -> list[str]:
-        """What `other` decides differently: `site: this -> other`, a line each."""
+        """List what `other` decides differently: `site: this -> other`, a line each."""
         return file.diff(self.to_yaml(), other.to_yaml())
 
     def listing(self) -> str:
@@ -248,7 +248,8 @@ def make_plan(
     plan = replace(plan, bits=plan.automatic_bits(), precision=precision)
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
-    plan._entries["state"] = predict_states(model, optimizer, plan)
+    least, choose = config.optim.min_elements, plan.choose_state if plan.state_rules else None
+    plan._entries["state"] = predict_states(model, optimizer, choose, min_elements=least)
     _check_states(plan)
     if batch is not None:
         asked: set[Site] = set()
@@ -266,7 +267,7 @@ def make_plan(
 
 
 def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
-    """The part of a plan that is for saved tensors; it needs no optimizer.
+    """Make the part of a plan that is for saved tensors; it needs no optimizer.
 
     Args:
         model: The model.

@@ -1,7 +1,7 @@
-"""What an optimizer's states will take, without data: its own first step on tensors of no bytes."""
+"""Bytes of an optimizer's states, without data: by its own first step on meta tensors."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,34 +16,13 @@ NO_COUNTER = "a counter: not of the parameter's shape"
 NO_RULES = "no rule matches"
 
 
-class StatePlan(Protocol):
-    """What is read of a plan."""
-
-    @property
-    def config(self) -> Any:
-        """Its `Config`."""
-        ...
-
-    @property
-    def state_rules(self) -> Any:
-        """Its rules for states; empty where none are asked for."""
-        ...
-
-    def choose_state(self, parameter: str, state: str) -> Compressor | Keep:
-        """The compressor for a parameter's state, or the reason to keep it."""
-        ...
-
-
-class _Use(NamedTuple):
-    """A parameter, as an optimizer holds it."""
-
-    param: Tensor
-    name: str
-    group: dict[str, Any]
-    plain: dict[str, Tensor]
-
-
-def predict_states(model: nn.Module, optimizer: Optimizer, plan: StatePlan) -> list[Entry]:
+def predict_states(
+    model: nn.Module,
+    optimizer: Optimizer,
+    choose: Callable[[str, str], Compressor | Keep] | None,
+    *,
+    min_elements: int,
+) -> list[Entry]:
     """List every optimizer state with its bytes, as it is and as the plan keeps it.
 
     States that exist are read; others are those that the optimizer's own first step makes for a
@@ -53,7 +32,8 @@ def predict_states(model: nn.Module, optimizer: Optimizer, plan: StatePlan) -> l
     Args:
         model: Names the parameters; real or fake.
         optimizer: Any torch optimizer.
-        plan: Chooses by parameter and state.
+        choose: The names of a parameter and a state -> what is done to it; None: no rules.
+        min_elements: States of parameters with no more are kept.
 
     Returns:
         One `Entry` of kind `state` per state, `parameter / optimizer / state`. Where bytes cannot
@@ -64,28 +44,37 @@ def predict_states(model: nn.Module, optimizer: Optimizer, plan: StatePlan) -> l
 
     Example:
         >>> import torch
-        >>> from memtrain.plan.plan import make_plan
+        >>> from memtrain.compressors import Block
         >>> model = nn.Linear(128, 64)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> entries = predict_states(model, optimizer, make_plan(model, optimizer, "balanced"))
+        >>> block = lambda parameter, state: Block(bits=4, signed=state == "exp_avg")
+        >>> entries = predict_states(model, optimizer, block, min_elements=4096)
         >>> [(entry.site, entry.nbytes, entry.planned) for entry in entries][:2]
         [('weight / adamw / step', 4, 4), ('weight / adamw / exp_avg', 32768, 4352)]
     """
     title = type(optimizer).__name__
     names = {p: name for name, p in model.named_parameters()}
     try:
-        uses = list(_uses(optimizer, names))
-        rows = _planned(optimizer, names, plan) if plan.state_rules else {}
+        plain = list(_plain_states(optimizer, names))
+        rows = {} if choose is None else _planned(optimizer, names, choose, min_elements)
     # Whatever a foreign optimizer's step raises on meta tensors, the rest of the audit stands.
     except Exception as error:  # noqa: BLE001
         why = f"{UNKNOWN}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return [Entry(f"(all parameters) / {title.lower()}", "state", 0, 0, reason=why)]
     entries = []
-    for use in uses:
-        for state, value in use.plain.items():
-            site = f"{use.name} / {title.lower()} / {state}"
-            row = rows.get((use.param, state))
-            entries.append(_entry(site, value, row, _kept(use, state, value, plan)))
+    for param, name, states in plain:
+        for state, value in states.items():
+            kept = ""
+            if value.shape != local(param).shape:
+                kept = NO_COUNTER
+            elif choose is None:
+                kept = NO_RULES
+            elif param.numel() <= min_elements:
+                kept = f"of {min_elements:,} elements or fewer"
+            elif isinstance(chosen := choose(name, state), Keep):
+                kept = chosen.reason
+            site = f"{name} / {title.lower()} / {state}"
+            entries.append(_entry(site, value, rows.get((param, state)), kept))
     return entries
 
 
@@ -98,21 +87,10 @@ def _entry(site: str, value: Tensor, row: optim.StateRow | None, kept: str) -> E
     return Entry(site, "state", value.nbytes, row.nbytes, repr(row.compressor), row.reason)
 
 
-def _kept(use: _Use, state: str, value: Tensor, plan: StatePlan) -> str:
-    """Why the state is kept if it is; "" where identity was asked for."""
-    if value.shape != local(use.param).shape:
-        return NO_COUNTER
-    if not plan.state_rules:
-        return NO_RULES
-    least = plan.config.optim.min_elements
-    if use.param.numel() <= least:
-        return f"of {least:,} elements or fewer"
-    chosen = plan.choose_state(use.name, state)
-    return chosen.reason if isinstance(chosen, Keep) else ""
-
-
-def _uses(optimizer: Optimizer, names: dict[Any, str]) -> Iterator[_Use]:
-    """Parameters that get states, with those that plain PyTorch keeps for them."""
+def _plain_states(
+    optimizer: Optimizer, names: dict[Any, str]
+) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
+    """Parameters that get states, with their names and what plain PyTorch keeps for them."""
     known: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, param in enumerate(group["params"]):
@@ -124,18 +102,20 @@ def _uses(optimizer: Optimizer, names: dict[Any, str]) -> Iterator[_Use]:
             if not state and key not in known:
                 known[key] = _tensors(first_states(optimizer, own, group))
             plain = _tensors(state) if state else known[key]
-            yield _Use(param, names.get(param, f"{index}.{number}"), group, plain)
+            yield param, names.get(param, f"{index}.{number}"), plain
 
 
 def _planned(
-    optimizer: Optimizer, names: dict[Any, str], plan: StatePlan
+    optimizer: Optimizer,
+    names: dict[Any, str],
+    choose: Callable[[str, str], Compressor | Keep],
+    min_elements: int,
 ) -> dict[tuple[Tensor, str], optim.StateRow]:
-    def choose(param: Tensor, state: str) -> Compressor:
-        chosen = plan.choose_state(names[param], state)
+    def by_parameter(param: Tensor, state: str) -> Compressor:
+        chosen = choose(names[param], state)
         return Identity() if isinstance(chosen, Keep) else chosen
 
-    least = plan.config.optim.min_elements
-    compressed = optim.compress(twin(optimizer), choose, min_elements=least)
+    compressed = optim.compress(twin(optimizer), by_parameter, min_elements=min_elements)
     return {(row.param, row.state): row for row in optim.describe(compressed)}
 
 

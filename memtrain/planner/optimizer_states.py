@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config, Optim
 from memtrain.optim.states.layout import settle
+from memtrain.plan.build import spec
 from memtrain.plan.entry import Entry
-from memtrain.plan.file import spec
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import state_site
 from memtrain.plan.states import NO_COUNTER

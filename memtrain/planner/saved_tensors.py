@@ -16,7 +16,7 @@ from memtrain.audit.join import join
 from memtrain.compressors import Compressor, DerivativeCode, Group, Identity, Keep
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import KEEP
-from memtrain.plan.file import spec
+from memtrain.plan.build import spec
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import activation_rules as rules_of
 from memtrain.planner.knapsack import Item, Option, pareto_front

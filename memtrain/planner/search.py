@@ -17,7 +17,8 @@ from memtrain.config.sizes import parse_size
 from memtrain.config.sources import KEEP, Config
 from memtrain.gradient_quality import closure_of
 from memtrain.plan import plan as rules
-from memtrain.plan.file import load, spec
+from memtrain.plan.build import spec
+from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import ALLOWED, DoesNotFit, Fit, Goal, Objective, advice

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memtrain.config.sources import Activations, Config
-from memtrain.plan.file import spec
+from memtrain.plan.build import spec
 from memtrain.planner.knapsack import evaluate
 
 
