@@ -1,6 +1,7 @@
 """`wrap` and `unwrap`: a plan, applied to a model and its optimizer, and taken back."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -13,9 +14,7 @@ from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE
 from memtrain.plan.weights import ATTRIBUTE, apply, check, check_removable, remove
-from memtrain.precision.run import Rounder
-from memtrain.precision.settle import Settle
-from memtrain.precision.skip import SkipOverflows
+from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrapped import (
     Wrapped,
     adapter,
@@ -101,7 +100,7 @@ def wrap(
     plan = make_plan(model, optimizer, cfg, batch=batch)
     check(model, plan.config)
     interception, handles = None, []
-    rounder = Rounder(plan.precision, NO_RULE) if plan.precision is not None else None
+    rounding = ForwardRounding(plan.precision, NO_RULE) if plan.precision is not None else None
     if plan.intercepts:
         interception = Interception(
             model,
@@ -109,21 +108,22 @@ def wrap(
             options=plan.options,
             seed=plan.config.seed,
             settle=plan.settle,
-            rounding=rounder,
+            rounding=rounding,
         )
         interception.saved.watch = _watch(model, plan)
     if plan.state_rules:
         choose = _ChooseState(plan, {p: name for name, p in model.named_parameters()})
         least = plan.config.optim.min_elements
         optimizer = optim.compress(optimizer, choose, min_elements=least)
-    if rounder is not None:  # before the interception's own hook
-        handles.append(model.register_forward_pre_hook(Settle(plan), with_kwargs=True))
+    if rounding is not None:  # before the interception's own hook
+        assign = partial(rounding.before_model, plan.assign_precision)
+        handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))
     if interception is not None:
         interception.attach()
     applied = apply(model, optimizer, plan.config)
     handles += applied.handles
-    if rounder is not None:
-        handles += SkipOverflows(rounder.boundary).attach(applied.optimizer)
+    if rounding is not None:
+        handles += rounding.scaler.attach(applied.optimizer)
     setattr(model, ATTRIBUTE, Wrapped(plan, interception, applied.weights, handles))
     return model, applied.optimizer
 

@@ -64,7 +64,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     wrapped = wrapped_of(model)
     state: dict[str, Any] = {"step": wrapped.interception.saved.step if wrapped.interception else 0}
     if wrapped.plan.precision is not None:
-        state["precision"] = wrapped.plan.precision.state()
+        state["precision"] = wrapped.plan.precision.state_dict()
     if wrapped.plan.bits is not None and wrapped.interception is not None:
         watch = _statistics(wrapped.interception)
         if watch is not None:
@@ -95,7 +95,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     if interception is None:
         return
     if wrapped.plan.precision is not None:
-        wrapped.plan.precision.load(state_dict["precision"])
+        wrapped.plan.precision.load_state_dict(state_dict["precision"])
     interception.saved.step = int(state_dict["step"])
     if bits is not None:
         bits.load_state_dict(state_dict["bits"])

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memtrain.config.errors import at_least, nearest
-from memtrain.precision.options import Precision
+from memtrain.precision.assignment import Precision
 
 KEEP = "keep"
 WEIGHTS = (KEEP, "bf16", "bf16+sr", "bf16+8", "bf16+16", "fp16", "fp16+8", "fp16+16")

@@ -33,8 +33,8 @@ from memtrain.plan.rules import (
 )
 from memtrain.plan.states import NO_COUNTER, predict_states
 from memtrain.plan.weights import predict_gradients, predict_weights, training_dtypes
+from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.precision.graph import check, graph_of
-from memtrain.precision.run import Rounder
 from memtrain.precision.state import PrecisionState
 
 
@@ -118,20 +118,20 @@ class Plan:
         rounding = None
         if self.precision is not None:
             if self.precision.graph is None:
-                self.settle_precision(model, batch)
-            rounding = Rounder(self.precision, NO_RULE, trial=True)
+                self.assign_precision(model, batch)
+            rounding = ForwardRounding(self.precision, NO_RULE, trial=True)
         chosen = choose or self.choose_activation
         dtypes = training_dtypes(model, self.config)
         return trace(model, batch, chosen, self.options, dtypes, rounding)
 
-    def settle_precision(self, model: nn.Module, batch: Any) -> None:
+    def assign_precision(self, model: nn.Module, batch: Any) -> None:
         """Choose formats for the tensors of training, by a forward on fake tensors.
 
         Raises:
             ValueError: If the model has no GEMM.
         """
         if self.precision is not None:
-            self.precision.settle(graph_of(model, batch, self.choose_activation, self.options))
+            self.precision.assign(graph_of(model, batch, self.choose_activation, self.options))
 
     def automatic_bits(self) -> BitWidths | None:
         """The widths that rules with `bits: auto` start with; None if no rule has it."""

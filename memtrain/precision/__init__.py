@@ -11,7 +11,7 @@ from memtrain.kernels.floats.formats import (
     IEEE_FP16,
     FloatFormat,
 )
-from memtrain.precision.options import Precision
+from memtrain.precision.assignment import Precision
 
 __all__ = [
     "BF16",

@@ -1,4 +1,4 @@
-"""The tensors of training of a model, in groups between two GEMMs, told by one traced forward."""
+"""The tensors of training of a model, in groups between two GEMMs, from one traced forward."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from memtrain.activations.intercept.executor import tensors_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack import Choose, SavedTensors
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep
 from memtrain.kernels.floats.rounding import DTYPES
-from memtrain.precision.ops import is_gemm, tensors
-from memtrain.precision.values import Made, Values
+from memtrain.precision.tensor_names import GEMMS, TensorNames
 
 
-class Value(NamedTuple):
+class GraphTensor(NamedTuple):
     """An activation or a weight, and its gradient with it."""
 
     name: str
@@ -27,22 +27,20 @@ class Value(NamedTuple):
     weight: bool = False
     gradient: bool = True
     """Whether it has one: a model's input and frozen weights have none."""
-    made: bool = False
-    """Whether a GEMM gives it."""
-    read: bool = False
-    """Whether a GEMM reads it."""
+    gemm_output: bool = False
+    gemm_input: bool = False
 
     @property
     def elements(self) -> int:
-        """Of itself and of its gradient."""
+        """The number of elements, of its gradient too."""
         return self.numel * (1 + self.gradient)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What a training step computes, as far as precision is concerned.
+    """Activations, weights and gradients of a training step, in groups between two GEMMs.
 
-    A group holds what is made from one GEMM's output to the next GEMM, in the order of execution:
+    A group holds the tensors from one GEMM's output to the next GEMM, in the order of execution:
     group 0 begins with the model's input, group i with the output of the i-th GEMM. A weight
     belongs to the group of the activation that the op reads which uses the weight first, so it is
     in the group that feeds its GEMM. Each tensor is in one group: a weight of several ops in that
@@ -66,7 +64,7 @@ class Graph:
             2 / linear / output: 6 + 6
     """
 
-    values: tuple[Value, ...]
+    tensors: tuple[GraphTensor, ...]
     gemms: tuple[str, ...]
     """`module / op`, in the order of execution."""
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -74,29 +72,30 @@ class Graph:
 
     @property
     def elements(self) -> int:
-        """Of all tensors of training."""
-        return sum(value.elements for value in self.values)
+        """The number of elements of all tensors of training."""
+        return sum(tensor.elements for tensor in self.tensors)
 
-    def groups(self) -> dict[int, list[Value]]:
-        """Group -> its values, activations first; groups without any are left out."""
-        found: dict[int, list[Value]] = {}
-        for value in sorted(self.values, key=lambda value: (value.group, value.weight)):
-            found.setdefault(value.group, []).append(value)
+    def groups(self) -> dict[int, list[GraphTensor]]:
+        """Sort the tensors by group, activations first; groups without any are left out."""
+        found: dict[int, list[GraphTensor]] = {}
+        for tensor in sorted(self.tensors, key=lambda tensor: (tensor.group, tensor.weight)):
+            found.setdefault(tensor.group, []).append(tensor)
         return found
 
     def __str__(self) -> str:
-        weights, groups = sum(value.weight for value in self.values), self.groups()
+        weights, groups = sum(tensor.weight for tensor in self.tensors), self.groups()
         lines = [
-            f"{len(self.gemms)} GEMMs, {len(self.values) - weights} activations, {weights} weights;"
-            f" {self.elements:,} elements with their gradients in {len(groups)} groups"
+            f"{len(self.gemms)} GEMMs, {len(self.tensors) - weights} activations, "
+            f"{weights} weights; {self.elements:,} elements with their gradients "
+            f"in {len(groups)} groups"
         ]
-        for number, values in groups.items():
-            total = sum(value.elements for value in values)
+        for number, tensors in groups.items():
+            total = sum(tensor.elements for tensor in tensors)
             of = f", of {self.gemms[number - 1]}" if number else ""
             lines.append(f"group {number}{of}: {total:,} elements")
-            for value in values:
-                both = f" + {value.numel:,}" if value.gradient else ""
-                lines.append(f"    {value.name}: {value.numel:,}{both}")
+            for tensor in tensors:
+                both = f" + {tensor.numel:,}" if tensor.gradient else ""
+                lines.append(f"    {tensor.name}: {tensor.numel:,}{both}")
         return "\n".join(lines)
 
 
@@ -113,7 +112,7 @@ def graph_of(
             is, if its root is in it).
         batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
             arguments; real or fake.
-        choose: The plan's choice for saved tensors: modules that a rule runs as one op are one.
+        choose: The plan's choice for saved tensors: a module that a rule runs as one op is one op.
         options: How saved tensors are handled.
 
     Returns:
@@ -122,14 +121,11 @@ def graph_of(
     Raises:
         ValueError: If the model has no GEMM.
 
-    Memory:
-        That of the list.
-
     Reference:
         Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464,
         section 4.1.
     """
-    recorder = Recorder()
+    recorder = GraphRecorder()
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
@@ -179,69 +175,68 @@ def refuse_shards(model: nn.Module) -> None:
             )
 
 
-class Recorder:
-    """A `Rounding` that rounds nothing, and remembers what it is handed."""
+class GraphRecorder:
+    """A `Rounding` that rounds nothing, and records the tensors of the forward."""
 
     def __init__(self) -> None:
-        self._names = Values()
-        self._values: dict[str, Value] = {}
+        self._names = TensorNames()
+        self._tensors: dict[str, GraphTensor] = {}
         self._gemms: list[str] = []
         self._users: dict[str, list[int]] = {}
-        self._model: nn.Module | None = None
 
     def graph(self) -> Graph:
-        """What has been recorded."""
+        """Give the graph of the tensors so far."""
         shared = {name: tuple(dict.fromkeys(users)) for name, users in self._users.items()}
         several = {name: groups for name, groups in shared.items() if len(groups) > 1}
-        return Graph(tuple(self._values.values()), tuple(self._gemms), several)
+        return Graph(tuple(self._tensors.values()), tuple(self._gemms), several)
 
     def attach(self, saved: SavedTensors) -> None:
-        """Nothing that is saved matters."""
+        """Ignore saved tensors."""
 
     def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the inputs."""
         self._names.begin(model)
         self._sizes = {name: (p.numel(), p.requires_grad) for name, p in model.named_parameters()}
-        for made in self._names.inputs(module, (args, kwargs)):
-            self._add(made, gradient=made.tensor.requires_grad)
+        for name, x in self._names.inputs(module, (args, kwargs)):
+            self._add(name, x, gradient=x.requires_grad)
         return args, kwargs
 
     def arguments(
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Note what the op reads."""
-        self._names.before(args, kwargs)
+        """Note the versions of what the op reads."""
+        self._names.note_versions(args, kwargs)
         return args, kwargs
 
     def function(
         self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The op runs as it is."""
+        """Leave the op as it is."""
         return func
 
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
-        """Record what the op has made, and the weights that it used."""
-        read = [(x, self._names.name_of(x)) for x in tensors(args, kwargs)]
-        made = self._names.made(module, op, args, kwargs, result)
-        gemm = is_gemm(op)
+        """Record the op's results, and the weights that it used."""
+        read = [(x, self._names.name_of(x)) for x in tensors_of(args, kwargs)]
+        results = self._names.results(module, op, args, kwargs, result)
+        gemm = op in GEMMS
         single = isinstance(result, Tensor) and not result.dim()
-        if not made and not gemm and not single:
-            return result  # a view, a move, a question
+        if not results and not gemm and not single:
+            return result  # a view, a copy, a query of metadata
         weights = [name for name in (self._weight(x, name) for x, name in read) if name]
-        source = next((self._values[name] for _, name in read if self._is_activation(name)), None)
+        source = next((self._tensors[name] for _, name in read if self._is_activation(name)), None)
         self._use(weights, source.group if source else len(self._gemms), gemm)
         if gemm:
             for _, name in read:
                 if self._is_activation(name):
-                    self._values[name] = self._values[name]._replace(read=True)
+                    self._tensors[name] = self._tensors[name]._replace(gemm_input=True)
             self._gemms.append(f"{module or '(root)'} / {op}")
         # Reentrant checkpointing runs its part without gradients first.
         inside = not torch.is_grad_enabled() and (weights or source)
-        for one in made:
-            if one.tensor.requires_grad or inside:
-                self._add(one, made=gemm)
+        for name, y in results:
+            if y.requires_grad or inside:
+                self._add(name, y, gemm_output=gemm)
         return result
 
     def end(self, output: Any, *, whole: bool) -> Any:
@@ -249,14 +244,16 @@ class Recorder:
         self._names.clear()
         return output
 
-    def _add(self, one: Made, *, gradient: bool = True, made: bool = False) -> None:
+    def _add(
+        self, name: str, x: Tensor, *, gradient: bool = True, gemm_output: bool = False
+    ) -> None:
         group = len(self._gemms)
-        self._values[one.name] = Value(
-            one.name, one.tensor.numel(), group, gradient=gradient, made=made
+        self._tensors[name] = GraphTensor(
+            name, x.numel(), group, gradient=gradient, gemm_output=gemm_output
         )
 
     def _is_activation(self, name: str) -> bool:
-        return name in self._values and not self._values[name].weight
+        return name in self._tensors and not self._tensors[name].weight
 
     def _weight(self, x: Tensor, name: str) -> str:
         return name if name in self._sizes else self._names.parameter(x)
@@ -264,8 +261,8 @@ class Recorder:
     def _use(self, weights: Sequence[str], group: int, gemm: bool) -> None:
         for name in weights:
             self._users.setdefault(name, []).append(group)
-            known = self._values.get(name)
+            known = self._tensors.get(name)
             if known is None:
                 numel, gradient = self._sizes[name]
-                known = Value(name, numel, group, weight=True, gradient=gradient)
-            self._values[name] = known._replace(read=known.read or gemm)
+                known = GraphTensor(name, numel, group, weight=True, gradient=gradient)
+            self._tensors[name] = known._replace(gemm_input=known.gemm_input or gemm)

@@ -1,17 +1,18 @@
-"""What a run in mixed precision has come to: which tensors are low now, and what was promoted."""
+"""The state of a run in mixed precision: low tensors, promotions and the loss scale."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from memtrain.compressors import Key
 from memtrain.kernels.floats.formats import FloatFormat
-from memtrain.precision.assign import Assignment, assign
+from memtrain.precision.assignment import ORDERED, Assignment, Precision, assign
 from memtrain.precision.graph import Graph
-from memtrain.precision.options import Precision
-from memtrain.precision.scale import LossScale
+
+GROWTH, BACKOFF = 2.0, 0.5
+LARGEST, LEAST = 2.0**32, 2.0**-32
 
 
 class Promotion(NamedTuple):
@@ -21,19 +22,85 @@ class Promotion(NamedTuple):
     """Gradient computations before it."""
     site: str
     ratio: float
-    """Share of its elements that overflowed."""
+    """The share of its elements that overflowed."""
+
+
+class LossScale:
+    """A power of two that gradients are scaled by inside the model, as by torch's GradScaler.
+
+    After a backward pass that overflowed it is halved; after `interval` passes in a row that did
+    not, doubled.
+
+    Args:
+        mode: `dynamic`, `static` or `none` (always 1).
+        initial: A power of two.
+        interval: Backward passes.
+
+    Example:
+        >>> scale = LossScale("dynamic", 8.0, 2)
+        >>> for overflow in (True, False, False, False):
+        ...     scale.update(overflow=overflow)
+        >>> scale.value, scale.overflows
+        (8.0, 1)
+    """
+
+    def __init__(self, mode: str, initial: float, interval: int) -> None:
+        self.mode, self.interval = mode, interval
+        self.value = 1.0 if mode == "none" else initial
+        self.clean = 0
+        """Passes without an overflow since the last change."""
+        self.overflows = 0
+        """Passes that overflowed so far."""
+        self.off = ""
+        """The reason why it is not used although the config asks for it."""
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients are scaled."""
+        return self.mode != "none" and not self.off
+
+    def turn_off(self, why: str) -> None:
+        """Scale no more, for good."""
+        self.off, self.value = why, 1.0
+
+    def update(self, *, overflow: bool) -> None:
+        """Halve or double the scale after a backward pass, as its overflows ask for."""
+        self.overflows += overflow
+        if self.mode != "dynamic" or self.off:
+            return
+        if overflow:
+            self.value, self.clean = max(self.value * BACKOFF, LEAST), 0
+            return
+        self.clean += 1
+        if self.clean >= self.interval:
+            self.value, self.clean = min(self.value * GROWTH, LARGEST), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give a plain dict for `load_state_dict`."""
+        return {
+            "value": self.value,
+            "clean": self.clean,
+            "overflows": self.overflows,
+            "off": self.off,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.value, self.clean = float(state["value"]), int(state["clean"])
+        self.overflows, self.off = int(state["overflows"]), str(state["off"])
 
 
 class PrecisionState:
     """Formats of all tensors of training, as they are now.
 
     Args:
-        asked: A config's `precision`.
+        config: A config's `precision`.
 
     Example:
-        >>> from memtrain.precision.graph import Value
+        >>> from memtrain.precision.graph import GraphTensor
         >>> state = PrecisionState(Precision(assignment="uniform"))
-        >>> state.settle(Graph((Value("a", 8, 0), Value("w", 8, 0, weight=True)), ("l / linear",)))
+        >>> tensors = GraphTensor("a", 8, 0), GraphTensor("w", 8, 0, weight=True)
+        >>> state.assign(Graph(tensors, ("l / linear",)))
         >>> state.ratio, state.bits  # the weight's gradient stays at 16 bits
         (0.75, 320)
         >>> state.promote({"a": 0.5, "w": 0.001})
@@ -41,37 +108,37 @@ class PrecisionState:
         (0.5, ['a'])
     """
 
-    def __init__(self, asked: Precision) -> None:
-        self.asked = asked
+    def __init__(self, config: Precision) -> None:
+        self.config = config
         self.graph: Graph | None = None
         self.assignment = Assignment()
         """Before any promotion."""
         self.promotions: list[Promotion] = []
         """In the order in which they came."""
-        self.scale = LossScale(asked.loss_scale, asked.initial_scale, asked.growth_interval)
+        self.scale = LossScale(config.loss_scale, config.initial_scale, config.growth_interval)
         self.step = 0
         """Gradient computations so far."""
         self.unseen: dict[str, None] = {}
         """Tensors that the traced forward did not have: they are high."""
         self.gemms: dict[str, str] = {}
-        """Linear layers -> why they do not run on FP8 GEMMs, empty where they do."""
+        """Linear layers -> the reason why they do not run on FP8 GEMMs, empty where they do."""
         self.halved = 0
         """Operands of FP8 GEMMs that held the format's largest numbers, and lost a bit below."""
         self._ratios = 0.0  # summed over the gradient computations
-        self._tables()
+        self._index()
 
-    def _tables(self) -> None:
-        """Formats by name; by whether it is low, since formats are few."""
+    def _index(self) -> None:
+        """Index names that are known and low, and formats by whether a tensor is low."""
         promoted = {promotion.site for promotion in self.promotions}
         self._low = self.assignment.forward - promoted
-        self._known = {value.name for value in self.graph.values} if self.graph else set()
-        self._forward = {True: self.asked.low_format, False: self.asked.high_format}
-        self._backward = {low: self.asked.backward_format(low=low) for low in (True, False)}
+        self._known = {tensor.name for tensor in self.graph.tensors} if self.graph else set()
+        self._forward = {True: self.config.low_format, False: self.config.high_format}
+        self._backward = {low: self.config.backward_format(low=low) for low in (True, False)}
 
-    def settle(self, graph: Graph) -> None:
+    def assign(self, graph: Graph) -> None:
         """Choose the assignment for a graph."""
-        self.graph, self.assignment = graph, assign(graph, self.asked)
-        self._tables()
+        self.graph, self.assignment = graph, assign(graph, self.config)
+        self._index()
 
     def knows(self, name: str) -> bool:
         """Whether the traced forward had it."""
@@ -82,19 +149,19 @@ class PrecisionState:
         return name in self._low
 
     def forward_format(self, name: str) -> FloatFormat | None:
-        """What an activation or a weight is rounded to; None: nothing."""
+        """Give the format that an activation or a weight is rounded to; None: it is not."""
         return self._forward[name in self._low]
 
     def backward_format(self, name: str) -> FloatFormat | None:
-        """What its gradient is rounded to; None: nothing."""
+        """Give the format that its gradient is rounded to; None: it is not."""
         return self._backward[name in self.assignment.backward]
 
-    def low_gradient(self, name: str) -> FloatFormat | None:
-        """What an activation's gradient is rounded to, if it is low."""
+    def low_backward_format(self, name: str) -> FloatFormat | None:
+        """Give the format that an activation's gradient is rounded to, if it is low."""
         return self._backward[True] if name in self.assignment.backward else None
 
     def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
-        """What feeds stochastic rounding to `form`: another one in each gradient computation.
+        """Give the seed of stochastic rounding to `form`: another one in each gradient computation.
 
         Forwards of one computation draw alike, so that a recomputation rounds as the first time;
         ranks differ, but for weights, which are replicated.
@@ -102,31 +169,31 @@ class PrecisionState:
         if form is None or form.rounding != "stochastic":
             return 0
         rank = 0 if weight else _rank()
-        return Key(self.asked.seed, zlib.crc32(name.encode()), self.step, rank=rank).bits()
+        return Key(self.config.seed, zlib.crc32(name.encode()), self.step, rank=rank).bits()
 
     @property
     def gradient_format(self) -> FloatFormat | None:
-        """What gradients of weights are rounded to: never low."""
+        """The format of gradients of weights: never low."""
         return self._backward[False]
 
     def promote(self, overflowed: Mapping[str, float]) -> None:
-        """A gradient computation has ended, in which these shares of tensors' elements overflowed.
+        """End a gradient computation; promote the low tensors of which too much overflowed.
 
         Args:
-            overflowed: Site -> overflow ratio, 0 to 1.
+            overflowed: Name -> overflow ratio, 0 to 1.
         """
         self._ratios += self.ratio
-        threshold = self.asked.promotion
+        threshold = self.config.promotion
         if threshold is not None:
             for site, ratio in overflowed.items():
                 if ratio >= threshold and site in self._low:
                     self.promotions.append(Promotion(self.step, site, ratio))
-            self._tables()
+            self._index()
         self.step += 1
 
     @property
     def ratio(self) -> float:
-        """The low-precision ratio: what really is low now, of all elements."""
+        """The low-precision ratio: the share of all elements that really is low now."""
         if self.graph is None:
             return 0.0
         low = Assignment(self._low, self.assignment.backward)
@@ -141,9 +208,9 @@ class PrecisionState:
         if self.graph is None:
             return 0.0
         weights = sum(
-            value.numel
-            for value in self.graph.values
-            if value.weight and value.gradient and value.name in self.assignment.forward
+            x.numel
+            for x in self.graph.tensors
+            if x.weight and x.gradient and x.name in self.assignment.forward
         )
         return (self.assignment.elements(self.graph) + weights) / self.graph.elements
 
@@ -158,43 +225,44 @@ class PrecisionState:
         if self.graph is None:
             return 0
         return sum(
-            value.numel * _bits(self.forward_format(value.name))
-            + value.numel * value.gradient * _bits(self.backward_format(value.name))
-            for value in self.graph.values
+            x.numel * _bits(self.forward_format(x.name))
+            + x.numel * x.gradient * _bits(self.backward_format(x.name))
+            for x in self.graph.tensors
         )
 
-    def state(self) -> dict[str, Any]:
-        """Plain dicts and lists that `load` takes."""
+    def state_dict(self) -> dict[str, Any]:
+        """Give plain dicts and lists for `load_state_dict`."""
         return {
             "step": self.step,
             "ratios": self._ratios,
             "promotions": [list(promotion) for promotion in self.promotions],
-            "scale": self.scale.state(),
+            "scale": self.scale.state_dict(),
             "forward": sorted(self.assignment.forward),
             "backward": sorted(self.assignment.backward),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.step, self._ratios = int(state["step"]), float(state["ratios"])
         self.promotions = [
             Promotion(int(step), str(site), float(ratio))
             for step, site, ratio in state["promotions"]
         ]
-        self.scale.load(state["scale"])
+        self.scale.load_state_dict(state["scale"])
         self.assignment = Assignment(frozenset(state["forward"]), frozenset(state["backward"]))
-        self._tables()
+        self._index()
 
     def __str__(self) -> str:
-        asked = self.asked
+        config = self.config
         if self.graph is None:
-            return f"{asked.assignment}: known from the first training forward on"
-        of = f"({asked.ratio})" if asked.assignment in _WITH_RATIO else ""
+            return f"{config.assignment}: known from the first training forward on"
+        all_high = self.graph.elements * _bits(self._forward[False])
+        of = f"({config.ratio})" if config.assignment in ORDERED else ""
         lines = [
-            f"{asked.assignment}{of}: low {asked.low} and {asked.low_backward}, high {asked.high}",
+            f"{config.assignment}{of}: low {config.low} and {config.low_backward}, "
+            f"high {config.high}",
             f"low-precision ratio {self.ratio:.4f} ({self.demoted_ratio:.4f} in demoted groups)",
-            f"model aggregate {self.bits:,} bits, {_all_high(self.graph, self._forward[False]):,} "
-            "if all were high",
+            f"model aggregate {self.bits:,} bits, {all_high:,} if all were high",
             f"{len(self.promotions)} promoted in {self.step} gradient computations",
             *(
                 f"    step {promotion.step}: {promotion.site}, {promotion.ratio:.2%} overflowed"
@@ -205,17 +273,17 @@ class PrecisionState:
             lines.append(f"loss scale {self.scale.value:g}, {self.scale.overflows} overflows")
         elif self.scale.off:
             lines.append(f"loss scale: {self.scale.off}")
-        if asked.fp8_gemm:
+        if config.fp8_gemm:
             plain = [f"{site}: {why}" for site, why in self.gemms.items() if why]
             lines.append(
                 f"FP8 GEMMs: {len(self.gemms) - len(plain)} of {len(self.gemms)} linear layers, "
                 f"{self.halved} operands halved"
             )
             lines += [f"    not {one}" for one in plain]
-        return "\n".join([*lines, *_several("not in the traced forward, so high", self.unseen)])
-
-
-_WITH_RATIO = ("size_ordered", "increasing", "random")
+        if self.unseen:
+            some = ", ".join([*self.unseen][:5])
+            lines.append(f"not in the traced forward, so high: {some} ({len(self.unseen)})")
+        return "\n".join(lines)
 
 
 def _rank() -> int:
@@ -225,12 +293,3 @@ def _rank() -> int:
 
 def _bits(form: FloatFormat | None) -> int:
     return 32 if form is None else form.bits
-
-
-def _all_high(graph: Graph, high: FloatFormat | None) -> int:
-    return graph.elements * _bits(high)
-
-
-def _several(title: str, names: Iterable[str]) -> list[str]:
-    names = list(names)
-    return [f"{title}: {', '.join(names[:5])} ({len(names)})"] if names else []

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.config.sources import load, options
-from memtrain.precision.assign import assign, sizes
-from memtrain.precision.graph import Graph, Value
-from memtrain.precision.options import Precision
+from memtrain.precision.assignment import Precision, assign, sizes
+from memtrain.precision.graph import Graph, GraphTensor
 from memtrain.precision.state import PrecisionState
 
 VALUE = st.tuples(st.integers(1, 50), st.booleans(), st.booleans())
@@ -17,7 +16,7 @@ RATIOS = st.one_of(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), st.floats(0, 1))
 
 def graph_from(groups):
     values = [
-        Value(f"{group}.{index}", numel, group, weight=weight, gradient=gradient)
+        GraphTensor(f"{group}.{index}", numel, group, weight=weight, gradient=gradient)
         for group, members in enumerate(groups)
         for index, (numel, weight, gradient) in enumerate(members)
     ]
@@ -30,17 +29,17 @@ def test_the_chosen_set_is_the_shortest_prefix_of_whole_groups(groups, ratio, ho
     graph = graph_from(groups)
     asked = Precision(assignment=how, ratio=ratio, seed=seed)
     chosen, own, total = assign(graph, asked), sizes(graph), graph.elements
-    low = {value.group for value in graph.values if value.name in chosen.forward}
+    low = {value.group for value in graph.tensors if value.name in chosen.forward}
     # whole groups, and both sides of every activation
-    assert chosen.forward == {value.name for value in graph.values if value.group in low}
+    assert chosen.forward == {value.name for value in graph.tensors if value.group in low}
     assert chosen.backward == {
-        value.name for value in graph.values
+        value.name for value in graph.tensors
         if value.group in low and value.gradient and not value.weight
     }  # fmt: skip
     # weight gradients are counted in the prefix ...
     reached = sum(own[group] for group in low)
     assert reached == sum(
-        value.numel * (2 if value.gradient else 1) for value in graph.values if value.group in low
+        value.numel * (2 if value.gradient else 1) for value in graph.tensors if value.group in low
     )
     assert reached >= ratio * total
     # ... which is the shortest: without any of its groups that the order could end with, too little
@@ -52,9 +51,9 @@ def test_the_chosen_set_is_the_shortest_prefix_of_whole_groups(groups, ratio, ho
         assert all((sign * size, g) > (sign * own[last], last) for g, size in rest.items())
     # the reported ratio counts what really is low
     state = PrecisionState(asked)
-    state.settle(graph)
+    state.assign(graph)
     weights = sum(
-        value.numel for value in graph.values
+        value.numel for value in graph.tensors
         if value.group in low and value.weight and value.gradient
     )  # fmt: skip
     assert state.ratio * total == pytest.approx(reached - weights, abs=1e-6)
@@ -67,10 +66,12 @@ def test_the_chosen_set_is_the_shortest_prefix_of_whole_groups(groups, ratio, ho
 def by_hand():
     return Graph(
         (
-            Value("x", 6, 0, gradient=False, read=True), Value("w1", 9, 0, weight=True, read=True),
-            Value("y", 6, 1, made=True), Value("norm", 2, 1, weight=True),
-            Value("z", 6, 1, read=True), Value("w2", 8, 1, weight=True, read=True),
-            Value("out", 4, 2, made=True), Value("soft", 4, 2),
+            GraphTensor("x", 6, 0, gradient=False, gemm_input=True),
+            GraphTensor("w1", 9, 0, weight=True, gemm_input=True),
+            GraphTensor("y", 6, 1, gemm_output=True), GraphTensor("norm", 2, 1, weight=True),
+            GraphTensor("z", 6, 1, gemm_input=True),
+            GraphTensor("w2", 8, 1, weight=True, gemm_input=True),
+            GraphTensor("out", 4, 2, gemm_output=True), GraphTensor("soft", 4, 2),
         ),
         ("a / linear", "b / linear"),
     )  # fmt: skip
@@ -103,7 +104,7 @@ def test_random_order_follows_its_seed():
 
 def test_uniform_is_all_of_it():
     chosen = assign(by_hand(), Precision(assignment="uniform"))
-    assert chosen.forward == {value.name for value in by_hand().values}
+    assert chosen.forward == {value.name for value in by_hand().tensors}
     assert chosen.backward == {"y", "z", "out", "soft"}
 
 

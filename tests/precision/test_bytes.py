@@ -9,7 +9,7 @@ from experiments.cifar import cifar
 from memtrain.audit.live_storages import LiveStorages, saved_nbytes
 from memtrain.compressors import Group
 from memtrain.config.sources import ActivationRule, Config
-from memtrain.precision.options import Precision
+from memtrain.precision.assignment import Precision
 
 # without the overflow counts that promotion keeps until the backward, 8 bytes a tensor
 UNIFORM = Config(precision=Precision(assignment="uniform", promotion=None))

@@ -6,9 +6,9 @@ from torch import nn
 
 import memtrain
 from memtrain.config.sources import load
-from memtrain.precision import E4M3FN, E5M2, FP8_BACKWARD, FP8_FORWARD, FloatFormat, gemm
+from memtrain.precision import E4M3FN, E5M2, FP8_BACKWARD, FP8_FORWARD, FloatFormat, fp8_gemm
 
-WORKS = not gemm.unfit(torch.ones(16, 16), torch.ones(16, 16))
+WORKS = not fp8_gemm.unsupported(torch.ones(16, 16), torch.ones(16, 16))
 needs = pytest.mark.skipif(not WORKS, reason="this torch has no FP8 GEMM on the CPU")
 FORMATS = {
     "forward": FP8_FORWARD,
@@ -29,10 +29,10 @@ def values(form):
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_an_operand_is_the_tensor(form, dtype):
     x = values(form)
-    held = gemm.TYPES[form.exponent_bits, form.mantissa_bits]
+    held = fp8_gemm.TYPES[form.exponent_bits, form.mantissa_bits]
     top = torch.finfo(held).max * 2.0**-form.bias
     for y in (x, x[x.isnan() | x.isinf() | (x.abs() <= top)]):
-        codes, inverse, halved = gemm.operand(y.to(dtype), form)
+        codes, inverse, halved = fp8_gemm.quantize(y.to(dtype), form)
         assert codes.dtype == held
         got = codes.double() * inverse.double()
         assert bool(halved) == (form.max > top and len(y) == len(x))
@@ -51,7 +51,7 @@ def test_an_operand_is_the_tensor(form, dtype):
 
 def test_nan_beside_the_largest_number_stays_alone():
     x = torch.tensor([30.0, torch.nan, 1.0])
-    codes, inverse, _ = gemm.operand(x, FP8_FORWARD)
+    codes, inverse, _ = fp8_gemm.quantize(x, FP8_FORWARD)
     torch.testing.assert_close(codes.float() * inverse, x, rtol=0, atol=0, equal_nan=True)
 
 
@@ -70,10 +70,10 @@ def test_products_against_float64(shape):
     bias = torch.randn(n, requires_grad=True)
     g = FP8_BACKWARD.round(torch.randn(*rows, n) * 1e3)
     seen = []
-    y = gemm.linear(x, w, bias, FP8_FORWARD, FP8_BACKWARD, seen.append)
+    y = fp8_gemm.linear(x, w, bias, FP8_FORWARD, FP8_BACKWARD, seen.append)
     y.backward(g)
     flat, back = x.detach().reshape(-1, k), g.reshape(-1, n)
-    bare = gemm.linear(x, w, None, FP8_FORWARD, None, seen.append).detach()
+    bare = fp8_gemm.linear(x, w, None, FP8_FORWARD, None, seen.append).detach()
     assert bounded(bare.reshape(-1, n), flat, w.detach().t())
     assert torch.equal(y.detach(), bare + bias.detach())
     assert bounded(x.grad.reshape(-1, k), back, w.detach())
@@ -129,7 +129,7 @@ def test_layers_that_do_not_run_there_are_listed():
     model, optimizer = wrapped(model, assignment="size_ordered", ratio=0.5)
     step(model, optimizer, x)
     state = memtrain.precision_state(model)
-    groups = {value.name: value.group for value in state.graph.values if state.is_low(value.name)}
+    groups = {value.name: value.group for value in state.graph.tensors if state.is_low(value.name)}
     assert len(set(groups.values())) == 1  # the middle one
     assert state.gemms == {
         "0 / linear": "high: input, weight", "2 / linear": "", "3 / linear": "high: input, weight",

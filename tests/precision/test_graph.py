@@ -6,7 +6,7 @@ from torch import nn
 
 from experiments.cifar import FAMILIES, cifar
 from memtrain.precision.graph import graph_of
-from memtrain.precision.ops import writes
+from memtrain.precision.tensor_names import writes
 
 
 def names(graph, group):
@@ -42,12 +42,19 @@ def test_groups_of_a_residual_block_by_hand():
     assert names(graph, 3) == [
         "shortcut / linear / output", "(root) / add / output", "(root) / square / output",
     ]  # fmt: skip
-    values = {value.name: value for value in graph.values}
+    values = {value.name: value for value in graph.tensors}
     assert not values["gain"].gradient
     assert values["(root) / input / input"].gradient
-    assert [value.read for value in graph.groups()[0]] == [False, False, True, False, True, True]
-    assert values["first / linear / output"].made
-    assert not values["(root) / relu / output"].made
+    assert [value.gemm_input for value in graph.groups()[0]] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert values["first / linear / output"].gemm_output
+    assert not values["(root) / relu / output"].gemm_output
     assert graph.elements == 2 * (3 * 40 + 2 * 64) + 8 + 2 * (80 + 64) + 2 * 40 + 2 * 120
 
 
@@ -64,7 +71,7 @@ class Tied(nn.Module):
 
 def test_a_weight_of_two_groups_is_in_the_first_and_counts_once():
     graph = graph_of(Tied(), torch.zeros(4, 3, dtype=torch.long))
-    assert [value.name for value in graph.values if value.weight] == [
+    assert [value.name for value in graph.tensors if value.weight] == [
         "table.weight", "hidden.weight", "hidden.bias",
     ]  # fmt: skip
     assert "table.weight" in names(graph, 0)
@@ -82,7 +89,7 @@ class Again(nn.Module):
 
 def test_a_module_that_runs_again_has_numbered_names():
     graph = graph_of(Again(), torch.ones(2, 4))
-    found = [value.name for value in graph.values if not value.weight]
+    found = [value.name for value in graph.tensors if not value.weight]
     assert found[1:] == [
         "layer / linear / output", "act / relu / output",
         "layer / linear / output1", "act / relu / output1",
@@ -95,11 +102,11 @@ def test_the_four_convolutional_models(family):
     graph = graph_of(model, torch.zeros(2, 3, 32, 32))
     kinds = (nn.Conv2d, nn.Linear)
     assert len(graph.gemms) == sum(isinstance(module, kinds) for module in model.modules())
-    weights = {value.name: value.numel for value in graph.values if value.weight}
+    weights = {value.name: value.numel for value in graph.tensors if value.weight}
     assert weights == {name: p.numel() for name, p in model.named_parameters()}
     assert not any(module.training for module in model.modules())
     listed = str(graph).splitlines()
-    assert len(listed) == 1 + len(graph.groups()) + len(graph.values)
+    assert len(listed) == 1 + len(graph.groups()) + len(graph.tensors)
     assert f"{graph.elements:,} elements" in listed[0]
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import memtrain
 from memtrain.config.sources import Config
 from memtrain.kernels.floats.formats import FP8_FORWARD, FP16
-from memtrain.precision.options import Precision
+from memtrain.precision.assignment import Precision
 
 
 def mlp():
@@ -89,7 +89,7 @@ def test_the_ratio_falls_with_each_promotion_and_is_averaged_over_steps():
     with torch.no_grad():
         model[0].weight.mul_(1000)
     step(model, x, y)
-    values = {value.name: value.numel for value in state.graph.values}
+    values = {value.name: value.numel for value in state.graph.tensors}
     lost = sum(values[promotion.site] for promotion in state.promotions)
     assert state.ratio == pytest.approx(before - lost / state.graph.elements)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_everything_may_be_promoted():
     optimizer.step()
     optimizer.zero_grad()
     step(model, x, y)
-    backward = sum(v.numel for v in state.graph.values if v.name in state.assignment.backward)
+    backward = sum(v.numel for v in state.graph.tensors if v.name in state.assignment.backward)
     assert state.ratio == backward / state.graph.elements
 
 

@@ -54,7 +54,7 @@ def test_what_another_rank_found_counts(alone, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     assert step()
     state = memtrain.precision_state(model)
-    names = [value.name for value in state.graph.values]
+    names = [value.name for value in state.graph.tensors]
     assert other["seen"][:2] == [0.0, 0.0]
     assert other["seen"][3 : 5 + 1] == [64.0, 0.0, 128.0]  # of the input and the first weight
     nothing = [0.0] * (2 + 2 * len(names))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import memtrain
 from memtrain.config.sources import Config
 from memtrain.kernels.floats.formats import FP8_BACKWARD, FP8_FORWARD, FP16
-from memtrain.precision.options import Precision
+from memtrain.precision.assignment import Precision
 
 SCALE = 2.0**10
 
@@ -85,7 +85,9 @@ def test_a_step_is_the_one_worked_out_by_hand(ratio):
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     state = memtrain.precision_state(model)
-    groups = {value.group for value in state.graph.values if value.name in state.assignment.forward}
+    groups = {
+        value.group for value in state.graph.tensors if value.name in state.assignment.forward
+    }
     assert len(groups) == {0.0: 0, 0.5: 1, 1.0: 4}[ratio]
     expected, gradients = by_hand(model, x, y, lambda group: group in groups)
     assert loss == expected
@@ -176,7 +178,7 @@ def test_a_first_forward_in_evaluation_settles_what_training_computes():
     with torch.no_grad():
         model(data()[0])
     assert not model.training
-    names = [value.name for value in memtrain.precision_state(model).graph.values]
+    names = [value.name for value in memtrain.precision_state(model).graph.tensors]
     assert "1 / dropout / output" in names
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import memtrain
 from memtrain.config.sources import Config
 from memtrain.kernels.floats.formats import FP16
-from memtrain.precision.options import Precision
-from memtrain.precision.scale import LossScale
+from memtrain.precision.assignment import Precision
+from memtrain.precision.state import LossScale
 
 
 def mlp():
@@ -81,7 +81,7 @@ class Stash(nn.Module):
 def test_a_loss_that_is_no_output_is_warned_of_once():
     x, _ = data()
     model, _ = wrapped(Stash(False))
-    with pytest.warns(UserWarning, match=r"what \(root\) / mean gives \(1 such\) outlives"):
+    with pytest.warns(UserWarning, match=r"the result of \(root\) / mean \(1 such\) outlives"):
         model(x)
     model(x)  # with warnings as errors
     returned, _ = wrapped(Stash(True))
@@ -266,7 +266,7 @@ def test_a_run_resumes_with_its_scale():
     for overflow in (True, False, False):
         scale.update(overflow=overflow)
     other = LossScale("dynamic", 2.0**16, 3)
-    other.load(scale.state())
+    other.load_state_dict(scale.state_dict())
     for one in (scale, other):
         one.update(overflow=False)
     assert scale.value == other.value == 2.0**16

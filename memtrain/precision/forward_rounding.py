@@ -1,8 +1,8 @@
-"""Rounds what the ops of a forward make and read, and what their backward gives."""
+"""Rounding of a forward's weights and results to their formats, and of their gradients."""
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,48 +11,63 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.saved.handles import check_version
+from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack import SavedTensors
+from memtrain.activations.trace.fake_forward import Given
 from memtrain.compressors import Compressor, Float, Keep
 from memtrain.kernels.floats.format_names import FORMATS
 from memtrain.kernels.floats.formats import FloatFormat
-from memtrain.precision import gemm
-from memtrain.precision.boundary import Boundary
-from memtrain.precision.ops import QUESTIONS, writes
-from memtrain.precision.paths import Outliving, past_rounding, within
+from memtrain.precision import fp8_gemm
+from memtrain.precision.graph import refuse_shards
+from memtrain.precision.loss_scaling import (
+    LossScaler,
+    bypassing,
+    in_training_forward,
+    outliving,
+    weak_results,
+    within,
+)
 from memtrain.precision.state import PrecisionState
-from memtrain.precision.values import Values, roundable
+from memtrain.precision.tensor_names import METADATA, TensorNames, roundable, writes
+
+HIDDEN = (
+    "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
+    "hide; allowed there: precision.assignment=fp32"
+)
 
 
-class Rounder:
-    """A `Rounding`: formats are those of a `PrecisionState`.
+class ForwardRounding:
+    """A `Rounding` to the formats of a `PrecisionState`.
 
     An op's result is rounded where it lies, so that a backward which uses the result uses the
     rounded one; its gradient, the sum over all who read it, by a hook on it. A weight is rounded
-    when an op reads it; its gradient on the way back, where it also loses the loss scale.
+    when an op reads it; its gradient in the backward, where it is also unscaled.
 
     Args:
         state: Formats, counts and the loss scale.
         no_rule: The plan's choice for a saved tensor that no rule claims.
-        trial: Whether this is a trace, of which nothing may stay.
+        trial: Whether this is a trace, which counts and scales nothing.
     """
 
     def __init__(self, state: PrecisionState, no_rule: Keep, *, trial: bool = False) -> None:
         self.state, self.no_rule, self.trial = state, no_rule, trial
-        self.boundary = Boundary(state)
+        self.scaler = LossScaler(state)
         self.saved: SavedTensors | None = None
         self._plain: dict[str, str] = {}  # results of linear layers -> why not on FP8 GEMMs
-        self._checked: set[str] = set()  # modules of which a whole forward has been looked at
+        self._checked: set[str] = set()  # modules of which a whole forward has been checked
+        self._tracing = False
         self._clear()
 
     def _clear(self) -> None:
-        self._names = Values()
+        self._names = TensorNames()
         self._rounded: dict[str, weakref.ref[Tensor]] = {}
         self._counts = False  # whether overflows count: in forwards that will be trained
-        self._outliving: Outliving | None = None
+        # sites and results, where the forward is checked
+        self._results: list[tuple[str, weakref.ref[Tensor]]] | None = None
         self._model: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_names", "_rounded", "_counts", "_outliving", "_model")
+        runtime = ("_names", "_rounded", "_counts", "_results", "_model")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -60,8 +75,34 @@ class Rounder:
         self._clear()
 
     def attach(self, saved: SavedTensors) -> None:
-        """Weights and rounded tensors that `saved` packs are kept exactly."""
+        """Let `saved` keep weights and rounded tensors exactly."""
         self.saved, saved.exact = saved, self.exact
+
+    def before_model(
+        self, assign: Callable[[nn.Module, Any], None], model: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        """Assign formats by a trace of the model's first forward; its first forward pre-hook.
+
+        Args:
+            assign: Traces a model's forward on a batch, and assigns formats to its tensors.
+            model: The hook's.
+            args: The hook's.
+            kwargs: The hook's.
+
+        Raises:
+            RuntimeError: Where ops are not seen one by one.
+            ValueError: If `fully_shard` has been applied to the model.
+        """
+        if _compiles() or torch.jit.is_tracing() or in_transform():
+            raise RuntimeError(HIDDEN)
+        refuse_shards(model)
+        if self.state.graph is not None or self._tracing:
+            return
+        self._tracing = True
+        try:
+            assign(model, tree_map_only(Tensor, _detached, Given(args, kwargs)))
+        finally:
+            self._tracing = False
 
     def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Round the inputs."""
@@ -73,35 +114,33 @@ class Rounder:
         self._clear()
         self._names.begin(model)
         self._model, self._module = model, module
-        self._counts = self.boundary.inside() and not self.trial
+        self._counts = in_training_forward() and not self.trial
         if self._counts:
-            self.boundary.begin(model)
+            self.scaler.begin(model)
         if self._counts and module not in self._checked:
-            self._outliving = Outliving()
+            self._results = []
         given = (args, kwargs)
-        changed: dict[int, Tensor] = {}
-        for made in self._names.inputs(module, given):
-            changed[id(made.tensor)] = self._input(made.name, made.tensor)
+        changed = {id(x): self._input(name, x) for name, x in self._names.inputs(module, given)}
         return tree_map_only(Tensor, lambda x: changed.get(id(x), x), given)
 
     def _input(self, name: str, x: Tensor) -> Tensor:
         known = self.state.knows(name)
         form = self.state.forward_format(name) if known else None
         back = self.state.backward_format(name) if known else None
-        if self.boundary.inside():
-            y = self.boundary.enter(x, name, partial(self._round, name, form), back)
+        if in_training_forward():
+            y = self.scaler.round_leaf(x, name, partial(self._round, name, form), back)
         else:  # in a recomputation gradients pass on as they are
             y = x if form is None else self._round(name, form, x)
         if form is not None:
-            self._names.own(y, name)
+            self._names.assign(y, name)
         return y
 
     def arguments(
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Put rounded weights in the place of parameters."""
-        self._names.before(args, kwargs)
-        if name.strip("_") in QUESTIONS:
+        self._names.note_versions(args, kwargs)
+        if name.strip("_") in METADATA:
             return args, kwargs
         written = args[0] if args and writes(name, kwargs) else None
         named = {key: self._read(x, written) for key, x in kwargs.items()}
@@ -123,49 +162,49 @@ class Rounder:
         form = self.state.forward_format(name)
         back = self.state.gradient_format
         seed = self.state.seed(name, form, weight=True)
-        y = self.boundary.enter(x, name, partial(self._round, name, form, seed=seed), back)
+        y = self.scaler.round_leaf(x, name, partial(self._round, name, form, seed=seed), back)
         if form is None:
             return y
-        self._names.own(y, name)
+        self._names.assign(y, name)
         if x._base is None:
             self._rounded[name] = weakref.ref(y)
             if self.saved is not None and torch.is_grad_enabled():
-                self.saved.remake(y, _Again(x, form, seed))
+                self.saved.remake(y, partial(_round_again, x, x._version, form, seed))
         return y
 
     def function(
         self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """An FP8 GEMM in place of a linear layer whose operands are low, where that is asked."""
-        if not self.state.asked.fp8_gemm or self.trial or name != "linear":
+        """Put an FP8 GEMM in place of a linear layer whose operands are low, if asked to."""
+        if not self.state.config.fp8_gemm or self.trial or name != "linear":
             return func
-        site, made = f"{module or '(root)'} / {name}", self._names.upcoming(module, name)
+        site, output = f"{module or '(root)'} / {name}", self._names.next_name(module, name)
         if torch._C._current_graph_task_id() == -1:
-            self._plain[made] = self._why_plain(*_linear(*args, **kwargs)[:2])
+            self._plain[output] = self._why_plain(*_linear(*args, **kwargs)[:2])
         # A recomputed part does not know its input's site: it does as the forward did.
-        if why := self._plain.get(made, "not in the forward"):
+        if why := self._plain.get(output, "not in the forward"):
             self.state.gemms[site] = why
             return func
-        back = self.state.low_gradient(made)
-        halved = self.boundary.note if self._counts else _ignore
+        back = self.state.low_backward_format(output)
+        note_halved = self.scaler.note_halved if self._counts else _ignore
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             self.state.gemms[site] = ""
-            form = self.state.asked.low_format
-            return gemm.linear(*_linear(*args, **kwargs), form, back, halved)
+            form = self.state.config.low_format
+            return fp8_gemm.linear(*_linear(*args, **kwargs), form, back, note_halved)
 
         return run
 
     def _why_plain(self, x: Tensor, weight: Tensor) -> str:
         named = (("input", x), ("weight", weight))
         high = [what for what, y in named if not self.state.is_low(self._names.name_of(y))]
-        return f"high: {', '.join(high)}" if high else gemm.unfit(x, weight)
+        return f"high: {', '.join(high)}" if high else fp8_gemm.unsupported(x, weight)
 
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
-        """Round what an op has made."""
-        for name, y, _ in self._names.made(module, op, args, kwargs, result):
+        """Round an op's results."""
+        for name, y in self._names.results(module, op, args, kwargs, result):
             if not self.state.knows(name):
                 if not y.requires_grad:
                     self._names.forget(y)
@@ -175,48 +214,51 @@ class Rounder:
             if form is None:
                 self._names.forget(y)
             else:
-                # Not in autograd's eyes: a softmax's saved result shall be the rounded one.
+                # Hidden from autograd: a softmax's saved result shall be the rounded one.
                 seed = self.state.seed(name, form)
                 self._count(name, form.round_count_(y.data, seed=seed), y.numel())
             if back is not None and y.requires_grad:
-                y.register_hook(partial(self.boundary.round, name=name, form=back))
-        if self._outliving is not None:
-            self._outliving.note(f"{module or '(root)'} / {op}", result)
+                y.register_hook(partial(self.scaler.round_gradient, name=name, form=back))
+        if self._results is not None:
+            site = f"{module or '(root)'} / {op}"
+            self._results += [(site, ref) for ref in weak_results(result)]
         return result
 
     def end(self, output: Any, *, whole: bool) -> Any:
-        """Scale the gradients that will come in through the outputs."""
-        outliving, model = self._outliving, self._model
+        """Let the gradients of the outputs be scaled."""
+        results, model = self._results, self._model
         self._clear()
         if not whole or self.trial:
             return output
-        if outliving is not None and model is not None:
-            self._check(output, outliving, model)
-        return self.boundary.leave(output)
+        if results is not None and model is not None:
+            self._check(output, results, model)
+        return self.scaler.scale_gradients_of(output)
 
-    def _check(self, output: Any, outliving: Outliving, model: nn.Module) -> None:
-        """Look once for gradients that would take another way than the loss scale's."""
+    def _check(
+        self, output: Any, results: list[tuple[str, weakref.ref[Tensor]]], model: nn.Module
+    ) -> None:
+        """Look once for gradients that would bypass the loss scale."""
         self._checked.add(self._module)
         if not self.state.scale.active:
             return
-        past = past_rounding(within(output), model)
-        if past:
+        bypassed = bypassing(within(output), model)
+        if bypassed:
             raise RuntimeError(
-                f"{', '.join(past[:5])}: read where no op is seen (by a custom autograd Function "
-                "or a TorchScript module), so that the loss scale would stay in the gradient; "
-                "allowed: precision.loss_scale=none"
+                f"{', '.join(bypassed[:5])}: read where no op is seen (by a custom autograd "
+                "Function or a TorchScript module), so that the loss scale would stay in the "
+                "gradient; allowed: precision.loss_scale=none"
             )
-        left = outliving.left(output)
-        if left:
+        alive = outliving(results, output)
+        if alive:
             warnings.warn(
-                f"what {left[0]} gives ({len(left)} such) outlives the forward without being an "
-                "output of the model: a loss term that uses it does not carry the loss scale. "
+                f"the result of {alive[0]} ({len(alive)} such) outlives the forward without being "
+                "an output of the model: a loss term that uses it does not carry the loss scale. "
                 "Return it from the forward, or set precision.loss_scale=none",
                 stacklevel=2,
             )
 
     def exact(self, x: Tensor, chosen: Keep) -> Compressor | None:
-        """Codes of the format that `x` has been rounded to, where no rule claims it."""
+        """Give codes of the format that `x` has been rounded to, where no rule claims it."""
         name = self._names.name_of(x)
         form = self.state.forward_format(name) if name and chosen == self.no_rule else None
         return None if form is None else _codes(form)
@@ -232,8 +274,8 @@ class Rounder:
         return y
 
     def _count(self, name: str, overflows: Tensor, numel: int) -> None:
-        if self._counts and self.state.asked.promotion is not None and self.state.is_low(name):
-            self.boundary.count(name, overflows, numel)
+        if self._counts and self.state.config.promotion is not None and self.state.is_low(name):
+            self.scaler.count_overflows(name, overflows, numel)
 
 
 def _linear(
@@ -246,16 +288,23 @@ def _ignore(halved: Tensor) -> None:
     pass
 
 
-class _Again:
-    """Rounds a parameter as the forward did, for the backward."""
+def _round_again(parameter: Tensor, version: int, form: FloatFormat, seed: int) -> Tensor:
+    """Round a parameter as the forward did, for the backward."""
+    check_version(parameter, version)
+    return form.round(parameter.detach(), seed=seed)
 
-    def __init__(self, parameter: Tensor, form: FloatFormat, seed: int) -> None:
-        self.parameter, self.form, self.seed = parameter, form, seed
-        self.version = parameter._version
 
-    def __call__(self) -> Tensor:
-        check_version(self.parameter, self.version)
-        return self.form.round(self.parameter.detach(), seed=self.seed)
+def _compiles() -> bool:
+    """Whether Dynamo traces this call, or has given up on it and waits for the frames within."""
+    if torch.compiler.is_compiling():
+        return True
+    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    return frames.get_eval_frame_callback() is not None
+
+
+def _detached(x: Tensor) -> Tensor:
+    """Give `x` without its graph, which a trace does not need."""
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 @lru_cache

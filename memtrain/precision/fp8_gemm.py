@@ -1,8 +1,8 @@
-"""Linear layers on FP8 GEMMs: operands in torch's 8-bit types, exact where those hold them."""
+"""Linear layers on FP8 GEMMs: operands in torch's float8 types, exact where those hold them."""
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +13,8 @@ TYPES = {(4, 3): torch.float8_e4m3fn, (5, 2): torch.float8_e5m2}  # exponent and
 MULTIPLE = 16  # of all sizes, on CUDA
 
 
-class Operand(NamedTuple):
-    """`codes` times `inverse` is the tensor; `halved` whether a bit of it may be lost."""
-
-    codes: Tensor
-    """float8."""
-    inverse: Tensor
-    """float32, []: a power of two."""
-    halved: Tensor
-    """bool, []."""
-
-
-def operand(x: Tensor, form: FloatFormat) -> Operand:
-    """A rounded tensor in torch's type of as many exponent and mantissa bits.
+def quantize(x: Tensor, form: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert a rounded tensor to torch's type of as many exponent and mantissa bits.
 
     With a power of two taken out, that type holds all numbers of the format but its largest: of
     `fp8_forward` 30 (480 of e4m3fn, whose largest is 448), of `fp8_backward` the binade from 65536.
@@ -37,48 +26,45 @@ def operand(x: Tensor, form: FloatFormat) -> Operand:
         x: Numbers of `form`; float32, bfloat16 or float16, any shape.
         form: Of 4 exponent and 3 mantissa bits, or 5 and 2.
 
+    Returns:
+        codes: float8, as `x`.
+        scale: float32, []: a power of two; `codes` times it is the tensor.
+        halved: bool, []: whether a bit of the tensor may be lost.
+
     Memory:
         1 byte per element, and 5 while it runs.
 
     Example:
         >>> from memtrain.kernels.floats.formats import FP8_FORWARD
-        >>> codes, inverse, halved = operand(torch.tensor([1.125, 28.0]), FP8_FORWARD)
-        >>> codes.float() * inverse, halved
+        >>> codes, scale, halved = quantize(torch.tensor([1.125, 28.0]), FP8_FORWARD)
+        >>> codes.float() * scale, halved
         (tensor([ 1.1250, 28.0000]), tensor(False))
-        >>> operand(torch.tensor([1.125, 30.0]), FP8_FORWARD).halved
+        >>> quantize(torch.tensor([1.125, 30.0]), FP8_FORWARD)[2]
         tensor(True)
     """
     kind = TYPES[form.exponent_bits, form.mantissa_bits]
-    scale = 2.0 ** (form.bias or 0)
+    factor = 2.0 ** (form.bias or 0)
     whole = x.detach().to(torch.float32)
     magnitude = whole.abs()
-    halved = ((magnitude > torch.finfo(kind).max / scale) & (magnitude < torch.inf)).any()
-    factor = torch.where(halved, scale / 2, scale)
-    return Operand((whole * factor).to(kind), 1 / factor, halved)
+    halved = ((magnitude > torch.finfo(kind).max / factor) & (magnitude < torch.inf)).any()
+    factors = torch.where(halved, factor / 2, factor)
+    return (whole * factors).to(kind), 1 / factors, halved
 
 
-def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T` by `torch._scaled_mm`.
-
-    Args:
-        a: [m, k], contiguous.
-        b: [n, k], contiguous.
-        dtype: Of the result.
-    """
-    return torch._scaled_mm(
-        a.codes, b.codes.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=dtype
-    )
+def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply [m, k] by the transpose of [n, k], both contiguous."""
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
 
 
-def unfit(x: Tensor, weight: Tensor) -> str:
-    """Why no FP8 GEMM takes a linear layer's operands, or an empty string.
+def unsupported(x: Tensor, weight: Tensor) -> str:
+    """Give the reason why no FP8 GEMM runs a linear layer, or an empty string.
 
     Args:
         x: [..., k].
         weight: [n, k].
 
     Example:
-        >>> unfit(torch.ones(0, 4), torch.ones(8, 4))
+        >>> unsupported(torch.ones(0, 4), torch.ones(8, 4))
         'no elements'
     """
     if weight.dim() != 2 or not x.numel() or not weight.numel():
@@ -91,13 +77,10 @@ def unfit(x: Tensor, weight: Tensor) -> str:
 
 @cache
 def _missing(device: torch.device) -> str:
-    one = Operand(
-        torch.ones(16, 16, device=device).to(torch.float8_e4m3fn),
-        torch.ones((), device=device),
-        torch.zeros((), dtype=torch.bool, device=device),
-    )
+    codes = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+    scale = torch.ones((), device=device)
     try:
-        product(one, one, torch.float32)
+        _product(codes, scale, codes, scale, torch.float32)
     except (RuntimeError, NotImplementedError) as error:
         return f"{device} has no FP8 GEMM ({str(error).splitlines()[0]})"
     return ""
@@ -109,17 +92,17 @@ def linear(
     bias: Tensor | None,
     form: FloatFormat,
     back: FloatFormat | None,
-    halved: Callable[[Tensor], None],
+    note_halved: Callable[[Tensor], None],
 ) -> Tensor:
-    """A linear layer whose products run in FP8; it saves its input and its weight as others do.
+    """Run a linear layer on FP8 GEMMs; it saves its input and its weight as others do.
 
     Args:
         x: [..., k], numbers of `form`.
         weight: [n, k], numbers of `form`.
         bias: [n]; added to the product in its own precision.
         form: Of input and weight.
-        back: Of the result's gradient; None: the products of the backward are plain.
-        halved: Is told of every operand, forward and backward, whether it was halved.
+        back: Of the result's gradient; None: the backward runs plain GEMMs.
+        note_halved: Called with a bool for every operand, forward and backward: was it halved.
 
     Returns:
         [..., n], in the dtype of `x`, or of autocast.
@@ -127,10 +110,10 @@ def linear(
     Memory:
         Nothing beyond its input and weight until the backward.
     """
-    return _Linear.apply(x, weight, bias, form, back, halved)
+    return _Fp8Linear.apply(x, weight, bias, form, back, note_halved)
 
 
-class _Linear(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -139,17 +122,18 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         form: FloatFormat,
         back: FloatFormat | None,
-        halved: Callable[[Tensor], None],
+        note_halved: Callable[[Tensor], None],
     ) -> Tensor:
-        given, learnt = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if learnt else None, weight if given else None)
-        ctx.like = tuple(None if one is None else one.dtype for one in (x, weight, bias))
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+        ctx.dtypes = tuple(None if one is None else one.dtype for one in (x, weight, bias))
         ctx.shape = x.shape
-        ctx.form, ctx.back, ctx.halved = form, back, halved
-        left, right = operand(_rows(x), form), operand(weight.contiguous(), form)
-        halved(left.halved)
-        halved(right.halved)
-        y = product(left, right, _result(x))
+        ctx.form, ctx.back, ctx.note_halved = form, back, note_halved
+        a, scale_a, halved_a = quantize(_rows(x), form)
+        b, scale_b, halved_b = quantize(weight.contiguous(), form)
+        note_halved(halved_a)
+        note_halved(halved_b)
+        y = _product(a, scale_a, b, scale_b, _result_dtype(x))
         if bias is not None:
             y += bias.to(y.dtype)
         return y.view(*x.shape[:-1], -1)
@@ -162,30 +146,33 @@ class _Linear(torch.autograd.Function):
                 "allowed: precision.fp8_gemm=false"
             )
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.like
+        of_x, of_weight, of_bias = ctx.dtypes
         g, dx, dw = _rows(grads[0]), None, None
         if ctx.back is None:
             dx = None if weight is None else (g.to(weight.dtype) @ weight).to(of_x)
             dw = None if x is None else (g.to(x.dtype).t() @ _rows(x)).to(of_weight)
-        else:  # the second operand's columns must lie one after another
-            left = operand(g, ctx.back)
-            ctx.halved(left.halved)
+        else:
+            a, scale_a, halved = quantize(g, ctx.back)
+            ctx.note_halved(halved)
             if weight is not None:
-                dx = product(left, _turned(operand(weight, ctx.form)), of_x)
+                dx = _product(a, scale_a, *_transposed(weight, ctx.form), of_x)
             if x is not None:
-                dw = product(_turned(left), _turned(operand(_rows(x), ctx.form)), of_weight)
+                right = _transposed(_rows(x), ctx.form)
+                dw = _product(a.t().contiguous(), scale_a, *right, of_weight)
         db = g.sum(0).to(of_bias) if ctx.needs_input_grad[2] else None
         return None if dx is None else dx.view(ctx.shape), dw, db, None, None, None
 
 
-def _turned(a: Operand) -> Operand:
-    return a._replace(codes=a.codes.t().contiguous())
+def _transposed(x: Tensor, form: FloatFormat) -> tuple[Tensor, Tensor]:
+    """Quantise the second operand of a backward's GEMM, whose columns must be contiguous."""
+    codes, scale, _ = quantize(x, form)
+    return codes.t().contiguous(), scale
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _result(x: Tensor) -> torch.dtype:
+def _result_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -1,0 +1,327 @@
+"""Gradients scaled at the model's outputs and unscaled at its weights; skipped steps."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from memtrain.kernels.floats.formats import FloatFormat
+from memtrain.precision.state import PrecisionState
+
+SCALER_DEPTH = 12  # of calls between a GradScaler's step and an optimizer's
+OUTPUT_DEPTH = 6  # of objects within an output: a cache of keys and values, say
+
+
+class LossScaler:
+    """Scales gradients at the model's outputs, unscales them at its weights and inputs.
+
+    A gradient that reaches a parameter without passing an output (a penalty on the weights) never
+    carries the scale. At the end of each backward pass through an output, overflows are counted:
+    activations and weights may be promoted, the scale may change; under DistributedDataParallel, of
+    all processes alike. A step whose gradients overflowed is skipped.
+
+    Args:
+        state: Holds the scale, and is updated after every backward pass.
+    """
+
+    def __init__(self, state: PrecisionState) -> None:
+        self.__setstate__({"state": state, "overflowed": False, "device": torch.device("cpu")})
+
+    def _clear(self) -> None:
+        self._counts: dict[str, tuple[Tensor, int]] = {}  # overflows and elements
+        # as of torch's GradScaler: 1 where a weight's gradient is not finite; 1 / scale
+        self._found_inf: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._finite: list[Tensor] = []  # whether the gradients of outputs are
+        self._halved: list[Tensor] = []  # whether operands of FP8 GEMMs have been
+        self._scaled = False  # whether the gradients of the present pass carry the scale
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"state": self.state, "overflowed": self.overflowed, "device": self.device}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state: PrecisionState = state["state"]
+        self.overflowed: bool = state["overflowed"]
+        """Whether a gradient since the last step has overflowed: the step must be skipped."""
+        self.device: torch.device = state["device"]
+        self.group: Any = None
+        """Of processes that train replicas of the model, and decide together."""
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients, in a skipped step
+        self._clear()
+
+    def attach(self, optimizer: Optimizer) -> list[Any]:
+        """Hook an optimizer's step, which finds no gradients where they overflowed.
+
+        Parameters, states and step counts then stay; the gradients are there again afterwards.
+
+        Returns:
+            The hooks' handles.
+        """
+        return [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def count_overflows(self, name: str, overflows: Tensor, numel: int) -> None:
+        """Add the overflows of a forward's tensor of `numel` elements."""
+        before = self._counts.get(name)
+        both = (before[0] + overflows, before[1] + numel) if before else (overflows, numel)
+        self._counts[name] = both
+
+    def note_halved(self, halved: Tensor) -> None:
+        """Add whether an operand of an FP8 GEMM was halved."""
+        self._halved.append(halved)
+
+    def begin(self, model: nn.Module) -> None:
+        """Begin a training forward: look whether it is a replica's."""
+        ddp = DistributedDataParallel._active_ddp_module
+        self.group = None if ddp is None else ddp.process_group
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    # -- at the outputs ------------------------------------------------------------------------
+
+    def scale_gradients_of(self, output: Any) -> Any:
+        """Give the model's output, whose gradient will be scaled.
+
+        Nothing is done where no gradient will come, nor in a recomputation: there the gradients
+        are scaled already.
+        """
+        if not in_training_forward():
+            return output
+        return tree_map(partial(self._output, {}), output)
+
+    def _output(self, known: dict[int, Tensor], x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if not x.requires_grad or not x.is_floating_point():
+                return x
+            if id(x) not in known:  # for the user to change in place as ever: not a view
+                known[id(x)] = _StraightThrough.apply(x, Tensor.detach, self._scale)
+            return known[id(x)]
+        if is_dataclass(x) and not isinstance(x, type):
+            for field in fields(x):
+                inner = tree_map(partial(self._output, known), getattr(x, field.name))
+                object.__setattr__(x, field.name, inner)
+        return x
+
+    def _scale(self, grad: Tensor) -> Tensor:
+        """Scale an output's gradient: a backward pass through the model begins."""
+        if not self._scaled:
+            self._scaled = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        if not self.state.scale.active:
+            return grad
+        self._finite.append(grad.detach().isfinite().all())
+        return grad * self.state.scale.value
+
+    # -- at weights and inputs -----------------------------------------------------------------
+
+    def round_leaf(
+        self, x: Tensor, name: str, rounded: Callable[[Tensor], Tensor], form: FloatFormat | None
+    ) -> Tensor:
+        """Round a weight or an input; its gradient is rounded to `form`, and unscaled."""
+        return _StraightThrough.apply(x, rounded, partial(self._unscale, name=name, form=form))
+
+    def _unscale(self, grad: Tensor, name: str, form: FloatFormat | None) -> Tensor:
+        grad = grad.clone() if form is None else self.round_gradient(grad, name, form)
+        scale = self.state.scale
+        if not scale.active or not self._scaled:
+            return grad
+        found = self._found_inf.get(grad.device)
+        if found is None:
+            zero = torch.zeros((), device=grad.device)
+            found = self._found_inf[grad.device] = (zero, torch.full_like(zero, 1 / scale.value))
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], *found)
+        return grad
+
+    def round_gradient(self, grad: Tensor, name: str, form: FloatFormat) -> Tensor:
+        """Round a gradient to its format.
+
+        Raises:
+            RuntimeError: Under `create_graph=True`: rounding has no derivative.
+        """
+        _refuse_double_backward()
+        return form.round(grad, seed=self.state.seed(f"gradient of {name}", form))
+
+    # -- at the end of a backward pass, and at a step --------------------------------------------
+
+    def _end_backward(self) -> None:
+        counts, found_inf = self._counts, self._found_inf
+        finite, halved = self._finite, self._halved
+        self._clear()
+        self.state.halved += sum(map(int, halved))
+        overflows = torch.stack([one for one, _ in counts.values()]).tolist() if counts else []
+        pairs = zip(counts.items(), overflows, strict=True)
+        shares = {name: (count, numel) for (name, (_, numel)), count in pairs}
+        overflow = any(bool(one) for one, _ in found_inf.values())
+        bad_loss = not all(bool(one) for one in finite)
+        if self.group is not None:
+            overflow, bad_loss, shares = self._all_reduce(overflow, bad_loss, shares)
+        self.state.promote({name: count / numel for name, (count, numel) in shares.items()})
+        if not self.state.scale.active:
+            return
+        # A loss that is not finite is the user's: no scale would mend it.
+        overflow = overflow and not bad_loss
+        self.overflowed |= overflow
+        self.state.scale.update(overflow=overflow)
+
+    def _all_reduce(
+        self, overflow: bool, bad_loss: bool, shares: Mapping[str, tuple[float, float]]
+    ) -> tuple[bool, bool, dict[str, tuple[float, float]]]:
+        """Combine the arguments of all processes by one sum of a few numbers."""
+        names = [tensor.name for tensor in self.state.graph.tensors] if self.state.graph else []
+        own = [shares.get(name, (0, 0)) for name in names]
+        numbers = [float(overflow), float(bad_loss), *(number for pair in own for number in pair)]
+        table = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table, group=self.group)
+        overflows, bad_losses, *rest = table.tolist()
+        pairs = zip(names, zip(rest[::2], rest[1::2], strict=True), strict=True)
+        return overflows > 0, bad_losses > 0, {name: pair for name, pair in pairs if pair[1]}
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        scale = self.state.scale
+        if scale.active and _inside_grad_scaler():
+            scale.turn_off("left to the GradScaler that calls the optimizer")
+        overflowed, self.overflowed = self.overflowed, False
+        if not overflowed or scale.off:
+            return
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._hidden.append((p, p.grad))
+                    p.grad = None
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        hidden, self._hidden = self._hidden, []
+        for p, grad in hidden:
+            p.grad = grad
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A function of a tensor, with a gradient that is another function of the result's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _refuse_double_backward()
+        return ctx.gradient(grads[0]), None, None
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients that are rounded cannot be differentiated again (create_graph=True); "
+            "allowed: precision.assignment=fp32"
+        )
+
+
+def in_training_forward() -> bool:
+    """Whether a forward runs that will be trained: no evaluation, no recomputation."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def _inside_grad_scaler() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(SCALER_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- gradients that would bypass the loss scale -------------------------------------------------
+
+
+def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
+    """Give weak references to the tensors of an op's result that carry gradients."""
+    results = result if isinstance(result, tuple | list) else (result,)
+    return [
+        weakref.ref(y)
+        for y in results
+        if isinstance(y, Tensor) and y.requires_grad and not isinstance(y, nn.Parameter)
+    ]
+
+
+def outliving(results: Iterable[tuple[str, weakref.ref[Tensor]]], output: Any) -> list[str]:
+    """Find tensors of a forward that are alive after it without being among its outputs.
+
+    Args:
+        results: The sites of tensors with weak references to them.
+        output: Of the forward, which has returned.
+
+    Returns:
+        The sites of those tensors.
+    """
+    outputs = list(within(output))
+    given = {id(x) for x in (*outputs, *(x._base for x in outputs))}
+    alive = [site for site, ref in results if (y := ref()) is not None and id(y) not in given]
+    return list(dict.fromkeys(alive))
+
+
+def within(value: Any, depth: int = OUTPUT_DEPTH) -> Iterator[Tensor]:
+    """Iterate over the tensors in an object's containers and attributes.
+
+    Example:
+        >>> len([*within({"a": [torch.ones(1)], "b": (torch.ones(2), 3)})])
+        2
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, str | bytes | type | nn.Module):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from within(item, depth - 1)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from within(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from within(vars(value), depth - 1)
+
+
+def bypassing(outputs: Iterable[Tensor], model: nn.Module) -> list[str]:
+    """Find the parameters that an output's graph reaches by a path without their rounding.
+
+    Custom autograd Functions and TorchScript modules read them where no op is seen.
+
+    Args:
+        outputs: Of a forward.
+        model: Names the parameters.
+
+    Returns:
+        Names, sorted.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: set[str] = set()
+    ahead = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        for above, _ in node.next_functions:
+            if above is None or above in seen:
+                continue
+            seen.add(above)
+            if type(above).__name__ == "AccumulateGrad":
+                found.add(names.get(id(getattr(above, "variable", None)), ""))
+            elif above.name() != "_StraightThroughBackward":
+                ahead.append(above)
+    return sorted(found - {""})
