@@ -15,11 +15,10 @@ from memtrain.activations.intercept.op_families import FAMILIES as OPS
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.fake_forward import trace
-from memtrain.cli.console import working
-from memtrain.cli.models.families import FAMILIES
-from memtrain.cli.models.hugging_face import from_family
-from memtrain.cli.models.models import context
-from memtrain.cli.report.request_fields import Request
+from memtrain.cli.command_line import working
+from memtrain.cli.models.build import context, from_family
+from memtrain.cli.models.named_models import NAMED_MODELS
+from memtrain.cli.models.request import Request
 from memtrain.compressors import Identity
 
 CONVENTION = """\
@@ -112,7 +111,7 @@ def _built(name: str) -> tuple[nn.Module, Any]:
         model = vgg(VGG[name]) if name in VGG else densenet(*DENSENET[name])
         return model, torch.zeros(1, 3, 256, 256)
     known = {"GPT2": "gpt2"}.get(name, name.lower())
-    family = FAMILIES[known.replace("resnet-", "resnet")]
+    family = NAMED_MODELS[known.replace("resnet-", "resnet")]
     common = {"labels": False, "dropout": 0.0}
     if family.task == "ImageClassification":
         model, batch = from_family(family, Request(image=256, **common))

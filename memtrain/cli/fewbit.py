@@ -3,16 +3,16 @@
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from memtrain.cli.parser import Parser
+from memtrain.cli.command_line import Parser, check_writable, consoles, drop_output, replaced
 
 if TYPE_CHECKING:
     from memtrain.compressors.fewbit.step_function import Approximation
@@ -39,7 +39,7 @@ options:
   --weight NAME      uniform (default), or normal: inputs near 0 count more
   --cells N          cells of the search grid (2000)
   --png FILE         draw the derivative and its steps (needs matplotlib)
-  --npz FILE         save the table; DerivativeCode can use it: docs/guides/fewbit.md
+  --npz FILE         save the table for DerivativeCode: docs/guides/fewbit.md
   --json             print JSON instead of tables
   --errors           print the table of errors
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    console, errors = consoles()
     try:
         if {"-h", "--help"} & set(argv) or not argv:
             console.out(_help(), end="", highlight=False)
@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         run(arguments, console)
     except BrokenPipeError:
-        # The reader has gone: what Python would flush at exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
     except (ValueError, TypeError, ImportError, OSError) as error:
         errors.print(f"memtrain-fewbit: {error}", markup=False)
         return 2
@@ -123,8 +122,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     interval = FAMILIES[function].interval(*parameters)
     if arguments.interval:
         interval = arguments.interval[0], arguments.interval[1]
-    for path in (arguments.png, arguments.npz):
-        _writable(path)
+    for option, path in (("--png", arguments.png), ("--npz", arguments.npz)):
+        if path is not None:
+            check_writable(path, option)
     own = arguments.interval or arguments.cells or arguments.weight != "uniform"
     if own:
         cells = 2000 if arguments.cells is None else arguments.cells
@@ -135,9 +135,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.npz is not None:
         save_npz(arguments.npz, {f"{function}{step.bits:02d}": step})
     if arguments.png is not None:
-        from memtrain.cli.fewbit_plot import draw
-
-        draw(arguments.png, function, parameters, step, interval)
+        _draw(arguments.png, function, parameters, step, interval)
     names = dict(zip(FAMILIES[function].defaults, parameters, strict=True))
     if arguments.json:
         content = as_json(function, names, interval, arguments.weight, step)
@@ -167,13 +165,6 @@ def _parameters(arguments: argparse.Namespace, defaults: "Any") -> tuple[float, 
         ]
         raise ValueError(f"{arguments.function} needs {' and '.join(missing)}")
     return complete(arguments.function, values)
-
-
-def _writable(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise OSError(f"cannot write {str(path)!r}: no such folder, or not writable")
 
 
 def as_json(
@@ -277,6 +268,31 @@ def errors_table() -> Table:
     rows.caption = f"exact with 1 bit: {', '.join(EXACT)}"
     rows.caption_justify = "left"
     return rows
+
+
+def _draw(
+    path: Path,
+    function: str,
+    parameters: tuple[float, ...],
+    step: "Approximation",
+    interval: tuple[float, float],
+) -> None:
+    """Draw a derivative and its steps as PNG, written whole or not at all."""
+    from memtrain.compressors.fewbit.functions import curve
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--png needs matplotlib: pip install 'memtrain[plot]'") from error
+    x = np.linspace(*interval, 4001)
+    figure = Figure(figsize=(8, 4), layout="constrained")  # no pyplot: no display, no state
+    axes = figure.subplots()
+    axes.plot(x, curve(function, parameters).slope(x), label="derivative", color="C7")
+    axes.plot(x, step(x), label=f"{step.bits} bits", color="C0")
+    axes.set(xlabel="x", title=f"{' '.join([function, *map('{:g}'.format, parameters)])}")
+    axes.legend()
+    with replaced(path, "--png") as partial:
+        figure.savefig(partial, format="png", dpi=150)
 
 
 def _help() -> str:

@@ -13,11 +13,13 @@ from rich.console import Console
 
 from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.report import CATEGORIES, Kept, Report, Row
-from memtrain.cli.models.models import FAMILIES, Request, build
-from memtrain.cli.render.json_report import as_json
+from memtrain.cli.models.build import build
+from memtrain.cli.models.named_models import NAMED_MODELS
+from memtrain.cli.models.request import Request
+from memtrain.cli.render.data_files import as_json
+from memtrain.cli.render.outcome import Outcome
 from memtrain.cli.render.tables import show
 from memtrain.cli.report.main import main, write
-from memtrain.cli.report.outcome import Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -216,8 +218,8 @@ def test_a_users_builder_gives_model_batch_and_optimizer(capsys, builder):
     assert content["loss_counted"] is False
     assert "no labels given" in capsys.readouterr().out
     built = build(Request(model="py:theirs:with_optimizer"))
-    assert isinstance(built.optimizer, torch.optim.SGD)
-    assert built.batch[0].shape == (16, 128)
+    assert isinstance(built[1], torch.optim.SGD)
+    assert built[2][0].shape == (16, 128)
 
 
 def test_a_config_on_disk(builder, capsys):
@@ -228,14 +230,14 @@ def test_a_config_on_disk(builder, capsys):
     )  # fmt: skip
     config.save_pretrained(builder)
     for place in (builder, builder / "config.json"):
-        built = build(Request(model=f"hf:{place}", seq=16, batch=2, labels=False))
-        assert type(built.model).__name__ == "LlamaForCausalLM"
-        assert built.model.config.vocab_size == 99
-        assert {name: tuple(x.shape) for name, x in built.batch.items()} == {"input_ids": (2, 16)}
+        model, _, batch = build(Request(model=f"hf:{place}", seq=16, batch=2, labels=False))
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert model.config.vocab_size == 99
+        assert {name: tuple(x.shape) for name, x in batch.items()} == {"input_ids": (2, 16)}
     short = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99, n_positions=64)
     short.save_pretrained(builder)
-    built = build(Request(model=f"hf:{builder}"))  # no longer than its positions
-    assert built.batch["input_ids"].shape == (1, 64)
+    model, _, batch = build(Request(model=f"hf:{builder}"))  # no longer than its positions
+    assert batch["input_ids"].shape == (1, 64)
     (builder / "config.json").write_text("{")
     assert main([f"model=hf:{builder}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -246,15 +248,15 @@ def test_settings_reach_the_model():
     request = Request(
         model="gpt2", dtype="bfloat16", attention="eager", dropout=0.0, seq=8, batch=3
     )
-    built = build(request)
-    config = built.model.config
-    assert {p.dtype for p in built.model.parameters()} == {torch.bfloat16}
+    model, _, batch = build(request)
+    config = model.config
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert config._attn_implementation == "eager"
     assert config.attn_pdrop == config.resid_pdrop == config.embd_pdrop == 0
-    assert built.batch["labels"].shape == (3, 8)
-    assert built.model.training
+    assert batch["labels"].shape == (3, 8)
+    assert model.training
     assert torch.get_default_dtype() == torch.float32
-    assert sum(p.numel() for p in built.model.parameters()) == 124_439_808
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
 
 
 def test_without_transformers_the_message_names_what_to_install(monkeypatch, capsys):
@@ -325,17 +327,17 @@ ONE_A_FAMILY = ("gpt2", "llama-3-8b", "mistral-7b", "opt-1.3b", "t5-base", "bert
     "name",
     [
         pytest.param(name, marks=() if name in ONE_A_FAMILY else pytest.mark.nightly)
-        for name in FAMILIES
+        for name in NAMED_MODELS
     ],
 )
 def test_every_named_model_is_of_its_published_size(name):
     pytest.importorskip("transformers")
-    built = build(Request(model=name))
-    assert sum(p.numel() for p in built.model.parameters()) == SIZES[name]
+    model, _, _ = build(Request(model=name))
+    assert sum(p.numel() for p in model.parameters()) == SIZES[name]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMED_MODELS)
 def test_every_named_model_is_traced(name, tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main([f"model={name}", "--no-peak", "--json", str(path)]) == 0

@@ -10,14 +10,12 @@ from torch import nn
 import memtrain
 from memtrain import planner
 from memtrain.audit.peak import Moment, StepOptions
-from memtrain.cli.models.models import Built
-from memtrain.cli.render.html import as_html
-from memtrain.cli.render.json_report import as_text
-from memtrain.cli.report import budget as report_budget
-from memtrain.cli.report.advice import verdict
+from memtrain.cli.render.data_files import as_text
+from memtrain.cli.render.outcome import Outcome, verdict
+from memtrain.cli.render.page import as_html
+from memtrain.cli.report import fitting
+from memtrain.cli.report.arguments import requested, settings
 from memtrain.cli.report.main import main
-from memtrain.cli.report.outcome import Outcome
-from memtrain.cli.report.request import requested, settings
 from memtrain.config.sources import Config
 
 
@@ -32,20 +30,20 @@ def test_the_keys_of_a_budget_reach_the_planner(monkeypatch):
         given.update(budget=budget, goal=goal, cfg=cfg)
         return "found"
 
-    monkeypatch.setattr(report_budget, "fit", fit)
+    monkeypatch.setattr(fitting, "fit", fit)
     request, config = asked(
         "budget=24GiB", "allow='recompute, release'", "max_error=0.5", "objective=error", "seed=3"
     )
-    built, step = Built(*[None] * 3), StepOptions(device="cpu")  # type: ignore[arg-type]
-    found = report_budget.planned(request, config, built, report_budget.goal(request, step))
+    built, step = (None, None, None), StepOptions(device="cpu")
+    found = fitting.planned(request, config, built, fitting.goal(request, step))
     assert found == "found"
     assert given["budget"] == "24GiB"
     assert given["cfg"].seed == 3
     goal = given["goal"]
     assert (goal.names, goal.max_error, goal.objective) == ({"recompute", "release"}, 0.5, "error")
     assert goal.options is step
-    assert report_budget.goal(asked()[0], step) is None
-    assert report_budget.planned(asked()[0], config, built, None) is None
+    assert fitting.goal(asked()[0], step) is None
+    assert fitting.planned(asked()[0], config, built, None) is None
 
 
 def test_the_keys_are_shown_where_they_mean_something():
@@ -70,19 +68,19 @@ def test_a_plan_file_takes_the_place_of_the_keys(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("memtrain_plan: 1\nseed: 7\n")
     request, config = asked(f"plan={path}")
-    assert report_budget.chosen(request, config).seed == 7
-    assert report_budget.chosen(asked()[0], config) is config
+    assert fitting.chosen(request, config).seed == 7
+    assert fitting.chosen(asked()[0], config) is config
     request, _ = asked("plan=nowhere.yaml")
     with pytest.raises(ValueError, match="is no file"):
-        report_budget.chosen(request, config)
+        fitting.chosen(request, config)
     with pytest.raises(ValueError, match=r"plan= takes the place .* 'seed=3' is not for it"):
         asked(f"plan={path}", "seed=3")
 
 
 def test_a_plan_is_written(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-    built = Built(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
-    report_budget.save(tmp_path / "plan.yaml", built, Config(seed=5), StepOptions())
+    built = model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64)
+    fitting.save(tmp_path / "plan.yaml", built, Config(seed=5), StepOptions())
     assert "seed: 5" in (tmp_path / "plan.yaml").read_text()
 
 
@@ -128,7 +126,7 @@ def test_what_does_not_fit_is_told_in_lines(capsys):
 
     moment = Moment("step", "step", 3 * 2**30, {"weights": 2**30, "gradients": 2**31})
     error = planner.DoesNotFit(2**30, moment, ["a smaller model"])
-    report_budget.show_misfit(Console(soft_wrap=True), error)
+    fitting.show_misfit(Console(soft_wrap=True), error)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         "memtrain-report: budget=1.00 GiB is too small: the smallest peak found is 3.00 GiB, "
@@ -167,7 +165,7 @@ def machine(monkeypatch):
         given.append((device, dtype))
         return RATES
 
-    monkeypatch.setattr(report_budget, "measure_rates", measure_rates)
+    monkeypatch.setattr(fitting, "measure_rates", measure_rates)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return given
 
@@ -180,9 +178,9 @@ def test_rates_are_measured_by_a_command_and_read_by_the_planner(machine, tmp_pa
     assert text.splitlines()[:2] == ["a machine:", "  copying         2.0 GB/s, read plus written"]
     assert text.splitlines()[-2:] == [
         "  any op          5.0 us besides", "  a group code    40.0 us besides"]  # fmt: skip
-    assert report_budget.rates_of(asked(f"rates={path}", "budget=1GiB")[0]) == RATES
-    assert report_budget.rates_of(asked("rates=measure", "device=cpu", "budget=1GiB")[0]) == RATES
-    assert report_budget.rates_of(asked()[0]) == planner.Rates()
+    assert fitting.rates_of(asked(f"rates={path}", "budget=1GiB")[0]) == RATES
+    assert fitting.rates_of(asked("rates=measure", "device=cpu", "budget=1GiB")[0]) == RATES
+    assert fitting.rates_of(asked()[0]) == planner.Rates()
     assert main(["--measure-rates", str(path)]) == 2
     assert "no CUDA device here to measure" in capsys.readouterr().err
     assert main(["--measure-rates", str(path), "model=gpt2"]) == 2

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from memtrain.cli.render.html import as_html
-from memtrain.cli.render.svg import COLOURS
-from memtrain.cli.report.outcome import Outcome
+from memtrain.cli.render.charts import COLOURS
+from memtrain.cli.render.outcome import Outcome
+from memtrain.cli.render.page import as_html
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -9,12 +9,21 @@ import torch
 from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.report import Report
-from memtrain.cli.console import working
-from memtrain.cli.models.models import Request, build
+from memtrain.cli.command_line import working
+from memtrain.cli.models.build import build
+from memtrain.cli.models.request import Request
+from memtrain.cli.render.outcome import (
+    MOST,
+    Outcome,
+    at_peak,
+    described,
+    sizes_that_fit,
+    thinned,
+    timelines,
+)
 from memtrain.cli.report.audits import measured
-from memtrain.cli.report.fits import Fits, fits
+from memtrain.cli.report.fitting import largest_sizes
 from memtrain.cli.report.main import main
-from memtrain.cli.report.peak import MOST, at_peak, described, thinned, timelines
 from memtrain.config.sources import load
 
 
@@ -131,21 +140,23 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
         asked.append((what, most, cfg is None))
         return type("Found", (), {"size": min(most, 5000)})
 
-    monkeypatch.setattr("memtrain.cli.report.fits.largest", search)
+    monkeypatch.setattr("memtrain.cli.report.fitting.largest", search)
     from rich.console import Console
 
     request = Request(model="gpt2", memory="24GB")
-    found = fits(
+    sizes = largest_sizes(
         build(request), request, load([]), request.step, lambda what: working(Console(), what)
     )
     assert asked == [("batch", 2**20, True), ("batch", 2**20, False), ("seq", 1024, True),
                      ("seq", 1024, False)]  # fmt: skip
-    assert found.lines() == [
+    report = Report(rows=(), kept=(), unmatched=(), loss=True)
+    assert list(sizes_that_fit(Outcome(report, {}, sizes, 24 * 10**9))) == [
         "in 22.35 GiB, largest batch: 5,000 plain, 5,000 planned",
         "in 22.35 GiB, longest sequence: 1,024 (the model's limit) plain, "
         "1,024 (the model's limit) planned",
     ]
-    assert Fits(1, {"batch": (0, 1)}, {"batch": 9}).lines() == [
+    sizes = {"batch": {"plain": 0, "planned": 1, "limit": 9}}
+    assert list(sizes_that_fit(Outcome(report, {}, sizes, 1))) == [
         "in 0.00 KiB, largest batch: none plain, 1 planned"
     ]
 

@@ -10,11 +10,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from memtrain.cli.console import consoles, working
-from memtrain.cli.files import check_writable, replaced
-from memtrain.cli.render import json_report
+from memtrain.cli.command_line import check_writable, consoles, replaced, working
+from memtrain.cli.render import data_files
+from memtrain.cli.render.outcome import Outcome
 from memtrain.cli.report.main import main
-from memtrain.cli.report.outcome import Outcome
 
 COLOUR = re.compile(rb"\x1b\[(\d+;)*[39][0-7]m")  # bold and italics are none
 MAIN = "import sys; from memtrain.cli.report.main import main; sys.exit(main())"
@@ -26,7 +25,7 @@ def two(report, settings, tmp_path):
     """The sample, written twice; the second with another name."""
     paths = tmp_path / "1.json", tmp_path / "2.json"
     for number, path in enumerate(paths):
-        path.write_text(json_report.as_text(Outcome(report, {**settings, "model": f"né {number}"})))
+        path.write_text(data_files.as_text(Outcome(report, {**settings, "model": f"né {number}"})))
     return [str(path) for path in paths]
 
 

@@ -1,1 +1,1 @@
-"""The models that `memtrain-report` knows by name."""
+"""Models that `memtrain-report` is asked for."""

@@ -1,32 +1,27 @@
 """What `memtrain-report` prints: tables that fit 80 columns."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from memtrain.audit.report import Kept, Report
-from memtrain.cli.report.advice import advice, verdict
-from memtrain.cli.report.group_by import grouped
-from memtrain.cli.report.outcome import Outcome
-from memtrain.cli.report.peak import at_peak, described, timelines
+from memtrain.audit.report import Kept, Report, Total
+from memtrain.cli.render.outcome import (
+    Outcome,
+    advice,
+    at_peak,
+    described,
+    grouped,
+    sizes_that_fit,
+    timelines,
+    verdict,
+)
 from memtrain.config.sizes import format_size
 
 HIDDEN = ("labels", "overrides")
 """Settings that the first line leaves to others."""
-
-
-class Sides(Protocol):
-    """Anything with bytes in plain PyTorch and under the plan."""
-
-    @property
-    def plain(self) -> int: ...  # noqa: D102
-    @property
-    def planned(self) -> int: ...  # noqa: D102
-    @property
-    def ratio(self) -> float | None: ...  # noqa: D102
 
 
 def show(
@@ -38,20 +33,19 @@ def show(
         console: Where to; 80 columns are enough.
         outcome: What was found.
         top: How many of the largest sums.
-        by: What rows are summed by: `report_groups.BY`.
+        by: What rows are summed by: `outcome.BY`.
         depth: Of modules' paths; 0 cuts nothing.
     """
     report = outcome.report
     for line in heading(outcome.settings):
         console.print(line, markup=False)
-    console.print(categories(report))
+    console.print(_categories(report))
     for line in remarks(report):
         console.print(line, markup=False)
     console.print()
     if timelines(report):
-        console.print(peak(outcome))
-    lines = [*described(report), *verdict(outcome)]
-    lines += outcome.fits.lines() if outcome.fits else []
+        console.print(_peak(outcome))
+    lines = [*described(report), *verdict(outcome), *sizes_that_fit(outcome)]
     for line in lines:
         console.print(line, markup=False)
     if hints := [] if outcome.fit else list(advice(report)):  # the planner has chosen
@@ -60,8 +54,8 @@ def show(
             console.print(f"  {line}", markup=False)
     if lines or hints:
         console.print()
-    console.print(largest(report, top, by, depth))
-    console.print(kept(report.kept))
+    console.print(_largest(report, top, by, depth))
+    console.print(_kept(report.kept))
     for rule in report.unmatched:
         console.print(f"matched nothing: {rule}", markup=False)
 
@@ -72,7 +66,7 @@ def heading(settings: Mapping[str, Any]) -> list[str]:
     return [" ".join(shown), *settings.get("overrides", ())]
 
 
-def categories(report: Report) -> Table:
+def _categories(report: Report) -> Table:
     """Bytes by category, and in total."""
     table = _table("bytes by category")
     for name, total in report.totals().items():
@@ -83,7 +77,7 @@ def categories(report: Report) -> Table:
     return table
 
 
-def peak(outcome: Outcome) -> Table:
+def _peak(outcome: Outcome) -> Table:
     """What is alive at the peak, plain and planned."""
     device = outcome.settings.get("device")
     table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
@@ -103,18 +97,18 @@ def remarks(report: Report) -> list[str]:
     return [*lines, f"The loss's saved tensors are {counted}."]
 
 
-def largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
+def _largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
     """The largest sums of the report's rows."""
     sums = grouped(report, by, depth)
     shown = sums[:top]
     table = _table(f"the {len(shown)} largest of {len(sums)} {by}s")
     table.add_column("rows", justify="right", no_wrap=True)
-    for one in shown:
-        table.add_row(escape(one.name), *sides(one), f"{one.count:,}")
+    for name, total, count in shown:
+        table.add_row(escape(name), *sides(total), f"{count:,}")
     return table
 
 
-def kept(groups: Iterable[Kept]) -> RenderableType:
+def _kept(groups: Iterable[Kept]) -> RenderableType:
     """What the plan left as it is, by reason."""
     table = Table(title="\nnot compressed, and why", title_justify="left", box=None, pad_edge=False)
     table.add_column("why", overflow="fold")
@@ -127,7 +121,7 @@ def kept(groups: Iterable[Kept]) -> RenderableType:
     return table
 
 
-def sides(total: Sides) -> tuple[str, str, str]:
+def sides(total: Total) -> tuple[str, str, str]:
     """Plain, planned and their ratio, as shown."""
     ratio = "-" if total.ratio is None else f"{total.ratio:.3f}"
     return format_size(total.plain), format_size(total.planned), ratio

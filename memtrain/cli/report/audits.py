@@ -7,16 +7,15 @@ from pathlib import Path
 
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import CATEGORIES, Report, audit
-from memtrain.cli.models.models import Built
+from memtrain.cli.models.build import Built, build_real
+from memtrain.cli.models.request import Request
 from memtrain.config.sources import Config
+from memtrain.gradient_quality import GradientQuality, gradient_quality
 from memtrain.plan.plan import make_plan
 
 Working = Callable[[str], AbstractContextManager[None]]
-
-
-class UntraceableError(Exception):
-    """The model cannot be run under fake tensors."""
 
 
 def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) -> Report:
@@ -33,14 +32,14 @@ def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) ->
 
     Raises:
         ValueError: For a plan of another model: names the sites that do not exist.
-        UntraceableError: If the model cannot run without data; says why in a line.
+        UnpredictableError: If the model cannot run without data; says why in a line.
     """
-    make_plan(built.model, built.optimizer, config)  # what is wrong in a plan is not the model's
+    make_plan(*built[:2], config)  # what is wrong in a plan is not the model's
     try:
         return audit(*built, config, peak=peak, options=step)
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
-        raise UntraceableError(explained(error)) from error
+        raise UnpredictableError(explained(error)) from error
 
 
 def explained(error: Exception) -> str:
@@ -57,7 +56,7 @@ def explained(error: Exception) -> str:
 
 
 def only_measured(
-    error: UntraceableError, built: Built, config: Config, step: StepOptions, working: Working
+    error: UnpredictableError, built: Built, config: Config, step: StepOptions, working: Working
 ) -> Report:
     """The audit of a model that fake tensors cannot run, from real steps.
 
@@ -113,3 +112,22 @@ def measured(
     with working("running a real step, planned"):
         planned = measure(*built, config, step, snapshot)
     return replace(report, measured=plain, planned_measured=planned)
+
+
+def gradients(request: Request, config: Config) -> GradientQuality:
+    """Build the model with initial weights, and measure each site's gradient on random data.
+
+    A `py:` builder's own weights and batch are used as they are.
+
+    Args:
+        request: The model and its batch.
+        config: The plan.
+
+    Returns:
+        The quality of the whole plan and of each site that it compresses.
+
+    Memory:
+        A plain training step's, and five gradients.
+    """
+    model, _, batch = build_real(request, config.seed)
+    return gradient_quality(model, batch, config, warn=False)

@@ -1,61 +1,36 @@
 """`memtrain-report --diff`: what changed between two reports, by category and by site."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memtrain.cli.report.group_by import pattern
+from memtrain.audit.report import Total
+from memtrain.cli.render.outcome import pattern, summed
 from memtrain.config.sizes import format_size
 
 
-class Pair(NamedTuple):
-    """Bytes of one side, plain and planned."""
-
-    plain: int
-    planned: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A category, or sites that stand for the same memory in one of the reports."""
+class Change(NamedTuple):
+    """Bytes of a category, or of sites that stand for the same memory in one of the reports."""
 
     name: str
-    before: Pair
-    after: Pair
+    before: Total
+    after: Total
 
     @property
     def growth(self) -> int:
         """Planned bytes that came to it; below 0, that left it."""
         return self.after.planned - self.before.planned
 
-    @property
-    def changed(self) -> bool:
-        """Whether either number differs."""
-        return self.before != self.after
+
+Changes = tuple[list[str], list[Change], list[Change]]
+"""Lines of settings `key: before -> after`; all categories, then `total`, and last the `peak` if
+both reports have one; the sites that changed, the largest growth or saving first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """What `compare` finds."""
-
-    settings: tuple[str, ...]
-    """Lines `key: before -> after`."""
-    categories: tuple[Line, ...]
-    """All of them, the `total`, and the `peak` if both reports have one."""
-    sites: tuple[Line, ...]
-    """Those that changed, the largest growth or saving first."""
-
-    @property
-    def growth(self) -> int:
-        """Planned bytes of the peak; of the total where a report has no peak."""
-        return self.categories[-1].growth
-
-
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Changes:
     """Compare two reports as `--json` writes them.
 
     Rows are matched by their sites; where one report joins sites that the other keeps apart, they
@@ -72,21 +47,24 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
         >>> row = {"name": "w", "kind": "weight", "plain": 8, "planned": 8, "sites": ["w"]}
         >>> one = {"settings": {"batch": 1}, "categories": {"total": row}, "rows": [row]}
         >>> other = {**one, "settings": {"batch": 2}}
-        >>> compare(one, other).settings
-        ('batch: 1 -> 2',)
+        >>> compare(one, other)[0]
+        ['batch: 1 -> 2']
     """
     keys = dict.fromkeys([*before["settings"], *after["settings"]])
     pairs = [(key, before["settings"].get(key), after["settings"].get(key)) for key in keys]
-    lines = _lines(before["rows"], after["rows"])
-    return Change(
-        settings=tuple(f"{key}: {_word(a)} -> {_word(b)}" for key, a, b in pairs if a != b),
-        categories=(
-            *_categories(before["categories"], after["categories"]),
-            *_peak(before, after),
-        ),
-        sites=tuple(
-            sorted((line for line in lines if line.changed), key=lambda line: -abs(line.growth))
-        ),
+    names = dict.fromkeys([*before["categories"], *after["categories"]])
+    ordered = [*(name for name in names if name != "total"), "total"]
+    none = {"plain": 0, "planned": 0}
+    both = [(name, *(side["categories"].get(name, none) for side in (before, after)))
+            for name in ordered]  # fmt: skip
+    if before.get("peak") and after.get("peak"):
+        both.append(("peak", before["peak"], after["peak"]))
+    sites = [change for change in _sites(before["rows"], after["rows"])
+             if change.before != change.after]  # fmt: skip
+    return (
+        [f"{key}: {_word(a)} -> {_word(b)}" for key, a, b in pairs if a != b],
+        [Change(name, _total([old]), _total([new])) for name, old, new in both],
+        sorted(sites, key=lambda change: -abs(change.growth)),
     )
 
 
@@ -96,24 +74,12 @@ def _word(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
-def _categories(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Line]:
-    names = [name for name in dict.fromkeys([*before, *after]) if name != "total"]
-    none = {"plain": 0, "planned": 0}
-    for name in [*names, "total"]:
-        one, other = before.get(name, none), after.get(name, none)
-        yield Line(name=name, before=_pair([one]), after=_pair([other]))
+def _total(rows: Sequence[Mapping[str, Any]]) -> Total:
+    sides = {side: sum(row[side] for row in rows) for side in ("plain", "planned")}
+    return Total(**sides)
 
 
-def _peak(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Line]:
-    if before.get("peak") and after.get("peak"):
-        yield Line(name="peak", before=_pair([before["peak"]]), after=_pair([after["peak"]]))
-
-
-def _pair(rows: Sequence[Mapping[str, Any]]) -> Pair:
-    return Pair(sum(row["plain"] for row in rows), sum(row["planned"] for row in rows))
-
-
-def _lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[Line]:
+def _sites(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[Change]:
     """One line for each set of sites that rows of either side connect."""
     parents: dict[tuple[str, str], tuple[str, str]] = {}
 
@@ -131,10 +97,7 @@ def _lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any
             parents[root(site)] = root(sites[0])
     for (side, row), sites in zip(rows, keys, strict=True):
         groups.setdefault(root(sites[0]), ([], []))[side].append(row)
-    return [
-        Line(name=_name([*old, *new]), before=_pair(old), after=_pair(new))
-        for old, new in groups.values()
-    ]
+    return [Change(_name([*old, *new]), _total(old), _total(new)) for old, new in groups.values()]
 
 
 def _name(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -143,37 +106,32 @@ def _name(rows: Sequence[Mapping[str, Any]]) -> str:
     return largest["name"] + (f" ({kind})" if kind in ("weight", "gradient") else "")
 
 
-def summed(lines: Iterable[Line]) -> list[Line]:
-    """Lines whose names differ in layer numbers only, as one; the largest change first.
+def by_pattern(changes: Iterable[Change]) -> list[Change]:
+    """Changes whose names differ in layer numbers only, as one; the largest change first.
 
     Example:
-        >>> lines = [Line(name=f"h.{i}.act / gelu / input", before=Pair(8, 4), after=Pair(8, 1))
-        ...          for i in range(3)]
-        >>> [(line.name, line.growth) for line in summed(lines)]
+        >>> before, after = Total(plain=8, planned=4), Total(plain=8, planned=1)
+        >>> changes = [Change(f"h.{i}.act / gelu / input", before, after) for i in range(3)]
+        >>> [(change.name, change.growth) for change in by_pattern(changes)]
         [('h.*.act / gelu / input', -9)]
     """
-    sums: dict[str, Line] = {}
-    for line in lines:
-        name = pattern(line.name)
-        if (one := sums.get(name)) is not None:
-            before, after = _sum(one.before, line.before), _sum(one.after, line.after)
-            sums[name] = Line(name=name, before=before, after=after)
-        else:
-            sums[name] = replace(line, name=name)
-    return sorted(sums.values(), key=lambda line: -abs(line.growth))
+    groups: dict[str, list[Change]] = {}
+    for change in changes:
+        groups.setdefault(pattern(change.name), []).append(change)
+    sums = [
+        Change(name, summed([one.before for one in group]), summed([one.after for one in group]))
+        for name, group in groups.items()
+    ]
+    return sorted(sums, key=lambda change: -abs(change.growth))
 
 
-def _sum(one: Pair, other: Pair) -> Pair:
-    return Pair(one.plain + other.plain, one.planned + other.planned)
-
-
-def show_change(console: Console, change: Change, *, top: int = 10, by: str = "pattern") -> None:
+def show_changes(console: Console, changes: Changes, *, top: int = 10, by: str = "pattern") -> None:
     """Print the tables; they fit 80 columns.
 
     Args:
         console: Where to.
-        change: What to.
-        top: How many of the changes.
+        changes: As `compare` gives them.
+        top: How many of the sites.
         by: `pattern`: layers summed; `site`: each by itself.
 
     Raises:
@@ -181,30 +139,31 @@ def show_change(console: Console, change: Change, *, top: int = 10, by: str = "p
     """
     if by not in ("pattern", "site"):
         raise ValueError(f"--by {by} is not for --diff; allowed: pattern, site")
-    sites = summed(change.sites) if by == "pattern" else change.sites
-    for line in change.settings:
+    settings, categories, changed = changes
+    sites = by_pattern(changed) if by == "pattern" else changed
+    for line in settings:
         console.print(line, markup=False, highlight=False)
-    console.print(_table("planned bytes by category", change.categories, planned=True))
-    if any(line.before.plain != line.after.plain for line in change.categories):
-        console.print(_table("\nplain bytes by category", change.categories, planned=False))
-    if not change.sites:
+    console.print(_table("planned bytes by category", categories, "planned"))
+    if any(change.before.plain != change.after.plain for change in categories):
+        console.print(_table("\nplain bytes by category", categories, "plain"))
+    if not sites:
         console.print("no site changed")
         return
     shown = sites[:top]
     title = f"\nplanned bytes of the {len(shown)} largest of {len(sites)} changes by {by}"
-    console.print(_table(title, shown, planned=True))
+    console.print(_table(title, shown, "planned"))
 
 
-def _table(title: str, lines: Sequence[Line], *, planned: bool) -> Table:
+def _table(title: str, changes: Sequence[Change], side: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        before, after = line.before[planned], line.after[planned]
+    for one in changes:
+        before, after = getattr(one.before, side), getattr(one.after, side)
         sign = "+" if after > before else ""
         change = sign + format_size(after - before) if after != before else "-"
-        style = "bold" if line.name in ("total", "peak") else ""
-        row = (escape(line.name), format_size(before), format_size(after), change)
+        style = "bold" if one.name in ("total", "peak") else ""
+        row = (escape(one.name), format_size(before), format_size(after), change)
         table.add_row(*row, style=style)
     return table

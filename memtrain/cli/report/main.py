@@ -11,24 +11,27 @@ import torch
 from rich.console import Console
 
 from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report
-from memtrain.cli.console import consoles, drop_output, working
-from memtrain.cli.files import replaced
-from memtrain.cli.gradients import gradients, real
-from memtrain.cli.models.models import Built, build
-from memtrain.cli.render import json_report, png
-from memtrain.cli.render.csv_rows import as_csv
-from memtrain.cli.render.html import as_html
+from memtrain.cli.command_line import consoles, drop_output, replaced, working
+from memtrain.cli.models.build import Built, build, build_real
+from memtrain.cli.models.request import Request
+from memtrain.cli.render import charts, data_files
+from memtrain.cli.render.outcome import Outcome, broken_limits
+from memtrain.cli.render.page import as_html
 from memtrain.cli.render.tables import show
-from memtrain.cli.report import budget, diff
-from memtrain.cli.report.audits import UntraceableError, Working, measured, only_measured, predicted
-from memtrain.cli.report.fits import fits
-from memtrain.cli.report.help import help_text
-from memtrain.cli.report.limits import broken
-from memtrain.cli.report.outcome import Outcome
-from memtrain.cli.report.request import STDOUT, files, of_device, parse, requested, settings
-from memtrain.cli.report.request_fields import Request
-from memtrain.config.sizes import format_size
+from memtrain.cli.report import diff, fitting
+from memtrain.cli.report.arguments import (
+    STDOUT,
+    files,
+    help_text,
+    of_device,
+    parse,
+    requested,
+    settings,
+)
+from memtrain.cli.report.audits import Working, gradients, measured, only_measured, predicted
+from memtrain.config.sizes import format_size, parse_size
 from memtrain.config.sources import Config
 from memtrain.planner import DoesNotFit, write_rates
 
@@ -59,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("memtrain-report: interrupted", markup=False)
         return INTERRUPTED
-    except UntraceableError as error:
+    except UnpredictableError as error:
         errors.print(f"memtrain-report: {error}", markup=False)
         return UNTRACEABLE
     except DoesNotFit as error:
-        budget.show_misfit(errors, error)
+        fitting.show_misfit(errors, error)
         return LIMIT
     except (ValueError, TypeError, ImportError, OSError) as error:
         errors.print(f"memtrain-report: {error}", markup=False)
@@ -84,31 +87,35 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
 
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
     request, config = requested(options.overrides)
-    config = budget.chosen(request, config)
+    config = fitting.chosen(request, config)
     told = partial(working, errors)
     step = _step(request, options, errors)
     with told("reading the goal"):
-        goal = budget.goal(request, step)
+        goal = fitting.goal(request, step)
     with told(f"building {request.model}{'' if options.measure else ' without its weights'}"):
-        built = real(request, config.seed, _place(step)) if options.measure else build(request)
+        built = (
+            build_real(request, config.seed, _place(step)) if options.measure else build(request)
+        )
     with told("planning"):
-        planned = budget.planned(request, config, built, goal)
+        planned = fitting.planned(request, config, built, goal)
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
-        budget.save(options.plan, built, config, step)
+        fitting.save(options.plan, built, config, step)
     report = _audited(options, built, config, step, told)
-    asked = settings(request, options.overrides, built.batch)
-    found = fits(built, request, config, step, told) if request.memory else None
-    outcome = Outcome(report, asked, found, planned)
+    asked = settings(request, options.overrides, built[2])
+    sizes, memory = {}, parse_size(request.memory or 0, "memory")
+    if memory:
+        sizes = fitting.largest_sizes(built, request, config, step, told)
+    outcome = Outcome(report, asked, sizes, memory, planned)
     with told("writing the files"):
         _write(options, outcome)
-    lines = broken(report, options.fail_over, options.fail_under)
+    lines = broken_limits(report, options.fail_over, options.fail_under)
     for line in lines:
         errors.print(f"memtrain-report: {line}", markup=False)
     try:
         if not _printed(options, outcome, console):
             if planned is not None:
-                budget.show_fit(console, planned)
+                fitting.show_fit(console, planned)
             show(console, outcome, top=options.top, by=options.by, depth=options.depth)
             if options.gradients:
                 with told("measuring the gradient"):
@@ -142,7 +149,7 @@ def _audited(
     try:
         with told("tracing the step, plain and planned"):
             report = predicted(built, config, step, peak=options.peak)
-    except UntraceableError as error:
+    except UnpredictableError as error:
         if not options.measure:
             raise
         report = only_measured(error, built, config, step, told)
@@ -158,7 +165,7 @@ def _write(options: argparse.Namespace, outcome: Outcome) -> None:
     for option, path in files(options):
         if option == "--png":
             with replaced(path, option) as partly:
-                png.draw(partly, outcome.report, outcome.settings)
+                charts.draw_png(partly, outcome.report, outcome.settings)
         elif path != STDOUT:
             write(path, option, _text(option, outcome))
 
@@ -175,7 +182,7 @@ def _printed(options: argparse.Namespace, outcome: Outcome, console: Console) ->
 def _text(option: str, outcome: Outcome) -> str:
     if option == "--html":
         return as_html(outcome)
-    return as_csv(outcome.report) if option == "--csv" else json_report.as_text(outcome)
+    return data_files.as_csv(outcome.report) if option == "--csv" else data_files.as_text(outcome)
 
 
 def write(path: Path, option: str, text: str) -> None:
@@ -196,24 +203,24 @@ def write(path: Path, option: str, text: str) -> None:
 def _rates(options: argparse.Namespace, console: Console, errors: Console) -> int:
     request = of_device(options.overrides)
     with working(errors, "measuring this device"):
-        rates = budget.measured_rates(request)
+        rates = fitting.measured_rates(request)
     with replaced(options.measure_rates, "--measure-rates") as partly:
         write_rates(rates, partly)
-    budget.show_rates(console, rates)
+    fitting.show_rates(console, rates)
     return DONE
 
 
 def _diff(options: argparse.Namespace, console: Console, errors: Console) -> int:
     if options.overrides:
         raise ValueError(f"--diff compares two files; {options.overrides[0]!r} is not for it")
-    change = diff.compare(*map(json_report.read, options.diff))
-    status = DONE
-    if options.fail_over is not None and change.growth > options.fail_over:
+    changes = diff.compare(*map(data_files.read, options.diff))
+    growth, status = changes[1][-1].growth, DONE  # of the peak; of the total without one
+    if options.fail_over is not None and growth > options.fail_over:
         limit = f"more than --fail-over {format_size(options.fail_over)}"
-        errors.print(f"memtrain-report: grew by {format_size(change.growth)}, {limit}")
+        errors.print(f"memtrain-report: grew by {format_size(growth)}, {limit}")
         status = LIMIT
     try:
-        diff.show_change(console, change, top=options.top, by=options.by)
+        diff.show_changes(console, changes, top=options.top, by=options.by)
     except BrokenPipeError:
         drop_output()
     return status

@@ -1,16 +1,19 @@
 """`memtrain-report --json`: the report as JSON (schema: docs/guides/report.md)."""
 
+import csv
 import dataclasses
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from memtrain.audit.peak import Timeline
-from memtrain.cli.report.outcome import Outcome
-from memtrain.cli.report.peak import SIDES, thinned, timelines
+from memtrain.audit.report import Report
+from memtrain.cli.render.outcome import SIDES, Outcome, module_of, thinned, timelines
 from memtrain.planner import Fit
 
+COLUMNS = ("kind", "module", "name", "plain", "planned", "ratio", "compressor", "reason", "sites")
 SCHEMA = "memtrain-report"
 VERSION = 1
 _KEYS = {"settings": dict, "categories": dict, "rows": list, "kept": list}
@@ -32,7 +35,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         >>> as_json(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
         1
     """
-    report, found = outcome.report, outcome.fits
+    report, sizes = outcome.report, outcome.sizes
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -44,12 +47,12 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         },
         "peak": _peak(timelines(report)),
         "measured_peak": _peak(timelines(report, measured=True)),
-        "fits": None
-        if found is None
-        else {
-            "memory": found.memory,
-            **{what: dict(zip(SIDES, sizes, strict=True)) for what, sizes in found.sizes.items()},
-        },
+        "fits": {
+            "memory": outcome.memory,
+            **{what: {side: found[side] for side in SIDES} for what, found in sizes.items()},
+        }
+        if sizes
+        else None,
         "planner": None if outcome.fit is None else _planner(outcome.fit),
         "timeline": {
             side: [dataclasses.asdict(moment) for moment in thinned(line.moments)]
@@ -91,6 +94,33 @@ def _planner(fit: Fit) -> dict[str, Any]:
 def as_text(outcome: Outcome) -> str:
     """The report as a JSON file's text."""
     return json.dumps(as_json(outcome), indent=1) + "\n"
+
+
+def as_csv(report: Report) -> str:
+    """The rows of a report, with a header; sites are joined by semicolons.
+
+    Args:
+        report: The audit.
+
+    Returns:
+        Text as the `csv` module writes it, lines ended by a newline. A ratio is empty where there
+        is nothing in plain PyTorch.
+
+    Example:
+        >>> from memtrain.audit.report import Row
+        >>> row = Row(name="fc.weight", kind="weight", plain=64, planned=32, sites=("fc.weight",))
+        >>> as_csv(Report(rows=(row,), kept=(), unmatched=(), loss=True)).splitlines()[1]
+        'weight,fc,fc.weight,64,32,0.5,,,fc.weight'
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in report.rows:
+        ratio = "" if row.ratio is None else row.ratio
+        sites = ";".join(row.sites)
+        start = (row.kind, module_of(row), row.name, row.plain, row.planned, ratio)
+        writer.writerow((*start, row.compressor, row.reason, sites))
+    return text.getvalue()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,19 +1,26 @@
-"""`memtrain-report budget=24GiB`: the plan whose peak fits, and plans as files."""
+"""What fits: the plan for `budget=`, the sizes for `memory=`, plan files and rates."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import UnpredictableError, conditions
-from memtrain.cli.models.models import Built
-from memtrain.cli.report.audits import UntraceableError, explained
-from memtrain.cli.report.request_fields import DTYPES, Request
+from memtrain.cli.models.build import Built
+from memtrain.cli.models.named_models import NAMED_MODELS
+from memtrain.cli.models.request import DTYPES, Request
+from memtrain.cli.report.audits import explained
+from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
 from memtrain.plan.file import load
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, measure_rates, read_rates
+
+_MOST = 2**20
 
 
 def chosen(request: Request, config: Config) -> Config:
@@ -76,19 +83,56 @@ def planned(request: Request, config: Config, built: Built, goal: Goal | None) -
     Raises:
         DoesNotFit: If nothing fits.
         ValueError: For values that are not allowed.
-        UntraceableError: If the model cannot run without data.
+        UnpredictableError: If the model cannot run without data.
     """
     if goal is None or request.budget is None:
         return None
     try:
-        return fit(built.model, built.optimizer, built.batch, request.budget, config, goal=goal)
-    except UnpredictableError as error:
-        raise UntraceableError(explained(error)) from error
+        return fit(*built, request.budget, config, goal=goal)
     except (ValueError, TypeError):
         raise
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
-        raise UntraceableError(explained(error)) from error
+        raise UnpredictableError(explained(error)) from error
+
+
+def largest_sizes(
+    built: Built,
+    request: Request,
+    config: Config,
+    options: StepOptions,
+    working: Callable[[str], AbstractContextManager[None]],
+) -> dict[str, dict[str, int]]:
+    """Search the largest batch, and for text the longest sequence, whose predicted peak fits.
+
+    Args:
+        built: Model, optimizer and a batch.
+        request: Its `memory`.
+        config: The plan.
+        options: Of the step.
+        working: Is told what goes on.
+
+    Returns:
+        `Outcome.sizes`.
+
+    Raises:
+        ValueError: For a batch that does not tell its size.
+    """
+    memory = parse_size(request.memory or 0, "memory")
+    model, _, batch = built
+    sizes = {"batch": {"limit": _MOST}}
+    if isinstance(batch, dict) and "input_ids" in batch:
+        known = NAMED_MODELS.get(request.model)
+        own = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        sizes["seq"] = {"limit": (known.longest if known else own) or _MOST}
+    words = {"batch": "largest batch", "seq": "longest sequence"}
+    for what, found in sizes.items():
+        for side, cfg in (("plain", None), ("planned", config)):
+            with working(f"searching the {words[what]} that fits, {side}"):
+                most = found["limit"]
+                sized = largest(*built, memory, cfg, what=what, most=most, options=options)
+            found[side] = sized.size
+    return sizes
 
 
 def rates_of(request: Request) -> Rates:
@@ -129,8 +173,9 @@ def measured_rates(request: Request) -> Rates:
 
 def save(path: Path, built: Built, config: Config, step: StepOptions) -> None:
     """Write the plan that a config makes of a model and a batch for a step's device."""
-    with conditions(built.model, step):
-        plan = make_plan(built.model, built.optimizer, config, batch=built.batch)
+    model, optimizer, batch = built
+    with conditions(model, step):
+        plan = make_plan(model, optimizer, config, batch=batch)
     plan.save(path)
 
 

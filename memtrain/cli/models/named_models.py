@@ -9,7 +9,7 @@ TASKS = ("CausalLM", "MaskedLM", "Seq2SeqLM", "ImageClassification")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class NamedModel:
     """A named model: its transformers config, and the task that it is trained for."""
 
     config: str
@@ -24,9 +24,9 @@ class Family:
     """Most tokens that its learned positions take; 0 has none."""
 
 
-def _gpt2(width: int, layers: int, heads: int) -> Family:
+def _gpt2(width: int, layers: int, heads: int) -> NamedModel:
     options = {"n_embd": width, "n_layer": layers, "n_head": heads}
-    return Family(config="GPT2Config", task="CausalLM", options=options, seq=1024, longest=1024)
+    return NamedModel(config="GPT2Config", task="CausalLM", options=options, seq=1024, longest=1024)
 
 
 def _transformer(width: int, layers: int, heads: int, hidden: int, **more: Any) -> dict[str, Any]:
@@ -39,55 +39,59 @@ def _transformer(width: int, layers: int, heads: int, hidden: int, **more: Any) 
     }
 
 
-def _llama(config: str, width: int, layers: int, heads: int, hidden: int, **more: Any) -> Family:
+def _llama(
+    config: str, width: int, layers: int, heads: int, hidden: int, **more: Any
+) -> NamedModel:
     options = _transformer(width, layers, heads, hidden, **more)
-    return Family(config=config, task="CausalLM", options=options, seq=2048)
+    return NamedModel(config=config, task="CausalLM", options=options, seq=2048)
 
 
-def _opt(width: int, layers: int, heads: int) -> Family:
+def _opt(width: int, layers: int, heads: int) -> NamedModel:
     options = _transformer(width, layers, heads, 4 * width, ffn_dim=4 * width)
     options["word_embed_proj_dim"] = width
-    return Family(config="OPTConfig", task="CausalLM", options=options, seq=2048, longest=2048)
+    return NamedModel(config="OPTConfig", task="CausalLM", options=options, seq=2048, longest=2048)
 
 
-def _bert(width: int, layers: int, heads: int) -> Family:
+def _bert(width: int, layers: int, heads: int) -> NamedModel:
     options = _transformer(width, layers, heads, 4 * width)
-    return Family(config="BertConfig", task="MaskedLM", options=options, longest=512)
+    return NamedModel(config="BertConfig", task="MaskedLM", options=options, longest=512)
 
 
-def _roberta(width: int, layers: int, heads: int) -> Family:
+def _roberta(width: int, layers: int, heads: int) -> NamedModel:
     positions = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
     options = _transformer(width, layers, heads, 4 * width, **positions)
-    return Family(config="RobertaConfig", task="MaskedLM", options=options, longest=512)
+    return NamedModel(config="RobertaConfig", task="MaskedLM", options=options, longest=512)
 
 
-def _t5(width: int, hidden: int, layers: int, heads: int) -> Family:
+def _t5(width: int, hidden: int, layers: int, heads: int) -> NamedModel:
     options = {"d_model": width, "d_ff": hidden, "num_layers": layers, "num_heads": heads}
     options["decoder_start_token_id"] = 0
-    return Family(config="T5Config", task="Seq2SeqLM", options=options)
+    return NamedModel(config="T5Config", task="Seq2SeqLM", options=options)
 
 
-def _image(config: str, **options: Any) -> Family:
+def _image(config: str, **options: Any) -> NamedModel:
     options = {"num_labels": 1000, **options}
-    return Family(config=config, task="ImageClassification", options=options)
+    return NamedModel(config=config, task="ImageClassification", options=options)
 
 
-def _vit(width: int, layers: int, heads: int) -> Family:
+def _vit(width: int, layers: int, heads: int) -> NamedModel:
     return _image("ViTConfig", **_transformer(width, layers, heads, 4 * width))
 
 
-def _resnet(*depths: int, basic: bool = False) -> Family:
+def _resnet(*depths: int, basic: bool = False) -> NamedModel:
     widths = [64, 128, 256, 512] if basic else [256, 512, 1024, 2048]
     kind = "basic" if basic else "bottleneck"
     return _image("ResNetConfig", depths=list(depths), hidden_sizes=widths, layer_type=kind)
 
 
-def _efficientnet(width: float, depth: float, image: int, channels: int, dropout: float) -> Family:
+def _efficientnet(
+    width: float, depth: float, image: int, channels: int, dropout: float
+) -> NamedModel:
     sizes = {"width_coefficient": width, "depth_coefficient": depth, "image_size": image}
     return _image("EfficientNetConfig", hidden_dim=channels, dropout_rate=dropout, **sizes)
 
 
-FAMILIES = {
+NAMED_MODELS: dict[str, NamedModel] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
@@ -106,7 +110,7 @@ FAMILIES = {
     "t5-large": _t5(1024, 4096, 24, 16),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
-    "distilbert": Family(config="DistilBertConfig", task="MaskedLM", longest=512),
+    "distilbert": NamedModel(config="DistilBertConfig", task="MaskedLM", longest=512),
     "roberta-base": _roberta(768, 12, 12),
     "roberta-large": _roberta(1024, 24, 16),
     "vit": _vit(768, 12, 12),

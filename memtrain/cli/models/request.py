@@ -37,7 +37,7 @@ class Request:
     """What `memtrain-report` is asked for, besides memtrain's own keys."""
 
     model: str = ""
-    """A name of `FAMILIES`, `hf:<config.json or its folder>` or `py:<module>:<builder>`."""
+    """A name of `NAMED_MODELS`, `hf:<config.json or its folder>` or `py:<module>:<builder>`."""
     batch: int = 1
     """Samples."""
     seq: int | None = None
@@ -90,11 +90,6 @@ class Request:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1B or more")
             if value is not None and value.isdigit() and int(value) < _FORGOTTEN:
                 raise ValueError(f"{name}={value} is {value} bytes; did you mean {value}GiB?")
-
-    @property
-    def memory_nbytes(self) -> int | None:
-        """Bytes of `memory`."""
-        return None if self.memory is None else parse_size(self.memory, "memory")
 
     @property
     def step(self) -> StepOptions:

@@ -1,0 +1,261 @@
+"""Models by name, from a transformers config or by a user's function, without memory or real."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memtrain.cli.models.named_models import NAMED_MODELS, TASKS, NamedModel
+from memtrain.cli.models.request import DTYPES, OPTIMIZERS, Request
+from memtrain.config.errors import nearest
+
+Built = tuple[nn.Module, Optimizer, Any]
+"""A model, its optimizer, and what the model is called with."""
+_DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
+
+
+def build(request: Request, *, real: bool = False) -> Built:
+    """Make what a request names, under fake tensors: no weight is allocated.
+
+    Args:
+        request: What to make.
+        real: Make it with its memory and with initial weights instead.
+
+    Returns:
+        Model in training mode, optimizer and batch.
+
+    Raises:
+        ValueError: For an unknown model, or a size that the model does not take.
+        ModuleNotFoundError: If transformers is missing and needed; names the extra.
+        FileNotFoundError: For an `hf:` path that does not exist.
+        TypeError: If a builder returns something else than a model and a batch.
+
+    Memory:
+        Python objects only, unless `real`.
+    """
+    kind, _, rest = request.model.partition(":")
+    with context(DTYPES[request.dtype], real=real):
+        if kind == "py" and rest:
+            model, batch, *others = _user(rest, request)
+        elif kind == "hf" and rest:
+            model, batch = from_family(_stored(Path(rest)), request)
+            others = []
+        elif request.model in NAMED_MODELS:
+            model, batch = from_family(NAMED_MODELS[request.model], request)
+            others = []
+        else:
+            hint = nearest(request.model, known_models())
+            raise ValueError(f"unknown model {request.model!r}; {hint}")
+        model.train()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = others[0] if others else OPTIMIZERS[request.optimizer](trained)
+    return model, optimizer, batch
+
+
+def known_models() -> list[str]:
+    """What `model=` can be."""
+    return [*NAMED_MODELS, "hf:<config.json or its folder>", "py:<module>:<builder>"]
+
+
+@contextmanager
+def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
+    """Where models are built: under fake tensors, unless `real`.
+
+    Args:
+        dtype: The default one within.
+        real: With memory, and initial values.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        if real:
+            yield
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True), _RealTables():
+                yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _RealTables(TorchFunctionMode):
+    """Computes `linspace`, and what comes of it, with values.
+
+    Models read the rates of stochastic depth off it while they are built.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        valued = tensors and not any(isinstance(x, FakeTensor) for x in tensors)
+        with unset_fake_temporarily() if valued or func is torch.linspace else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def _user(where: str, request: Request) -> tuple[Any, ...]:
+    """Call a user's builder with those of the request's values that it has arguments for."""
+    module, _, name = where.partition(":")
+    if not name:
+        raise ValueError(f"model='py:{where}' names no builder; allowed: py:<module>:<builder>")
+    if "" not in sys.path:  # a console script does not look into the working directory
+        sys.path.insert(0, "")
+    builder = getattr(importlib.import_module(module), name, None)
+    if not callable(builder):
+        raise ValueError(f"model='py:{where}': {module} has no function {name!r}")
+    known = set(inspect.signature(builder).parameters)
+    values = {"batch": request.batch, "seq": request.seq, "image": request.image}
+    result: Any
+    try:
+        result = builder(**{k: v for k, v in values.items() if k in known and v is not None})
+    except Exception as error:  # the user's code may raise anything
+        why = str(error).splitlines()[0] if str(error) else ""
+        raise ValueError(f"model='py:{where}' raised {type(error).__name__}: {why}") from error
+    sound = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)
+    if not sound or not isinstance(([*result, None])[2], Optimizer | None):
+        raise TypeError(
+            f"model='py:{where}' returned {type(result).__name__}; allowed: (model, batch) or "
+            "(model, batch, optimizer)"
+        )
+    return result
+
+
+def build_real(request: Request, seed: int, device: str = "cpu") -> Built:
+    """Build a model with initial weights, and fill its batch with random data.
+
+    Args:
+        request: The model and its batch.
+        seed: Of the weights and the data.
+        device: Where it lies.
+
+    Returns:
+        Model, optimizer and batch; a `py:` builder's own weights and batch as they are.
+
+    Memory:
+        The model's and the batch's; for a named model, also a forward's.
+    """
+    torch.manual_seed(seed)
+    model, optimizer, batch = build(request, real=True)
+    model.to(device)
+    batch = tree_map_only(Tensor, lambda x: x.to(device), batch)
+    if not request.model.startswith("py:") and isinstance(batch, dict):
+        # Classes of an image model, tokens of a text model: the output says how many there are.
+        with torch.no_grad():
+            classes = model(**batch).logits.shape[-1]
+        batch = {name: _random(x, classes) for name, x in batch.items()}
+    return model, optimizer, batch
+
+
+def _random(x: Tensor, classes: int) -> Tensor:
+    return torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, classes)
+
+
+def _import_transformers() -> Any:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "this model needs transformers: pip install 'memtrain[models]'"
+        ) from error
+    transformers.logging.set_verbosity_error()  # its advice is about training, not about sizes
+    return transformers
+
+
+def _stored(path: Path) -> NamedModel:
+    """A transformers config on disk, with the task that its `architectures` name, else its first.
+
+    The path is that of a config.json, or of its folder.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"model=hf:{path}: {str(file)!r} does not exist")
+    transformers = _import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"model=hf:{path}: {str(error).splitlines()[0]}") from error
+    known = [
+        task
+        for task in TASKS
+        if type(config) in getattr(transformers, f"AutoModelFor{task}")._model_mapping
+    ]
+    written = " ".join(config.architectures or ())
+    suffixes = {"LMHeadModel": "CausalLM", "ForConditionalGeneration": "Seq2SeqLM"}
+    suffixes |= {f"For{task}": task for task in TASKS}
+    named = [task for suffix, task in suffixes.items() if suffix in written and task in known]
+    if not known:
+        raise ValueError(
+            f"model=hf:{path}: no task for {type(config).__name__}; allowed: {', '.join(TASKS)}; "
+            "model=py:<module>:<builder> takes any model"
+        )
+    own = NamedModel(
+        config=type(config).__name__, task=[*named, *known][0], options=config.to_diff_dict()
+    )
+    longest = getattr(config, "max_position_embeddings", None) or own.seq
+    return replace(own, seq=min(own.seq, longest))
+
+
+def from_family(family: NamedModel, request: Request) -> tuple[nn.Module, dict[str, Any]]:
+    """A family's model and batch, as the request wants them.
+
+    Args:
+        family: Config class, its arguments and the task.
+        request: Sizes, dtype, labels, attention and dropout.
+
+    Returns:
+        The model, without initial values under a fake mode, and a batch of zeros.
+
+    Raises:
+        ValueError: For a size that the model does not take.
+        ModuleNotFoundError: Without transformers; names the extra.
+    """
+    transformers = _import_transformers()
+    from transformers.initialization import no_init_weights
+
+    config = getattr(transformers, family.config)(**family.options)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if request.dropout is not None:
+        for name in [name for name in vars(config) if name.endswith(_DROPOUTS)]:
+            setattr(config, name, float(request.dropout))
+    batch = _batch(family, config, request)
+    chosen = {"attn_implementation": request.attention} if request.attention else {}
+    auto = getattr(transformers, f"AutoModelFor{family.task}" if family.task else "AutoModel")
+    # Initial values read data, which fake tensors do not have; sizes do not depend on them.
+    fake = active_fake_mode() is not None
+    with no_init_weights() if fake else nullcontext():
+        model = auto.from_config(config, dtype=DTYPES[request.dtype], **chosen)
+    model.tie_weights()
+    return model, batch
+
+
+def _batch(family: NamedModel, config: Any, request: Request) -> dict[str, Any]:
+    if family.task == "ImageClassification":
+        if request.seq is not None:
+            raise ValueError(f"seq={request.seq}: {request.model} takes images; use image=")
+        side = request.image or getattr(config, "image_size", 224)
+        if getattr(config, "image_size", side) != side:
+            config.image_size = side  # its positions are made for one size
+        batch = {"pixel_values": torch.zeros(request.batch, config.num_channels, side, side)}
+        labels = torch.zeros(request.batch, dtype=torch.long)
+        return {**batch, "labels": labels} if request.labels else batch
+    if request.image is not None:
+        raise ValueError(f"image={request.image}: {request.model} takes text; use seq=")
+    seq = request.seq or family.seq
+    if family.longest and seq > family.longest:
+        raise ValueError(f"seq={seq}: {request.model} takes at most {family.longest} tokens")
+    tokens = torch.zeros(request.batch, seq, dtype=torch.long)
+    batch = {"input_ids": tokens}
+    if family.task == "Seq2SeqLM" and not request.labels:
+        batch["decoder_input_ids"] = tokens.clone()
+    return {**batch, "labels": tokens.clone()} if request.labels else batch

@@ -1,0 +1,277 @@
+"""What a run of `memtrain-report` finds, and what is told of it: sums, peaks, advice, limits."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from memtrain.audit.peak import PARTS, Moment, Timeline
+from memtrain.audit.report import CATEGORIES, Report, Row, Total
+from memtrain.config.sizes import format_size
+from memtrain.planner import Fit
+
+BY = ("pattern", "site", "module", "op")
+"""What rows can be summed by."""
+SIDES = ("plain", "planned")
+MOST = 400
+"""Moments of a step that are drawn or written, at most."""
+LEAST = 0.1
+"""A smaller share of the planned bytes is not worth a line of advice."""
+_MORE = re.compile(r" \(\+\d+\)$")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_REMEDIES = {
+    "weights": "weights=bf16+8 keeps float32 weights in 3 bytes",
+    "gradients": "gradients=release lets each go as soon as it is used",
+    "optimizer states": "preset=balanced keeps them in 4 bits",
+    "saved activations": "preset=smallest or checkpointed, or a smaller batch",
+    "temporaries": "a smaller batch, shorter sequences or smaller images",
+}
+_ONCE = ("weights", "gradients", "optimizer states")
+"""Where nothing is advised that the plan does already."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A report, what it was made for, and what was searched besides."""
+
+    report: Report
+    settings: Mapping[str, Any]
+    """Key -> value, as `arguments.settings` says."""
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """`batch`, and for text `seq` -> the largest that fits `memory=`: `plain`, `planned`, and the
+    `limit` beyond which nothing was tried; 0 where not even 1 fits. Empty: none was searched."""
+    memory: int = 0
+    """Bytes of `memory=`."""
+    fit: Fit | None = None
+    """What the planner found, if there was a budget."""
+
+
+def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, int]]:
+    """Sum a report's rows; the sums are those of the report.
+
+    Args:
+        report: The audit.
+        by: `site`: every row by itself; `pattern`: rows whose names differ in layer numbers only,
+            written `h.*.mlp` as rules write them; `module`: everything of a module; `op`: the
+            saved activations of an op, and each other category.
+        depth: Of modules' paths: deeper ones count for their parent; 0 cuts nothing.
+
+    Returns:
+        Name, bytes and rows; most bytes first, plain or planned; equal ones in the model's order.
+
+    Example:
+        >>> rows = [Row(name=f"h.{i}.mlp / gelu / input", kind="activation", plain=8, planned=1)
+        ...         for i in range(3)]
+        >>> report = Report(rows=tuple(rows), kept=(), unmatched=(), loss=True)
+        >>> [(name, total.plain, count) for name, total, count in grouped(report, "pattern")]
+        [('h.*.mlp / gelu / input', 24, 3)]
+        >>> [(name, total.plain) for name, total, _ in grouped(report, "module", depth=1)]
+        [('h', 24)]
+    """
+    groups: dict[str, list[Row]] = {}
+    for index, row in enumerate(report.rows):
+        groups.setdefault(str(index) if by == "site" else _name(row, by, depth), []).append(row)
+    sums = [(_name(rows[0], by, depth), summed(rows), len(rows)) for rows in groups.values()]
+    return sorted(sums, key=lambda one: -max(one[1].plain, one[1].planned))
+
+
+def summed(rows: Sequence[Row | Total]) -> Total:
+    """Bytes of several."""
+    return Total(plain=sum(r.plain for r in rows), planned=sum(r.planned for r in rows))
+
+
+def module_of(row: Row) -> str:
+    """The module that a row belongs to; empty at the root.
+
+    Example:
+        >>> module_of(Row(name="h.0.act / gelu / input", kind="activation", plain=1, planned=1))
+        'h.0.act'
+        >>> module_of(Row(name="h.0.fc.weight / adamw / step", kind="state", plain=1, planned=1))
+        'h.0.fc'
+    """
+    first = row.name.split(" / ")[0]
+    if row.kind == "activation":
+        return "" if first == "(root)" else first
+    return first.rpartition(".")[0]
+
+
+def _name(row: Row, by: str, depth: int) -> str:
+    if by == "module":
+        path = module_of(row).split(".")
+        return ".".join(path[: depth or None]) or "(root)"
+    if by == "op":
+        return row.name.split(" / ")[1] if row.kind == "activation" else f"({CATEGORIES[row.kind]})"
+    kind = f" ({row.kind})" if row.kind in ("weight", "gradient") else ""
+    return (row.name if by == "site" else pattern(row.name)) + kind
+
+
+def pattern(name: str) -> str:
+    """A row's name with `*` for the numbers in its module's path.
+
+    Example:
+        >>> pattern("h.0.fc1 / linear / input (+1)")
+        'h.*.fc1 / linear / input'
+    """
+    site, *rest = _MORE.sub("", name).split(" / ")
+    return " / ".join([_NUMBER.sub("*", site), *rest])
+
+
+def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
+    """The timelines of a report by side, predicted or measured; nothing if it has none."""
+    both = (report.timeline, report.planned_timeline)
+    if measured:
+        both = (report.measured, report.planned_measured)
+    pairs = zip(SIDES, both, strict=True)
+    return {side: line for side, line in pairs if line is not None and line.moments}
+
+
+def at_peak(report: Report) -> dict[str, Total]:
+    """What is alive at the two peaks, and `total`; nothing if the report has no timelines.
+
+    Each side at its own peak, which may be another moment of the step.
+
+    Returns:
+        Part -> its bytes; parts that neither side has are left out.
+    """
+    lines = timelines(report)
+    if len(lines) < 2:
+        return {}
+    peaks = {side: line.peak for side, line in lines.items()}
+    alive = {
+        part: {side: peak.parts.get(part, 0) for side, peak in peaks.items()} for part in PARTS
+    }
+    parts = {part: Total(**both) for part, both in alive.items() if any(both.values())}
+    return {**parts, "total": Total(**{side: peak.nbytes for side, peak in peaks.items()})}
+
+
+def described(report: Report) -> list[str]:
+    """When the peaks are, what tensors ask for, and what was measured, in lines."""
+    predicted = timelines(report)
+    lines = [_peak_line(side, line) for side, line in predicted.items()]
+    for side, line in timelines(report, measured=True).items():
+        words = _peak_line(f"{side}, measured", line)
+        if side in predicted:
+            words += f"; predicted {predicted[side].peak.nbytes / line.peak.nbytes - 1:+.1%}"
+        lines.append(words)
+    return lines
+
+
+def _peak_line(side: str, line: Timeline) -> str:
+    shown, requested = format_size(line.peak.nbytes), format_size(line.requested)
+    words = f"{side}: {shown} at the peak, in the {line.peak.label}"
+    return words + (f"; tensors ask for {requested}" if requested != shown else "")
+
+
+def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
+    """At most so many moments: the highest of each stretch, so that no peak is lost.
+
+    Args:
+        moments: In their order.
+        most: How many; at least 1.
+
+    Returns:
+        Some of them, in their order.
+
+    Example:
+        >>> moments = [Moment("", "forward", nbytes, {}) for nbytes in (1, 9, 2, 3)]
+        >>> [moment.nbytes for moment in thinned(moments, 2)]
+        [9, 3]
+    """
+    count = min(most, len(moments))
+    edges = [index * len(moments) // count for index in range(count + 1)] if count else []
+    return [
+        max(moments[low:high], key=lambda moment: moment.nbytes) for low, high in pairwise(edges)
+    ]
+
+
+def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
+    """What was searched for `memory=`, in lines.
+
+    Example:
+        >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
+        >>> sizes = {"batch": {"plain": 0, "planned": 12, "limit": 12}}
+        >>> list(sizes_that_fit(Outcome(report, {}, sizes, 2**30)))
+        ["in 1.00 GiB, largest batch: none plain, 12 (the model's limit) planned"]
+    """
+    words = {"batch": "largest batch", "seq": "longest sequence"}
+    for what, found in outcome.sizes.items():
+        limit = {found["limit"]: f"{found['limit']:,} (the model's limit)", 0: "none"}
+        both = ", ".join(f"{limit.get(found[side], f'{found[side]:,}')} {side}" for side in SIDES)
+        yield f"in {format_size(outcome.memory)}, {words[what]}: {both}"
+
+
+def verdict(outcome: Outcome) -> Iterator[str]:
+    """Whether plain PyTorch fits the budget, what holds it if not, and whether the plan does.
+
+    Without a budget or a peak there is nothing to say.
+    """
+    parts, fit = at_peak(outcome.report), outcome.fit
+    if fit is None or not parts:
+        return
+    total = parts.pop("total")
+    size, plain = format_size(fit.budget), format_size(total.plain)
+    if total.plain <= fit.budget:
+        yield f"plain PyTorch fits {size} as it is: {plain} at its peak"
+    else:
+        held = Counter({name: part.plain for name, part in parts.items()}).most_common(2)
+        most = " and ".join(f"{name} ({format_size(nbytes)})" for name, nbytes in held)
+        yield f"plain PyTorch does not fit {size}: it takes {plain} at its peak, most of it {most}"
+    fits = "fits" if total.planned <= fit.budget else "does not fit"
+    yield f"with the plan it {fits}: {format_size(total.planned)}"
+
+
+def advice(report: Report) -> Iterator[str]:
+    """The largest parts of the planned peak (of the planned total without one), with remedies.
+
+    Args:
+        report: The audit.
+
+    Yields:
+        Lines, the largest share first; what the plan compresses already is not advised again.
+
+    Example:
+        >>> row = Row(name="w", kind="gradient", plain=8, planned=8)
+        >>> list(advice(Report(rows=(row,), kept=(), unmatched=(), loss=True)))
+        ['gradients, 100%: gradients=release lets each go as soon as it is used']
+    """
+    parts = at_peak(report) or report.totals()
+    whole = parts["total"].planned
+    known = {name: parts[name] for name in _REMEDIES if name in parts}
+    for name, part in sorted(known.items(), key=lambda item: -item[1].planned):
+        compressed = name in _ONCE and (part.ratio or 1.0) < 1
+        if whole and part.planned / whole >= LEAST and not compressed:
+            yield f"{name}, {part.planned / whole:.0%}: {_REMEDIES[name]}"
+
+
+def broken_limits(report: Report, over: int | None, under: float | None) -> list[str]:
+    """The limits of `--fail-over` and `--fail-under` that a report breaks, each in a line.
+
+    Args:
+        report: The audit.
+        over: Most bytes of the planned peak, or of the planned total if the report has no
+            timelines; None allows any.
+        under: How many times as much plain PyTorch must take, at least; None: any.
+
+    Returns:
+        Nothing if all hold. Bytes that are unknown break every limit: it cannot be told.
+
+    Example:
+        >>> row = Row(name="w", kind="weight", plain=4096, planned=2048)
+        >>> broken_limits(Report(rows=(row,), kept=(), unmatched=(), loss=True), 1024, 2.0)
+        ['the planned total, 2.00 KiB, is over --fail-over 1.00 KiB']
+    """
+    unknown = report.totals()["total"].unknown
+    peak = at_peak(report).get("total")
+    sides, name = peak or report.totals()["total"], "peak" if peak else "total"
+    if unknown and not peak and (over is not None or under is not None):
+        return [f"the limits cannot be told: {unknown}"]
+    lines = []
+    if over is not None and sides.planned > over:
+        shown = format_size(sides.planned)
+        lines.append(f"the planned {name}, {shown}, is over --fail-over {format_size(over)}")
+    if under is not None and sides.plain < under * sides.planned:
+        times = f"{sides.plain / sides.planned:.3f} times the planned {name}"
+        lines.append(f"plain PyTorch takes {times}, under --fail-under {under:g}")
+    return lines
