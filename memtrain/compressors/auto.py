@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.base import ACTIVATION, Compressor, Key, Packed
 from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 from memtrain.compressors.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto:
+class Auto(Compressor):
     """A rule's `bits: auto`: a compressor whose widths somebody else decides.
 
     Alone it is its template, with the template's own bits.
@@ -31,6 +31,8 @@ class Auto:
         >>> Auto(template=Group()).with_bits((3,))
         Group(bits=3, group_size=256, rounding='stochastic', bounds='bf16')
     """
+
+    seats = frozenset({ACTIVATION})
 
     template: Any
 

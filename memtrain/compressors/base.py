@@ -1,7 +1,8 @@
-"""The one protocol: a frozen value that turns a tensor into a payload and back."""
+"""The protocol of compressors: a frozen value that turns a tensor into a payload and back."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -67,19 +68,70 @@ class Keep:
     reason: str
 
 
+ACTIVATION = "saved activation"
+CHECKPOINTED_INPUT = "checkpointed module's input"
+STATE = "optimizer state"
+GRADIENT_SUM = "gradient accumulation"
+SAVED = frozenset({ACTIVATION, CHECKPOINTED_INPUT})
+EVERY_SEAT = SAVED | {STATE, GRADIENT_SUM}
+
+
 @runtime_checkable
 class Compressor(Protocol):
-    """A frozen dataclass without mutable state: what it must remember is in the last payload.
+    """A frozen dataclass without mutable state that turns a tensor into a payload and back.
 
-    One whose class says `shaped = True` works on dimensions: of activations it is handed the
-    tensor itself, any strides, and gives back the same order of dimensions in memory. The others
-    are handed the elements in memory order, one-dimensional.
+    Subclass it, write `compress` and `decompress`, and name the payload's tensors in `parts`; every
+    other attribute has a default, and nothing else is read by whoever uses a compressor. It works
+    on tensors without data too (meta and fake ones): so bytes are told before training.
+
+    Attributes:
+        parts: Names of the payload's tensors, of whatever shape: a state that is a dict of these is
+            known as a payload. Empty: it cannot be an optimizer state.
+        seats: Where a config may name it.
+        signed: Whether negative values come back as such; without, no state of either sign.
+        rounding: `"stochastic"` where `compress` reads its key, else `"nearest"`.
+        bits: Bits per element, where they can be chosen.
+        second_moment: Whether it can hold Adam's second moment, by whose root the update is
+            divided: small positive numbers must not come back as zero.
+        shaped: Whether `compress` wants a saved activation as it is, any strides, and gives back
+            its order of dimensions in memory. Others get the elements in memory order, 1-d.
+        is_identity: Whether the payload is the tensor itself.
+        lossless: Whether every number comes back exactly.
+        gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
+        zeros_from_zeros: Whether a payload of zero bytes decodes to zeros.
+
+    Example:
+        >>> from memtrain.compressors import Group, Identity
+        >>> Group().shaped, Group().rounding, Identity().is_identity
+        (False, 'stochastic', True)
     """
 
+    parts: tuple[str, ...] = ()
+    seats: frozenset[str] = EVERY_SEAT
+    signed: bool = True
+    rounding: str = "nearest"
+    bits: Any = None
+    shaped: bool = False
+    second_moment: bool = True
+    is_identity: bool = False
+    lossless: bool = False
+    gives_derivative: bool = False
+    zeros_from_zeros: bool = False
+
+    @abstractmethod
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Turn `x` into a payload; `key` feeds stochastic rounding."""
         ...
 
+    @abstractmethod
     def decompress(self, packed: Packed) -> Tensor:
         """Turn a payload back into a tensor of its shape and dtype."""
         ...
+
+    def serves(self, seat: str) -> bool:
+        """Whether a config may name it for one of `seats`."""
+        return seat in self.seats and (seat != STATE or bool(self.parts))
+
+    def for_shape(self, shape: torch.Size) -> "tuple[Compressor, str]":
+        """What serves a state of this shape, and why if it is another compressor."""
+        return self, ""

@@ -1,13 +1,17 @@
 """Block compressors: one abs-max scale a block, and a code book."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.codebook import block
 
 ROUNDINGS = ("nearest", "stochastic")
+MAX_VECTOR_BYTES = 0.08
+"""Per element: what the vectors of rank-1 and factored states may cost."""
 
 
 def seed_of(key: Key, rounding: str) -> int | None:
@@ -21,8 +25,29 @@ def check_rounding(rounding: str) -> None:
         raise ValueError(f"rounding={rounding!r}; allowed: {', '.join(ROUNDINGS)}")
 
 
+def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
+    """Why blocks serve a tensor in place of vectors along its dimensions; "" where they need not.
+
+    Args:
+        kind: `rank-1` or `factored`.
+        shape: Of the tensor.
+        numbers: How many float32 numbers the vectors have, of a shape of two dimensions or more.
+    """
+    if len(shape) < 2:
+        return f"{kind} needs 2 dimensions, the parameter has {len(shape)}: block instead"
+    cost = 4 * numbers() / shape.numel() if shape.numel() else 0.0
+    if cost <= MAX_VECTOR_BYTES:
+        return ""
+    return f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
+
+
+def holds_second_moment(map: str, bits: int, signed: bool) -> bool:
+    """Whether a codebook has enough positive values beside 0: see `Compressor.second_moment`."""
+    return not signed or bits >= 6 or map == "Linear"
+
+
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class Block(Compressor):
     """Blocks of codes with one scale each: `B128/DE` and its family.
 
     A block of zeros decodes to zeros. NaN or Inf spoils its own block and no other: the whole
@@ -54,6 +79,9 @@ class Block:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
     """
 
+    parts = ("codes", "scale")
+    zeros_from_zeros = True
+
     block_size: int = 128
     map: str = "DE"
     bits: int = 4
@@ -65,6 +93,11 @@ class Block:
             raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
         check_rounding(self.rounding)
         block.codebook(self.map, bits=self.bits, signed=self.signed)
+
+    @property
+    def second_moment(self) -> bool:
+        """Not with a sign and fewer than 6 bits, unless the map is linear."""
+        return holds_second_moment(self.map, self.bits, self.signed)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""

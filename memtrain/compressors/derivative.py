@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import ACTIVATION, Compressor, Key, Packed
 from memtrain.compressors.fewbit.functions import FAMILIES, check_name, complete
 from memtrain.compressors.fewbit.register import REGISTERED, registered
 from memtrain.compressors.fewbit.solver import check_bits, table
@@ -30,7 +30,7 @@ vars(_table)["_dynamo_marked_constant"] = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class DerivativeCode:
+class DerivativeCode(Compressor):
     """Keeps what an activation's backward pass needs of its input: a code for f'(x).
 
     `decompress` gives the table's level for f'(x), not x. The table is the solver's best step
@@ -67,6 +67,10 @@ class DerivativeCode:
     Reference:
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441.
     """
+
+    parts = ("codes",)
+    seats = frozenset({ACTIVATION})
+    gives_derivative = True
 
     bits: int = 3
     function: str = "gelu"

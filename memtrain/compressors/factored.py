@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import STATE, Compressor, Key, Packed
+from memtrain.compressors.codebook import Block, why_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factored:
+class Factored(Compressor):
     """Row means and column means of a non-negative tensor, seen as [dimension 0, the rest].
 
     Decodes to `row[i] * col[j] / mean(row)`, exact for tensors of rank one. All zeros decode to
@@ -39,11 +40,29 @@ class Factored:
         section 4.3.
     """
 
+    parts = ("row", "col")
+    seats = frozenset({STATE})
+    signed = False
+    zeros_from_zeros = True
+
     factor_dims: str = "first"
 
     def __post_init__(self) -> None:
         if self.factor_dims not in ("first", "last2"):
             raise ValueError(f"factor_dims={self.factor_dims!r}; allowed: first, last2")
+
+    def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
+        """Unsigned blocks of 128 where the vectors cannot pay."""
+        # A matrix's last two dimensions are its first and the rest.
+        own = Factored() if len(shape) == 2 else self
+        why = why_blocks("factored", shape, lambda: own._numbers(shape))
+        return (Block(map="Linear", signed=False) if why else own), why
+
+    def _numbers(self, shape: torch.Size) -> int:
+        """Of both vectors."""
+        if self.factor_dims == "last2":
+            return shape[:-2].numel() * (shape[-2] + shape[-1])
+        return shape[0] + shape[1:].numel()
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Row means float32 [shape[0]] and column means float32 [prod(shape[1:])].

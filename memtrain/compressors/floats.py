@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.floats.format_names import named_format
 from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.kernels.floats.rounding_reference import limits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float:
+class Float(Compressor):
     """Codes of a float format, without a scale.
 
     Numbers of the format come back bit for bit; others as `FloatFormat.round` gives them. Only, of
@@ -41,6 +41,8 @@ class Float:
         Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464.
     """
 
+    parts = ("codes",)
+
     format: Any = "fp8_forward"
 
     def __post_init__(self) -> None:
@@ -53,6 +55,11 @@ class Float:
     def form(self) -> FloatFormat:
         """The format itself."""
         return named_format(self.format) if isinstance(self.format, str) else self.format
+
+    @property
+    def second_moment(self) -> bool:
+        """Of formats that reach as far down as float16: there is no scale."""
+        return self.form.min_subnormal <= 2.0**-24
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Encode `x`.

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.group import group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(Compressor):
     """Each group of elements between its own minimum and maximum, in `2**bits - 1` equal steps.
 
     Stochastic rounding is unbiased: the mean over keys is the tensor, to 2**-16 of a step. The
@@ -42,6 +42,8 @@ class Group:
         are used, without which the rounding is not unbiased.
     """
 
+    parts = ("codes", "bounds")
+
     bits: int = 4
     group_size: int = 256
     rounding: str = "stochastic"
@@ -60,6 +62,11 @@ class Group:
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
         if self.bounds not in ("bf16", "fp32"):
             raise ValueError(f"bounds={self.bounds!r}; allowed: 'bf16', 'fp32'")
+
+    @property
+    def second_moment(self) -> bool:
+        """With 8 bits: an element below a step of its group may come back as the minimum."""
+        return self.bits == 8
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise `x` in its logical order.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.base import SAVED, Compressor, Key, Packed
 
 
 class Transfers(Protocol):
@@ -132,7 +132,7 @@ def _without_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class Host(Compressor):
     """Another compressor's payload, kept in host memory until the backward asks for it.
 
     On CUDA the payload is copied to pinned memory on a side stream, while the forward goes on, and
@@ -161,6 +161,8 @@ class Host:
         arXiv:2206.11357, section 6.
     """
 
+    seats = SAVED
+
     inner: Any
 
     def __post_init__(self) -> None:
@@ -168,9 +170,18 @@ class Host:
             raise TypeError(f"inner={self.inner!r} is a {type(self.inner).__name__}, no compressor")
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Those of `inner`, and where they came from."""
+        return (*self.inner.parts, _DEVICE)
+
+    def serves(self, seat: str) -> bool:
+        """Where `inner` does; but not a derivative's codes, which their ops read themselves."""
+        return super().serves(seat) and self.inner.serves(seat) and not self.inner.gives_derivative
+
+    @property
     def shaped(self) -> bool:
         """Whether `inner` wants the tensor itself, not a flat one."""
-        return getattr(self.inner, "shaped", False)
+        return self.inner.shaped
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Compress `x` with `inner` and start the payload's way to the host.

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class Identity(Compressor):
     """Keeps the tensor itself: training with it everywhere is bit-identical to plain PyTorch.
 
     Memory:
@@ -20,6 +20,10 @@ class Identity:
         >>> Identity().decompress(Identity().compress(x, key=Key()))
         tensor([0., 1., 2.])
     """
+
+    parts = ("tensor",)
+    is_identity = True
+    lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """The tensor as its own payload. NaN and Inf pass through."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.packing import mask
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -14,7 +14,7 @@ _NARROW = (torch.uint8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mask:
+class Mask(Compressor):
     """A boolean tensor at one bit per element, exact.
 
     Memory:
@@ -25,6 +25,10 @@ class Mask:
         >>> Mask().decompress(Mask().compress(x, key=Key()))
         tensor([ True, False,  True])
     """
+
+    parts = ("bits",)
+    seats = frozenset()  # memtrain itself chooses it for tensors of bools
+    lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Pack `x`.
@@ -50,7 +54,7 @@ class Mask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Integers:
+class Integers(Compressor):
     """An integer tensor in the narrowest of uint8, int16 and int32 that holds its values, exact.
 
     The width depends on the values, so `compress` reads the minimum and the maximum, for which a
@@ -72,6 +76,10 @@ class Integers:
         >>> packed.nbytes, Integers().decompress(packed)
         (2, tensor([  3, 250]))
     """
+
+    parts = ("values",)
+    seats = frozenset()  # memtrain itself chooses it for tensors of integers
+    lossless = True
 
     limit: int | None = None
 

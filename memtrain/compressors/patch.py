@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.patch import patch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patch:
+class Patch(Compressor):
     """Each 4x4 patch of the last two dimensions as one of four levels a value.
 
     The levels are the patch's minimum, its maximum and two at a third of the way between. A
@@ -45,9 +44,10 @@ class Patch:
         Liu Liu, 4x4 Patch Tensor Compression, 2020, and its code in github.com/liuliu/ccv.
     """
 
-    rounding: str = "nearest"
+    parts = ("words", "order")
+    shaped = True
 
-    shaped: ClassVar[bool] = True  # takes the tensor itself, not flattened
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "stochastic"):

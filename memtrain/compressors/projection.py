@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import SAVED, Compressor, Key, Packed
 from memtrain.kernels.dct import dct, idct
 from memtrain.kernels.random import draws
 
@@ -18,7 +17,7 @@ _CHUNK = 1 << 22  # elements of S, or of transformed tokens, that exist at a tim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Projection:
+class Projection(Compressor):
     """Keeps `S x` for an x of [tokens, features], and gives back `S^T (S x)`: E[S^T S] = I.
 
     A linear layer reads its input in backward only for `grad_W = dy^T x`. With this it becomes
@@ -67,12 +66,14 @@ class Projection:
         SIAM J. Comput. 36, 2006 (`norm_rows`).
     """
 
+    parts = ("rows", "key", "index", "weight")
+    seats = SAVED
+    shaped = True
+
     kind: str = "gaussian"
     ratio: float = 0.2
     min_rows: int = 16
     max_rows: int | None = None
-
-    shaped: ClassVar[bool] = True  # wants the tensor itself, not its flattened elements
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

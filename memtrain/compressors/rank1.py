@@ -2,15 +2,22 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
-from memtrain.compressors.codebook import Block, check_rounding, seed_of
+from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.codebook import (
+    Block,
+    check_rounding,
+    holds_second_moment,
+    seed_of,
+    why_blocks,
+)
 from memtrain.kernels.codebook import block, rank1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank1:
+class Rank1(Compressor):
     """Codes of a map, scaled by the least of the maxima over each dimension: `Rank-1/Linear`.
 
     Tensors of fewer than two dimensions are quantised in blocks of 128 with the same map (the
@@ -40,6 +47,9 @@ class Rank1:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.2.
     """
 
+    parts = ("codes", "scale")
+    zeros_from_zeros = True
+
     map: str = "Linear"
     bits: int = 4
     signed: bool = False
@@ -48,6 +58,16 @@ class Rank1:
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
         block.codebook(self.map, bits=self.bits, signed=self.signed)
+
+    @property
+    def second_moment(self) -> bool:
+        """As of `Block`."""
+        return holds_second_moment(self.map, self.bits, self.signed)
+
+    def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
+        """Blocks of 128 with the same codebook where the vectors cannot pay."""
+        why = why_blocks("rank-1", shape, lambda: sum(shape))
+        return (self._block() if why else self), why
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""

@@ -3,17 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.group import Group, dequantize, quantize, stored_size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Samples:
+class Samples(Compressor):
     """`Group` within each sample (an index of the leading dimension), each at its own width.
 
     `bits` says which widths are handed out, to the most sensitive sample first: `(4, 2, 2)` gives
@@ -53,7 +52,8 @@ class Samples:
         code, whose other factors are equal within a tensor.
     """
 
-    shaped: ClassVar[bool] = True  # wants the tensor itself: flat, it has no samples
+    parts = ("codes", "bounds", "order")
+    shaped = True  # flat, a tensor has no samples
 
     bits: tuple[int, ...] = (2,)
     weights: tuple[float, ...] = ()
@@ -90,6 +90,11 @@ class Samples:
             [4, 4, 2, 1]
         """
         return [self.bits[rank * len(self.bits) // n_samples] for rank in range(n_samples)]
+
+    @property
+    def second_moment(self) -> bool:
+        """With 8 bits for every sample, as of `Group`."""
+        return min(self.bits) == 8
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise `x`, sample by sample.

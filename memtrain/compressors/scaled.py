@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
-from memtrain.compressors.codebook import Block, check_rounding, seed_of
+from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.codebook import Block, check_rounding, holds_second_moment, seed_of
 from memtrain.kernels.codebook import block, row_column
 from memtrain.kernels.codebook.codes import Book
 from memtrain.kernels.codebook.row_column import Sides, inverse
@@ -15,7 +15,7 @@ NORMALISATIONS = ("tensor", "dim0", "dim1", "dim01", "dim10", "rank1-group")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaled:
+class Scaled(Compressor):
     """Codes of a map, scaled by a tensor's maxima: `tensor/DE`, `dim0/Linear` and their kin.
 
     Tensors of fewer than two dimensions are quantised in blocks of 128 with the same map, unless
@@ -54,6 +54,8 @@ class Scaled:
         and its code's `dim01`, `dim10` and `rank1-group` (there of two dimensions only).
     """
 
+    parts = ("codes", "scale", "row", "col")
+
     normalisation: str = "tensor"
     map: str = "Linear"
     bits: int = 4
@@ -69,6 +71,11 @@ class Scaled:
             raise ValueError(f"group_size={self.group_size}; allowed: 1 or more")
         check_rounding(self.rounding)
         block.codebook(self.map, bits=self.bits, signed=self.signed)
+
+    @property
+    def second_moment(self) -> bool:
+        """As of `Block`."""
+        return holds_second_moment(self.map, self.bits, self.signed)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; float32 scale, or row and col."""

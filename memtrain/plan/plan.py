@@ -135,7 +135,7 @@ class Plan:
 
     def automatic_bits(self) -> BitWidths | None:
         """The widths that rules with `bits: auto` start with; None if no rule has it."""
-        return automatic_bits(self.config.activations, self.activation_rules, self.state_rules)
+        return automatic_bits(self.config.activations, self.activation_rules)
 
     def unused(self) -> dict[str, list[str]]:
         """Rules that have matched nothing so far, by what they are for."""

@@ -8,8 +8,10 @@ from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
 from memtrain.activations.saved.site import STARTS, Site
-from memtrain.compressors import Compressor, DerivativeCode, Integers, Keep, Mask
+from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
+from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
+from memtrain.compressors.registry import check_seat
 from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
 from memtrain.plan.build import build
 
@@ -86,6 +88,12 @@ class Rules:
         signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
         return [chosen for each in signs for chosen in each.values()]
 
+    def check(self, seat: str) -> None:
+        """Raise `ValueError` for a compressor that cannot serve this seat."""
+        for chosen in self.compressors():
+            if not isinstance(chosen, Keep):
+                check_seat(chosen, seat)
+
     def unused(self) -> list[str]:
         """The patterns of the rules that have won no site so far."""
         won = set(self._first.values())
@@ -120,7 +128,7 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
 
     Raises:
         ValueError: For an exception, a site of a plan file or a recomputed module that the model
-            does not have.
+            does not have, and for a compressor that no rule may name.
     """
     _check_exceptions(own.exceptions, "module", modules)
     recompute_inputs(own)
@@ -132,7 +140,9 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
             hint = nearest(pattern, modules)[:500]
             raise ValueError(f"activations.recompute={pattern!r} matches no module; {hint}")
     exact = {tuple(site): own.sites[name] for name, site in sites.items()}
-    return Rules(own.exceptions, own.rules, ("module", "op", "tensor"), exact)
+    rules = Rules(own.exceptions, own.rules, ("module", "op", "tensor"), exact)
+    rules.check(ACTIVATION)
+    return rules
 
 
 def recompute_inputs(own: Activations) -> Compressor | Keep:
@@ -152,7 +162,7 @@ def recompute_inputs(own: Activations) -> Compressor | Keep:
     if own.recompute_inputs == KEEP:
         return STARTS
     built = build(own.recompute_inputs)
-    if isinstance(built, Auto | DerivativeCode | Mask | Integers):
+    if not isinstance(built, Keep) and not built.serves(CHECKPOINTED_INPUT):
         raise ValueError(
             f"activations.recompute_inputs={own.recompute_inputs!r}; allowed: keep, or a "
             "compressor of any numbers such as {name: group, bits: 8}"
@@ -168,28 +178,30 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
         parameters: Names of the model's parameters.
 
     Raises:
-        ValueError: For an exception, or a site of a plan file, whose parameter does not exist.
+        ValueError: For an exception, or a site of a plan file, whose parameter does not exist, and
+            for a compressor that cannot hold a state.
     """
     _check_exceptions(own.exceptions, "parameter", parameters)
     strangers = [site for site in own.sites if state_site(site)[0] not in parameters]
     missing(strangers, "the model has no such parameters")
     exact = {state_site(site): what for site, what in own.sites.items()}
-    return Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
+    rules = Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
+    if any(isinstance(chosen, Auto) for chosen in rules.compressors()):
+        raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
+    rules.check(STATE)
+    return rules
 
 
-def automatic_bits(own: Activations, activations: Rules, states: Rules) -> BitWidths | None:
+def automatic_bits(own: Activations, activations: Rules) -> BitWidths | None:
     """The widths that rules with `bits: auto` start with; None if no rule has it.
 
     Args:
         own: That part of the config: its `average_bits`.
         activations: The rules for saved tensors.
-        states: The rules for optimizer states, which may not have it.
 
     Raises:
-        ValueError: If such a rule has no `average_bits`, or is for optimizer states.
+        ValueError: If such a rule has no `average_bits`.
     """
-    if any(isinstance(chosen, Auto) for chosen in states.compressors()):
-        raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
     if not any(isinstance(chosen, Auto) for chosen in activations.compressors()):
         return None
     if own.average_bits is None:

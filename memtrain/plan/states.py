@@ -1,6 +1,6 @@
 """Bytes of an optimizer's states, without data: by its own first step on meta tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from memtrain import optim
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.optim.states.first_step import first_states, twin
+from memtrain.optim.states.layout import check_state
 from memtrain.optim.states.shards import local
 from memtrain.plan.entry import UNKNOWN, Entry
 
@@ -35,6 +36,9 @@ def predict_states(
         choose: The names of a parameter and a state -> what is done to it; None: no rules.
         min_elements: States of parameters with no more are kept.
 
+    Raises:
+        ValueError: For a compressor that cannot serve the state that it was chosen for.
+
     Returns:
         One `Entry` of kind `state` per state, `parameter / optimizer / state`. Where bytes cannot
         be told: one entry of 0 bytes whose reason begins with `unknown: `.
@@ -56,11 +60,15 @@ def predict_states(
     names = {p: name for name, p in model.named_parameters()}
     try:
         plain = list(_plain_states(optimizer, names))
-        rows = {} if choose is None else _planned(optimizer, names, choose, min_elements)
     # Whatever a foreign optimizer's step raises on meta tensors, the rest of the audit stands.
     except Exception as error:  # noqa: BLE001
-        why = f"{UNKNOWN}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return [Entry(f"(all parameters) / {title.lower()}", "state", 0, 0, reason=why)]
+        return [_unknown(title, error)]
+    if choose is not None:
+        _check(plain, choose, min_elements)
+    try:
+        rows = {} if choose is None else _planned(optimizer, names, choose, min_elements)
+    except Exception as error:  # noqa: BLE001
+        return [_unknown(title, error)]
     entries = []
     for param, name, states in plain:
         for state, value in states.items():
@@ -78,10 +86,25 @@ def predict_states(
     return entries
 
 
+def _unknown(title: str, error: Exception) -> Entry:
+    why = f"{UNKNOWN}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return Entry(f"(all parameters) / {title.lower()}", "state", 0, 0, reason=why)
+
+
+def _check(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
+    """Raise for a compressor that cannot serve the state that it was chosen for."""
+    for param, name, states in plain:
+        for state, value in states.items():
+            if param.numel() <= min_elements or value.shape != local(param).shape:
+                continue
+            if not isinstance(chosen := choose(name, state), Keep):
+                check_state(chosen, state)
+
+
 def _entry(site: str, value: Tensor, row: optim.StateRow | None, kept: str) -> Entry:
     if row is None:
         return Entry(site, "state", value.nbytes, value.nbytes, reason=kept)
-    if isinstance(row.compressor, Identity):
+    if row.compressor.is_identity:
         name = "" if kept else repr(row.compressor)
         return Entry(site, "state", value.nbytes, row.nbytes, name, kept)
     return Entry(site, "state", value.nbytes, row.nbytes, repr(row.compressor), row.reason)

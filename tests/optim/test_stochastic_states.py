@@ -33,7 +33,7 @@ def codes(optimizer):
         value["codes"].clone()
         for state in optimizer.state.values()
         for value in state.values()
-        if layout.is_packed(value)
+        if isinstance(value, dict)
     ]
 
 

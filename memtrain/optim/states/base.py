@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
+from memtrain.compressors.registry import state_parts
 from memtrain.optim.states import flashoptim, layout, rows
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.wrappers import hooks
@@ -35,6 +36,12 @@ class CompressedStates(Optimizer):
         if (param, name) not in decided:
             decided[param, name] = layout.decide(param, self.choose, name)
         return decided[param, name]
+
+    def is_payload(self, param: Tensor, name: str, value: Any) -> bool:
+        """Whether a state's value is what its compressor made."""
+        return isinstance(value, dict) and layout.is_packed(
+            value, self.compressor(param, name)[0].parts
+        )
 
     def adopt(self, original: Optimizer) -> None:
         """Share the original's groups and hooks, and drop its states (the caller has them)."""
@@ -146,7 +153,7 @@ class CompressedStates(Optimizer):
         return found
 
     def _by_rows(self, param: Tensor, name: str, value: Any) -> Any:
-        if not layout.is_packed(value):
+        if not self.is_payload(param, name, value):
             return value
         compressor, _ = self.compressor(param, name)
         if rows.can_be_rows(compressor, param):
@@ -170,10 +177,12 @@ class CompressedStates(Optimizer):
         return {**loaded, "state": states}
 
     def _check_payloads(self, loaded: dict[str, Any]) -> None:
+        known = state_parts()
         for param, values in self._saved(loaded):
             self.check_saved(param, values)
             for name, value in values.items():
-                if not layout.is_packed(value):
+                # Of another compressor too: that must be told.
+                if not (self.is_payload(param, name, value) or layout.is_packed(value, known)):
                     continue
                 compressor, _ = self.compressor(param, name)
                 like = torch.empty(local(param).shape, dtype=param.dtype, device="meta")
@@ -205,7 +214,7 @@ class CompressedStates(Optimizer):
         # Optimizer.load_state_dict casts every tensor, uint8 codes too, to the parameter's dtype.
         for param, values in self._saved(loaded):
             for name, value in values.items():
-                if layout.is_packed(value):
+                if self.is_payload(param, name, value):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
                     self.state[param][name] = fresh
                 elif isinstance(value, Tensor) and value.shape == param.shape:

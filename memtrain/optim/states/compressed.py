@@ -116,7 +116,7 @@ class CompressedOptimizer(CompressedStates):
         """The states of one parameter as the inner optimizer knows them."""
         whole = {}
         for name, value in self.state.get(param, {}).items():
-            if layout.is_packed(value):
+            if self.is_payload(param, name, value):
                 value = layout.unpack(self.compressor(param, name)[0], value, param)
             whole[name] = value
         return whole

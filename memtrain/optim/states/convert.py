@@ -98,7 +98,7 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
         compressors = [layout.decide(param, choose, name)[0] for name in four.names]
         if param.is_complex() or not probe.serves(compressors):
             return None
-        widths |= {getattr(compressor, "bits", None) for compressor in compressors}
+        widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.
     if widths <= {None}:
         return None

@@ -110,14 +110,12 @@ def _rows(
         for state, value in _values(optimizer, param, group, fused).items():
             if state == "step" or not isinstance(value, Tensor | dict):
                 continue
-            packed = layout.is_packed(value)
-            compressor, reason = (
-                Identity(),
-                "" if fused is not None else _kept(param, value, min_elements),
-            )
-            if not reason:
-                compressor, reason = layout.decide(param, choose, state)
-            if isinstance(value, Tensor) and not isinstance(compressor, Identity):
+            why = _kept(param, value, min_elements) if fused is None else ""
+            compressor, reason = (Identity(), why) if why else layout.decide(param, choose, state)
+            packed = layout.is_packed(value, compressor.parts)
+            if isinstance(value, dict) and not packed:
+                compressor, reason = Identity(), "kept: not a tensor"
+            if isinstance(value, Tensor) and not compressor.is_identity:
                 nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
             else:
                 nbytes = sum(local(t).nbytes for t in _tensors(value))
@@ -127,7 +125,7 @@ def _rows(
 
 
 def _kept(param: Tensor, value: Any, min_elements: int) -> str:
-    if layout.is_packed(value):
+    if isinstance(value, dict):  # a payload, or the optimizer's own
         return ""
     if (why := layout.eligible(param, value)) or value.numel() > min_elements:
         return why

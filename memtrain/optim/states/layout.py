@@ -1,7 +1,7 @@
 """Which compressor keeps which state of which parameter, and why."""
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor, Keep, Key, Packed
+from memtrain.compressors.base import STATE, Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
-from memtrain.compressors.rank1 import Rank1
+from memtrain.compressors.registry import check_seat
 from memtrain.optim.states import shards
 
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
 MIN_ELEMENTS = 4096  # the paper's rule: tensors of at most so many elements keep exact states
-MAX_SIDE_BYTES = 0.08  # bytes per parameter that rank-1's and factored's vectors may cost
-PARTS = ("codes", "scale", "row", "col")
 STEP = "rounding_step"  # a state's own count of steps, for stochastic rounding
 
 
@@ -87,72 +85,52 @@ class Choice:
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
 
 
+SIGNED = ("exp_avg", "momentum_buffer", "grad_avg")
+
+
 def is_unsigned(state_name: str) -> bool:
     """Whether a state of this name (of torch.optim's optimizers) is never negative."""
     return state_name in UNSIGNED
 
 
-def settle(
-    param: Tensor, compressor: Compressor, instead: Block | None = None
-) -> tuple[Compressor, str]:
-    """What is really used for a chosen compressor, and the reason where that differs.
+def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
+    """What serves a state, and the reason where that is not what was chosen.
 
-    Rank-1 and factored states fall back to blocks of 128 where they cannot pay: fewer than two
-    dimensions, or vectors that cost over 0.08 bytes per parameter.
-
-    Args:
-        param: The parameter.
-        compressor: What was chosen for its state.
-        instead: The blocks, by default of 128 and of the compressor's own bits and map.
-
-    Returns:
-        The compressor to use, and a reason ("" if it is the chosen one).
+    Raises:
+        ValueError: For a compressor that cannot serve this state.
 
     Example:
-        >>> settle(torch.zeros(1, 9001), Factored())
+        >>> decide(torch.zeros(1, 9001), lambda param, state: Factored(), "exp_avg_sq")
         (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
          'factored vectors would cost 4.00 bytes per parameter: block instead')
     """
-    if not isinstance(compressor, Rank1 | Factored):
-        return compressor, ""
-    kind = "rank-1" if isinstance(compressor, Rank1) else "factored"
-    if isinstance(compressor, Rank1):
-        block = Block(
-            map=compressor.map,
-            bits=compressor.bits,
-            signed=compressor.signed,
-            rounding=compressor.rounding,
-        )
-    else:
-        block = Block(map="Linear", signed=False)
-    block = instead or block
-    if param.dim() < 2:
-        return block, f"{kind} needs 2 dimensions, the parameter has {param.dim()}: block instead"
-    if not param.numel():
-        return compressor, ""
-    if isinstance(compressor, Factored) and param.dim() == 2:
-        compressor = Factored()  # its last two dimensions are its first and the rest
-    cost = 4 * _sides(compressor, param.shape) / param.numel()
-    if cost > MAX_SIDE_BYTES:
-        return block, f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
-    return compressor, ""
-
-
-def _sides(compressor: Rank1 | Factored, shape: torch.Size) -> int:
-    """Numbers that a payload holds besides codes."""
-    if isinstance(compressor, Rank1):
-        return sum(shape)
-    if compressor.factor_dims == "last2":
-        return shape[:-2].numel() * (shape[-2] + shape[-1])
-    return shape[0] + shape[1:].numel()
-
-
-def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
-    """`settle`, and `Identity` with the reason where keeping the state was chosen."""
     chosen = choose(param, state_name)
     if isinstance(chosen, Keep):
         return Identity(), chosen.reason
-    return settle(param, chosen, getattr(choose, "instead", None))
+    check_state(chosen, state_name)
+    used, why = chosen.for_shape(param.shape)
+    instead = getattr(choose, "instead", None)
+    return (instead if why and instead is not None else used), why
+
+
+def check_state(compressor: Compressor, state_name: str) -> None:
+    """Raise for a compressor that cannot serve a state.
+
+    Raises:
+        ValueError: It names the compressor, the state and what is allowed.
+    """
+    check_seat(compressor, STATE, state_name)
+    if not compressor.signed and state_name in SIGNED:
+        raise ValueError(
+            f"{compressor!r} for the state {state_name!r}, which has negative values; allowed: "
+            "compressors with a sign (signed: true), or names such as 'B128/DE'"
+        )
+    if not compressor.second_moment and is_unsigned(state_name):
+        raise ValueError(
+            f"{compressor!r} for the state {state_name!r}, by which the update is divided: it "
+            "rounds small numbers to zero; allowed: compressors without a sign (signed: false), "
+            "names such as 'Rank-1/Linear', or 8 bits"
+        )
 
 
 def eligible(param: Tensor, value: Any) -> str:
@@ -178,7 +156,7 @@ def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor |
 
     Of a sharded tensor the dict holds this process's part; each process must call.
     """
-    if isinstance(compressor, Identity):
+    if compressor.is_identity:
         return x
     shard = shards.shard_of(x)
     if shard is not None:
@@ -188,7 +166,7 @@ def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor |
 
 def is_stochastic(compressor: Compressor) -> bool:
     """Whether a compressor reads its key."""
-    return getattr(compressor, "rounding", "nearest") == "stochastic"
+    return compressor.rounding == "stochastic"
 
 
 def count_rounding(state: dict[str, Any], compressors: Iterable[Compressor]) -> None:
@@ -248,9 +226,9 @@ def unpack(
     return shards.sharded_like(whole, like)
 
 
-def is_packed(value: Any) -> bool:
-    """Whether a state's value is a payload."""
-    return isinstance(value, dict) and bool(value) and all(k in PARTS for k in value)
+def is_packed(value: Any, parts: Collection[str]) -> bool:
+    """Whether a state's value is a payload: a dict of these parts."""
+    return isinstance(value, dict) and bool(value) and all(name in parts for name in value)
 
 
 @cache

@@ -1,0 +1,64 @@
+"""The compressors that configs name, and where each may be named."""
+
+from memtrain.compressors.base import STATE, Compressor
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.derivative import DerivativeCode
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.floats import Float
+from memtrain.compressors.group import Group
+from memtrain.compressors.host import Host
+from memtrain.compressors.identity import Identity
+from memtrain.compressors.lossless import Integers, Mask
+from memtrain.compressors.patch import Patch
+from memtrain.compressors.projection import Projection
+from memtrain.compressors.rank1 import Rank1
+from memtrain.compressors.samples import Samples
+from memtrain.compressors.scaled import Scaled
+
+COMPRESSORS: dict[str, type[Compressor]] = {
+    "identity": Identity,
+    "derivative": DerivativeCode,
+    "group": Group,
+    "samples": Samples,
+    "host": Host,
+    "projection": Projection,
+    "mask": Mask,
+    "integers": Integers,
+    "block": Block,
+    "patch": Patch,
+    "rank1": Rank1,
+    "scaled": Scaled,
+    "factored": Factored,
+    "float": Float,
+}
+"""Name in a config -> class; a config's other keys are the class's fields."""
+
+
+def check_seat(compressor: Compressor, seat: str, where: object = "") -> None:
+    """Raise for a compressor that cannot serve a seat.
+
+    Args:
+        compressor: What was chosen.
+        seat: One of `base.EVERY_SEAT`.
+        where: What asked for it: a rule's value, a state's name.
+
+    Raises:
+        ValueError: It names the compressor, the seat and what is allowed.
+
+    Example:
+        >>> check_seat(Group(), STATE)
+        >>> check_seat(Mask(), STATE, "exp_avg")
+        Traceback (most recent call last):
+        ValueError: Mask() as optimizer state (exp_avg); allowed: identity, group, samples, ...
+    """
+    if compressor.serves(seat):
+        return
+    allowed = ", ".join(name for name, cls in COMPRESSORS.items() if seat in cls.seats)
+    at = f" ({where})" if where else ""
+    raise ValueError(f"{compressor!r} as {seat}{at}; allowed: {allowed}")
+
+
+def state_parts() -> frozenset[str]:
+    """The names that the parts of any registered compressor's payload of a state have."""
+    serving = (cls for cls in COMPRESSORS.values() if STATE in cls.seats and not cls.is_identity)
+    return frozenset(part for cls in serving for part in cls.parts)
