@@ -1,11 +1,15 @@
 """The protocol of compressors: a frozen value that turns a tensor into a payload and back."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from memtrain.kernels.norm.norm import Codes
+    from memtrain.kernels.step.shard import Shard
 
 _MASK = (1 << 64) - 1
 
@@ -99,6 +103,8 @@ class Compressor(Protocol):
         lossless: Whether every number comes back exactly.
         gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
         zeros_from_zeros: Whether a payload of zero bytes decodes to zeros.
+        by_rows: How checkpoints of sharded states lay out its payload (`optim.states.rows`):
+            `block`, `rank1` or `factored`; of others they hold plain tensors.
 
     Example:
         >>> from memtrain.compressors import Group, Identity
@@ -117,6 +123,7 @@ class Compressor(Protocol):
     lossless: bool = False
     gives_derivative: bool = False
     zeros_from_zeros: bool = False
+    by_rows: str = ""
 
     @abstractmethod
     def compress(self, x: Tensor, *, key: Key) -> Packed:
@@ -130,7 +137,24 @@ class Compressor(Protocol):
 
     def serves(self, seat: str) -> bool:
         """Whether a config may name it for one of `seats`."""
-        return seat in self.seats and (seat != STATE or bool(self.parts))
+        named = bool(self.parts) if seat == STATE else True
+        return seat in self.seats and named and (self.signed or seat != GRADIENT_SUM)
+
+    def with_width(self, bits: int) -> "Compressor":
+        """The same compressor at so many bits; of those that have a field `bits`."""
+        return replace(self, bits=bits)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def group_codes(self, key: Key) -> "Codes | None":
+        """How kernels that quantise their own result make this payload; None: they do not."""
+        return None
+
+    def compress_part(self, x: Tensor, *, key: Key, shard: "Shard") -> Packed:
+        """`compress` of this process's part of a state; each process of its groups must call."""
+        return self.compress(x, key=key)
+
+    def decompress_part(self, packed: Packed, *, shard: "Shard") -> Tensor:
+        """`decompress` of what `compress_part` made; each process of its groups must call."""
+        return self.decompress(packed)
 
     def for_shape(self, shape: torch.Size) -> "tuple[Compressor, str]":
         """What serves a state of this shape, and why if it is another compressor."""

@@ -81,6 +81,7 @@ class Block(Compressor):
 
     parts = ("codes", "scale")
     zeros_from_zeros = True
+    by_rows = "block"
 
     block_size: int = 128
     map: str = "DE"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memtrain.compressors.base import STATE, Compressor, Key, Packed
 from memtrain.compressors.codebook import Block, why_blocks
+from memtrain.kernels.step.shard import Shard, all_reduce, mean_of, of_columns, of_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class Factored(Compressor):
         if self.factor_dims not in ("first", "last2"):
             raise ValueError(f"factor_dims={self.factor_dims!r}; allowed: first, last2")
 
+    @property
+    def by_rows(self) -> str:
+        """Of dimension 0 and the rest."""
+        return "factored" if self.factor_dims == "first" else ""
+
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
         """Unsigned blocks of 128 where the vectors cannot pay."""
         # A matrix's last two dimensions are its first and the rest.
@@ -84,6 +90,31 @@ class Factored(Compressor):
         """A contiguous tensor of the original shape and dtype."""
         row, col = packed.tensors["row"], packed.tensors["col"]
         return decode(row, col).view(packed.shape).to(packed.dtype)
+
+    def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
+        """With the means of the whole tensor; of `last2`, split along dimension 0 only."""
+        if self.factor_dims == "first":
+            matrix = x.float().reshape(x.shape[0], x.shape[1:].numel())
+            row, col = matrix.sum(1), matrix.sum(0)
+            all_reduce([*of_rows(row, shard), *of_columns(col, shard)], "sum")
+            whole = torch.Size(shard.shape)
+            means = {"row": row / max(1, whole[1:].numel()), "col": col / max(1, whole[0])}
+            return Packed(means, x.shape, x.dtype)
+        if not shard.by_rows:
+            raise ValueError(
+                f"{self} of a parameter of shape {shard.shape} that is split along dimensions "
+                f"{[dim for dim, _ in shard.groups]}; allowed: 0"
+            )
+        return self.compress(x, key=key)
+
+    def decompress_part(self, packed: Packed, *, shard: Shard) -> Tensor:
+        """The factors' mean is that of the whole."""
+        if self.factor_dims != "first":
+            return self.decompress(packed)
+        row, col = packed.tensors["row"], packed.tensors["col"]
+        mean = mean_of(row, col, shard)
+        ratio = (row / mean).masked_fill(mean == 0, 0.0)
+        return (ratio.unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
 
 
 def decode(row: Tensor, col: Tensor) -> Tensor:

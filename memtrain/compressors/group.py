@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.group import group
+from memtrain.kernels.norm.norm import Codes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,11 @@ class Group(Compressor):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
         if self.bounds not in ("bf16", "fp32"):
             raise ValueError(f"bounds={self.bounds!r}; allowed: 'bf16', 'fp32'")
+
+    def group_codes(self, key: Key) -> Codes:
+        """These bits, groups and bounds."""
+        stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
+        return Codes(self.bits, self.group_size, key.bits(), stochastic, wide)
 
     @property
     def second_moment(self) -> bool:

@@ -13,7 +13,9 @@ from memtrain.compressors.codebook import (
     seed_of,
     why_blocks,
 )
-from memtrain.kernels.codebook import block, rank1
+from memtrain.kernels.codebook import block, rank1, row_column
+from memtrain.kernels.codebook.codes import Book
+from memtrain.kernels.step.shard import Shard, all_reduce, of_maxima
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Rank1(Compressor):
 
     parts = ("codes", "scale")
     zeros_from_zeros = True
+    by_rows = "rank1"
 
     map: str = "Linear"
     bits: int = 4
@@ -77,6 +80,17 @@ class Rank1(Compressor):
         codes, scale = rank1.quantize(
             x, map=self.map, bits=self.bits, signed=self.signed, seed=seed
         )
+        return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
+
+    def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
+        """With the maxima of the whole tensor."""
+        if x.dim() < 2:
+            return self.compress(x, key=key)
+        scale = rank1.maxima(x)
+        all_reduce(of_maxima(scale, x.shape, shard), "max")
+        book = Book(self.map, self.bits, self.signed)
+        sides = rank1.inverses(scale, x.shape)
+        codes = row_column.quantize(x, sides, book, seed_of(key, self.rounding))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:

@@ -111,7 +111,7 @@ def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor
 
 
 def _check_fields(name: str, values: Mapping[str, Any]) -> None:
-    allowed = [item.name for item in fields(COMPRESSORS[name])]
+    allowed = [item.name for item in fields(COMPRESSORS[name])]  # pyright: ignore[reportArgumentType]
     for key in values:
         if key not in allowed:
             raise ValueError(f"compressor {name!r} has no field {key!r}; {nearest(key, allowed)}")

@@ -9,13 +9,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from memtrain.compressors import Compressor, Keep
+from memtrain.compressors.base import GRADIENT_SUM
+from memtrain.compressors.registry import check_seat
 from memtrain.optim.states.shards import local
-from memtrain.optim.wrappers.accumulate import BUFFER, sum_bytes
+from memtrain.optim.wrappers.accumulate import sum_bytes
 from memtrain.optim.wrappers.around import Link
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.release_hooks import FollowDDP
 from memtrain.optim.wrappers.weight_formats import CastInputs, keeps_float32, parse
 from memtrain.optim.wrappers.weights import SplitWeights, check_unsharded
+from memtrain.plan.build import build
 from memtrain.plan.entry import Entry
 
 ATTRIBUTE = "_memtrain"
@@ -83,8 +87,8 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
     Args:
         model: Real or fake.
         optimizer: Its optimizer.
-        config: `weights` (a gradient has its weight's dtype), `gradients` and
-            `release.accumulate` are read.
+        config: `weights` (a gradient has its weight's dtype), `gradients`,
+            `release.accumulate` and `release.sums` are read.
 
     Returns:
         Entries of kind `gradient`. Of a DistributedDataParallel gradients stay, in buckets that are
@@ -93,6 +97,7 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
     """
     dtypes, held = training_dtypes(model, config), _held(optimizer)
     parallel = isinstance(model, DistributedDataParallel)
+    sums = sum_compressor(config)
     entries, largest = [], 0
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -102,7 +107,7 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
             entries.append(Entry(name, "gradient", local(p).nbytes, planned, reason=IN_BUCKETS))
         elif config.gradients == RELEASE and p in held:
             largest = max(largest, planned)
-            entries.append(_released(name, p, config.release.accumulate))
+            entries.append(_released(name, p, config.release.accumulate, sums))
         elif planned < local(p).nbytes:
             why = "in its weight's dtype"
             entries.append(Entry(name, "gradient", local(p).nbytes, planned, config.weights, why))
@@ -117,11 +122,25 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
     return entries
 
 
-def _released(name: str, param: Tensor, passes: int) -> Entry:
+def sum_compressor(config: Asked) -> Compressor:
+    """The compressor of gradients that wait for the last of several backward passes.
+
+    Raises:
+        ValueError: For one that cannot hold them: `release.sums` is named.
+    """
+    asked = config.release.sums
+    built = build(asked)
+    if isinstance(built, Keep):
+        raise ValueError(f"release.sums={asked!r}; allowed: a compressor, such as identity")
+    check_seat(built, GRADIENT_SUM, f"release.sums={asked!r}")
+    return built
+
+
+def _released(name: str, param: Tensor, passes: int, sums: Compressor) -> Entry:
     if passes == 1:
         return Entry(name, "gradient", local(param).nbytes, 0, RELEASE)
     why = f"the sum of up to {passes - 1} backward passes"
-    return Entry(name, "gradient", local(param).nbytes, sum_bytes(param), repr(BUFFER), why)
+    return Entry(name, "gradient", local(param).nbytes, sum_bytes(param, sums), repr(sums), why)
 
 
 def training_dtypes(model: nn.Module, config: Asked) -> dict[Tensor, torch.dtype]:
@@ -182,6 +201,7 @@ def apply(model: nn.Module, optimizer: Optimizer, config: Asked) -> Applied:
             loss_scale=own.loss_scale,
             skip_nonfinite=own.skip_nonfinite,
             accumulate=own.accumulate,
+            sums=sum_compressor(config),
             seed=config.seed,
         )
         applied.optimizer = release

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config, Optim
-from memtrain.optim.states.layout import settle
 from memtrain.plan.build import spec
 from memtrain.plan.entry import Entry
 from memtrain.plan.plan import Plan, make_plan
@@ -155,7 +154,7 @@ def _options(
 
 def _served(param: Tensor, chosen: Compressor | Keep) -> Compressor | Keep:
     """The compressor that serves the parameter's shape."""
-    return chosen if isinstance(chosen, Keep) else settle(param, chosen)[0]
+    return chosen if isinstance(chosen, Keep) else chosen.for_shape(param.shape)[0]
 
 
 def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

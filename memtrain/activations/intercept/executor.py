@@ -21,7 +21,7 @@ from memtrain.activations.saved.handles import Saved, Waiting
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack import SavedTensors
 from memtrain.activations.saved.site import Op, Site
-from memtrain.compressors import Compressor, DerivativeCode, Identity, Keep
+from memtrain.compressors import Compressor, Keep
 
 
 class _Hole:
@@ -141,7 +141,7 @@ class Performer:
         if call.accepts(compressor):
             return self._one(call, partial(self.replace, call, compressor))
         plain = getattr(call, "plain", None)
-        if plain is None or isinstance(compressor, Identity | DerivativeCode):
+        if plain is None or compressor.is_identity or compressor.gives_derivative:
             return None
         op = Op(self.module, call.op, (call.x,))
         return self._one(call, partial(self._hook, op, plain, (call.x,), {}))

@@ -33,7 +33,7 @@ def compressed(x: Tensor, compressor: Compressor, key: Key) -> tuple[Packed, Lay
         compressor: Of the site's rule.
         key: Feeds its random bits.
     """
-    flat, layout = (x, None) if getattr(compressor, "shaped", False) else flatten(x)
+    flat, layout = (x, None) if compressor.shaped else flatten(x)
     return compressor.compress(flat, key=key), layout
 
 

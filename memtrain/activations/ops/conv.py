@@ -171,8 +171,7 @@ class _Convolution(Function):
         ctx.step, ctx.parts = micro.samples(x), []
         saved: list[Tensor] = []
         for index, part in enumerate(x.split(ctx.step)):
-            shaped = getattr(compressor, "shaped", False)
-            flat, layout = (part, None) if shaped else flatten(part)
+            flat, layout = (part, None) if compressor.shaped else flatten(part)
             # A site's number has 32 bits: the index above them makes another seed.
             packed = compressor.compress(flat, key=key._replace(site=key.site + (index << 32)))
             ctx.parts.append((packed._replace(tensors=dict.fromkeys(packed.tensors)), layout))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memtrain.activations.ops.autograd import direct
-from memtrain.compressors import Compressor, Identity, Key
+from memtrain.compressors import Compressor, Key
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.packing.mask import BLOCK, pack_mask
 from memtrain.kernels.strides import in_order, is_dense, memory_order
@@ -27,7 +27,7 @@ class Dropout:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Any but the identity: the mask is packed without loss."""
-        return not isinstance(compressor, Identity)
+        return not compressor.is_identity
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value; torch's own random stream draws the mask."""

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from memtrain.activations.ops.context import keep_packed, packed_of
 from memtrain.activations.saved.flatten import layout_of, restore
-from memtrain.compressors import Compressor, Group, Key, Packed
+from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.norm import channel_norm
 from memtrain.kernels.norm.channel_norm_reference import Channels
-from memtrain.kernels.norm.norm import Codes
 
 
 def keep_normalised(  # noqa: PLR0913 (a norm's results, and the site's)
@@ -82,17 +81,9 @@ def _keep(
     *others: Tensor | None,
 ) -> bool:
     exact = all(t.dtype == torch.float32 for t in statistics)
-    if type(compressor) is not Group or not exact:
+    codes = compressor.group_codes(key) if exact else None
+    if codes is None or not channel_norm.fits(x, where, codes.group_size):
         return False
-    if not channel_norm.fits(x, where, compressor.group_size):
-        return False
-    codes = Codes(
-        compressor.bits,
-        compressor.group_size,
-        key.bits(),
-        compressor.rounding == "stochastic",
-        compressor.bounds == "fp32",
-    )
     layout = layout_of(x)
     flat = x.detach().permute(layout.order).view(-1)
     payload = channel_norm.channel_norm_quantize(flat, *statistics, where, codes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memtrain.activations.ops.context import keep_packed
 from memtrain.activations.saved.flatten import layout_of
-from memtrain.compressors import Compressor, Group, Key, Packed
+from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.norm import norm
 
 
@@ -47,17 +47,11 @@ def fused(  # noqa: PLR0913 (the norm's own, and the site's)
         narrow: Round x_hat to the dtype of `x` first.
     """
     size = math.prod(shape)
-    if type(compressor) is not Group or not norm.fits(x, size, compressor.group_size):
+    codes = compressor.group_codes(key)
+    if codes is None or not norm.fits(x, size, codes.group_size):
         return None
     if not all(_usual(x, shape, p) for p in (weight, bias)):
         return None  # torch's to refuse
-    codes = norm.Codes(
-        compressor.bits,
-        compressor.group_size,
-        key.bits(),
-        compressor.rounding == "stochastic",
-        compressor.bounds == "fp32",
-    )
     by = weight if scale is None else scale
     y, rstd, *payload = norm.norm_quantize(
         x.detach(), size, by, bias, eps, centred=centred, narrow=narrow, codes=codes

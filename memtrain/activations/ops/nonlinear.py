@@ -83,7 +83,7 @@ class Nonlinearity:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Derivative codes of any width."""
-        return isinstance(compressor, DerivativeCode)
+        return compressor.gives_derivative
 
     @property
     def plain(self) -> Callable[[Tensor], Tensor]:

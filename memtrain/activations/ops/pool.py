@@ -13,7 +13,7 @@ from memtrain.activations.ops.context import order_of
 from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.ops.spatial import per_dimension, strides_of
 from memtrain.activations.saved.flatten import flatten, restore
-from memtrain.compressors import Compressor, Identity, Key
+from memtrain.compressors import Compressor, Key
 from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 
 NAMES = tuple(
@@ -115,7 +115,7 @@ class MaxPool:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Any but the identity: the choices are packed without loss."""
-        return not isinstance(compressor, Identity)
+        return not compressor.is_identity
 
     def run(self, compressor: Compressor, key: Key) -> Tensor | tuple[Tensor, Tensor]:
         """The maxima, with torch's indices where they are asked for."""

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from memtrain.activations.ops.context import keep, kept
 from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.saved.flatten import flatten, restore
-from memtrain.compressors import Compressor, DerivativeCode, Group, Key
+from memtrain.compressors import Compressor, Group, Key
 from memtrain.kernels.packing.mask import pack_mask, unpack_mask
 
 
@@ -26,11 +26,11 @@ class PReLU:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Derivative codes, or min/max groups for the slope's gradient."""
-        return isinstance(compressor, DerivativeCode | Group)
+        return compressor.gives_derivative or compressor.group_codes(Key()) is not None
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value; the input's gradient is exact, the slope's unbiased."""
-        if isinstance(compressor, DerivativeCode):
+        if compressor.gives_derivative:
             compressor = Group(bits=compressor.bits)
         return prelu(self.x, self.weight, compressor, key)
 

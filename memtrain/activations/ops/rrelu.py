@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from memtrain.activations.ops.context import keep, kept
 from memtrain.activations.ops.once import once_differentiable
-from memtrain.compressors import Compressor, DerivativeCode, Group, Key
+from memtrain.compressors import Compressor, Group, Key
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +25,11 @@ class RReLU:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Derivative codes (their bits serve), or min/max groups."""
-        return isinstance(compressor, DerivativeCode | Group)
+        return compressor.gives_derivative or compressor.group_codes(Key()) is not None
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value, with torch's own slopes; the gradient is unbiased."""
-        if isinstance(compressor, DerivativeCode):
+        if compressor.gives_derivative:
             compressor = Group(bits=compressor.bits)
         return rrelu(self.x, self.lower, self.upper, compressor, key, inplace=self.inplace)
 

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from memtrain.activations.ops.context import order_of
 from memtrain.activations.ops.once import once_differentiable
 from memtrain.activations.ops.spatial import per_dimension, strides_of
-from memtrain.compressors import Compressor, Identity, Key
+from memtrain.compressors import Compressor, Key
 
 # Of torch 2.13's ops that pool, pad, resize or reduce, these keep their input; interpolate,
 # constant and circular padding, mean and sum keep nothing.
@@ -46,7 +46,7 @@ class ShapeOnly:
 
     def accepts(self, compressor: Compressor) -> bool:
         """Any but the identity: nothing is kept, and nothing is lost."""
-        return not isinstance(compressor, Identity)
+        return not compressor.is_identity
 
     def run(self, compressor: Compressor, key: Key) -> Tensor:
         """The value."""

@@ -17,8 +17,6 @@ from memtrain.activations.saved.origin import foreign, is_parameter, of_checkpoi
 from memtrain.activations.saved.site import RECOMPUTE, STARTS, Op, Record, Site
 from memtrain.compressors import (
     Compressor,
-    DerivativeCode,
-    Identity,
     Integers,
     Keep,
     Key,
@@ -173,7 +171,7 @@ class SavedTensors:
         exact = self._exact(x, chosen)
         if exact is not None:
             return self._compress(x, site, exact, witness)
-        if isinstance(chosen, Keep | Identity):
+        if isinstance(chosen, Keep) or chosen.is_identity:
             return self._keep(x, site, chosen)
         return self._derived(x, site, witness) or self._compress(x, site, chosen, witness)
 
@@ -202,7 +200,7 @@ class SavedTensors:
 
     def _fit(self, chosen: Compressor | Keep, x: Tensor, op: Op) -> Compressor | Keep:
         """The compressor for this dtype: masks and indices are packed without loss."""
-        if isinstance(chosen, Keep | Identity):
+        if isinstance(chosen, Keep) or chosen.is_identity:
             return chosen
         if x.dtype == torch.bool:
             return Mask()
@@ -210,7 +208,7 @@ class SavedTensors:
             return Integers(limit=op.limit)
         if x.dtype not in FLOATS:
             return Keep(f"dtype {x.dtype}")
-        if isinstance(chosen, DerivativeCode):
+        if chosen.gives_derivative:
             return Keep("derivative codes serve replaced nonlinearities only")
         return chosen
 
@@ -219,7 +217,7 @@ class SavedTensors:
             return None
         return self.exact(x, chosen)
 
-    def _keep(self, x: Tensor, site: Site, chosen: Identity | Keep) -> Kept:
+    def _keep(self, x: Tensor, site: Site, chosen: Compressor | Keep) -> Kept:
         alive = storage_id(x) in self._inputs or storage_id(x) in self._held
         reason = chosen.reason if isinstance(chosen, Keep) else ""
         name = "" if reason else repr(chosen)
@@ -234,7 +232,7 @@ class SavedTensors:
     def _compress(
         self, x: Tensor, site: Site, compressor: Compressor, witness: Tensor
     ) -> Kept | Compressed:
-        shaped = getattr(compressor, "shaped", False)
+        shaped = compressor.shaped
         flat, layout = (x, None) if shaped else flatten(x)
         form = (x.shape, x.stride()) if shaped else memory_key(x)
         where = (storage_id(x), form, x.storage_offset(), x.dtype, compressor)

@@ -9,7 +9,6 @@ from torch import Tensor
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
-from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.step import adamw, blockstep
 from memtrain.kernels.step.scalars import Hyper, Number, hyper
@@ -280,7 +279,7 @@ class Adam8bit(AdamStates):
 
 def fused_kind(first: Compressor, second: Compressor) -> str | None:
     """The kind of `kernels.step.adamw` that serves two compressors, `"block8"`, or None."""
-    if isinstance(first, Identity) and isinstance(second, Identity):
+    if first.is_identity and second.is_identity:
         return "exact"
     one, two = block_bits(first, signed=True), block_bits(second, signed=False)
     if one == two == 8:

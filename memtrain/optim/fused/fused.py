@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.codebook import Block
-from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
-from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import cpu
 from memtrain.kernels.step import adamw, blockstep, cuda_graph
 from memtrain.kernels.step.cuda_graph import Kept
@@ -259,9 +257,9 @@ def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
     """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
     dtype, shape = moment_dtype(param), local(param).shape
-    if isinstance(compressor, Identity):
+    if compressor.is_identity:
         return sharded_like(torch.zeros(shape, dtype=dtype, device=param.device), param)
-    if isinstance(compressor, Block | Rank1 | Factored):
+    if compressor.zeros_from_zeros:
         like = torch.empty(shape, dtype=dtype, device="meta")
         parts = layout.pack(compressor, like)
         if isinstance(parts, dict):
@@ -276,7 +274,7 @@ def moment_dtype(param: Tensor) -> torch.dtype:
 
 def block_bits(compressor: Compressor, *, signed: bool) -> int | None:
     """The width of `kernels.step.blockstep` that serves a compressor (32: identity), or None."""
-    if isinstance(compressor, Identity):
+    if compressor.is_identity:
         return blockstep.EXACT
     if not isinstance(compressor, Block) or compressor.signed != signed:
         return None

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import STATE, Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block
-from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.compressors.registry import check_seat
@@ -160,7 +159,8 @@ def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor |
         return x
     shard = shards.shard_of(x)
     if shard is not None:
-        return shards.pack_part(compressor, shards.local(x.detach()), key, shard)
+        part = shards.local(x.detach())
+        return dict(compressor.compress_part(part, key=key, shard=shard).tensors)
     return dict(compressor.compress(shards.local(x.detach()), key=key).tensors)
 
 
@@ -219,10 +219,11 @@ def unpack(
     if isinstance(stored, Tensor):
         return stored
     shape, shard, dtype = shards.local(like).shape, shards.shard_of(like), dtype or like.dtype
-    if shard is not None and compressor == Factored():
-        whole = shards.unpack_factored(stored, shape, shard).to(dtype)
+    packed = Packed(stored, shape, dtype)
+    if shard is not None:
+        whole = compressor.decompress_part(packed, shard=shard)
     else:
-        whole = compressor.decompress(Packed(stored, shape, dtype))
+        whole = compressor.decompress(packed)
     return shards.sharded_like(whole, like)
 
 

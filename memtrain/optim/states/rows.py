@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor
-from memtrain.compressors.codebook import Block
-from memtrain.compressors.factored import Factored
-from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.codebook.codes import Book, encode
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.optim.states.shards import is_sharded, local, own_rows, sharded_like, splits_rows_only
@@ -24,8 +21,7 @@ FORMS = ({"codes", "scale", "start"}, {"codes", "row", "col"}, {"row", "col"})
 
 def can_be_rows(compressor: Compressor, param: Tensor) -> bool:
     """Whether a payload of a sharded parameter can be laid out by rows."""
-    known = isinstance(compressor, Block | Rank1) or compressor == Factored()
-    return splits_rows_only(param) and known
+    return splits_rows_only(param) and bool(compressor.by_rows)
 
 
 def is_rows(value: Any) -> bool:
@@ -58,11 +54,11 @@ def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -
     part = local(param)
     rows, cols = _size(part.shape)
     wrap = _wrapper(param)
-    if compressor == Factored():
+    if compressor.by_rows == "factored":
         return {"row": wrap(payload["row"]), "col": payload["col"].clone()}
     codes = {"codes": wrap(_codes_to_rows(payload["codes"], compressor.bits, rows, cols))}  # pyright: ignore[reportAttributeAccessIssue]
     scale = payload["scale"]
-    if isinstance(compressor, Rank1):
+    if compressor.by_rows == "rank1":
         return {**codes, "row": wrap(scale[:rows]), "col": scale[rows:].clone()}
     size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
     start, block, used = _touched(rows, cols, size, scale.device)
@@ -93,17 +89,17 @@ def from_rows(
     part = local(param)
     rows, cols = _size(part.shape)
     mine = {name: value if name == "col" else _own(value, param) for name, value in saved.items()}
-    if compressor == Factored():
+    if compressor.by_rows == "factored":
         _check(compressor, part, mine, {"row": (rows,), "col": (cols,)})
         return {name: t.clone() for name, t in mine.items()}
-    if not isinstance(compressor, Block | Rank1):
+    if not compressor.by_rows:
         raise ValueError(f"a state laid out by rows does not fit {compressor}")
     wanted: dict[str, tuple[int, ...]] = {"codes": (rows, _row_bytes(cols, compressor.bits))}
-    if isinstance(compressor, Rank1):
+    if compressor.by_rows == "rank1":
         _check(compressor, part, mine, {**wanted, "row": (rows,), "col": (sum(part.shape[1:]),)})
         codes, scale = _unpack(mine["codes"], compressor.bits, cols), torch.ones(1)
         return {"codes": _blocks(codes, 128, compressor, scale), "scale": _join(mine)}
-    size = compressor.block_size
+    size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
     start, block, used = _touched(rows, cols, size, part.device)
     _check(compressor, part, mine, {**wanted, "scale": tuple(block.shape), "start": (rows,)})
     codes = _unpack(mine["codes"], compressor.bits, cols)
@@ -151,7 +147,7 @@ def _unpack(codes: Tensor, bits: int, cols: int) -> Tensor:
     return bitpack.unpack(codes, bits)[:, :cols]
 
 
-def _blocks(codes: Tensor, size: int, compressor: Block | Rank1, scale: Tensor) -> Tensor:
+def _blocks(codes: Tensor, size: int, compressor: Any, scale: Tensor) -> Tensor:
     """Whole blocks of codes; what is missing in the last one has the code of 0, as it lives."""
     blocks = bitpack.blocks(codes, size)
     if missing := blocks.numel() - codes.numel():
@@ -161,7 +157,7 @@ def _blocks(codes: Tensor, size: int, compressor: Block | Rank1, scale: Tensor) 
     return bitpack.pack(blocks, compressor.bits)
 
 
-def _book(compressor: Block | Rank1) -> Book:
+def _book(compressor: Any) -> Book:
     return Book(compressor.map, compressor.bits, compressor.signed)
 
 

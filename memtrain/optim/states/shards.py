@@ -6,13 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Compressor, Key
-from memtrain.compressors.codebook import seed_of
-from memtrain.compressors.factored import Factored
-from memtrain.compressors.rank1 import Rank1
-from memtrain.kernels.codebook import rank1, row_column
-from memtrain.kernels.codebook.codes import Book
-from memtrain.kernels.step import shard as shards
 from memtrain.kernels.step.shard import Shard
 
 
@@ -91,56 +84,6 @@ def part_number(param: Tensor) -> int:
         if placement.is_shard():
             number = number * mesh.size(m) + mesh.get_local_rank(m)
     return number
-
-
-def pack_part(compressor: Compressor, x: Tensor, key: Key, shard: Shard) -> dict[str, Tensor]:
-    """`layout.pack` of a process's part: blocks start anew, rank-1 and factored know the whole.
-
-    Args:
-        compressor: Not `Identity`.
-        x: The part.
-        key: Feeds stochastic rounding; `part_number` is in it.
-        shard: The part's place. Each process of its groups must call.
-
-    Returns:
-        The payload.
-    """
-    if x.dim() > 1 and isinstance(compressor, Rank1):
-        scale = rank1.maxima(x)
-        shards.all_reduce(shards.of_maxima(scale, x.shape, shard), "max")
-        book = Book(compressor.map, compressor.bits, compressor.signed)
-        seed = seed_of(key, compressor.rounding)
-        codes = row_column.quantize(x, rank1.inverses(scale, x.shape), book, seed)
-        return {"codes": codes, "scale": scale}
-    if isinstance(compressor, Factored) and compressor != Factored() and not shard.by_rows:
-        raise ValueError(
-            f"{compressor} of a parameter of shape {shard.shape} that is split along dimensions "
-            f"{[dim for dim, _ in shard.groups]}; allowed: 0"
-        )
-    if compressor == Factored():
-        matrix = x.float().reshape(x.shape[0], x.shape[1:].numel())
-        row, col = matrix.sum(1), matrix.sum(0)
-        shards.all_reduce([*shards.of_rows(row, shard), *shards.of_columns(col, shard)], "sum")
-        whole = torch.Size(shard.shape)
-        return {"row": row / max(1, whole[1:].numel()), "col": col / max(1, whole[0])}
-    return dict(compressor.compress(x, key=key).tensors)
-
-
-def unpack_factored(payload: dict[str, Tensor], shape: torch.Size, shard: Shard) -> Tensor:
-    """A part of a factored tensor: its factors' mean is that of the whole.
-
-    Args:
-        payload: `row` and `col`.
-        shape: Of the part.
-        shard: Its place. Where both dimensions are split, each process must call.
-
-    Returns:
-        float32.
-    """
-    row, col = payload["row"], payload["col"]
-    mean = shards.mean_of(row, col, shard)
-    ratio = (row / mean).masked_fill(mean == 0, 0.0)
-    return (ratio.unsqueeze(1) * col).view(shape)
 
 
 def splits_rows_only(param: Tensor) -> bool:

@@ -6,19 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.optim.states.shards import local, part_number, sharded_like
 
 BUFFER = Block(block_size=256, map="E3M4", bits=8, rounding="stochastic")
-"""How a sum is kept. The map has 0 and both signs' ends: zeros stay zero, and rounding has no bias
-anywhere."""
+"""How a sum is kept by default. The map has 0 and both signs' ends: zeros stay zero, and rounding
+has no bias anywhere."""
 
 
-def sum_bytes(param: Tensor) -> int:
+def sum_bytes(param: Tensor, compressor: Compressor = BUFFER) -> int:
     """Bytes of the sum of a parameter's gradients while it waits."""
     like = torch.empty(local(param).shape, device="meta")
-    return BUFFER.compress(like, key=Key()).nbytes
+    return compressor.compress(like, key=Key()).nbytes
 
 
 class _Sum(NamedTuple):
@@ -37,6 +37,7 @@ class GradientSums:
     Args:
         passes: Backward passes that make a step.
         seed: Feeds the rounding, with the parameter's number, the step and the pass.
+        compressor: Of each sum; what is said above is of the default.
 
     Memory:
         1.016 bytes per parameter between the passes.
@@ -48,8 +49,8 @@ class GradientSums:
         tensor([2., 2., 2.])
     """
 
-    def __init__(self, passes: int, seed: int = 0) -> None:
-        self.passes, self.seed = passes, seed
+    def __init__(self, passes: int, seed: int = 0, compressor: Compressor = BUFFER) -> None:
+        self.passes, self.seed, self.compressor = passes, seed, compressor
         self.steps = 0
         """Steps so far: each draws other random bits."""
         self._held: dict[Tensor, _Sum] = {}
@@ -77,7 +78,7 @@ class GradientSums:
             return sharded_like(total, param)
         step, rank = self.steps, part_number(param)
         key = Key(self.seed, site=number, step=step, microbatch=count, rank=rank)
-        self._held[param] = _Sum(BUFFER.compress(total, key=key).tensors, count)
+        self._held[param] = _Sum(self.compressor.compress(total, key=key).tensors, count)
         return None
 
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -91,4 +92,4 @@ class GradientSums:
         self.steps += 1
 
     def _decoded(self, param: Tensor, held: _Sum) -> Tensor:
-        return BUFFER.decompress(Packed(held.payload, local(param).shape, torch.float32))
+        return self.compressor.decompress(Packed(held.payload, local(param).shape, torch.float32))

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.compressors.base import GRADIENT_SUM, Compressor
+from memtrain.compressors.registry import check_seat
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states.base import closure_loss, refuse_sparse
-from memtrain.optim.wrappers.accumulate import GradientSums
+from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
 from memtrain.optim.wrappers.around import Around, Member
 from memtrain.optim.wrappers.release_hooks import (
     Arrived,
@@ -61,6 +63,7 @@ class ReleaseGradients(Around):
         loss_scale: Gradients are divided by it: what the loss was multiplied with.
         skip_nonfinite: Whether to look for NaN and Inf (on CUDA this waits for each gradient).
         accumulate: Backward passes that make a step.
+        sums: The compressor of gradients that are added up.
         seed: Feeds the stochastic rounding of sums.
 
     Raises:
@@ -85,7 +88,7 @@ class ReleaseGradients(Around):
     # GradScaler then leaves gradients alone and hands over what it found: see `refuse_scaler`.
     _step_supports_amp_scaling = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is an option of `release` in configs
         self,
         inner: Optimizer,
         *,
@@ -94,12 +97,14 @@ class ReleaseGradients(Around):
         loss_scale: float = 1.0,
         skip_nonfinite: bool = True,
         accumulate: int = 1,
+        sums: Compressor = BUFFER,
         seed: int = 0,
     ) -> None:
         check_options(clip, limit, loss_scale, accumulate)
+        check_seat(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
-        self._sums = GradientSums(accumulate, seed)
+        self._sums = GradientSums(accumulate, seed, sums)
         self.norm: float | None = None
         """Global norm of the last whole step's gradients, before clipping; None if not measured."""
         self.skipped = 0
@@ -191,7 +196,7 @@ class ReleaseGradients(Around):
         """Restore what `own_state` returned, or start anew."""
         given = own.get("gradients", {"norm": None, "skipped": 0})
         self.norm, self.skipped = given["norm"], int(given["skipped"])
-        self._sums = GradientSums(self.accumulate, self._sums.seed)
+        self._sums = GradientSums(self.accumulate, self._sums.seed, self._sums.compressor)
         self._sums.steps = int(given.get("steps", 0))
         self._done.clear()
         self._squares = 0.0
