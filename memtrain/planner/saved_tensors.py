@@ -13,7 +13,7 @@ from memtrain.activations.saved.pack import SHARED
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.site_sets import Groups
 from memtrain.audit.join import join
-from memtrain.compressors import Compressor, DerivativeCode, Group, Identity, Keep
+from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import KEEP
 from memtrain.plan.build import spec
@@ -207,12 +207,9 @@ def _slopes(wide: _Trace, narrow: _Trace) -> dict[tuple[Any, ...], tuple[str, in
 
 def _followed(wide: Compressor | Keep, narrow: Compressor | Keep) -> str:
     """Whose width a compressor's bits are."""
-    if isinstance(wide, DerivativeCode) and isinstance(narrow, DerivativeCode):
-        names = (CODE,)
-    elif isinstance(wide, Group) and isinstance(narrow, Group):
-        names = (SMOOTH, REST)
-    else:
+    if isinstance(wide, Keep) or isinstance(narrow, Keep) or wide.bits is None:
         return ""
+    names = (CODE,) if wide.gives_derivative and narrow.gives_derivative else (SMOOTH, REST)
     both = (wide.bits, narrow.bits)
     return next((name for name in names if both == (DEFAULT[name], NARROW[name])), "")
 
@@ -275,7 +272,7 @@ def _cost(own: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int,
     if own.width:
         nbytes += own.slope * (widths[own.width] - DEFAULT[own.width])
     root = _at(own.root, own, widths)
-    if not record.compressor or isinstance(root, Keep | Identity):
+    if not record.compressor or isinstance(root, Keep) or root.is_identity:
         return nbytes, 0.0, 0, 0
     if record.compressor == _PAYLOAD:
         return nbytes, _error(own, root) if own.first else 0.0, 2 * nbytes, 0
@@ -297,8 +294,8 @@ def _at(
     choice: Compressor | Keep, own: SavedTensor, widths: Mapping[str, int]
 ) -> Compressor | Keep:
     """The compressor at its width."""
-    if own.width and isinstance(choice, Group | DerivativeCode):
-        return replace(choice, bits=widths[own.width])
+    if own.width and not isinstance(choice, Keep):
+        return choice.with_width(widths[own.width])
     return choice
 
 
