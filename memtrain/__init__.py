@@ -15,8 +15,8 @@ from memtrain.audit.report import audit
 from memtrain.config.sources import Config
 from memtrain.gradient_quality import gradient_quality
 from memtrain.plan.plan import Plan
-from memtrain.plan.weights import fp32_state_dict, load_fp32_state_dict
 from memtrain.planner import make_plan
+from memtrain.wrapped import fp32_state_dict, load_fp32_state_dict
 
 __all__ = [
     "Config",

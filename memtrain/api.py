@@ -11,11 +11,13 @@ from memtrain import optim
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
+from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE
-from memtrain.plan.weights import ATTRIBUTE, apply, check, check_removable, remove
+from memtrain.plan.weights import sum_compressor
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrapped import (
+    ATTRIBUTE,
     Wrapped,
     adapter,
     load_state_dict,
@@ -120,12 +122,13 @@ def wrap(
         handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))
     if interception is not None:
         interception.attach()
-    applied = apply(model, optimizer, plan.config)
-    handles += applied.handles
+    sums = sum_compressor(plan.config)
+    optimizer, weights, added = apply(model, optimizer, plan.config, sums)
+    handles += added
     if rounding is not None:
-        handles += rounding.scaler.attach(applied.optimizer)
-    setattr(model, ATTRIBUTE, Wrapped(plan, interception, applied.weights, handles))
-    return model, applied.optimizer
+        handles += rounding.scaler.attach(optimizer)
+    setattr(model, ATTRIBUTE, Wrapped(plan, interception, weights, handles))
+    return model, optimizer
 
 
 def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

@@ -1,16 +1,20 @@
 """What `wrap` leaves on a model, and what can be asked of a wrapped one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.optim.wrappers.apply import KEEP
 from memtrain.plan.plan import Plan
-from memtrain.plan.weights import ATTRIBUTE
 from memtrain.precision.state import PrecisionState
+
+ATTRIBUTE = "_memtrain"
+"""Where `wrap` leaves on the model what it did."""
 
 
 @dataclass
@@ -20,7 +24,7 @@ class Wrapped:
     plan: Plan
     interception: Interception | None
     weights: Any
-    """A link to the optimizer's `SplitWeights`, empty without."""
+    """A weak reference to the optimizer's `SplitWeights`, empty without."""
     handles: list[Any]
     """Of the hooks that weights and gradients need."""
 
@@ -164,3 +168,70 @@ def adapter(model: nn.Module) -> GactAdapter:
 def _statistics(interception: Interception) -> ActnnSensitivity | None:
     watch = interception.saved.watch
     return watch if isinstance(watch, ActnnSensitivity) else None
+
+
+def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The model's `state_dict` in float32: of split weights the masters, to export or evaluate.
+
+    Args:
+        model: A model that `wrap` returned, with its optimizer alive.
+
+    Returns:
+        The keys of `model.state_dict()`; parameters float32, buffers as they are.
+
+    Raises:
+        ValueError: If the model is not wrapped, or its optimizer is gone.
+
+    Example:
+        >>> import memtrain
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> torch.nn.init.constant_(model.weight, 0.1)
+        Parameter containing: tensor([[0.1000]], requires_grad=True)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> model, optimizer = memtrain.wrap(model, optimizer, {"weights": "bf16+16"})
+        >>> model.weight.item(), fp32_state_dict(model)["weight"].item()
+        (0.10009765625, 0.10000000149011612)
+    """
+    split, found = _split(model), {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and value.is_floating_point():
+            found[name] = split.master(value) if split else value.detach().float()
+        else:
+            found[name] = value.detach() if isinstance(value, Tensor) else value
+    return found
+
+
+def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load a float32 `state_dict` into a model whose weights may be split.
+
+    Args:
+        model: A model that `wrap` returned, with its optimizer alive.
+        state_dict: What `fp32_state_dict`, or the plain model's `state_dict`, returned.
+
+    Raises:
+        ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
+    """
+    split = _split(model)
+    own = model.state_dict(keep_vars=True)
+    if own.keys() != state_dict.keys():
+        wrong = sorted(own.keys() ^ state_dict.keys())[:5]
+        raise ValueError(f"the state dict's keys differ from the model's: {', '.join(wrong)} ...")
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.shape != state_dict[name].shape:
+            shapes = f"{tuple(state_dict[name].shape)}, not {tuple(value.shape)}"
+            raise ValueError(f"{name} has shape {shapes}")
+    model.load_state_dict(dict(state_dict))
+    for name, value in own.items():
+        if split is not None and isinstance(value, nn.Parameter):
+            split.set_master(value, state_dict[name])
+
+
+def _split(model: nn.Module) -> Any:
+    wrapped = wrapped_of(model)
+    split = wrapped.weights()
+    if split is None and wrapped.plan.config.weights != KEEP:
+        raise ValueError(
+            "the optimizer that memtrain.wrap returned with this model holds its weights' lower "
+            "bits, and is gone (or this is a copy of the model)"
+        )
+    return split

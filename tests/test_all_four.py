@@ -9,9 +9,8 @@ from torch import nn
 import memtrain
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.config.sources import GRADIENTS, WEIGHTS, Config
-from memtrain.optim.wrappers.release import ReleaseGradients
-from memtrain.optim.wrappers.release_hooks import CLIPS
-from memtrain.optim.wrappers.weight_formats import FORMATS
+from memtrain.optim.wrappers.release import CLIPS, ReleaseGradients
+from memtrain.optim.wrappers.weights import FORMATS
 from memtrain.plan.weights import WORKSPACE
 from memtrain.training.data import build_source
 from memtrain.training.run import Run

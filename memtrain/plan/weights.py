@@ -1,8 +1,6 @@
-"""What is done to weights and gradients: their planned bytes, and how `wrap` applies it."""
+"""The planned bytes of weights and gradients."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +12,11 @@ from memtrain.compressors.base import GRADIENT_SUM
 from memtrain.compressors.registry import check_seat
 from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import sum_bytes
-from memtrain.optim.wrappers.around import Link
-from memtrain.optim.wrappers.release import ReleaseGradients
-from memtrain.optim.wrappers.release_hooks import FollowDDP
-from memtrain.optim.wrappers.weight_formats import CastInputs, keeps_float32, parse
-from memtrain.optim.wrappers.weights import SplitWeights, check_unsharded
+from memtrain.optim.wrappers.apply import KEEP, RELEASE
+from memtrain.optim.wrappers.weights import keeps_float32, parse
 from memtrain.plan.build import build
 from memtrain.plan.entry import Entry
 
-ATTRIBUTE = "_memtrain"
-"""Where `wrap` leaves on the model what it did."""
-KEEP, RELEASE = "keep", "release"
 NOT_REQUESTED = "not requested"
 NOT_HELD = "not the optimizer's: no correction"
 WORKSPACE = "(the largest gradient, while it is applied)"
@@ -32,25 +24,7 @@ BUCKETS = "(buckets of DistributedDataParallel)"
 IN_BUCKETS = "kept: its bucket holds it until step()"
 
 
-class Asked(Protocol):
-    """What is read of a config."""
-
-    weights: str
-    gradients: str
-    release: Any
-    seed: int
-
-
-@dataclass
-class Applied:
-    """What `apply` did, and where."""
-
-    optimizer: Optimizer
-    weights: Link[SplitWeights] = field(default_factory=lambda: Link[SplitWeights]())
-    handles: list[Any] = field(default_factory=list)
-
-
-def predict_weights(model: nn.Module, optimizer: Optimizer, config: Asked) -> list[Entry]:
+def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list[Entry]:
     """One entry per parameter: its bytes now, and as `config.weights` keeps it.
 
     Args:
@@ -81,7 +55,7 @@ def predict_weights(model: nn.Module, optimizer: Optimizer, config: Asked) -> li
     return entries
 
 
-def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> list[Entry]:
+def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Any) -> list[Entry]:
     """One entry per trained parameter, and the workspace of released ones.
 
     Args:
@@ -122,7 +96,7 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Asked) -> 
     return entries
 
 
-def sum_compressor(config: Asked) -> Compressor:
+def sum_compressor(config: Any) -> Compressor:
     """The compressor of gradients that wait for the last of several backward passes.
 
     Raises:
@@ -143,7 +117,7 @@ def _released(name: str, param: Tensor, passes: int, sums: Compressor) -> Entry:
     return Entry(name, "gradient", local(param).nbytes, sum_bytes(param, sums), repr(sums), why)
 
 
-def training_dtypes(model: nn.Module, config: Asked) -> dict[Tensor, torch.dtype]:
+def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
     """Parameters that are kept in two bytes, with their dtype in the forward.
 
     Example:
@@ -156,158 +130,6 @@ def training_dtypes(model: nn.Module, config: Asked) -> dict[Tensor, torch.dtype
     low, kept = parse(config.weights).dtype, keeps_float32(model)
     fits = (torch.float32, low)
     return {p: low for p in model.parameters() if p not in kept and p.dtype in fits}
-
-
-def check(model: nn.Module, config: Asked) -> None:
-    """Raise ValueError for what `apply` could not do; nothing is changed."""
-    if config.weights == KEEP:
-        return
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            f"weights={config.weights!r} with a DistributedDataParallel: its buckets have the "
-            "weights' dtype already. Wrap the model first, then put DistributedDataParallel around"
-        )
-    check_unsharded(model.parameters())
-
-
-def apply(model: nn.Module, optimizer: Optimizer, config: Asked) -> Applied:
-    """Convert the weights, and put what the config asks for around the optimizer.
-
-    Args:
-        model: Its parameters are converted in place.
-        optimizer: Plain, or with compressed states.
-        config: Of the plan.
-
-    Returns:
-        The optimizer to use, and what `remove` takes back.
-    """
-    applied = Applied(optimizer)
-    if config.weights != KEEP:
-        held = _held(optimizer)
-        frozen = [p for p in model.parameters() if p not in held]
-        keep, seed = keeps_float32(model), config.seed
-        split = SplitWeights(optimizer, config.weights, seed=seed, keep=keep, frozen=frozen)
-        applied.optimizer, applied.weights = split, Link(split)
-        cast = CastInputs(split.format.dtype)
-        # After the interception's own hook: the copies are not the user's to keep alive.
-        handle = model.register_forward_pre_hook(cast, with_kwargs=True)
-        applied.handles.append(handle)
-    if config.gradients == RELEASE:
-        own = config.release
-        release = ReleaseGradients(
-            applied.optimizer,
-            clip=own.clip,
-            limit=own.limit,
-            loss_scale=own.loss_scale,
-            skip_nonfinite=own.skip_nonfinite,
-            accumulate=own.accumulate,
-            sums=sum_compressor(config),
-            seed=config.seed,
-        )
-        applied.optimizer = release
-        if isinstance(model, DistributedDataParallel):
-            release.follow(model)
-        else:
-            applied.handles.append(model.register_forward_pre_hook(FollowDDP(release)))
-    return applied
-
-
-def check_removable(optimizer: Optimizer, config: Asked) -> None:
-    """Raise ValueError unless this is the optimizer that `apply` gave."""
-    expected = {RELEASE: ReleaseGradients}.get(config.gradients)
-    if expected is None and config.weights != KEEP:
-        expected = SplitWeights
-    if expected is not None and not isinstance(optimizer, expected):
-        given = type(optimizer).__name__
-        raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {given}")
-
-
-def remove(optimizer: Optimizer, handles: list[Any]) -> Optimizer:
-    """Take back what `apply` did.
-
-    Args:
-        optimizer: What `apply` gave.
-        handles: Of its hooks on the model.
-
-    Returns:
-        The optimizer that was given to `apply`; the weights are float32 again if they were.
-    """
-    for handle in handles:
-        handle.remove()
-    if isinstance(optimizer, ReleaseGradients):
-        optimizer = optimizer.detach()
-    if isinstance(optimizer, SplitWeights):
-        optimizer = optimizer.restore()
-    return optimizer
-
-
-def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's `state_dict` in float32: of split weights the masters, to export or evaluate.
-
-    Args:
-        model: A model that `wrap` returned, with its optimizer alive.
-
-    Returns:
-        The keys of `model.state_dict()`; parameters float32, buffers as they are.
-
-    Raises:
-        ValueError: If the model is not wrapped, or its optimizer is gone.
-
-    Example:
-        >>> import memtrain
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> torch.nn.init.constant_(model.weight, 0.1)
-        Parameter containing: tensor([[0.1000]], requires_grad=True)
-        >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> model, optimizer = memtrain.wrap(model, optimizer, {"weights": "bf16+16"})
-        >>> model.weight.item(), fp32_state_dict(model)["weight"].item()
-        (0.10009765625, 0.10000000149011612)
-    """
-    split, found = _split(model), {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and value.is_floating_point():
-            found[name] = split.master(value) if split else value.detach().float()
-        else:
-            found[name] = value.detach() if isinstance(value, Tensor) else value
-    return found
-
-
-def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load a float32 `state_dict` into a model whose weights may be split.
-
-    Args:
-        model: A model that `wrap` returned, with its optimizer alive.
-        state_dict: What `fp32_state_dict`, or the plain model's `state_dict`, returned.
-
-    Raises:
-        ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
-    """
-    split = _split(model)
-    own = model.state_dict(keep_vars=True)
-    if own.keys() != state_dict.keys():
-        wrong = sorted(own.keys() ^ state_dict.keys())[:5]
-        raise ValueError(f"the state dict's keys differ from the model's: {', '.join(wrong)} ...")
-    for name, value in own.items():
-        if isinstance(value, Tensor) and value.shape != state_dict[name].shape:
-            shapes = f"{tuple(state_dict[name].shape)}, not {tuple(value.shape)}"
-            raise ValueError(f"{name} has shape {shapes}")
-    model.load_state_dict(dict(state_dict))
-    for name, value in own.items():
-        if split is not None and isinstance(value, nn.Parameter):
-            split.set_master(value, state_dict[name])
-
-
-def _split(model: nn.Module) -> Any:
-    wrapped = getattr(model, ATTRIBUTE, None)
-    if wrapped is None:
-        raise ValueError(f"this {type(model).__name__} is not wrapped by memtrain")
-    split = wrapped.weights()
-    if split is None and wrapped.plan.config.weights != KEEP:
-        raise ValueError(
-            "the optimizer that memtrain.wrap returned with this model holds its weights' lower "
-            "bits, and is gone (or this is a copy of the model)"
-        )
-    return split
 
 
 def _held(optimizer: Optimizer) -> set[Tensor]:

@@ -9,19 +9,27 @@ import torch
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import block, rank1
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import adamw
-from memtrain.kernels.step import scalars as rules
+from memtrain.kernels.step import rules
+from memtrain.kernels.step.codecs import EXACT, FACTORED, Codec
+from memtrain.kernels.step.step import Entry, fused_step
 
 NUMBERS = {
     "adamw": {"weight_decay": 0.1},
     "adam-maximize": {"weight_decay": 0.1, "decoupled": False, "maximize": True},
+}
+FIRST = Codec("block", 4, "DE")
+CODECS = {
+    "exact": (EXACT, EXACT),
+    "block": (FIRST, Codec("block", 4, "Linear", signed=False)),
+    "rank1": (FIRST, Codec("rank1", 4, "Linear", signed=False)),
+    "factored": (FIRST, FACTORED),
 }
 BIG = [(1000, 77), (64, 3, 7, 7), (4099,), (5000, 3), (1, 9001), (256, 384), (1,), (0, 4)]
 SMALL = [(20, 77), (3, 3, 7, 7), (400,), (200, 3), (1, 301), (4, 128), (1,), (0, 4)]
 
 
 def hyper(step=3, **options):
-    return rules.hyper(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
+    return rules.adamw(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
 
 
 def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
@@ -29,7 +37,8 @@ def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
     grad = (torch.randn(shape) * torch.rand(shape)).to(grad_dtype or dtype)
     m, v = torch.randn(shape) * 0.1, torch.rand(shape) ** 4
     if kind == "exact":
-        return adamw.Entry(param, grad, {"tensor": m}, {"tensor": v}, kind, numbers)
+        states = ({"tensor": m}, {"tensor": v})
+        return Entry(param, grad, states, CODECS[kind], "adamw", numbers)
     first = coded(block.quantize_reference(m, "DE", 4, True, 128))
     if kind == "factored":
         matrix = v.reshape(shape[0], math.prod(shape[1:]))
@@ -38,7 +47,7 @@ def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
         second = coded(rank1.quantize_reference(v, "Linear", 4, False))
     else:
         second = coded(block.quantize_reference(v, "Linear", 4, False, 128))
-    return adamw.Entry(param, grad, first, second, kind, numbers)
+    return Entry(param, grad, (first, second), CODECS[kind], "adamw", numbers)
 
 
 def coded(pair):
@@ -49,7 +58,7 @@ def entries(shapes, numbers, **options):
     return [
         entry(shape, kind, numbers, **options)
         for shape in shapes
-        for kind in adamw.KINDS
+        for kind in CODECS
         if len(shape) > 1 or kind in ("exact", "block")
     ]
 
@@ -59,28 +68,28 @@ def check_equal(got, want, before):
     for a, b, old in zip(got, want, before, strict=True):
         if not a.param.numel():
             continue
-        sums = a.kind == "factored"
-        for mine, theirs in ((a.first, b.first), (a.second, b.second)):
+        sums = a.form == "factored"
+        for mine, theirs in zip(a.states, b.states, strict=True):
             for name in mine:
                 if sums and name in ("row", "col"):
                     # summation order: at most one rounding for each of the terms added
                     bound = max(a.param.shape[0], a.param[0].numel()) * 2.0**-24
                     assert torch.allclose(mine[name], theirs[name], rtol=bound, atol=0)
                 else:
-                    assert torch.equal(mine[name], theirs[name]), (a.kind, a.param.shape, name)
+                    assert torch.equal(mine[name], theirs[name]), (a.form, a.param.shape, name)
         # torch's vector sqrt and the kernels' may differ in the last bit, and so on from there
         eps = torch.finfo(a.param.dtype).eps
         update = (b.param.double() - old.param.double()).abs()
         room = 4 * 2.0**-23 * update + eps * b.param.double().abs() + 1e-30
         if sums:
             room += update * max(a.param.shape[0], a.param[0].numel()) * 2.0**-24
-        assert ((a.param.double() - b.param.double()).abs() <= room).all(), (a.kind, a.param.shape)
+        assert ((a.param.double() - b.param.double()).abs() <= room).all(), (a.form, a.param.shape)
 
 
 def run(name, before):
     after = copy.deepcopy(before)
     with backend(name):
-        adamw.adamw_step(after)
+        fused_step(after)
     return after
 
 
@@ -90,16 +99,16 @@ def test_worked_case():
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
     first = coded(block.quantize_reference(torch.zeros(2), "DE", 4, True, 128))
     second = coded(block.quantize_reference(torch.zeros(2), "Linear", 4, False, 128))
-    numbers = rules.hyper(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
+    numbers = rules.adamw(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
     for name in ("reference", "cpu", "triton"):
-        before = [adamw.Entry(param, grad, first, second, "block", numbers)]
+        before = [Entry(param, grad, (first, second), CODECS["block"], "adamw", numbers)]
         after = run(name, before)[0]
         assert torch.allclose(after.param, torch.tensor([0.75, 2.25]), rtol=1e-6, atol=0)
-        assert torch.allclose(after.first["scale"], torch.tensor([0.4]))
+        assert torch.allclose(after.states[0]["scale"], torch.tensor([0.4]))
         # 0.05 / 0.4 = 0.125, nearest 0.0775 (code 10); -1, which has no code, is -0.8875 (code 0)
-        assert (after.first["codes"][0, :2] & 15).tolist() == [10, 0]
+        assert (after.states[0]["codes"][0, :2] & 15).tolist() == [10, 0]
         # (0.5 / 4)^2 = 1/64, below the lowest value 1/16 (code 0); 1 is code 15
-        assert (after.second["codes"][0, :2] & 15).tolist() == [0, 15]
+        assert (after.states[1]["codes"][0, :2] & 15).tolist() == [0, 15]
 
 
 @pytest.mark.parametrize("options", NUMBERS.values(), ids=NUMBERS)
@@ -139,8 +148,9 @@ def test_half_precision_rounds_once_to_the_nearest(name):
     # arithmetic in bfloat16 would give another
     param, grad = torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     first, second = {"tensor": torch.zeros(1)}, {"tensor": torch.zeros(1)}
-    numbers = rules.hyper(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
-    after = run(name, [adamw.Entry(param, grad, first, second, "exact", numbers)])[0]
+    numbers = rules.adamw(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
+    entry = Entry(param, grad, (first, second), CODECS["exact"], "adamw", numbers)
+    after = run(name, [entry])[0]
     assert after.param.item() == 0.99609375
 
 
@@ -162,8 +172,8 @@ def test_results_do_not_depend_on_threads():
         torch.set_num_threads(threads)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a.param, b.param)
-        for name in a.second:
-            assert torch.equal(a.second[name], b.second[name])
+        for name in a.states[1]:
+            assert torch.equal(a.states[1][name], b.states[1][name])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
@@ -180,11 +190,11 @@ def test_bad_gradients_stay_in_their_block(name, bad, kind):
     assert torch.equal(a.param[fine], b.param[fine])
     assert not b.param[2, 3].isfinite()
     others = [0, 1, 3, 4, 5]
-    assert torch.equal(a.first["codes"][others], b.first["codes"][others])
+    assert torch.equal(a.states[0]["codes"][others], b.states[0]["codes"][others])
     if kind == "block":
-        assert torch.equal(a.second["codes"][others], b.second["codes"][others])
+        assert torch.equal(a.states[1]["codes"][others], b.states[1]["codes"][others])
     else:
-        back = rank1.dequantize_reference(*b.second.values(), "Linear", 4, False, (6, 128))
+        back = rank1.dequantize_reference(*b.states[1].values(), "Linear", 4, False, (6, 128))
         assert back[fine].isfinite().all()
         assert not back[2, 3].isfinite()
 
@@ -192,15 +202,23 @@ def test_bad_gradients_stay_in_their_block(name, bad, kind):
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 def test_factored_zero_gradient_stays_finite(name):
     before = [entry((6, 130), "factored", hyper())]
-    for tensor in (before[0].grad, *before[0].second.values()):
+    for tensor in (before[0].grad, *before[0].states[1].values()):
         tensor.zero_()
-    before[0].first["scale"].zero_()
+    before[0].states[0]["scale"].zero_()
     after = run(name, before)[0]
     assert torch.equal(after.param, before[0].param)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("rank2", (4, 4)), ("rank1", (4,)), ("factored", ())])
-def test_wrong_kinds_raise(kind, shape):
-    bad = entry(shape, "block", hyper())._replace(kind=kind)
-    with pytest.raises(ValueError, match="kind"):
-        adamw.adamw_step([bad])
+@pytest.mark.parametrize(
+    ("second", "shape", "match"),
+    [
+        (Codec("rank2", 4), (4, 4), "form 'rank2' is unknown; allowed: exact, block"),
+        (CODECS["rank1"][1], (4,), "form 'rank1' needs at least 2 dimensions"),
+        (FACTORED, (), "form 'factored' needs at least 2 dimensions"),
+        (EXACT, (4, 4), "no kernel for 2 states kept as"),
+    ],
+)
+def test_wrong_codecs_raise(second, shape, match):
+    bad = entry(shape, "block", hyper())._replace(codecs=(FIRST, second))
+    with pytest.raises(ValueError, match=match):
+        fused_step([bad])

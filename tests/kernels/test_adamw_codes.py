@@ -8,11 +8,13 @@ import torch
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import block, codebooks, rank1
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import adamw
+from memtrain.kernels.step.codecs import Codec
+from memtrain.kernels.step.rules import AdamWScalars
+from memtrain.kernels.step.step import Entry, fused_step
 
 CPU = torch.device("cpu")
 # No old moments count: the new ones are g and g * g.
-NUMBERS = adamw.Hyper(decay=1.0, l2=0.0, sign=1.0, w1=1.0, b2=0.0, w2=1.0, step_size=0.5, eps=0.1)
+NUMBERS = AdamWScalars(decay=1.0, l2=0.0, sign=1.0, w1=1.0, b2=0.0, w2=1.0, step_size=0.5, eps=0.1)
 FIRST = [0.0, 0.2, 2.0**-125, 2.0**-95, 3e-20, 0.7, 1.3, 2.0**45, 2.0**100, 3e38]
 SECOND = [0.0, 2.0**-126, 2.0**-122, 2.0**-95, 3e-20, 1.0, 1.7, 2.0**95, 2.0**126]
 
@@ -49,8 +51,9 @@ def entry(g, kind, first_map, second_map):
         second = rank1.quantize_reference(zeros, second_map, 4, False)
     else:
         second = block.quantize_reference(zeros, second_map, 4, False, 128)
-    states = [{"codes": codes, "scale": scale} for codes, scale in (first, second)]
-    return adamw.Entry(zeros + 1, g, states[0], states[1], kind, NUMBERS, first_map, second_map)
+    states = tuple({"codes": codes, "scale": scale} for codes, scale in (first, second))
+    codecs = (Codec("block", 4, first_map), Codec(kind, 4, second_map, signed=False))
+    return Entry(zeros + 1, g, states, codecs, "adamw", NUMBERS)
 
 
 def same(a, b):
@@ -62,15 +65,15 @@ def check(before, level):
     try:
         cpu.call("mt_limit_isa", level)
         with backend("cpu"):
-            adamw.adamw_step(after)
+            fused_step(after)
     finally:
         cpu.call("mt_limit_isa", 2)
     with backend("reference"):
-        adamw.adamw_step(expected)
+        fused_step(expected)
     for a, b in zip(after, expected, strict=True):
         for name in ("codes", "scale"):
-            assert same(a.first[name], b.first[name]), (name, a.first_map, a.grad.max())
-            assert same(a.second[name], b.second[name]), (name, a.second_map, a.grad.max())
+            for mine, theirs, codec in zip(a.states, b.states, a.codecs, strict=True):
+                assert same(mine[name], theirs[name]), (name, codec, a.grad.max())
 
 
 # AVX-512 has shortcuts for some maps; the others search in every map's bounds alike.

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from memtrain.kernels.codebook import block, rank1
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import adamw, adamw_sharded
-from memtrain.kernels.step import scalars as rules
+from memtrain.kernels.step import rules, sharded
 from memtrain.kernels.step import shard as shards
+from memtrain.kernels.step.codecs import FACTORED, Codec, ratio
 from memtrain.kernels.step.shard import Shard
+from memtrain.kernels.step.step import Entry, fused_step
+from tests.kernels.test_adamw import CODECS
 
 STEPS = 3
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -17,7 +18,8 @@ HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
 def entry(param, kind, shard=None):
     """A parameter's entry before its first step."""
     shape = param.shape
-    bits, size = adamw.FIRST.get(kind, (4, 128))
+    codecs = {**CODECS, "factored8": (Codec("block", 8, "DE"), FACTORED)}[kind]
+    bits, size = codecs[0].bits, codecs[0].block
     blocks = -(-param.numel() // size)
     coded = {"codes": torch.zeros(blocks, size * bits // 8, dtype=torch.uint8)}
     first = {**coded, "scale": torch.zeros(blocks)}
@@ -25,25 +27,22 @@ def entry(param, kind, shard=None):
         second = {"codes": coded["codes"].clone(), "scale": torch.zeros(sum(shape))}
     else:
         second = {"row": torch.zeros(shape[0]), "col": torch.zeros(shape[1:].numel())}
-    numbers = rules.hyper(1, **HYPER)
-    return adamw.Entry(param, param, first, second, kind, numbers, shard=shard)
+    numbers = rules.adamw(1, **HYPER)
+    return Entry(param, param, (first, second), codecs, "adamw", numbers, shard=shard)
 
 
 def first(entry):
-    pair = entry.first["codes"], entry.first["scale"]
-    bits, _ = adamw.FIRST.get(entry.kind, (4, 128))
-    flat = block.dequantize_reference(*pair, "DE", bits, True, entry.param.numel())
-    return flat.view(entry.param.shape)
+    return entry.codecs[0].decode(entry.states[0], entry.param.shape)
 
 
 def second(entry):
     """The second moment, decoded."""
-    if entry.kind == "rank1":
-        pair = entry.second["codes"], entry.second["scale"]
-        return rank1.dequantize_reference(*pair, "Linear", 4, False, entry.param.shape)
-    row, col = entry.second["row"], entry.second["col"]
+    codec, state = entry.codecs[1], entry.states[1]
+    if codec.form == "rank1":
+        return codec.decode(state, entry.param.shape)
+    row, col = state["row"], state["col"]
     mean = shards.mean_of(row, col, entry.shard or Shard(tuple(entry.param.shape), ()))
-    return ((row / mean).unsqueeze(1) * col).view(entry.param.shape)
+    return (ratio(row, mean).unsqueeze(1) * col).view(entry.param.shape)
 
 
 def together(parts):
@@ -82,7 +81,7 @@ BY_KERNELS = SPLITS[:3]  # those split by rows
     ids=str,
 )
 def test_parts_equal_the_whole(shape, cuts, dim, kind, name, monkeypatch):
-    monkeypatch.setattr(adamw_sharded, "all_reduce", together(len(cuts)))
+    monkeypatch.setattr(sharded, "all_reduce", together(len(cuts)))
     start = torch.randn(shape)
     place = Shard(shape, ((dim, "all"),))
     whole = entry(start.clone(), kind)
@@ -92,16 +91,16 @@ def test_parts_equal_the_whole(shape, cuts, dim, kind, name, monkeypatch):
         grad = torch.randn(shape) * rows
         # L2 decay reads the parameters, which later differ where blocks do.
         options = {"decoupled": False, "maximize": True} if step == 1 else {}
-        numbers = rules.hyper(step, weight_decay=0.1, **HYPER, **options)
+        numbers = rules.adamw(step, weight_decay=0.1, **HYPER, **options)
         grads = [part.contiguous() for part in grad.split(cuts, dim)]
-        own = [p._replace(grad=g, hyper=numbers) for p, g in zip(parts, grads, strict=True)]
+        own = [p._replace(grad=g, scalars=numbers) for p, g in zip(parts, grads, strict=True)]
         with backend(name):
-            adamw.adamw_step([whole._replace(grad=grad, hyper=numbers)])
-            adamw.adamw_step(own)
+            fused_step([whole._replace(grad=grad, scalars=numbers)])
+            fused_step(own)
     got = torch.cat([second(part) for part in parts], dim)
     # Sums in another order: one rounding for each term added, in the rows, the columns, the mean.
     terms = max(shape[0], start[0].numel())
-    sums = 3 * terms * 2.0**-24 if kind in adamw.FACTORED else 0.0
+    sums = 3 * terms * 2.0**-24 if kind != "rank1" else 0.0
     assert torch.allclose(got, second(whole), rtol=sums, atol=0)
     same_blocks = [(128,)] if kind == "factored8" else [(128,), (256,)]
     if shape[1:] in same_blocks:

@@ -9,8 +9,9 @@ import torch
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import block
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import blockstep
-from memtrain.kernels.step.scalars import hyper, lion, sgd
+from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, Codec, buckets
+from memtrain.kernels.step.rules import adamw, lion, sgd
+from memtrain.kernels.step.step import Entry, fused_step
 
 FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
 BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]
@@ -25,16 +26,20 @@ OPTIONS = {
 def numbers(rule, *, nesterov=True, **options):
     if rule == "adamw":
         coupled = {"decoupled": not options.get("maximize")}
-        return hyper(3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options, **coupled)
+        return adamw(3, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options, **coupled)
     if rule == "sgd":
         return sgd(lr=1e-2, momentum=0.9, dampening=0.1, nesterov=nesterov, **options)
     return lion(lr=1e-2, betas=(0.9, 0.99), **options)
 
 
+def codec(bits, map="DE", signed=True):
+    return EXACT if bits == 32 else Codec("block", bits, map, signed)
+
+
 def payload(x, map, bits, signed) -> dict[str, torch.Tensor]:
     if bits == 32:
         return {"tensor": x}
-    codes = block.quantize_reference(x, map, bits, signed, blockstep.BLOCKS[bits])
+    codes = block.quantize_reference(x, map, bits, signed, BLOCKS[bits])
     return {"codes": codes[0], "scale": codes[1]}
 
 
@@ -44,13 +49,14 @@ def entry(shape, rule, bits, *, dtype=torch.float32, grad_dtype=None, maps=("DE"
     states = [payload(torch.randn(shape) * torch.rand(shape) ** 8, maps[0], bits, True)]
     if rule == "adamw":
         states.append(payload(torch.rand(shape) ** 9, maps[1], bits, False))
-    return blockstep.Entry(param, grad, tuple(states), rule, bits, numbers(rule, **options), maps)
+    codecs = (codec(bits, maps[0]), codec(bits, maps[1], signed=False))[: len(states)]
+    return Entry(param, grad, tuple(states), codecs, rule, numbers(rule, **options))
 
 
 def run(name, before):
     after = copy.deepcopy(before)
     with backend(name):
-        blockstep.block_step(after)
+        fused_step(after)
     return after
 
 
@@ -87,7 +93,7 @@ def test_worked_sgd(name):
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
     states = (payload(torch.tensor([0.0, 2.0]), "DE", 8, True),)
     h = sgd(lr=0.25, momentum=0.5, dampening=0.5, nesterov=True)
-    after = run(name, [blockstep.Entry(param, grad, states, "sgd", 8, h)])[0]
+    after = run(name, [Entry(param, grad, states, (codec(8),), "sgd", h)])[0]
     # buf = 0.5 * (0, 2) + 0.5 * (0.5, -4) = (0.25, -1); step by g + 0.5 * buf = (0.625, -4.5)
     assert after.param.tolist() == [1 - 0.25 * 0.625, 2 + 0.25 * 4.5]
     assert after.states[0]["scale"].tolist() == [1.0]
@@ -100,7 +106,7 @@ def test_worked_lion(name):
     param, grad = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -4.0, 0.0])
     states = ({"tensor": torch.zeros(3)},)
     h = lion(lr=0.25, betas=(0.5, 0.75), weight_decay=1.0)
-    after = run(name, [blockstep.Entry(param, grad, states, "lion", 32, h)])[0]
+    after = run(name, [Entry(param, grad, states, (codec(32),), "lion", h)])[0]
     assert after.param.tolist() == [0.75 - 0.25, 1.5 + 0.25, 2.25]
     assert after.states[0]["tensor"].tolist() == [0.125, -1.0, 0.0]
 
@@ -136,12 +142,12 @@ def test_half_precision(rule, bits, name):
     check_equal(run(name, before), run("reference", before), before)
 
 
-@pytest.mark.parametrize("map", blockstep.MAPS8)
+@pytest.mark.parametrize("map", CODEBOOKS8)
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_bucket_holds_at_most_one_bound(map, signed):
     if signed and map == "DE-0":
         pytest.skip("DE-0 has no sign")
-    starts = blockstep.buckets(map, signed)
+    starts = buckets(map, signed)
     bounds = block.midpoints(map, 8, signed, torch.device("cpu"))
     half = (len(starts) - 4) // 2
     bits = torch.arange(0x3280, 0x3280 + half + 1, dtype=torch.int32) << 16
@@ -161,11 +167,11 @@ def test_8_bit_codes_at_every_bound_and_scale(exponent):
     x = (near.double() * 2.0**exponent).float()
     h = sgd(lr=0.0, momentum=0.0)
     states = (payload(torch.zeros_like(x), "DE", 8, True),)
-    before = [blockstep.Entry(torch.zeros_like(x), x, states, "sgd", 8, h)]
+    before = [Entry(torch.zeros_like(x), x, states, (codec(8),), "sgd", h)]
     check_equal(run("cpu", before), run("reference", before), before)
 
 
-@pytest.mark.parametrize("map", blockstep.MAPS8)
+@pytest.mark.parametrize("map", CODEBOOKS8)
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
 def test_every_8_bit_code_decodes_to_its_value(map, level):
     # blocks of one code only, kept as they are: their new scale is the value itself
@@ -173,14 +179,15 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
     states = tuple({"codes": codes.clone(), "scale": torch.ones(256)} for _ in range(2))
     h = numbers("adamw")._replace(w1=0.0, b2=1.0, w2=0.0)
     zeros = torch.zeros(256 * 256)
-    before = blockstep.Entry(zeros, zeros.clone(), states, "adamw", 8, h, ("DE", map))
+    codecs = (codec(8), codec(8, map, signed=False))
+    before = Entry(zeros, zeros.clone(), states, codecs, "adamw", h)
     after = run_at(level, [before])[0]
     for k, (name, signed) in enumerate([("DE", True), (map, False)]):
         values = block.qmap(name, 8, signed, torch.device("cpu"))
         assert torch.equal(after.states[k]["scale"], values.abs())
 
 
-@pytest.mark.parametrize("map", blockstep.MAPS8)
+@pytest.mark.parametrize("map", CODEBOOKS8)
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
 def test_unsigned_8_bit_codes_around_every_bound(map, level):
     # the second moment becomes the gradient's square: a few on each side of every bound
@@ -192,7 +199,7 @@ def test_unsigned_8_bit_codes_around_every_bound(map, level):
     for scale in (1.0, 0.83, 1e-10):  # the last one's square is below 2**-60
         h = numbers("adamw")._replace(b2=0.0, w2=1.0)
         state = entry((9, 256), "adamw", 8, maps=("DE", map))
-        before.append(state._replace(grad=grad * scale, numbers=h))
+        before.append(state._replace(grad=grad * scale, scalars=h))
     check_equal(run_at(level, before), run("reference", before), before)
 
 
@@ -237,13 +244,14 @@ def test_results_do_not_depend_on_threads():
     ("change", "match"),
     [
         ({"rule": "adam"}, "allowed: adamw, sgd, lion"),
-        ({"bits": 5}, "allowed: 32, 4, 8"),
-        ({"maps": ("Linear",)}, "allowed: DE, DE-0"),
+        ({"codecs": (Codec("block", 5),)}, "form 'block' has no 5 bits; allowed: 4, 8"),
+        ({"codecs": (codec(8, "Linear"),)}, "allowed: DE, DE-0"),
+        ({"codecs": (codec(8), codec(8))}, "rule 'sgd' has no kernel"),
     ],
 )
 def test_wrong_entries_raise_before_any_change(change, match):
     good, bad = entry((300,), "sgd", 8), entry((300,), "sgd", 8)._replace(**change)
     start = good.param.clone()
     with pytest.raises(ValueError, match=match):
-        blockstep.block_step([good, bad])
+        fused_step([good, bad])
     assert torch.equal(good.param, start)

@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import adamw, blockstep, cuda_graph, scalars
-from memtrain.kernels.step.cuda_graph import Kept
-from memtrain.kernels.step.cuda_graph_triton import point
+from memtrain.kernels.step import cuda_graph, rules
+from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.step import fused_step
+from memtrain.kernels.step.step_triton import point
 from tests.kernels import test_adamw, test_blockstep, test_entries
 
 CPU = torch.device("cpu")
@@ -41,78 +42,71 @@ def test_numbers_of_the_device_are_those_of_the_host():
     steps = torch.arange(1, 200).double()
     for more in ({}, {"decoupled": False, "maximize": True}):
         lr = torch.tensor(LR).double()
-        given = scalars.hyper(steps, lr=lr, **options, **more)
-        rows = scalars.on_device(given, len(steps), CPU)
-        want = [scalars.hyper(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
+        given = rules.adamw(steps, lr=lr, **options, **more)
+        rows = rules.on_device(given, len(steps), CPU)
+        want = [rules.adamw(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
         assert torch.equal(rows.float(), torch.tensor(want))
-    lion = scalars.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
-    want = scalars.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
-    assert torch.equal(scalars.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
-
-
-def run(entries, kept=None):
-    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)], kept)
-    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)], kept)
+    lion = rules.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
+    want = rules.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
+    assert torch.equal(rules.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
 
 
 def of_step(entry, step, on_device):
-    """The entry with the numbers of a step."""
-    if isinstance(entry, adamw.Entry) or entry.rule == "adamw":
+    """The entry with the scalars of a step."""
+    given = entry.scalars
+    if entry.rule == "adamw":
         t = torch.tensor([step]).double() if on_device else step
-        given = scalars.hyper(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
-    else:
-        given = entry.numbers
-    row = scalars.on_device(given, 1, CPU)[0] if on_device else given
-    name = "hyper" if isinstance(entry, adamw.Entry) else "numbers"
-    return entry._replace(**{name: row})
+        given = rules.adamw(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
+    row = rules.on_device(given, 1, CPU)[0] if on_device else given
+    return entry._replace(scalars=row)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
-@pytest.mark.parametrize("kind", [*adamw.KINDS, "adamw", "sgd", "lion"])
+@pytest.mark.parametrize("kind", [*test_adamw.CODECS, "adamw", "sgd", "lion"])
 def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
     shape = (3, 5, 7) if kind == "rank1" else (9, 21)
-    if kind in adamw.KINDS:
+    if kind in test_adamw.CODECS:
         start = test_adamw.entry(shape, kind, None)
     else:
         start = test_blockstep.entry(shape, kind, 8, weight_decay=0.1)
-    here, there, kept = copy.deepcopy(start), copy.deepcopy(start), Kept()
+    here, there, tables = copy.deepcopy(start), copy.deepcopy(start), GraphTables()
     with backend(name):
         for step in range(1, 3 if name == "triton" else 4):
             grad = torch.randn(shape)  # at another address each time
             here = here._replace(grad=grad)
             there = there._replace(grad=grad.clone())
-            run([of_step(here, step, on_device=False)])
+            fused_step([of_step(here, step, on_device=False)])
             entries = [of_step(there, step, on_device=True)]
             with NoHost() if name == "triton" and step > 1 else nullcontext():
-                run(entries, kept)
+                fused_step(entries, tables)
             monkeypatch.setattr(cuda_graph, "capturing", lambda: True)  # from the second step on
     assert torch.equal(here.param, there.param)
-    for mine, theirs in zip(test_entries.payloads(here), test_entries.payloads(there), strict=True):
+    for mine, theirs in zip(here.states, there.states, strict=True):
         assert all(torch.equal(mine[part], theirs[part]) for part in mine)
 
 
 def test_a_capture_makes_no_tables(monkeypatch):
     entry = of_step(test_adamw.entry((5, 7), "block", None), 1, on_device=True)
-    start, kept = entry.param.clone(), Kept()
+    start, tables = entry.param.clone(), GraphTables()
     monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
     with backend("triton"), pytest.raises(RuntimeError, match="make a step with a gradient"):
-        adamw.adamw_step([entry], kept)
+        fused_step([entry], tables)
     assert torch.equal(entry.param, start)
 
 
 def test_captured_launches_stay_and_others_are_few(monkeypatch):
-    kept, inside = Kept(), [False]
+    tables, inside = GraphTables(), [False]
     monkeypatch.setattr(cuda_graph, "capturing", lambda: inside[0])
-    first = kept.get("first", object)
+    first = tables.get("first", object)
     inside[0] = True
-    assert kept.get("first", object) is first
+    assert tables.get("first", object) is first
     inside[0] = False
     for k in range(2 * cuda_graph.LIMIT):
-        kept.get(k, object)
-    assert kept.get("first", object) is first
-    last = kept.get(2 * cuda_graph.LIMIT - 1, list)
+        tables.get(k, object)
+    assert tables.get("first", object) is first
+    last = tables.get(2 * cuda_graph.LIMIT - 1, list)
     assert not isinstance(last, list)
-    assert kept.get(0, list) == []  # made anew
+    assert tables.get(0, list) == []  # made anew
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
@@ -124,10 +118,10 @@ def test_a_tick_draws_other_bits(name):
         torch.manual_seed(1)
         entry = test_blockstep.entry((40, 20), "sgd", 32)
         drawn = test_entries.halved(entry, "bf16+sr", 6)
-        with_tick = drawn._replace(beside=drawn.beside._replace(tick=tick))
-        by_host = copy.deepcopy(drawn)._replace(beside=drawn.beside._replace(seed=of_host))
+        with_tick = drawn._replace(master=drawn.master._replace(tick=tick))
+        by_host = copy.deepcopy(drawn)._replace(master=drawn.master._replace(seed=of_host))
         with backend(name):
-            blockstep.block_step([with_tick, by_host])
+            fused_step([with_tick, by_host])
         assert torch.equal(with_tick.param, by_host.param)
         results.append(with_tick.param.detach().clone())
     assert not torch.equal(results[0], results[1])

@@ -7,9 +7,10 @@ import torch
 
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import adamw, blockstep
-from memtrain.kernels.step.scalars import sgd
-from memtrain.kernels.step.split import Beside, merge, split
+from memtrain.kernels.step.codecs import FACTORED
+from memtrain.kernels.step.rules import sgd
+from memtrain.kernels.step.split import MasterWeight, merge, split
+from memtrain.kernels.step.step import Entry, fused_step
 from tests.kernels import test_adamw, test_blockstep
 
 # dtype, the correction's, stochastic
@@ -26,7 +27,7 @@ SHAPES = [(30, 77), (9, 256), (1030,), (7,)]
 def steps(shape):
     """Entries of every kind with float32 parameters."""
     options = {"weight_decay": 0.1, "decoupled": False}
-    for kind in adamw.KINDS:
+    for kind in test_adamw.CODECS:
         if len(shape) > 1 or kind in ("exact", "block"):
             yield test_adamw.entry(shape, kind, test_adamw.hyper(**options))
     for rule, bits in test_blockstep.FORMS:
@@ -35,19 +36,15 @@ def steps(shape):
         yield factored8(shape)
     plain = sgd(lr=0.01, momentum=0.0, weight_decay=0.1)
     x = test_blockstep.entry(shape, "sgd", 32)
-    yield blockstep.Entry(x.param, x.grad, (), "sgd", 0, plain)
+    yield Entry(x.param, x.grad, (), (), "sgd", plain)
 
 
 def factored8(shape):
     numbers = test_adamw.hyper(weight_decay=0.1, decoupled=False)
     entry = test_adamw.entry(shape, "factored", numbers)
     first = test_blockstep.payload(torch.randn(shape) * 0.1, "DE", 8, True)
-    return entry._replace(kind="factored8", first=first)
-
-
-def step(entries):
-    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)])
-    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)])
+    codecs = (test_blockstep.codec(8), FACTORED)
+    return entry._replace(codecs=codecs, states=(first, entry.states[1]))
 
 
 def halved(entry, form, seed):
@@ -55,29 +52,25 @@ def halved(entry, form, seed):
     weight = torch.empty_like(entry.param, dtype=dtype)
     correction = None if kind is None else torch.empty_like(weight, dtype=kind)
     split(entry.param, weight, correction, seed=seed, stochastic=stochastic)
-    return entry._replace(param=weight, beside=Beside(correction, stochastic, seed))
+    return entry._replace(param=weight, master=MasterWeight(correction, stochastic, seed))
 
 
 def weight(entry):
-    return [x for x in (entry.param, entry.beside.correction) if x is not None]
-
-
-def payloads(entry):
-    return [entry.first, entry.second] if isinstance(entry, adamw.Entry) else entry.states
+    return [x for x in (entry.param, entry.master.correction) if x is not None]
 
 
 def check_equal_to_a_step_of_the_master(whole, form):
     masters = [
-        copy.deepcopy(e)._replace(param=merge(e.param, e.beside.correction), beside=Beside())
+        copy.deepcopy(e)._replace(param=merge(e.param, e.master.correction), master=MasterWeight())
         for e in whole
     ]
-    step(whole)
-    step(masters)
+    fused_step(whole)
+    fused_step(masters)
     for ours, theirs in zip(whole, masters, strict=True):
-        again = halved(theirs, form, ours.beside.seed)
+        again = halved(theirs, form, ours.master.seed)
         for mine, other in zip(weight(ours), weight(again), strict=True):
             assert torch.equal(mine, other)
-        for mine, other in zip(payloads(ours), payloads(theirs), strict=True):
+        for mine, other in zip(ours.states, theirs.states, strict=True):
             assert all(torch.equal(mine[part], other[part]) for part in mine)
 
 
@@ -109,12 +102,11 @@ def test_triton_equals_a_step_of_the_master(form, kind):
 
 def test_sgd_without_a_state_by_hand():
     master = torch.tensor([1.001, -2.0])
-    entry = blockstep.Entry(
-        master, torch.tensor([0.5, 0.25]), (), "sgd", 0, sgd(lr=0.5, momentum=0.0)
-    )
+    h = sgd(lr=0.5, momentum=0.0)
+    entry = Entry(master, torch.tensor([0.5, 0.25]), (), (), "sgd", h)
     split_entry = halved(entry, "bf16+16", 0)
-    step([split_entry])
-    after = merge(split_entry.param, split_entry.beside.correction)
+    fused_step([split_entry])
+    after = merge(split_entry.param, split_entry.master.correction)
     assert after.tolist() == [(master[0] - 0.25).item(), -2.125]
 
 
@@ -122,7 +114,7 @@ def test_bad_gradients_reach_the_weight_and_leave_no_correction():
     for form in FORMS:
         entry = halved(test_adamw.entry((4, 128), "block", test_adamw.hyper()), form, 3)
         entry.grad[1, 2] = torch.nan
-        step([entry])
+        fused_step([entry])
         bad = torch.zeros(4, 128, dtype=torch.bool)
         bad[1, 2] = True
         assert torch.equal(entry.param.isnan(), bad)
@@ -133,5 +125,5 @@ def test_a_momentum_of_another_size_is_refused():
     p, h = torch.ones(300), sgd(lr=1.0, momentum=0.9)
     state = {"codes": torch.zeros(1, 128, dtype=torch.uint8), "scale": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"'codes' of a state has 128 elements; .* needs 192"):
-        blockstep.block_step([blockstep.Entry(p, p.clone(), (state,), "sgd", 4, h)])
+        fused_step([Entry(p, p.clone(), (state,), (test_blockstep.codec(4),), "sgd", h)])
     assert torch.equal(p, torch.ones(300))

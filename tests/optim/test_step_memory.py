@@ -9,7 +9,7 @@ from torch import nn
 
 from memtrain import optim
 from memtrain.audit.live_storages import LiveStorages
-from memtrain.optim.wrappers.weight_formats import FORMATS
+from memtrain.optim.wrappers.weights import FORMATS
 
 MOST = 64 * 2**20
 LAYER = [(768,)] * 4 + [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,)]

@@ -10,9 +10,8 @@ from torch import nn
 
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit, CompressedOptimizer, SGD4bit
-from memtrain.optim.wrappers.around import BUNDLE, bundles
-from memtrain.optim.wrappers.weight_formats import FORMATS, keeps_float32
-from memtrain.optim.wrappers.weights import SplitWeights
+from memtrain.optim.wrappers.weights import FORMATS, SplitWeights, keeps_float32
+from memtrain.optim.wrappers.wrapper import CHUNK, chunks
 
 BF16 = torch.bfloat16
 
@@ -243,9 +242,9 @@ def test_strides_are_kept_and_bundles_are_bounded():
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert torch.equal(optimizer.master(weight), before)
-    meta = [torch.empty(n, device="meta") for n in (BUNDLE // 2, BUNDLE // 2, 1, 2 * BUNDLE, 5)]
-    assert [[p.numel() for p in bundle] for bundle in bundles(meta)] == [
-        [BUNDLE // 2, BUNDLE // 2], [1], [2 * BUNDLE], [5],
+    meta = [torch.empty(n, device="meta") for n in (CHUNK // 2, CHUNK // 2, 1, 2 * CHUNK, 5)]
+    assert [[p.numel() for p in bundle] for bundle in chunks(meta)] == [
+        [CHUNK // 2, CHUNK // 2], [1], [2 * CHUNK], [5],
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from memtrain.audit.peak.fake_copies import copy_optimizer
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.step import StepOptions, check, record_step, run_step
 from memtrain.audit.peak.timeline import Timeline, replay
-from memtrain.optim.wrappers.release_hooks import random_state, set_random_state
+from memtrain.optim.wrappers.release import random_state, set_random_state
 
 
 def measure(

@@ -16,7 +16,7 @@ from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
-from memtrain.plan.weights import ATTRIBUTE
+from memtrain.wrapped import ATTRIBUTE
 
 DEVICES = ("cpu", "cuda", "cuda:sm_90")
 

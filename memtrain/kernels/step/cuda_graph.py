@@ -1,10 +1,9 @@
 """Steps that a CUDA graph captures: what the kernels read must stay where it was then."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 LIMIT = 8  # launches that no graph has captured: sets of parameters with gradients, say
 
@@ -25,8 +24,8 @@ def refuse(owner: str, why: str) -> None:
         raise RuntimeError(f"{owner} cannot be captured into a graph: {why}")
 
 
-class Kept:
-    """Launches whose tables stay at their addresses, by what their tables hold.
+class GraphTables:
+    """Launches whose tables stay at their addresses, so that a CUDA graph can replay them.
 
     A capture only finds launches, it makes none: a table travels to the device from host memory,
     which a graph would not repeat. Those that a graph has captured stay for good; of the others
@@ -65,27 +64,3 @@ class Kept:
         if inside:
             self._captured.add(key)
         return self._launches[key]
-
-
-def held(entry: Any, tensors: Iterable[Tensor], maps: Sequence[str]) -> Hashable:
-    """What a launch's tables hold of an entry, besides its gradient.
-
-    Args:
-        entry: Of `kernels.step.adamw` or `kernels.step.blockstep`.
-        tensors: Its parameter and payloads.
-        maps: Of its payloads.
-
-    Returns:
-        Equal where the tables may serve again.
-    """
-    own = (tuple(maps), tuple(entry.param.shape), *entry.beside.device_fields())
-    return (*own, *(tensor.data_ptr() for tensor in tensors))
-
-
-def launch_of(make: Callable[[Any], Any], entries: Any, key: Hashable, kept: Kept | None) -> Any:
-    """A launch for entries: a new one, or the kept one of this key, told what has changed."""
-    if kept is None:
-        return make(entries)
-    launch = kept.get(key, lambda: make(entries))
-    launch.renew(entries)
-    return launch

@@ -17,11 +17,11 @@ CORRECTIONS = {torch.int8: 8, torch.int16: 16}
 _INF = 0x7F800000
 
 
-class Beside(NamedTuple):
-    """What a step needs, besides a bfloat16 or float16 weight, to know and to keep its master.
+class MasterWeight(NamedTuple):
+    """How the float32 master of a bfloat16 or float16 weight is kept: beside it, or not at all.
 
     Example:
-        >>> weight, own = torch.empty(1, dtype=torch.bfloat16), Beside(torch.empty(1).short())
+        >>> weight, own = torch.empty(1, dtype=torch.bfloat16), MasterWeight(torch.empty(1).short())
         >>> own.write(torch.tensor([0.1]), weight)
         >>> own.read(weight).item() == torch.tensor(0.1).item()
         True
@@ -46,21 +46,28 @@ class Beside(NamedTuple):
         return self.correction is None or self.correction.is_contiguous()
 
     def read(self, weight: Tensor) -> Tensor:
-        """The float32 master, by the definition."""
-        return merge_reference(weight, self.correction)
+        """The value that a step begins with, by the definition: float32 (of float64: float64)."""
+        weight = weight.detach()
+        if self.any:
+            return merge_reference(weight, self.correction)
+        return weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
     def write(self, master: Tensor, weight: Tensor) -> None:
-        """Split a master again, by the definition."""
+        """Split a stepped value again, by the definition; without a master, round it."""
+        weight = weight.detach()
+        if not self.any:
+            weight.copy_(master)
+            return
         drawn = {"seed": self._seed(), "stochastic": self.stochastic, "block": self.block}
         split_reference(master, weight, self.correction, **drawn)
 
     @property
     def form(self) -> int:
-        """KEPT of the Triton kernels: bits of correction, 1 for stochastic rounding, or 0."""
+        """MASTER of the Triton kernels: bits of correction; 1: stochastic rounding; 0: none."""
         return 1 if self.stochastic else _bits(self.correction)
 
     def fields(self) -> list[int]:
-        """Struct Beside of cpu/step/weights.h."""
+        """Struct MasterWeight of cpu/step/weights.h."""
         return [self._address(), _bits(self.correction), int(self.stochastic), self._seed()]
 
     def device_fields(self) -> list[int]:
@@ -75,8 +82,8 @@ class Beside(NamedTuple):
         return self.seed if self.tick is None else self.seed ^ int(self.tick)
 
 
-PLAIN = Beside()
-"""Of a weight that is its own master."""
+PLAIN = MasterWeight()
+"""A weight is its own master."""
 
 
 def split(
@@ -200,7 +207,7 @@ def split_reference(
     stochastic: bool = False,
     block: int = 0,
 ) -> None:
-    """`split` in plain torch: the definition; `block` as in `Beside`."""
+    """`split` in plain torch: the definition; `block` as in `MasterWeight`."""
     if weight.dtype == torch.float16:
         _split_float16(master, weight, correction)
         return

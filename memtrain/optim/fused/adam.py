@@ -1,28 +1,29 @@
 """Adam and AdamW with 4-bit and 8-bit moments: one fused step over all parameters."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
 
-from memtrain.compressors.base import Compressor
-from memtrain.compressors.codebook import Block
-from memtrain.compressors.factored import Factored
-from memtrain.compressors.rank1 import Rank1
-from memtrain.kernels.step import adamw, blockstep
-from memtrain.kernels.step.scalars import Hyper, Number, hyper
+from memtrain.kernels.step.rules import AdamWScalars, Number, adamw
 from memtrain.optim.fused.capturable import number
-from memtrain.optim.fused.fused import Entry, FusedStates, block_bits
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
 from memtrain.optim.states.group_options import check_betas, check_numbers
-from memtrain.optim.states.shards import local, local_gradient, shard_of
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamStates(FusedStates):
-    """What `AdamW4bit` and its kin are made of; they differ in their defaults.
+class AdamW4bit(FusedStates):
+    """AdamW whose first moment is kept in blocks of 128 and second moment in rank-1, 4 bits each.
+
+    Same update as `torch.optim.AdamW`, and as `torch.optim.Adam` with
+    `decoupled_weight_decay=False`. Parameters may be float32, bfloat16 or float16 (the update is
+    made in float32 and rounded once). A gradient with NaN or Inf spoils its element as in torch,
+    and the moments of its block (see `step.fused_step`): skip such steps, as `GradScaler`
+    does. A coordinate whose gradient is always zero does not move.
+
+    `second` may be `"Rank-1/Linear"`, `"B128/Linear"` or `"factored"`, each with a fused kernel;
+    other names step one parameter at a time, with its moments whole in float32 for that time.
 
     Args:
         params: Parameters or groups of them.
@@ -47,11 +48,27 @@ class AdamStates(FusedStates):
     Raises:
         ValueError: If a number is out of range, a name is unknown, or an option is refused.
         TypeError: For complex parameters.
+
+    Memory:
+        1.03 bytes per parameter (0.53 + 0.50), plus rank-1's vectors; factored 0.53. AdamW: 8.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> optimizer = AdamW4bit([weight], lr=0.1, weight_decay=0.0)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight[0, 0].item()
+        0.8999999761581421
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
     """
 
-    names = MOMENTS
+    rule = "adamw"
+    plain = AdamW
+    names = ("exp_avg", "exp_avg_sq")
     counts = True
-    decoupled: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913 - torch.optim.AdamW's own arguments, and three
         self,
@@ -72,9 +89,9 @@ class AdamStates(FusedStates):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        decoupled = self.decoupled if decoupled_weight_decay is None else decoupled_weight_decay
+        by_default = self.plain is AdamW
         if weight_decay is None:
-            weight_decay = 1e-2 if self.decoupled else 0.0
+            weight_decay = 1e-2 if by_default else 0.0
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -86,15 +103,11 @@ class AdamStates(FusedStates):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
-            "decoupled_weight_decay": decoupled,
+            "decoupled_weight_decay": (
+                by_default if decoupled_weight_decay is None else decoupled_weight_decay
+            ),
         }
-        choose = layout.Choice(
-            first=first or self.first_default,
-            second=second or self.second_default,
-            bits=self.bits,
-            min_elements=min_elements,
-        )
-        super().__init__(params, defaults, choose)
+        super().__init__(params, defaults, first=first, second=second, min_elements=min_elements)
 
     def check(self, group: dict[str, Any]) -> None:
         """As `FusedStates.check`."""
@@ -102,20 +115,15 @@ class AdamStates(FusedStates):
         check_numbers(group, ("lr", "eps", "weight_decay"))
         check_betas(group)
 
-    def serves(self, compressors: Sequence[Compressor]) -> bool:
-        """As `FusedStates.serves`."""
-        return fused_kind(*compressors) is not None
+    def plain_class(self) -> type[Optimizer]:
+        """As `FusedStates.plain_class`: the groups' weight decay tells."""
+        decoupled = all(g.get("decoupled_weight_decay", True) for g in self.param_groups)
+        return AdamW if decoupled else Adam
 
-    def turn(self, param: Tensor) -> float:
-        """Advance the parameter's step counter."""
-        step = self.counter(param, torch.device("cpu"))
-        step += 1
-        return step.item()
-
-    def numbers(self, group: dict[str, Any], turn: Number) -> Hyper:
-        """The eight numbers of a step."""
+    def scalars(self, group: dict[str, Any], turn: Number) -> AdamWScalars:
+        """As `FusedStates.scalars`."""
         b1, b2 = group["betas"]
-        return hyper(
+        return adamw(
             turn,
             lr=number(group, group["lr"]),
             betas=(number(group, b1), number(group, b2)),
@@ -125,61 +133,15 @@ class AdamStates(FusedStates):
             decoupled=group.get("decoupled_weight_decay", True),
         )
 
-    def entry(
-        self,
-        param: Tensor,
-        payloads: Sequence[dict[str, Tensor]],
-        compressors: Sequence[Compressor],
-        numbers: Any,
-    ) -> Entry | None:
-        """An entry of `kernels.step.adamw` (4 bits, exact) or `kernels.step.blockstep` (8 bits)."""
-        own, grad, (first, second) = local(param), local_gradient(param), compressors
-        maps = getattr(first, "map", "DE"), getattr(second, "map", "Linear")
-        kind = fused_kind(first, second)
-        if kind is None:
-            return None
-        if kind == "block8":
-            return blockstep.Entry(own, grad, tuple(payloads), "adamw", 8, numbers, maps)
-        shard = shard_of(param)
-        return adamw.Entry(own, grad, *payloads, kind, numbers, *maps, shard)  # pyright: ignore[reportCallIssue]
 
-
-class AdamW4bit(AdamStates):
-    """AdamW whose first moment is kept in blocks of 128 and second moment in rank-1, 4 bits each.
-
-    Same update as `torch.optim.AdamW`, and as `torch.optim.Adam` with
-    `decoupled_weight_decay=False`. Parameters may be float32, bfloat16 or float16 (the update is
-    made in float32 and rounded once). A gradient with NaN or Inf spoils its element as in torch,
-    and the moments of its block (see `adamw.adamw_step`): skip such steps, as `GradScaler`
-    does. A coordinate whose gradient is always zero does not move.
-
-    Arguments and errors are those of `AdamStates`. `second` may be `"Rank-1/Linear"`,
-    `"B128/Linear"` or `"factored"`, each with a fused kernel; other names step one parameter at a
-    time, with its moments whole in float32 for that time.
-
-    Memory:
-        1.03 bytes per parameter (0.53 + 0.50), plus rank-1's vectors; factored 0.53. AdamW: 8.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
-        >>> optimizer = AdamW4bit([weight], lr=0.1, weight_decay=0.0)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight[0, 0].item()
-        0.8999999761581421
-
-    Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
-    """
-
-
-class AdamW4bitFactor(AdamStates):
+class AdamW4bitFactor(AdamW4bit):
     """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
 
     Memory:
         0.53 bytes per parameter, plus 4 bytes for each row and column.
 
     Example:
+        >>> import torch
         >>> optimizer = AdamW4bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
         >>> optimizer.choose.second
         'factored'
@@ -191,13 +153,14 @@ class AdamW4bitFactor(AdamStates):
     second_default = "factored"
 
 
-class Adam4bit(AdamStates):
+class Adam4bit(AdamW4bit):
     """`AdamW4bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
 
     Memory:
         As `AdamW4bit`.
 
     Example:
+        >>> import torch
         >>> Adam4bit([torch.nn.Parameter(torch.ones(128, 64))]).param_groups[0]["weight_decay"]
         0.0
 
@@ -205,19 +168,20 @@ class Adam4bit(AdamStates):
         Kingma and Ba, Adam: A Method for Stochastic Optimization, arXiv:1412.6980.
     """
 
-    decoupled = False
+    plain = Adam
 
 
-class AdamW8bit(AdamStates):
+class AdamW8bit(AdamW4bit):
     """AdamW with both moments in blocks of 256 codes of 8 bits: dynamic exponent, as bitsandbytes.
 
     With `second="B256/DE-0"` no second moment is rounded to zero. Arguments, errors and the rest
-    are those of `AdamStates` and `AdamW4bit`.
+    are those of `AdamW4bit`.
 
     Memory:
         2.03 bytes per parameter. AdamW: 8.
 
     Example:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(128, 64))
         >>> optimizer = AdamW8bit([weight], lr=0.1, weight_decay=0.0)
         >>> weight.grad = torch.ones_like(weight)
@@ -239,12 +203,13 @@ class AdamW8bitFactor(AdamW8bit):
 
     1-d parameters, and those whose factors would cost over 0.08 bytes per parameter, keep both
     moments in blocks of 256. The step is made a piece of a parameter at a time
-    (`step.adamw_pieces`): slower than `AdamW8bit`'s, with at most some 10 MiB of temporaries.
+    (`kernels.step.pieces`): slower than `AdamW8bit`'s, with at most some 10 MiB of temporaries.
 
     Memory:
         1.02 bytes per parameter, plus 4 bytes for each row and column.
 
     Example:
+        >>> import torch
         >>> optimizer = AdamW8bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
         >>> optimizer.choose.second
         'factored'
@@ -257,13 +222,14 @@ class AdamW8bitFactor(AdamW8bit):
     second_default = "factored"
 
 
-class Adam8bit(AdamStates):
+class Adam8bit(AdamW4bit):
     """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
 
     Memory:
         2.03 bytes per parameter.
 
     Example:
+        >>> import torch
         >>> Adam8bit([torch.nn.Parameter(torch.ones(128, 64))]).choose.bits
         8
 
@@ -274,21 +240,4 @@ class Adam8bit(AdamStates):
     bits = 8
     first_default = "B256/DE"
     second_default = "B256/DE"
-    decoupled = False
-
-
-def fused_kind(first: Compressor, second: Compressor) -> str | None:
-    """The kind of `kernels.step.adamw` that serves two compressors, `"block8"`, or None."""
-    if first.is_identity and second.is_identity:
-        return "exact"
-    one, two = block_bits(first, signed=True), block_bits(second, signed=False)
-    if one == two == 8:
-        return "block8"
-    if isinstance(second, Factored) and one in (4, 8):
-        kind = "factored" if one == 4 else adamw.PIECEWISE
-        return kind if second == Factored() else None
-    if one != 4:
-        return None
-    if isinstance(second, Rank1):
-        return "rank1" if second == Rank1(map=second.map) else None
-    return "block" if two == 4 and isinstance(second, Block) else None
+    plain = Adam

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.step.scalars import Number
+from memtrain.kernels.step.rules import Number
 
 DEVICES = ("cuda",)
 
@@ -48,7 +48,7 @@ def stays_on_device(group: Mapping[str, Any], value: Any) -> bool:
 
 
 def number(group: Mapping[str, Any], value: Any) -> Number:
-    """An option as the makers of `kernels.step.scalars` take it."""
+    """An option as the makers of `kernels.step.rules` take it."""
     return value.detach().double() if stays_on_device(group, value) else float(value)
 
 

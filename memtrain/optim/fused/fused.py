@@ -10,18 +10,20 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.codebook import Block
-from memtrain.compressors.identity import Identity
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import cpu
-from memtrain.kernels.step import adamw, blockstep, cuda_graph
-from memtrain.kernels.step.cuda_graph import Kept
-from memtrain.kernels.step.scalars import Number, on_device
-from memtrain.kernels.step.split import PLAIN, Beside
+from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, Codec
+from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.rules import Number, Scalars, on_device
+from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.kernels.step.step import Entry, fused_step, has_kernel
 from memtrain.optim.fused import capturable
 from memtrain.optim.states import layout
 from memtrain.optim.states.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
-from memtrain.optim.states.shards import local, sharded_like
+from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
 
-Entry = adamw.Entry | blockstep.Entry
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
     "differentiable": "compressed states have no gradient",
@@ -31,23 +33,42 @@ REFUSED = {
 class FusedStates(CompressedStates):
     """What the fused optimizers share: the loop of `step`, first states, checks.
 
-    A subclass says which states a parameter has, the numbers of its step, and the kernel's entry
-    for a choice of compressors.
+    A subclass names its kernel's rule, the plain optimizer that it stands for and the states of a
+    parameter, and gives the scalars of a step.
+
+    Args:
+        params: Parameters or groups of them.
+        defaults: Of the groups' options.
+        first: Name of the compressor of signed states, by default `first_default`.
+        second: Name of the compressor of states that are never negative.
+        min_elements: Parameters of at most so many elements keep float32 states.
     """
 
+    rule: ClassVar[str]
+    plain: ClassVar[type[Optimizer]]
     names: ClassVar[tuple[str, ...]] = ()
     first_default: ClassVar[str] = "B128/DE"
     second_default: ClassVar[str] = "Rank-1/Linear"
     bits: ClassVar[int] = 4
     counts: ClassVar[bool] = False
+    """Whether each parameter's state has a counter of steps."""
+    _masters: Mapping[Tensor, MasterWeight] = {}
 
     def __init__(
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        choose: layout.Choice,
+        *,
+        first: str | None = None,
+        second: str | None = None,
+        min_elements: int = layout.MIN_ELEMENTS,
     ) -> None:
-        self.choose = choose
+        self.choose = layout.Choice(
+            first=first or self.first_default,
+            second=second or self.second_default,
+            bits=self.bits,
+            min_elements=min_elements,
+        )
         super().__init__(params, defaults)
 
     @classmethod
@@ -57,36 +78,33 @@ class FusedStates(CompressedStates):
         new.choose = choose
         return new
 
-    def numbers(self, group: dict[str, Any], turn: Number) -> Any:
-        """The kernel's numbers for a group's step `turn` (1 is a parameter's first)."""
+    def scalars(self, group: dict[str, Any], turn: Number) -> Scalars:
+        """The kernel's scalars for a group's step `turn` (1 is a parameter's first)."""
         raise NotImplementedError
 
-    def entry(
-        self,
-        param: Tensor,
-        payloads: Sequence[dict[str, Tensor]],
-        compressors: Sequence[Compressor],
-        numbers: Any,
-    ) -> Entry | None:
-        """The kernel's entry, or None where no kernel serves these compressors."""
-        raise NotImplementedError
+    @classmethod
+    def codecs(cls, compressors: Sequence[Compressor]) -> tuple[Codec, ...] | None:
+        """The kernel's codecs for the compressors of `names`, or None where no kernel serves."""
+        found = []
+        for name, compressor in zip(cls.names, compressors, strict=False):
+            codec = codec_of(compressor, signed=not layout.is_unsigned(name))
+            if codec is None:
+                return None
+            found.append(codec)
+        return tuple(found) if has_kernel(cls.rule, found) else None
 
-    def serves(self, compressors: Sequence[Compressor]) -> bool:
-        """Whether a kernel serves these compressors of a parameter's states."""
-        return all(block_bits(compressor, signed=True) is not None for compressor in compressors)
+    def plain_class(self) -> type[Optimizer]:
+        """The class of the plain optimizer that this one stands for."""
+        return self.plain
 
     @contextmanager
-    def beside(self, found: Mapping[Tensor, Beside]) -> Iterator[None]:
-        """Steps inside the block read and write masters of these parameters.
-
-        Args:
-            found: Parameter -> what it has besides itself.
-        """
-        self._beside = found
+    def with_masters(self, masters: Mapping[Tensor, MasterWeight]) -> Iterator[None]:
+        """Let steps inside the block read and write the masters of these parameters."""
+        self._masters = masters
         try:
             yield
         finally:
-            del self._beside
+            del self._masters
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` for a group's options that are out of range or not supported."""
@@ -97,10 +115,6 @@ class FusedStates(CompressedStates):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states that a parameter of a group has, its step counter left out."""
         return self.names
-
-    def turn(self, param: Tensor) -> float:
-        """Count a step of a parameter; the first is 1. Optimizers without a counter say 1 or 2."""
-        return 2.0 if self.state.get(param) else 1.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its options and its parameters are checked."""
@@ -132,93 +146,110 @@ class FusedStates(CompressedStates):
         capturable.check(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             self.check(group)
-        entries: list[Entry] = []
-        looks = not cuda_graph.capturing()
-        watched = self._watch.before(self.param_groups, self._masters()) if looks else None
-        for group in self.param_groups:
-            ready = [param for param in group["params"] if param.grad is not None]
-            names, numbers = self.state_names(group), self._all_numbers(group, ready)
-            for param in ready:
-                self._first_states(param, names)
-                self._add(entries, param, names, numbers[param])
-        _run(entries, self.__dict__.setdefault("_kept", Kept()))
+        masters = {param for param, master in self._masters.items() if master.any}
+        watched = None
+        if not cuda_graph.capturing():
+            watched = self._watch.before(self.param_groups, masters)
+        entries = [entry for group in self.param_groups for entry in self._entries(group)]
+        _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
         self._watch.after(watched)
         self.tell_schedulers()
         return loss
 
-    def counter(self, param: Tensor, device: torch.device) -> Tensor:
+    def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
+        """The kernel's entries of a group; what no kernel serves is stepped at once."""
+        params = [param for param in group["params"] if param.grad is not None]
+        names, scalars = self.state_names(group), self._scalars(group, params)
+        for param in params:
+            entry = self._entry(param, names, scalars[param])
+            if entry is not None:
+                yield entry
+
+    def _entry(
+        self, param: Tensor, names: tuple[str, ...], scalars: Scalars | Tensor
+    ) -> Entry | None:
+        """A parameter's entry, its first states made; None where it was stepped here."""
+        state = self.state[param] if names else {}
+        compressors = [self.compressor(param, name)[0] for name in names]
+        for name, compressor in zip(names, compressors, strict=True):
+            if state.get(name) is None:
+                state[name] = _zeros(compressor, param)
+        codecs = self.codecs(compressors)
+        if codecs is None:
+            self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
+            return None
+        payloads = tuple(_as_payload(state[name]) for name in names)
+        own, master = local(param), self._masters.get(param, PLAIN)
+        grad, shard = local_gradient(param), shard_of(param)
+        return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master)
+
+    def _step_whole(
+        self,
+        param: Tensor,
+        state: dict[str, Any],
+        compressors: dict[str, Compressor],
+        scalars: Scalars | Tensor,
+    ) -> None:
+        """Step compressors that no kernel serves: their states exist in float32 for a moment."""
+        why = f"{[*compressors.values()]} have no fused kernel, their states move at each step"
+        cuda_graph.refuse(type(self).__name__, why)
+        whole = {
+            name: layout.unpack(compressor, state[name], param, moment_dtype(param))
+            for name, compressor in compressors.items()
+        }
+        payloads = tuple({"tensor": local(x)} for x in whole.values())
+        own, grad, master = local(param), local_gradient(param), self._masters.get(param, PLAIN)
+        codecs = (EXACT,) * len(whole)
+        _run([Entry(own, grad, payloads, codecs, self.rule, scalars, None, master)])
+        layout.count_rounding(state, compressors.values())
+        for name, compressor in compressors.items():
+            key = layout.state_key(self, compressor, param, name, state)
+            state[name] = layout.pack(compressor, whole[name], key)
+
+    def _counter(self, param: Tensor, device: torch.device) -> Tensor:
         """A parameter's count of steps, float32: on its device if it is capturable."""
         step = self.state[param].get("step", 0.0)
         if not isinstance(step, Tensor) or step.device != device:
             self.state[param]["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
         return self.state[param]["step"]
 
-    def _all_numbers(self, group: dict[str, Any], params: Sequence[Tensor]) -> dict[Tensor, Any]:
-        """The numbers of each parameter's step; capturable: rows of tensors on the device."""
+    def _turn(self, param: Tensor) -> float:
+        """Count a step of a parameter; the first is 1. Optimizers without a counter say 1 or 2."""
+        if not self.counts:
+            return 2.0 if self.state.get(param) else 1.0
+        step = self._counter(param, torch.device("cpu"))
+        step += 1
+        return step.item()
+
+    def _scalars(
+        self, group: dict[str, Any], params: Sequence[Tensor]
+    ) -> dict[Tensor, Scalars | Tensor]:
+        """The scalars of each parameter's step; capturable: rows of tensors on the device."""
         if group.get("capturable") and self.counts:
-            return self._counted_on_device(group, params)
-        found: dict[Tensor, Any] = {}
-        known: dict[Any, Any] = {}
+            return self._scalars_on_device(group, params)
+        found: dict[Tensor, Scalars | Tensor] = {}
+        made: dict[Any, Scalars | Tensor] = {}
         for param in params:
-            turn = self.turn(param)
+            turn = self._turn(param)
             key = turn, param.device if group.get("capturable") else None
-            if key not in known:
-                known[key] = self.numbers(group, turn)
-                if group.get("capturable"):
-                    known[key] = on_device(known[key], 1, param.device)[0]
-            found[param] = known[key]
+            if key not in made:
+                scalars = self.scalars(group, turn)
+                on_host = not group.get("capturable")
+                made[key] = scalars if on_host else on_device(scalars, 1, param.device)[0]
+            found[param] = made[key]
         return found
 
-    def _counted_on_device(
+    def _scalars_on_device(
         self, group: dict[str, Any], params: Sequence[Tensor]
-    ) -> dict[Tensor, Any]:
-        found: dict[Tensor, Any] = {}
+    ) -> dict[Tensor, Scalars | Tensor]:
+        found: dict[Tensor, Scalars | Tensor] = {}
         for device in {param.device for param in params}:
             own = [param for param in params if param.device == device]
-            steps = [self.counter(param, device) for param in own]
+            steps = [self._counter(param, device) for param in own]
             torch._foreach_add_(steps, 1)
-            numbers = self.numbers(group, torch.stack(steps).double())
-            found.update(zip(own, on_device(numbers, len(own), device), strict=True))
+            scalars = self.scalars(group, torch.stack(steps).double())
+            found.update(zip(own, on_device(scalars, len(own), device), strict=True))
         return found
-
-    def _of(self, param: Tensor) -> Beside:
-        return self.__dict__.get("_beside", {}).get(param, PLAIN)
-
-    def _masters(self) -> set[Tensor]:
-        return {param for param, own in self.__dict__.get("_beside", {}).items() if own.any}
-
-    def _first_states(self, param: Tensor, names: tuple[str, ...]) -> None:
-        for name in names:
-            state = self.state[param]
-            if state.get(name) is None:
-                compressor, _ = self.compressor(param, name)
-                state[name] = _zeros(compressor, param)
-
-    def _add(
-        self, entries: list[Entry], param: Tensor, names: tuple[str, ...], numbers: Any
-    ) -> None:
-        state = self.state[param] if names else {}
-        compressors = [self.compressor(param, name)[0] for name in names]
-        payloads = [_as_payload(state[name]) for name in names]
-        entry = self.entry(param, payloads, compressors, numbers)
-        if entry is not None:
-            entries.append(entry._replace(beside=self._of(param)))
-            return
-        # A combination without a fused kernel: its states exist in float32 for a moment.
-        why = f"{compressors} have no fused kernel, their states move at each step"
-        cuda_graph.refuse(type(self).__name__, why)
-        whole = [
-            layout.unpack(compressor, state[name], param, moment_dtype(param))
-            for name, compressor in zip(names, compressors, strict=True)
-        ]
-        entry = self.entry(
-            param, [{"tensor": local(x)} for x in whole], [Identity()] * len(names), numbers
-        )
-        _run([entry._replace(beside=self._of(param))] if entry is not None else [])
-        layout.count_rounding(state, compressors)
-        for name, compressor, x in zip(names, compressors, whole, strict=True):
-            key = layout.state_key(self, compressor, param, name, state)
-            state[name] = layout.pack(compressor, x, key)
 
     def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""
@@ -243,11 +274,9 @@ class FusedStates(CompressedStates):
         return super()._load_plain(param, name, whole)
 
 
-def _run(entries: Sequence[Entry], kept: Kept | None = None) -> None:
-    if cpu.is_dataless():  # the kernels' tables hold addresses, which fake tensors have not
-        return
-    adamw.adamw_step([e for e in entries if isinstance(e, adamw.Entry)], kept)
-    blockstep.block_step([e for e in entries if isinstance(e, blockstep.Entry)], kept)
+def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
+    if not cpu.is_dataless():  # the kernels' tables hold addresses, which fake tensors have not
+        fused_step(entries, tables)
 
 
 def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
@@ -272,15 +301,25 @@ def moment_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def block_bits(compressor: Compressor, *, signed: bool) -> int | None:
-    """The width of `kernels.step.blockstep` that serves a compressor (32: identity), or None."""
+def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
+    """The kernels' codec that equals a compressor, or None.
+
+    Example:
+        >>> codec_of(Block(map="DE", signed=True), signed=True)
+        Codec(form='block', bits=4, codebook='DE', signed=True)
+    """
+    codec, plain = None, None  # any option that the kernels do not know keeps a compressor out
     if compressor.is_identity:
-        return blockstep.EXACT
-    if not isinstance(compressor, Block) or compressor.signed != signed:
-        return None
-    bits, map = compressor.bits, compressor.map
-    size = blockstep.BLOCKS.get(bits)
-    # Equal to the plain one: any option that the kernels do not know keeps it out.
-    if size is None or compressor != Block(block_size=size, map=map, bits=bits, signed=signed):
-        return None
-    return None if bits == 8 and map not in blockstep.MAPS8 else bits
+        codec, plain = EXACT, compressor
+    elif isinstance(compressor, Factored):
+        codec, plain = FACTORED, Factored()
+    elif isinstance(compressor, Rank1) and not signed:
+        codec = Codec("rank1", 4, compressor.map, signed)
+        plain = Rank1(map=compressor.map)
+    elif isinstance(compressor, Block) and compressor.bits in BLOCKS:
+        bits, name = compressor.bits, compressor.map
+        codec = Codec("block", bits, name, signed)
+        plain = Block(block_size=BLOCKS[bits], map=name, bits=bits, signed=signed)
+        if bits == 8 and name not in CODEBOOKS8:
+            return None
+    return codec if compressor == plain else None

@@ -1,21 +1,18 @@
-"""Lion: a plain one in float32, and its fused twins with the momentum in 4 or 8 bits."""
+"""Lion: a plain one in float32, and fused ones with the momentum in 4 or 8 bits."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor
-from memtrain.kernels.step import blockstep
-from memtrain.kernels.step import scalars as rules
+from memtrain.kernels.step.rules import LionScalars, Number, lion
 from memtrain.optim.fused.capturable import number
-from memtrain.optim.fused.fused import Entry, FusedStates, block_bits
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
 from memtrain.optim.states.base import closure_loss, refuse_sparse
 from memtrain.optim.states.group_options import check_betas, check_numbers
-from memtrain.optim.states.shards import local, local_gradient
 
 
 class Lion(Optimizer):
@@ -94,8 +91,11 @@ def _check(group: dict[str, Any]) -> None:
     check_betas(group)
 
 
-class LionStates(FusedStates):
-    """What `Lion4bit` and `Lion8bit` are made of; they differ in their bits.
+class Lion4bit(FusedStates):
+    """Lion whose momentum is kept in blocks of 128 codes of 4 bits.
+
+    Same update as `Lion`, made in float32 and rounded once. A coordinate whose gradient is always
+    zero does not move: its momentum stays 0, and so the sign.
 
     Args:
         params: Parameters or groups of them.
@@ -105,72 +105,11 @@ class LionStates(FusedStates):
         first: Name of the momentum's compressor, see `compressors.named`.
         min_elements: Parameters of at most so many elements keep a float32 momentum.
         maximize: Ascend.
-        capturable: As `AdamStates`.
+        capturable: As `AdamW4bit`.
 
     Raises:
         ValueError: If a number is out of range, or a name is unknown.
         TypeError: For complex parameters.
-    """
-
-    names = ("exp_avg",)
-
-    def __init__(  # noqa: PLR0913 - the plain one's arguments, and three
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        first: str | None = None,
-        min_elements: int = layout.MIN_ELEMENTS,
-        maximize: bool = False,
-        capturable: bool = False,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        defaults["capturable"] = capturable
-        choose = layout.Choice(
-            first=first or self.first_default, bits=self.bits, min_elements=min_elements
-        )
-        super().__init__(params, defaults, choose)
-
-    def check(self, group: dict[str, Any]) -> None:
-        """As `FusedStates.check`."""
-        super().check(group)
-        _check(group)
-
-    def numbers(self, group: dict[str, Any], turn: rules.Number) -> rules.Lion:
-        """The eight numbers of a step."""
-        b1, b2 = group["betas"]
-        return rules.lion(
-            lr=number(group, group["lr"]),
-            betas=(number(group, b1), number(group, b2)),
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-        )
-
-    def entry(
-        self,
-        param: Tensor,
-        payloads: Sequence[dict[str, Tensor]],
-        compressors: Sequence[Compressor],
-        numbers: Any,
-    ) -> Entry | None:
-        """An entry of `kernels.step.blockstep`."""
-        bits = block_bits(compressors[0], signed=True)
-        if bits is None:
-            return None
-        maps = (getattr(compressors[0], "map", "DE"),)
-        states = tuple(payloads)
-        own, grad = local(param), local_gradient(param)
-        return blockstep.Entry(own, grad, states, "lion", bits, numbers, maps)
-
-
-class Lion4bit(LionStates):
-    """Lion whose momentum is kept in blocks of 128 codes of 4 bits.
-
-    Same update as `Lion`, made in float32 and rounded once. A coordinate whose gradient is always
-    zero does not move: its momentum stays 0, and so the sign. Arguments and errors are those of
-    `LionStates`.
 
     Memory:
         0.53 bytes per parameter. Lion: 4.
@@ -188,8 +127,43 @@ class Lion4bit(LionStates):
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
     """
 
+    rule = "lion"
+    plain = Lion
+    names = ("exp_avg",)
 
-class Lion8bit(LionStates):
+    def __init__(  # noqa: PLR0913 - the plain one's arguments, and three
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        first: str | None = None,
+        min_elements: int = layout.MIN_ELEMENTS,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults["capturable"] = capturable
+        super().__init__(params, defaults, first=first, min_elements=min_elements)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """As `FusedStates.check`."""
+        super().check(group)
+        _check(group)
+
+    def scalars(self, group: dict[str, Any], turn: Number) -> LionScalars:
+        """As `FusedStates.scalars`."""
+        b1, b2 = group["betas"]
+        return lion(
+            lr=number(group, group["lr"]),
+            betas=(number(group, b1), number(group, b2)),
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+        )
+
+
+class Lion8bit(Lion4bit):
     """`Lion4bit` with codes of 8 bits in blocks of 256.
 
     Memory:

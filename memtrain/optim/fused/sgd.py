@@ -1,23 +1,28 @@
 """SGD with its momentum in 4 or 8 bits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import SGD
 from torch.optim.sgd import sgd as plain_sgd
 
-from memtrain.compressors.base import Compressor
-from memtrain.kernels.step import blockstep
-from memtrain.kernels.step.scalars import SGD, Number, sgd
+from memtrain.kernels.step.rules import Number, Scalars, SGDScalars, sgd
+from memtrain.kernels.step.split import PLAIN
+from memtrain.kernels.step.step import Entry
 from memtrain.optim.fused.capturable import number
-from memtrain.optim.fused.fused import Entry, FusedStates, block_bits
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
 from memtrain.optim.states.group_options import check_numbers
 from memtrain.optim.states.shards import local, local_gradient
 
 
-class SGDStates(FusedStates):
-    """What `SGD4bit` and `SGD8bit` are made of; they differ in their bits.
+class SGD4bit(FusedStates):
+    """SGD whose momentum is kept in blocks of 128 codes of 4 bits.
+
+    Same update as `torch.optim.SGD`: momentum, dampening, Nesterov's form, weight decay,
+    `maximize`. Parameters may be float32, bfloat16 or float16 (the update is made in float32 and
+    rounded once). A coordinate whose gradient is always zero does not move.
 
     Args:
         params: Parameters or groups of them.
@@ -30,7 +35,7 @@ class SGDStates(FusedStates):
         first: Name of the buffer's compressor, see `compressors.named`.
         min_elements: Parameters of at most so many elements keep a float32 buffer.
         maximize: Ascend.
-        capturable: As `AdamStates`.
+        capturable: As `AdamW4bit`.
         differentiable: Refused unless False.
         foreach: Taken and ignored: every step is fused.
         fused: Taken and ignored.
@@ -38,8 +43,25 @@ class SGDStates(FusedStates):
     Raises:
         ValueError: If a number is out of range, a name is unknown, or an option is refused.
         TypeError: For complex parameters.
+
+    Memory:
+        0.53 bytes per parameter. SGD: 4.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> optimizer = SGD4bit([weight], lr=0.25, momentum=0.9)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight[0, 0].item()
+        0.75
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 5.
     """
 
+    rule = "sgd"
+    plain = SGD
     names = ("momentum_buffer",)
 
     def __init__(  # noqa: PLR0913 - torch.optim.SGD's own arguments, and two
@@ -71,10 +93,7 @@ class SGDStates(FusedStates):
             "differentiable": differentiable,
             "fused": fused,
         }
-        choose = layout.Choice(
-            first=first or self.first_default, bits=self.bits, min_elements=min_elements
-        )
-        super().__init__(params, defaults, choose)
+        super().__init__(params, defaults, first=first, min_elements=min_elements)
 
     def check(self, group: dict[str, Any]) -> None:
         """As `FusedStates.check`."""
@@ -90,70 +109,28 @@ class SGDStates(FusedStates):
         """No buffer without momentum."""
         return self.names if group["momentum"] else ()
 
-    def numbers(self, group: dict[str, Any], turn: Number) -> SGD:
-        """The eight numbers of a step."""
+    def scalars(self, group: dict[str, Any], turn: Number) -> SGDScalars:
+        """As `FusedStates.scalars`."""
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         options = {name: group[name] for name in names}
         return sgd(lr=number(group, group["lr"]), first=bool(turn == 1), **options)
 
-    def entry(
-        self,
-        param: Tensor,
-        payloads: Sequence[dict[str, Tensor]],
-        compressors: Sequence[Compressor],
-        numbers: Any,
+    def _entry(
+        self, param: Tensor, names: tuple[str, ...], scalars: Scalars | Tensor
     ) -> Entry | None:
-        """An entry of `kernels.step.blockstep`."""
-        bits = block_bits(compressors[0], signed=True)
-        if bits is None:
-            return None
-        maps = (getattr(compressors[0], "map", "DE"),)
-        states = tuple(payloads)
-        own, grad = local(param), local_gradient(param)
-        return blockstep.Entry(own, grad, states, "sgd", bits, numbers, maps)
-
-    def _add(
-        self, entries: list[Entry], param: Tensor, names: tuple[str, ...], numbers: Any
-    ) -> None:
-        own, grad, beside = local(param), local_gradient(param), self._of(param)
-        if names:
-            super()._add(entries, param, names, numbers)
-            return
-        if beside.any or isinstance(numbers, Tensor):
-            entries.append(blockstep.Entry(own, grad, (), "sgd", 0, numbers, beside=beside))
-            return
+        own_master = self._masters.get(param, PLAIN).any
+        if names or own_master or isinstance(scalars, Tensor):
+            return super()._entry(param, names, scalars)
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
-        options = {"weight_decay": numbers.l2, "lr": numbers.lr, "maximize": numbers.sign < 0}
+        h: Any = scalars
+        options = {"weight_decay": h.l2, "lr": h.lr, "maximize": h.sign < 0}
         still = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-        plain_sgd([own], [grad], [None], foreach=False, **still, **options)
+        grad = local_gradient(param)
+        plain_sgd([local(param)], [grad], [None], foreach=False, **still, **options)
+        return None
 
 
-class SGD4bit(SGDStates):
-    """SGD whose momentum is kept in blocks of 128 codes of 4 bits.
-
-    Same update as `torch.optim.SGD`: momentum, dampening, Nesterov's form, weight decay,
-    `maximize`. Parameters may be float32, bfloat16 or float16 (the update is made in float32 and
-    rounded once). A coordinate whose gradient is always zero does not move. Arguments and errors
-    are those of `SGDStates`.
-
-    Memory:
-        0.53 bytes per parameter. SGD: 4.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
-        >>> optimizer = SGD4bit([weight], lr=0.25, momentum=0.9)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight[0, 0].item()
-        0.75
-
-    Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 5.
-    """
-
-
-class SGD8bit(SGDStates):
+class SGD8bit(SGD4bit):
     """`SGD4bit` with codes of 8 bits in blocks of 256.
 
     Memory:

@@ -9,10 +9,9 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.optim.states import flashoptim, layout, rows
+from memtrain.optim.states import flashoptim, hooks, layout, rows
 from memtrain.optim.states.shards import is_sharded, local, place
-from memtrain.optim.wrappers import hooks
-from memtrain.optim.wrappers.stall import StallWatch
+from memtrain.optim.states.stall import StallWatch
 
 OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
 FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds

@@ -4,24 +4,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor, Keep
-from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamStates, AdamW4bit, AdamW8bit
+from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
 from memtrain.optim.fused.fused import REFUSED, FusedStates, moment_dtype
-from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
-from memtrain.optim.fused.sgd import SGD4bit, SGD8bit, SGDStates
+from memtrain.optim.fused.lion import Lion4bit, Lion8bit
+from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.base import CompressedStates, on_each, refuse_complex
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
 
-# A plain optimizer's class, and its fused twins of 4 and of 8 bits.
-FUSED: dict[type[Optimizer], tuple[type[FusedStates], type[FusedStates]]] = {
-    AdamW: (AdamW4bit, AdamW8bit),
-    Adam: (Adam4bit, Adam8bit),
-    SGD: (SGD4bit, SGD8bit),
-    Lion: (Lion4bit, Lion8bit),
+FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
+    (kind.plain, kind.bits): kind
+    for kind in (AdamW4bit, AdamW8bit, Adam4bit, Adam8bit, SGD4bit, SGD8bit, Lion4bit, Lion8bit)
 }
+"""A plain optimizer's class and bits -> the fused one that `compress` makes of it."""
 
 
 def compress(
@@ -89,20 +87,19 @@ class Bounded:
 
 def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStates] | None:
     """The fused class that `compress` makes of this optimizer, or None."""
-    twins = FUSED.get(type(optimizer))
-    if twins is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
+    four = FUSED.get((type(optimizer), 4))
+    if four is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
         return None
-    four, eight = twins
-    probe, widths = object.__new__(four), set()
+    widths = set()
     for param, _, _ in on_each(optimizer.param_groups):
         compressors = [layout.decide(param, choose, name)[0] for name in four.names]
-        if param.is_complex() or not probe.serves(compressors):
+        if param.is_complex() or four.codecs(compressors) is None:
             return None
         widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.
     if widths <= {None}:
         return None
-    return eight if 8 in widths else four
+    return FUSED[type(optimizer), 8] if 8 in widths else four
 
 
 def _packed(new: FusedStates, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -146,17 +143,9 @@ def restore(optimizer: Optimizer) -> Optimizer:
     return original
 
 
-def plain_class(optimizer: CompressedStates) -> type[Optimizer]:
-    """The class of the plain optimizer that a fused one stands for."""
-    if isinstance(optimizer, AdamStates):
-        decoupled = all(g.get("decoupled_weight_decay", True) for g in optimizer.param_groups)
-        return AdamW if decoupled else Adam
-    return SGD if isinstance(optimizer, SGDStates) else Lion
-
-
-def _plain(optimizer: CompressedStates) -> Optimizer:
+def _plain(optimizer: Any) -> Optimizer:
     params = [p for p, _, _ in on_each(optimizer.param_groups)]
-    original = plain_class(optimizer)(params)  # pyright: ignore[reportCallIssue]
+    original = optimizer.plain_class()(params)
     for group in optimizer.param_groups:
         for name, value in original.defaults.items():
             group.setdefault(name, value)

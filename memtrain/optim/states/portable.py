@@ -8,7 +8,6 @@ from torch import Tensor
 from memtrain.optim.fused.fused import FusedStates, moment_dtype
 from memtrain.optim.states import layout
 from memtrain.optim.states.base import OWN, CompressedStates, on_each
-from memtrain.optim.states.convert import plain_class
 
 
 @torch.no_grad()
@@ -66,5 +65,5 @@ def _defaults(optimizer: CompressedStates) -> dict[str, Any]:
     """Options that the plain optimizer's groups have and a fused one's may lack."""
     if not isinstance(optimizer, FusedStates):
         return {}
-    probe = plain_class(optimizer)([torch.nn.Parameter(torch.empty(0))])  # pyright: ignore[reportCallIssue]
+    probe = optimizer.plain_class()([torch.nn.Parameter(torch.empty(0))])  # pyright: ignore[reportCallIssue]
     return probe.defaults

@@ -1,7 +1,6 @@
 """Sums of gradients that wait for their update in one byte an element."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,6 @@ def sum_bytes(param: Tensor, compressor: Compressor = BUFFER) -> int:
     """Bytes of the sum of a parameter's gradients while it waits."""
     like = torch.empty(local(param).shape, device="meta")
     return compressor.compress(like, key=Key()).nbytes
-
-
-class _Sum(NamedTuple):
-    payload: dict[str, Tensor]
-    count: int
 
 
 class GradientSums:
@@ -53,7 +47,8 @@ class GradientSums:
         self.passes, self.seed, self.compressor = passes, seed, compressor
         self.steps = 0
         """Steps so far: each draws other random bits."""
-        self._held: dict[Tensor, _Sum] = {}
+        self._held: dict[Tensor, tuple[dict[str, Tensor], int]] = {}
+        """Payloads, and of how many gradients they are the sum."""
 
     def add(self, param: Tensor, number: int, grad: Tensor) -> Tensor | None:
         """Take a gradient.
@@ -69,27 +64,27 @@ class GradientSums:
         """
         if self.passes == 1:
             return grad
-        held = self._held.pop(param, None)
-        count = 1 if held is None else held.count + 1
+        payload, count = self._held.pop(param, ({}, 0))
+        count += 1
         total = local(grad.detach()).float()
-        if held is not None:
-            total = total + self._decoded(param, held)
+        if payload:
+            total = total + self._decoded(param, payload)
         if count == self.passes:
             return sharded_like(total, param)
         step, rank = self.steps, part_number(param)
         key = Key(self.seed, site=number, step=step, microbatch=count, rank=rank)
-        self._held[param] = _Sum(self.compressor.compress(total, key=key).tensors, count)
+        self._held[param] = self.compressor.compress(total, key=key).tensors, count
         return None
 
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Give up every sum of fewer passes, with its parameter."""
         while self._held:
-            param, held = self._held.popitem()
-            yield param, sharded_like(self._decoded(param, held), param)
+            param, (payload, _) = self._held.popitem()
+            yield param, sharded_like(self._decoded(param, payload), param)
 
     def advance(self) -> None:
         """A step is over."""
         self.steps += 1
 
-    def _decoded(self, param: Tensor, held: _Sum) -> Tensor:
-        return self.compressor.decompress(Packed(held.payload, local(param).shape, torch.float32))
+    def _decoded(self, param: Tensor, payload: dict[str, Tensor]) -> Tensor:
+        return self.compressor.decompress(Packed(payload, local(param).shape, torch.float32))

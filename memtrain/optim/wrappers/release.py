@@ -1,7 +1,9 @@
 """Gradient release: each weight is updated inside backward, as its gradient arrives."""
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +15,15 @@ from memtrain.compressors.registry import check_seat
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states.base import closure_loss, refuse_sparse
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
-from memtrain.optim.wrappers.around import Around, Member
-from memtrain.optim.wrappers.release_hooks import (
-    Arrived,
-    check_options,
-    hook_buckets,
-    norm_of,
-    random_state,
-    refuse_scaler,
-    set_random_state,
-)
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
+
+CLIPS = ("none", "value", "parameter", "previous", "two_pass")
+"""How gradients may be clipped; `ReleaseGradients` says what each does."""
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-class ReleaseGradients(Around):
+class ReleaseGradients(OptimizerWrapper):
     """Updates each parameter inside backward and frees its gradient at once.
 
     `loss.backward()` updates; `optimizer.step()` afterwards only ends the step: hooks and LR
@@ -58,7 +54,7 @@ class ReleaseGradients(Around):
 
     Args:
         inner: A torch optimizer, one with compressed states, or `SplitWeights`.
-        clip: One of `release_hooks.CLIPS`.
+        clip: One of `CLIPS`.
         limit: Of the clipping; above 0.
         loss_scale: Gradients are divided by it: what the loss was multiplied with.
         skip_nonfinite: Whether to look for NaN and Inf (on CUDA this waits for each gradient).
@@ -85,7 +81,7 @@ class ReleaseGradients(Around):
         (LOMO), arXiv:2306.09782: updates fused into backward, the norm by a pass of its own.
     """
 
-    # GradScaler then leaves gradients alone and hands over what it found: see `refuse_scaler`.
+    # GradScaler then leaves gradients alone and hands over what it found: see `_refuse_scaler`.
     _step_supports_amp_scaling = True
 
     def __init__(  # noqa: PLR0913 - each is an option of `release` in configs
@@ -100,7 +96,7 @@ class ReleaseGradients(Around):
         sums: Compressor = BUFFER,
         seed: int = 0,
     ) -> None:
-        check_options(clip, limit, loss_scale, accumulate)
+        _check_options(clip, limit, loss_scale, accumulate)
         check_seat(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
@@ -114,6 +110,8 @@ class ReleaseGradients(Around):
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass
         self._bucketed: set[Tensor] = set()
+        self.follows = False
+        """Whether updates follow a DistributedDataParallel's all-reduces."""
         self._handles: dict[Tensor, Any] = {}
         super().__init__(inner)
         self._attach()
@@ -132,7 +130,7 @@ class ReleaseGradients(Around):
         Raises:
             RuntimeError: If a GradScaler calls it, or `two_pass` gets no closure.
         """
-        refuse_scaler(self)
+        _refuse_scaler(self)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         loss = run(closure)
         for param, total in self._sums.rest():
@@ -166,7 +164,8 @@ class ReleaseGradients(Around):
                 f"release.accumulate={self.accumulate} under DistributedDataParallel: its buckets "
                 "hold all gradients anyway; accumulate in its no_sync(), with accumulate=1"
             )
-        hook_buckets(self, ddp)
+        self.follows = True
+        _hook_buckets(self, ddp)
         held = set(ddp.parameters())
         self._bucketed |= {param for param in self.params() if param in held}
 
@@ -202,7 +201,7 @@ class ReleaseGradients(Around):
         self._squares = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_handles": {}, "_bucketed": set()}
+        return {**super().__getstate__(), "_handles": {}, "_bucketed": set(), "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -214,13 +213,13 @@ class ReleaseGradients(Around):
 
     def _attach(self) -> None:
         """Hooks on every parameter that is trained and has none yet."""
-        arrived = Arrived(self)
+        hook = partial(_on_gradient, WeakRef(self))
         for param in self.params():
             if param.requires_grad and param not in self._handles:
-                self._handles[param] = param.register_post_accumulate_grad_hook(arrived)
+                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
-    def arrived(self, param: Tensor) -> None:
+    def on_gradient(self, param: Tensor) -> None:
         """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
         if param in self._bucketed or param.grad is None:
             return
@@ -244,7 +243,7 @@ class ReleaseGradients(Around):
         cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
         self._check(param)
         self._done.add(param)
-        norm = norm_of(grad) / self.loss_scale if self._measures else 0.0
+        norm = _norm_of(grad) / self.loss_scale if self._measures else 0.0
         if not math.isfinite(norm) and self._pass != "measure":
             self.skipped += 1
             return
@@ -253,11 +252,11 @@ class ReleaseGradients(Around):
             return
         factor = self._clip_factor(norm) / self.loss_scale
         if factor != 1.0:
-            whole = grad.float() if isinstance(self.inner, Around) else grad
+            whole = grad.float() if isinstance(self.inner, OptimizerWrapper) else grad
             grad = whole * factor
         if self.clip == "value":
             grad = grad.clamp(-self.limit, self.limit)
-        self.step_members([Member(param, param, grad)])
+        self.step_targets([Target(param, param, grad)])
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
@@ -302,3 +301,104 @@ class ReleaseGradients(Around):
             return closure_loss(closure)
         finally:
             self._pass = ""
+
+
+def _on_gradient(release: WeakRef[Any], param: Tensor) -> None:
+    """Tell the optimizer that a gradient is complete: a hook on each parameter."""
+    optimizer = release()
+    if optimizer is not None:
+        optimizer.on_gradient(param)
+
+
+def follow_ddp(release: WeakRef[Any], module: Any, args: Any) -> None:
+    """Let updates follow DDP's all-reduce once the model is found in it: a forward pre-hook.
+
+    Args:
+        release: To a `ReleaseGradients`.
+        module: The model.
+        args: Of its forward.
+    """
+    optimizer = release()
+    if optimizer is None or optimizer.follows or not torch.distributed.is_available():
+        return
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if ddp is not None:
+        optimizer.follow(ddp)
+
+
+def _hook_buckets(release: "ReleaseGradients", ddp: Any) -> None:
+    """Register a communication hook that updates after each bucket's all-reduce.
+
+    Args:
+        release: Is not kept alive.
+        ddp: A DistributedDataParallel without a communication hook.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    own = weakref.ref(release)
+
+    def update(bucket: Any, reduced: Any) -> Tensor:
+        buffer = reduced.value()[0] if isinstance(reduced.value(), list) else reduced.value()
+        release = own()
+        if release is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                release._update(param, grad)
+        return buffer
+
+    # DDP checks these annotations.
+    def reduce_then_update(
+        group: Any, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        return allreduce_hook(group, bucket).then(lambda done: update(bucket, done))
+
+    ddp.register_comm_hook(None, reduce_then_update)
+
+
+def _check_options(clip: str, limit: float, loss_scale: float, accumulate: int) -> None:
+    """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate} is out of range; allowed: at least 1")
+    if accumulate > 1 and clip == "two_pass":
+        raise ValueError(
+            f"accumulate={accumulate} with clip='two_pass': its closure runs backward once"
+        )
+    if clip not in CLIPS:
+        raise ValueError(f"clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
+    for name, value in (("limit", limit), ("loss_scale", loss_scale)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
+
+
+def random_state() -> tuple[Tensor, list[Tensor]]:
+    """The states of torch's random generators, CPU and CUDA."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.get_rng_state(), cuda
+
+
+def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    """Put back what `random_state` gave."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def _norm_of(grad: Tensor) -> float:
+    """The norm of a whole gradient, float64 ones in float64, all others in float32."""
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
+    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole.item()
+
+
+def _refuse_scaler(release: object) -> None:
+    """Raise RuntimeError if a GradScaler has handed over what it found."""
+    given = [name for name in ("grad_scale", "found_inf") if name in vars(release)]
+    for name in given:
+        delattr(release, name)
+    if given:
+        raise RuntimeError(
+            "GradScaler must see all gradients before any update, and they were applied and "
+            "freed in backward. Without it: multiply the loss by a constant and give it as "
+            "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
+            "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
+        )

@@ -1,25 +1,90 @@
 """Weights in 2 bytes, with what rounding loses in 0, 1 or 2 more, around any optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from memtrain.compressors.base import Key
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.step.split import Beside, merge, split
+from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.base import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
-from memtrain.optim.wrappers.around import Around, Member, bundles, stand_in
-from memtrain.optim.wrappers.stall import StallWatch
-from memtrain.optim.wrappers.weight_formats import parse
+from memtrain.optim.states.stall import StallWatch
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, with_leaf
 
 
-class SplitWeights(Around):
+class WeightFormat(NamedTuple):
+    """How a weight is kept."""
+
+    dtype: torch.dtype
+    correction: torch.dtype | None = None
+    stochastic: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize + (self.correction.itemsize if self.correction else 0)
+
+
+FORMATS = {
+    "bf16": WeightFormat(torch.bfloat16),
+    "bf16+sr": WeightFormat(torch.bfloat16, stochastic=True),
+    "bf16+8": WeightFormat(torch.bfloat16, torch.int8),
+    "bf16+16": WeightFormat(torch.bfloat16, torch.int16),
+    "fp16": WeightFormat(torch.float16),
+    "fp16+8": WeightFormat(torch.float16, torch.int8),
+    "fp16+16": WeightFormat(torch.float16, torch.int16),
+}
+"""Name in a config -> how a weight is kept: `+8` and `+16` bits of correction, or `+sr`."""
+
+
+def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast every float32 argument to the dtype of a model's weights: a forward pre-hook of it."""
+    return tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.dtype == torch.float32 else x, (args, kwargs)
+    )
+
+
+def parse(weights: str) -> WeightFormat:
+    """The format of a config's name.
+
+    Raises:
+        ValueError: For an unknown name.
+
+    Example:
+        >>> parse("bf16+8").nbytes
+        3
+    """
+    if weights not in FORMATS:
+        raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(FORMATS)}")
+    return FORMATS[weights]
+
+
+def keeps_float32(model: nn.Module) -> dict[Tensor, str]:
+    """Parameters that must not be converted, with the reason.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Batch norms' parameters: torch computes them in float32 with their running statistics.
+
+    Example:
+        >>> [why for why in keeps_float32(nn.BatchNorm1d(4)).values()]
+        ['kept: a norm with running statistics is float32', ...]
+    """
+    norms = [m for m in model.modules() if hasattr(m, "running_mean")]
+    why = "kept: a norm with running statistics is float32"
+    return {param: why for module in norms for param in module.parameters(recurse=False)}
+
+
+class SplitWeights(OptimizerWrapper):
     """Steps an optimizer on float32 masters that exist for their parameter's step only.
 
     A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
@@ -100,12 +165,12 @@ class SplitWeights(Around):
         loss = closure_loss(closure)
         ready = [p for p in self.params() if p.grad is not None]
         refuse_sparse(ready, type(self).__name__)
-        members = [Member(p, p) for p in ready]
+        targets = [Target(p, p) for p in ready]
         watched = None if self._cannot_stall() else self._stall.before(self.param_groups)
-        fused = [m for m in members if self._is_fused(m)]
+        fused = [m for m in targets if self._is_fused(m)]
         self._step_fused(fused)
-        for bundle in bundles([m.param for m in members if not self._is_fused(m)]):
-            self.step_members([Member(p, p) for p in bundle])
+        for chunk in chunks([m.param for m in targets if not self._is_fused(m)]):
+            self.step_targets([Target(p, p) for p in chunk])
         self._stall.after(watched)
         self.advance()
         self.tell_schedulers()
@@ -116,16 +181,16 @@ class SplitWeights(Around):
         return kept or isinstance(self.inner, FusedStates) or cuda_graph.capturing()
 
     @torch.no_grad()
-    def step_members(self, members: Sequence[Member]) -> None:
+    def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now, from their gradients."""
-        self._step_fused([member for member in members if self._is_fused(member)])
-        masters = [self._enter(member) for member in members if not self._is_fused(member)]
+        self._step_fused([target for target in targets if self._is_fused(target)])
+        masters = [self._enter(target) for target in targets if not self._is_fused(target)]
         if not masters:
             return
-        super().step_members(masters)
-        for param, seen, _ in masters:
-            if seen is not param:
-                self._write(param, seen.detach())
+        super().step_targets(masters)
+        for param, leaf, _ in masters:
+            if leaf is not param:
+                self._write(param, leaf.detach())
 
     def advance(self) -> None:
         """A step of the whole model is over: the next one draws other random bits."""
@@ -235,40 +300,40 @@ class SplitWeights(Around):
                 _set_dtype(param, low)
             self._write(param, whole.float())
 
-    def _is_fused(self, member: Member) -> bool:
-        """Whether a kernel steps the weight together with what it has besides."""
-        param, seen, grad = member
+    def _is_fused(self, target: Target) -> bool:
+        """Whether a kernel steps the weight together with its master."""
+        param, leaf, grad = target
         if not isinstance(self.inner, FusedStates) or param not in self.corrections:
             return False
-        return seen is param and param.grad is not None and (grad is None or grad is param.grad)
+        return leaf is param and param.grad is not None and (grad is None or grad is param.grad)
 
-    def _step_fused(self, members: Sequence[Member]) -> None:
+    def _step_fused(self, targets: Sequence[Target]) -> None:
         inner: Any = self.inner
-        if not members:
+        if not targets:
             return
-        found: dict[Tensor, Beside] = {}
-        for param, _, _ in members:
+        masters: dict[Tensor, MasterWeight] = {}
+        for param, _, _ in targets:
             self._drop_stale(param)
-            found[param] = self._beside(param)
-        with inner.beside(found):
-            super().step_members([Member(param, param) for param in found])
-        for param in found:
+            masters[param] = self._kept_master(param)
+        with inner.with_masters(masters):
+            super().step_targets([Target(param, param) for param in masters])
+        for param in masters:
             torch.autograd.graph.increment_version(param)  # kernels write past autograd
             self._versions[param] = param._version
 
-    def _beside(self, param: Tensor) -> Beside:
+    def _kept_master(self, param: Tensor) -> MasterWeight:
         if not self.format.stochastic:
-            return Beside(self.corrections[param])
+            return MasterWeight(self.corrections[param])
         if not any(group.get("capturable") for group in self.param_groups):
-            return Beside(None, True, self._key(param, int(self._count)).bits())
-        return Beside(None, True, self._key(param, 0).bits(), self._count.on(param.device))
+            return MasterWeight(None, True, self._key(param, int(self._count)).bits())
+        return MasterWeight(None, True, self._key(param, 0).bits(), self._count.on(param.device))
 
-    def _enter(self, member: Member) -> Member:
-        param = member.param
-        grad = param.grad if member.grad is None else member.grad
+    def _enter(self, target: Target) -> Target:
+        param = target.param
+        grad = param.grad if target.grad is None else target.grad
         if param not in self.corrections or grad is None:
-            return member
-        return stand_in(param, self.master(param), grad.float())
+            return target
+        return with_leaf(param, self.master(param), grad.float())
 
     def _write(self, param: Tensor, value: Tensor) -> None:
         stochastic = self.format.stochastic

@@ -91,7 +91,7 @@ MT_INLINE F choose(const F* table, I at) {
 }
 
 // The counts in doubt of 64 values: their bound is computed and compared.
-static __attribute__((noinline, unused)) void settle(const Dynamic& d, uint64_t doubt, const float* position,
+static __attribute__((noinline, unused)) void count_in_doubt(const Dynamic& d, uint64_t doubt, const float* position,
                                              const int32_t* size, float scale, int32_t* count) {
   for (; doubt; doubt &= doubt - 1) {
     const int i = __builtin_ctzll(doubt);
@@ -128,7 +128,7 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uin
     float position[64];
     int32_t sizes[64], counts[64];
     MT_FOUR store(position + 16 * k, r[k]), store((float*)sizes + 16 * k, (F)size[k]), store((float*)counts + 16 * k, (F)count[k]);
-    settle(d, doubt, position, sizes, ((const float*)&scale)[0], counts);
+    count_in_doubt(d, doubt, position, sizes, ((const float*)&scale)[0], counts);
     MT_FOUR count[k] = (I)load((const float*)counts + 16 * k);
   }
   I code[4];
@@ -142,7 +142,7 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uin
 
 #else
 
-constexpr int32_t kLowest = 0x3280, kBuckets = 26 * 128 + 2;  // see `buckets` in blockstep.py
+constexpr int32_t kLowest = 0x3280, kBuckets = 26 * 128 + 2;  // see `buckets` in codecs.py
 
 struct Dynamic {
   const float* book;

@@ -1,4 +1,4 @@
-// Weights of a step as float32 runs: as they are, or with what split.py keeps beside them.
+// Weights of a step as float32 runs: as they are, or with the masters that split.py keeps.
 #pragma once
 
 #include "halves.h"
@@ -9,8 +9,8 @@ namespace memtrain {
 constexpr int64_t kDrawn = 1024;  // elements that share their Philox counters: BLOCK of split.py
 constexpr uint32_t kInf = 0x7F800000u, kMagnitude = 0x7FFFFFFFu;
 
-// What a weight has beside itself; the order is that of `fields` in kernels/step/split.py.
-struct Beside {
+// How the master of a weight is kept; the order is that of `MasterWeight.fields` in kernels/step/split.py.
+struct MasterWeight {
   void* correction;  // int8 or int16, or null
   int64_t kept;      // its bits
   int64_t stochastic, seed;
@@ -81,14 +81,14 @@ MT_INLINE void write_split(uint16_t* __restrict weight, Correction* __restrict c
   }
 }
 
-[[maybe_unused]] MT_CLONES static void read_weights(const void* x, int64_t type, const Beside& beside, int64_t from,
+[[maybe_unused]] MT_CLONES static void read_weights(const void* x, int64_t type, const MasterWeight& master, int64_t from,
                                    int64_t n, float* out) {
   const uint16_t* weight = static_cast<const uint16_t*>(x) + from;
-  if (beside.kept == 8)
-    read_split<int8_t, 8>(weight, static_cast<int8_t*>(beside.correction) + from, type == kFloat16,
+  if (master.kept == 8)
+    read_split<int8_t, 8>(weight, static_cast<int8_t*>(master.correction) + from, type == kFloat16,
                           n, out);
-  else if (beside.kept == 16)
-    read_split<int16_t, 16>(weight, static_cast<int16_t*>(beside.correction) + from,
+  else if (master.kept == 16)
+    read_split<int16_t, 16>(weight, static_cast<int16_t*>(master.correction) + from,
                             type == kFloat16, n, out);
   else
     read_floats(x, type, from, n, out);
@@ -113,20 +113,20 @@ MT_CLONES static void draw_bits(int64_t block, uint64_t seed, Draws& draws) {
 }
 
 // A run that crosses no multiple of kDrawn.
-[[maybe_unused]] MT_CLONES static void write_weights(void* x, int64_t type, const Beside& beside, int64_t from,
+[[maybe_unused]] MT_CLONES static void write_weights(void* x, int64_t type, const MasterWeight& master, int64_t from,
                                     int64_t n, const float* in, Draws& draws) {
   uint16_t* weight = static_cast<uint16_t*>(x) + from;
-  if (beside.stochastic) {
+  if (master.stochastic) {
     if (draws.block != from / kDrawn)
-      draw_bits(from / kDrawn, static_cast<uint64_t>(beside.seed), draws);
+      draw_bits(from / kDrawn, static_cast<uint64_t>(master.seed), draws);
     const uint16_t* draw = draws.bits + from % kDrawn;
     for (int64_t i = 0; i < n; ++i)
       split_one<int8_t, 0, true>(bits_of(in[i]), draw[i], weight + i, nullptr);
-  } else if (beside.kept == 8) {
-    write_split<int8_t, 8>(weight, static_cast<int8_t*>(beside.correction) + from,
+  } else if (master.kept == 8) {
+    write_split<int8_t, 8>(weight, static_cast<int8_t*>(master.correction) + from,
                            type == kFloat16, n, in);
-  } else if (beside.kept == 16) {
-    write_split<int16_t, 16>(weight, static_cast<int16_t*>(beside.correction) + from,
+  } else if (master.kept == 16) {
+    write_split<int16_t, 16>(weight, static_cast<int16_t*>(master.correction) + from,
                              type == kFloat16, n, in);
   } else {
     write_floats(x, type, from, n, in);

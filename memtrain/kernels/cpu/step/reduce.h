@@ -1,37 +1,4 @@
-// Pass 1 of adamw.cpp, and what both passes share; adamw_lanes.h includes it.
-
-struct Step {
-  F decay, l2, sign, w1, b2, w2, step, eps;
-  bool has_l2;
-};
-
-MT_INLINE Step splat_all(const Hyper& h) {
-  return {splat(h.decay), splat(h.l2), splat(h.sign), splat(h.w1),  splat(h.b2),
-          splat(h.w2),    splat(h.step), splat(h.eps), h.l2 != 0.0f};
-}
-
-// kPlain: neither maximised nor with L2 decay, the usual case.
-template <bool kPlain>
-MT_INLINE F gradient(const Step& s, F g, const float* p) {
-  if (kPlain) return g;
-  g = g * s.sign;
-  return s.has_l2 ? g + s.l2 * load(p) : g;
-}
-
-// Only the AVX-512 form has loops of its own for the usual case.
-MT_INLINE bool is_plain(const Task& t) {
-#ifdef MT_AVX512
-  return t.h.sign == 1.0f && t.h.l2 == 0.0f;
-#else
-  return false;
-#endif
-}
-
-MT_INLINE F second(const Step& s, F g, F v) { return s.b2 * v + (s.w2 * g) * g; }
-
-MT_INLINE F advance(const Step& s, F p, F m, F v) {
-  return p * s.decay - (s.step * m) / (root(v) + s.eps);
-}
+// Pass 1 of step.cpp, and what both passes share; adamw4.h includes it.
 
 // Of two maxima, which have no sign bit: NaN only where both are.
 MT_INLINE F least(F a, F b) { return (F)imin((I)a, (I)b); }
@@ -54,7 +21,7 @@ struct Place {
 };
 
 // The maxima of dimensions 1 and up, spread over the flattened columns: the least counts.
-inline void spread(const Task& t, const float* maxima, float* out) {
+inline void spread(const StepTask& t, const float* maxima, float* out) {
   for (int64_t j = 0; j < t.cols; ++j) {
     const float* part = maxima + t.rows + side(t);
     int64_t left = j;
@@ -70,7 +37,7 @@ inline void spread(const Task& t, const float* maxima, float* out) {
 }
 
 // The reverse: the maxima of each dimension from the columns' maxima.
-inline void collect(const Task& t) {
+inline void collect(const StepTask& t) {
   for (int64_t j = 0; j < t.cols; ++j) {
     int32_t x;
     __builtin_memcpy(&x, t.col_next + j, 4);
@@ -110,11 +77,11 @@ inline void invert(const float* scale, float unit, float* out, int64_t n) {
 
 // Pass 1 of rank-1: the maxima of the new second moment.
 template <bool kPlain, bool kAligned>
-inline void look_rank1(const Task& t, int64_t begin, int64_t end, Column& held) {
+inline void reduce_rank1(const StepTask& t, int64_t begin, int64_t end, Column& held) {
   int32_t* column = held.zeros(t.cols);
-  const Step s = splat_all(t.h);
-  const F values = load(t.v_table);
-  const uint8_t* codes = static_cast<const uint8_t*>(t.v);
+  const Scalars s = splat_all(t.scalars);
+  const F values = load(t.state[1].codebook);
+  const uint8_t* codes = static_cast<const uint8_t*>(t.state[1].data);
   int32_t* rows = reinterpret_cast<int32_t*>(t.next);
   float r[128], c[128], g_tail[128] = {}, p_tail[128] = {};
   int32_t sizes[128];
@@ -126,16 +93,16 @@ inline void look_rank1(const Task& t, int64_t begin, int64_t end, Column& held) 
     const float *g = t.g + from, *p = t.p + from;
     if (n < 128 || !t.direct()) {
       read_floats(t.g, t.g_type, from, n, g_tail);
-      read_weights(t.p, t.p_type, t.beside, from, n, p_tail);
+      read_weights(t.p, t.p_type, t.master, from, n, p_tail);
       g = g_tail, p = p_tail;
     }
-    if (!kAligned) gather(t.v_scale, t.col_old, from, t.rows, t.cols, r, c);
+    if (!kAligned) gather(t.state[1].scale, t.col_old, from, t.rows, t.cols, r, c);
     if (kAligned && at.row != row) {
       raise(rows + row, top_of(top));
       row = at.row, top = I{};
     }
     fetch(t.g + from);
-    const F old_row = splat(t.v_scale[at.row]);
+    const F old_row = splat(t.state[1].scale[at.row]);
     const float* old_col = kAligned ? t.col_old + at.col : c;
     MT_UNROLL(4)
     for (int k = 0; k < 64; k += 16) {
@@ -145,7 +112,7 @@ inline void look_rank1(const Task& t, int64_t begin, int64_t end, Column& held) 
         const int x = h * 64 + k;
         const F scale = least(kAligned ? old_row : load(r + x), load(old_col + x));
         const F old = decode(values, h ? byte >> 4 : byte) * scale;
-        const I size = magnitude(second(s, gradient<kPlain>(s, load(g + x), p + x), old));
+        const I size = magnitude(AdamW::second(s, gradient<kPlain>(s, load(g + x), load(p + x)), old));
         if (kAligned) {
           int32_t* col = column + at.col + x;
           store((float*)col, (F)imax((I)load((const float*)col), size));
@@ -164,18 +131,18 @@ inline void look_rank1(const Task& t, int64_t begin, int64_t end, Column& held) 
 
 // Squares of a part of a row: into the columns' sums, the lanes' and (past whole lanes) `rest`.
 template <bool kPlain>
-MT_INLINE void add_squares(const Step& s, const Hyper& h, const float* g, const float* p, int64_t n,
+MT_INLINE void add_squares(const Scalars& s, const float* h, const float* g, const float* p, int64_t n,
                            float* columns, F& sum, double& rest) {
   int64_t j = 0;
   for (; j + 16 <= n; j += 16) {
     __builtin_prefetch(g + j + 512);
-    const F x = gradient<kPlain>(s, load(g + j), p + j), square = x * x;
+    const F x = gradient<kPlain>(s, load(g + j), load(p + j)), square = x * x;
     sum += square;
     store(columns + j, load(columns + j) + square);
   }
   for (; j < n; ++j) {
-    float x = g[j] * h.sign;
-    if (s.has_l2) x = x + h.l2 * p[j];
+    float x = g[j] * h[2];
+    if (s.has_l2) x = x + h[1] * p[j];
     columns[j] += x * x;
     rest += x * x;
   }
@@ -183,10 +150,10 @@ MT_INLINE void add_squares(const Step& s, const Hyper& h, const float* g, const 
 
 // Pass 1 of factored: row means into the state, column sums of these rows into `partial`.
 template <bool kPlain>
-inline void look_factored(const Task& t, int64_t begin, int64_t end) {
-  const Step s = splat_all(t.h);
+inline void reduce_factored(const StepTask& t, int64_t begin, int64_t end) {
+  const Scalars s = splat_all(t.scalars);
   float* partial = t.partial + begin / t.chunk * t.cols;
-  float* row = static_cast<float*>(t.v);
+  float* row = static_cast<float*>(t.state[1].data);
   float g_part[kPart], p_part[kPart];
   std::fill(partial, partial + t.cols, 0.0f);
   for (int64_t i = begin; i < end; ++i) {
@@ -197,26 +164,26 @@ inline void look_factored(const Task& t, int64_t begin, int64_t end) {
       const float *g = t.g + at, *p = t.p + at;
       if (!t.direct()) {
         read_floats(t.g, t.g_type, at, n, g_part);
-        read_weights(t.p, t.p_type, t.beside, at, n, p_part);
+        read_weights(t.p, t.p_type, t.master, at, n, p_part);
         g = g_part, p = p_part;
       }
-      add_squares<kPlain>(s, t.h, g, p, n, partial + from, sum, rest);
+      add_squares<kPlain>(s, t.scalars, g, p, n, partial + from, sum, rest);
     }
     double total = 0;
     for (int l = 0; l < 16; ++l) total += sum[l];
-    row[i] = t.h.b2 * row[i] + t.h.w2 * static_cast<float>((total + rest) / t.cols);
+    row[i] = t.scalars[4] * row[i] + t.scalars[5] * static_cast<float>((total + rest) / t.cols);
   }
 }
 
-inline void look(const Task& t, int64_t begin, int64_t end, Column& held) {
+inline void reduce(const StepTask& t, int64_t begin, int64_t end, Column& held) {
   const bool plain = is_plain(t);
   const bool aligned = t.cols % 128 == 0;
-  if (t.kind == kRank1 && aligned)
-    plain ? look_rank1<true, true>(t, begin, end, held)
-          : look_rank1<false, true>(t, begin, end, held);
-  else if (t.kind == kRank1)
-    plain ? look_rank1<true, false>(t, begin, end, held)
-          : look_rank1<false, false>(t, begin, end, held);
+  if (t.second == kRank1 && aligned)
+    plain ? reduce_rank1<true, true>(t, begin, end, held)
+          : reduce_rank1<false, true>(t, begin, end, held);
+  else if (t.second == kRank1)
+    plain ? reduce_rank1<true, false>(t, begin, end, held)
+          : reduce_rank1<false, false>(t, begin, end, held);
   else
-    plain ? look_factored<true>(t, begin, end) : look_factored<false>(t, begin, end);
+    plain ? reduce_factored<true>(t, begin, end) : reduce_factored<false>(t, begin, end);
 }

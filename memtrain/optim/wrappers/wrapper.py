@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from memtrain.optim.states import hooks
 from memtrain.optim.states.base import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.wrappers import hooks
 
 T = TypeVar("T")
 FORMAT = 1
@@ -18,11 +18,11 @@ OWN = "memtrain"
 """Where an optimizer around another keeps what is its own in a `state_dict`."""
 
 
-BUNDLE = 2**22
+CHUNK = 2**22
 """Elements whose float32 masters may exist at once; a larger parameter exists alone."""
 
 
-class Link(Generic[T]):
+class WeakRef(Generic[T]):
     """A weak reference that copies and pickles as an empty one."""
 
     def __init__(self, target: T | None = None) -> None:
@@ -36,17 +36,17 @@ class Link(Generic[T]):
         return {"_target": None}
 
 
-class Member(NamedTuple):
+class Target(NamedTuple):
     """A parameter to step: what it is, and what the optimizer sees in its place."""
 
     param: Tensor
-    seen: Tensor
+    leaf: Tensor
     """A leaf with `.grad`; the parameter itself, or its float32 master."""
     grad: Tensor | None = None
-    """Used in place of `seen.grad`; its dtype may differ where masters are stepped."""
+    """Used in place of `leaf.grad`; its dtype may differ where masters are stepped."""
 
 
-def stand_in(param: Tensor, value: Tensor, grad: Tensor) -> Member:
+def with_leaf(param: Tensor, value: Tensor, grad: Tensor) -> Target:
     """A leaf of `value` that takes the parameter's place for one step.
 
     Args:
@@ -55,64 +55,64 @@ def stand_in(param: Tensor, value: Tensor, grad: Tensor) -> Member:
         grad: Of the value's dtype and shape.
 
     Returns:
-        The member to hand to `step_members`.
+        The target to hand to `step_targets`.
     """
-    seen = nn.Parameter(value)
-    seen.grad = grad
-    seen._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
-    return Member(param, seen)
+    leaf = nn.Parameter(value)
+    leaf.grad = grad
+    leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
+    return Target(param, leaf)
 
 
-def bundles(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in order, in lists of at most `BUNDLE` elements; a larger one is alone."""
-    bundle: list[Tensor] = []
+def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in order, in lists of at most `CHUNK` elements; a larger one is alone."""
+    chunk: list[Tensor] = []
     held = 0
     for param in params:
-        if bundle and held + param.numel() > BUNDLE:
-            yield bundle
-            bundle, held = [], 0
-        bundle.append(param)
+        if chunk and held + param.numel() > CHUNK:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(param)
         held += param.numel()
-    if bundle:
-        yield bundle
+    if chunk:
+        yield chunk
 
 
-def step_members(optimizer: Optimizer, members: Sequence[Member]) -> None:
+def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
     """One step of an optimizer for some of its parameters only; hooks are not called.
 
     Args:
         optimizer: A plain or compressed one, or one around such a one.
-        members: Parameters of its groups. Their gradients are read, and left.
+        targets: Parameters of its groups. Their gradients are read, and left.
     """
-    members = [_settled(member) for member in members]
-    places = {member.param: member for member in members}
+    targets = [_in_own_dtype(target) for target in targets]
+    places = {target.param: target for target in targets}
     whole = optimizer.param_groups
     groups = []
     for group in whole:
-        own = [places[p].seen for p in group["params"] if p in places]
+        own = [places[p].leaf for p in group["params"] if p in places]
         if own:
             groups.append(({**group, "params": own}, group))
-    for param, seen, _ in members:
-        if seen is not param and param in optimizer.state:
-            optimizer.state[seen] = optimizer.state.pop(param)
+    for param, leaf, _ in targets:
+        if leaf is not param and param in optimizer.state:
+            optimizer.state[leaf] = optimizer.state.pop(param)
     optimizer.param_groups = [alone for alone, _ in groups]
     try:
         raw_step(optimizer)
     finally:
         optimizer.param_groups = whole
-        for param, seen, _ in members:
-            if seen is not param and seen in optimizer.state:
-                optimizer.state[param] = optimizer.state.pop(seen)
+        for param, leaf, _ in targets:
+            if leaf is not param and leaf in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(leaf)
     for alone, group in groups:  # an option that a step advances
         group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
 
 
-def _settled(member: Member) -> Member:
-    param, _, grad = member
-    return member if grad is None else stand_in(param, param.detach(), grad.to(param.dtype))
+def _in_own_dtype(target: Target) -> Target:
+    param, _, grad = target
+    return target if grad is None else with_leaf(param, param.detach(), grad.to(param.dtype))
 
 
-class Around(Optimizer):
+class OptimizerWrapper(Optimizer):
     """An optimizer around another: same groups, states and hooks, another way to step.
 
     Args:
@@ -185,18 +185,20 @@ class Around(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    def step_members(self, members: Sequence[Member]) -> None:
+    def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now."""
         inner = self.inner
-        inner.step_members(members) if isinstance(inner, Around) else step_members(inner, members)
+        inner.step_targets(targets) if isinstance(inner, OptimizerWrapper) else step_targets(
+            inner, targets
+        )
 
     def advance(self) -> None:
         """A step of the whole model is over."""
-        if isinstance(self.inner, Around):
+        if isinstance(self.inner, OptimizerWrapper):
             self.inner.advance()
 
     def tell_schedulers(self) -> None:
-        """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
+        """Schedulers made for an optimizer inside warn unless its `step` was leaf to run."""
         inner: Any = self.inner
         while inner is not None:
             inner._opt_called = True
@@ -251,7 +253,7 @@ class Around(Optimizer):
 
 
 def _keeps_dtypes(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, Around | CompressedStates)
+    return isinstance(optimizer, OptimizerWrapper | CompressedStates)
 
 
 def _share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

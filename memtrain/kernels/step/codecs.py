@@ -1,0 +1,149 @@
+"""How each form of an optimizer's state is sized, read and written: the reference."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels.codebook import block, rank1, row_column
+from memtrain.kernels.codebook.codes import Book
+
+FORMS = ("exact", "block", "rank1", "factored")
+ROWS_AND_COLUMNS = ("rank1", "factored")
+"""Forms that know rows and columns of the whole tensor: a step of them reads it twice."""
+BLOCKS = {4: 128, 8: 256}
+"""Bits of a code -> elements of a block, which share a scale (rank-1: only a layout)."""
+CODEBOOKS8 = ("DE", "DE-0")
+"""Codebooks of 8 bits: those that `buckets` serves."""
+_LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucket
+_BUCKETS = 26 * 128 + 2
+
+Payload = Mapping[str, Tensor]
+
+
+class Codec(NamedTuple):
+    """How one state is kept.
+
+    `form`: `"exact"` (`{"tensor": float32}`), `"block"` (`{"codes", "scale"}`, an abs-max scale for
+    each block), `"rank1"` (the same, the scales being maxima of rows and columns; at least 2
+    dimensions) or `"factored"` (`{"row", "col"}`: means; at least 2 dimensions).
+
+    Example:
+        >>> Codec("block", 4, "DE").sizes(torch.Size((2, 100)))
+        {'codes': 128, 'scale': 2}
+    """
+
+    form: str = "exact"
+    bits: int = 32
+    codebook: str = "DE"
+    signed: bool = True
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        return BLOCKS.get(self.bits, 128)
+
+    def sizes(self, shape: torch.Size) -> dict[str, int]:
+        """Elements of each tensor of a payload, in the order of the kernels' table."""
+        n = shape.numel()
+        if self.form == "exact":
+            return {"tensor": n}
+        if self.form == "factored":
+            return {"row": shape[0], "col": shape[1:].numel()}
+        n_blocks = -(-n // self.block)
+        codes = n_blocks * self.block * self.bits // 8
+        return {"codes": codes, "scale": sum(shape) if self.form == "rank1" else n_blocks}
+
+    def check(self, shape: torch.Size) -> None:
+        """Raise `ValueError` for a codec that no kernel serves."""
+        if self.form not in FORMS:
+            raise ValueError(f"form {self.form!r} is unknown; allowed: {', '.join(FORMS)}")
+        if self.form in ROWS_AND_COLUMNS and len(shape) < 2:
+            raise ValueError(
+                f"form {self.form!r} needs at least 2 dimensions, got shape {tuple(shape)}"
+            )
+        widths = {"exact": (32,), "block": tuple(BLOCKS), "rank1": (4,)}.get(self.form)
+        if widths is not None and self.bits not in widths:
+            raise ValueError(
+                f"form {self.form!r} has no {self.bits} bits; allowed: "
+                f"{', '.join(map(str, widths))}"
+            )
+        if self.bits == 4 and self.form != "factored":
+            block.codebook(self.codebook, bits=4, signed=self.signed)
+        if self.bits == 8 and self.codebook not in CODEBOOKS8:
+            raise ValueError(
+                f"codebook {self.codebook!r} has no fast encoder of 8 bits; allowed: "
+                f"{', '.join(CODEBOOKS8)}"
+            )
+
+    def decode(self, state: Payload, shape: torch.Size) -> Tensor:
+        """The state as it is kept, float32 (exact: as it is), of the parameter's shape."""
+        if self.form == "exact":
+            return state["tensor"]
+        book = (self.codebook, self.bits, self.signed)
+        if self.form == "rank1":
+            return rank1.dequantize_reference(state["codes"], state["scale"], *book, shape)
+        flat = block.dequantize_reference(state["codes"], state["scale"], *book, shape.numel())
+        return flat.view(shape)
+
+    def encode(self, state: Payload, new: Tensor, scale: Tensor | None = None) -> None:
+        """Write a new value into the payload; `scale` is rank-1's, of the whole tensor."""
+        if self.form == "exact":
+            state["tensor"].copy_(new)
+            return
+        book = Book(self.codebook, self.bits, self.signed)
+        if scale is None:
+            codes, scale = block.quantize_reference(new, *book, self.block)
+        else:
+            sides = rank1.inverses(scale, new.shape)
+            codes = row_column.quantize_reference(new, sides, book)
+        state["codes"].copy_(codes)
+        state["scale"].copy_(scale)
+
+
+EXACT = Codec()
+FACTORED = Codec("factored", signed=False)
+
+
+def ratio(row: Tensor, mean: Tensor) -> Tensor:
+    """Row means over their mean, zero where that is zero."""
+    return (row / mean).masked_fill(mean == 0, 0.0)
+
+
+@cache
+def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
+    """What the kernels read of a codebook: float32, 2**bits values, the bounds between, +Inf."""
+    book = (codec.codebook, codec.bits, codec.signed, device)
+    end = torch.tensor([float("inf")], device=device)
+    return torch.cat([block.qmap(*book), block.midpoints(*book), end])
+
+
+@cache
+def buckets(codebook: str, signed: bool) -> Tensor:
+    """How many bounds of an 8-bit codebook lie below each bucket of float32 values.
+
+    A bucket holds the magnitudes that share sign, exponent and 7 bits of mantissa; from 2**-26 on
+    it holds at most one bound, so one compare with the next bound finds a value's code. Edges
+    are moved out by 2**-20: the bucket may be that of a rounded value.
+
+    Args:
+        codebook: `"DE"` or `"DE-0"`.
+        signed: Which form of it.
+
+    Returns:
+        uint8, [2 * n + 4]: n buckets of positive values, n of negative ones, and 4 bytes that a
+        load of 32 bits may touch.
+
+    Example:
+        >>> buckets("DE", True).unique().numel() > 250
+        True
+    """
+    bounds = block.midpoints(codebook, 8, signed, torch.device("cpu")).double()
+    bits = torch.arange(_LOWEST, _LOWEST + _BUCKETS + 1, dtype=torch.int32) << 16
+    edges = bits.view(torch.float32).double()
+    edges[0] = 0.0
+    above = torch.searchsorted(bounds, edges[:-1] * (1 - 2.0**-20))
+    below = torch.searchsorted(bounds, -edges[1:] * (1 + 2.0**-20))
+    return torch.cat([above, below, torch.zeros(4)]).to(torch.uint8)

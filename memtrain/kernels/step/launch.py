@@ -1,0 +1,242 @@
+"""Tables and launches of the Triton step (`step_triton.py` has the kernels)."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels.codebook import rank1
+from memtrain.kernels.step import step_triton
+from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
+from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.rules import RULES, stacked
+from memtrain.kernels.step.step import FIELDS, SECOND, Entry, Sums, table_row
+
+kernels: Any = step_triton  # launches take options that no signature shows
+ELEMENTS = 1024  # of a program of the update: 8 blocks of 128, or 4 of 256
+
+
+def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
+    """`step.fused_step` for contiguous parameters: a few launches for each kind and dtype."""
+    groups: dict[object, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        groups[alike(entry)].append(entry)
+    for group in groups.values():
+        launch = launch_of(group, tables)
+        launch.reduce()
+        launch.finalize_scales()
+        launch.update()
+
+
+def alike(entry: Entry) -> Hashable:
+    """Equal for entries that one `Launch` serves."""
+    p, on_device = entry.param, isinstance(entry.scalars, Tensor)
+    kind = entry.rule, entry.bits, entry.form, entry.master.form
+    return p.device, p.dtype, entry.grad.dtype, kind, on_device
+
+
+def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
+    """A launch for entries that are alike: a new one, or one that a graph may have captured."""
+    if tables is None or not isinstance(entries[0].scalars, Tensor):
+        return Launch(entries)
+    launch = tables.get((alike(entries[0]), *map(_held, entries)), lambda: Launch(entries))
+    launch.renew(entries)
+    return launch
+
+
+def _held(entry: Entry) -> Hashable:
+    """What a launch's tables hold of an entry, besides its gradient."""
+    tensors = [entry.param, *(part for state in entry.states for part in state.values())]
+    own = (entry.codecs, tuple(entry.param.shape), *entry.master.device_fields())
+    return (*own, *(tensor.data_ptr() for tensor in tensors))
+
+
+class Launch:
+    """The passes over contiguous parameters of one kind and dtype.
+
+    Args:
+        entries: As `step.fused_step` takes them; their gradients are contiguous.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        first = entries[0]
+        self.form, self.device = first.form, first.param.device
+        self._vectors = _VECTORS.get(self.form, lambda entries: [{}] * len(entries))(entries)
+        self._scalars = stacked([entry.scalars for entry in entries], self.device)
+        self._table = self._make_table()
+        self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
+        size = first.codecs[0].block if first.codecs else 128
+        self._update_form = {
+            **self._reduce_form,
+            "RULE": list(RULES).index(first.rule),
+            "STATES": len(first.codecs),
+            "BITS": first.bits,
+            "COUNT": ELEMENTS // size,
+            "HALF": size // 2,
+        }
+        self._programs = self._count_programs()
+
+    def renew(self, entries: list[Entry]) -> None:
+        """For another step of entries that hold the same tensors, but for gradients."""
+        self.entries = entries
+        self._scalars.copy_(stacked([entry.scalars for entry in entries], self.device))
+        kernels.point(self._table, kernels.G.value, [entry.grad for entry in entries])
+        if self.form != "rank1":
+            return
+        torch._foreach_zero_([v[name] for v in self._vectors for name in ("row_new", "col_new")])
+        for entry, vectors in zip(entries, self._vectors, strict=True):
+            shape = entry.param.shape
+            if len(shape) != 2:  # else it is a part of the scales themselves
+                vectors["col_old"].copy_(rank1.columns(entry.states[1]["scale"], shape))
+
+    def _make_table(self) -> Tensor:
+        rows = []
+        for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
+            row = table_row(entry, self._scalars[k], entry.master.device_fields())
+            row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
+            rows.append(row + [0] * (FIELDS - len(row)))
+        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    def _count_programs(self) -> dict[str, Tensor]:
+        sizes = [entry.matrix for entry in self.entries]
+        counts = {"update": [-(-rows * cols // ELEMENTS) for rows, cols in sizes]}
+        if self.form in ROWS_AND_COLUMNS:
+            counts["reduce"] = [-(-rows // 256) * -(-cols // 128) for rows, cols in sizes]
+        if self.form == "factored":
+            counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
+        return {name: programs(tuple(each), self.device) for name, each in counts.items()}
+
+    def _like(self) -> tuple[Tensor, Tensor]:
+        return self.entries[0].param, self.entries[0].grad
+
+    def reduce(self) -> None:
+        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
+        if self.form not in ROWS_AND_COLUMNS:
+            return
+        reduce = self._programs["reduce"]
+        kernels._reduce_kernel[(len(reduce),)](
+            reduce,
+            self._table,
+            self._scalars,
+            *self._like(),
+            **self._reduce_form,
+            num_warps=kernels.REDUCE_WARPS,
+        )
+        if self.form == "rank1":
+            _join_maxima(self.entries, self._vectors)
+
+    def sums(self) -> list[Sums]:
+        """What pass 1 found, by entry."""
+        if self.form == "rank1":
+            return [{"scale": vectors["scale"]} for vectors in self._vectors]
+        return [
+            {
+                "row": vectors["row_new"].view(-1, entry.matrix[0]).sum(0),
+                "col": vectors["col_new"].view(-1, entry.matrix[1]).sum(0),
+            }
+            for vectors, entry in zip(self._vectors, self.entries, strict=True)
+        ]
+
+    def finalize_scales(self, whole: Sequence[Sums] | None = None) -> None:
+        """Between the passes: scales and their reciprocals, or new factors and ratios of rows.
+
+        Args:
+            whole: Of tensors split over processes: `scale` of the whole, or the new factors'
+                `mean`, which the entries hold already.
+        """
+        if self.form == "rank1":
+            self._invert_scales([] if whole is None else whole)
+        elif whole is not None:
+            for entry, vectors, found in zip(self.entries, self._vectors, whole, strict=True):
+                vectors["row_inv"].copy_(ratio(entry.states[1]["row"], found["mean"]))
+        elif self.form == "factored":
+            mean = self._programs["mean"]
+            kernels._mean_kernel[(len(mean),)](mean, self._table)
+            kernels._ratio_kernel[(len(self.entries),)](self._table)
+
+    def _invert_scales(self, whole: Sequence[Sums]) -> None:
+        targets: list[Tensor] = []
+        scales: list[Tensor] = []
+        for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
+            if whole:
+                vectors["scale"] = whole[k]["scale"]
+            shape, scale = entry.param.shape, vectors["scale"]
+            targets += (vectors["row_inv"], vectors["col_inv"])
+            scales += (scale[: shape[0]], rank1.columns(scale, shape))
+        # One vector for all tensors: three launches instead of three for each.
+        flat = rank1.inverse(torch.cat(scales))
+        torch._foreach_copy_(targets, list(flat.split([t.numel() for t in scales])))
+
+    def update(self) -> None:
+        """Pass 2: decode, update, encode."""
+        update = self._programs["update"]
+        kernels._update_kernel[(len(update),)](
+            update, self._table, *self._like(), **self._update_form
+        )
+        if self.form == "rank1":
+            scales = [entry.states[1]["scale"] for entry in self.entries]
+            torch._foreach_copy_(scales, [vectors["scale"] for vectors in self._vectors])
+        self.entries = []  # a launch that a graph holds has no gradients
+
+
+@lru_cache(maxsize=32)
+def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The block table: which tensor, and which chunk of it, each program works on.
+
+    Args:
+        counts: Chunks of each tensor.
+        device: Where the kernel runs.
+
+    Returns:
+        int32, [sum(counts), 2].
+
+    Example:
+        >>> programs((1, 2), torch.device("cpu")).tolist()
+        [[0, 0], [1, 0], [1, 1]]
+    """
+    each = torch.tensor(counts)
+    tensor = torch.repeat_interleave(torch.arange(len(counts)), each)
+    chunk = torch.arange(len(tensor)) - (each.cumsum(0) - each)[tensor]
+    return torch.stack([tensor, chunk], dim=1).int().to(device)
+
+
+def _rank1_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
+    """Vectors of rows and columns for the two passes; the new maxima start at zero."""
+    device = entries[0].param.device
+    sizes = [n for entry in entries for n in entry.matrix]
+    new = torch.zeros(sum(sizes), device=device).split(sizes)
+    inv = torch.empty(sum(sizes), device=device).split(sizes)
+    found = []
+    for k, entry in enumerate(entries):
+        shape, scale = entry.param.shape, entry.states[1]["scale"]
+        cols = scale[shape[0] :] if len(shape) == 2 else rank1.columns(scale, shape)
+        vectors = {"row_old": scale[: shape[0]], "col_old": cols}
+        vectors |= {"row_inv": inv[2 * k], "col_inv": inv[2 * k + 1]}
+        found.append(vectors | {"row_new": new[2 * k], "col_new": new[2 * k + 1]})
+    return found
+
+
+def _factored_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
+    """Partial sums, and the ratios of rows."""
+    found = []
+    for entry in entries:
+        (rows, cols), like = entry.matrix, entry.states[1]["row"]
+        parts = {"row_new": -(-cols // 128) * rows, "col_new": -(-rows // 256) * cols}
+        sizes = {**parts, "row_inv": rows}
+        found.append({name: like.new_empty(size) for name, size in sizes.items()})
+    return found
+
+
+_VECTORS = {"rank1": _rank1_vectors, "factored": _factored_vectors}
+
+
+def _join_maxima(entries: list[Entry], found: list[dict[str, Tensor]]) -> None:
+    """The maxima of every dimension from those of rows and flattened columns."""
+    for entry, vectors in zip(entries, found, strict=True):
+        shape, col_new = entry.param.shape, vectors["col_new"]
+        cols = col_new if len(shape) == 2 else rank1.maxima(col_new.view(shape[1:]))
+        vectors["scale"] = torch.cat([vectors["row_new"], cols])

@@ -1,0 +1,294 @@
+"""One rule per optimizer: the scalars of its step, and its update.
+
+A rule stands three times, in the same terms: here (the reference), in `step_triton.py` and in
+cpu/step/rules.h. Its formula stands once, here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+"""Known on the host, or on the device only: float64, of one element or one for each entry."""
+COUNT = 8  # scalars of a step
+
+
+class AdamWScalars(NamedTuple):
+    r"""The step scalars of AdamW and Adam, with bias correction folded in; `adamw` makes them.
+
+    With the gradient $g_t$ (Adam: $g_t + \lambda \theta_{t-1}$), and states $m_0 = v_0 = 0$:
+
+    $$m_t = m_{t-1} + (1 - \beta_1) (g_t - m_{t-1})$$
+    $$v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$$
+    $$\theta_t = (1 - \eta \lambda) \theta_{t-1} - \frac{\eta}{1 - \beta_1^t} m_t \Big/ \Big(
+      \sqrt{v_t / (1 - \beta_2^t)} + \epsilon \Big)$$
+
+    With $c = \sqrt{1 - \beta_2^t}$ the quotient is $\frac{\eta c}{1 - \beta_1^t} m_t / (\sqrt{v_t}
+    + c \epsilon)$: one division an element fewer. A factored second moment keeps the means $r$ of
+    the rows and $k$ of the columns of $v$: they follow those of $g_t^2$ as $v$ does, and
+    $v_{ij} = r_i k_j / \bar r$.
+    """
+
+    decay: Number
+    l2: Number
+    sign: Number
+    w1: Number
+    b2: Number
+    w2: Number
+    step_size: Number
+    eps: Number
+
+    states = (2,)
+
+    def first_moment(self, g: Tensor, m: Tensor) -> Tensor:
+        """The new first moment."""
+        return m + self.w1 * (g - m)
+
+    def second_moment(self, g: Tensor, v: Tensor) -> Tensor:
+        """The new second moment."""
+        return self.b2 * v + (self.w2 * g) * g
+
+    def update(
+        self, p: Tensor, g: Tensor, states: Sequence[Tensor], *, factored: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The new parameter and moments; `factored`: the second moment is the new one already."""
+        m = self.first_moment(g, states[0])
+        v = states[1] if factored else self.second_moment(g, states[1])
+        return p * self.decay - (self.step_size * m) / (v.sqrt() + self.eps), [m, v]
+
+
+class SGDScalars(NamedTuple):
+    r"""The step scalars of SGD; `sgd` makes them.
+
+    With the gradient $g_t$ (plus $\lambda \theta_{t-1}$), momentum $\mu$ and dampening $\tau$:
+
+    $$b_1 = g_1, \quad b_t = \mu b_{t-1} + (1 - \tau) g_t$$
+    $$\theta_t = \theta_{t-1} - \eta b_t \quad \text{(Nesterov: } \theta_{t-1} - \eta (g_t + \mu
+      b_t) \text{)}$$
+    """
+
+    decay: Number
+    l2: Number
+    sign: Number
+    momentum: Number
+    w: Number
+    nesterov: Number
+    lr: Number
+    unused: Number
+
+    states = (0, 1)
+
+    def update(self, p: Tensor, g: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The new parameter and momentum buffer."""
+        b = self.momentum * (states[0] if states else torch.zeros_like(g)) + self.w * g
+        return p - self.lr * where(self.nesterov, lambda: g + self.nesterov * b, b), [b]
+
+
+class LionScalars(NamedTuple):
+    r"""The step scalars of Lion; `lion` makes them.
+
+    $$\theta_t = (1 - \eta \lambda) \theta_{t-1} - \eta \operatorname{sign}(\beta_1 m_{t-1} +
+      (1 - \beta_1) g_t)$$
+    $$m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t$$
+
+    The sign of NaN is NaN.
+    """
+
+    decay: Number
+    l2: Number
+    sign: Number
+    b1: Number
+    w1: Number
+    b2: Number
+    w2: Number
+    lr: Number
+
+    states = (1,)
+
+    def update(self, p: Tensor, g: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The new parameter and momentum."""
+        (m,) = states
+        c = self.b1 * m + self.w1 * g
+        step = torch.where(c.isnan(), c, c.sign())
+        return p * self.decay - self.lr * step, [self.b2 * m + self.w2 * g]
+
+
+Scalars = AdamWScalars | SGDScalars | LionScalars
+RULES: dict[str, type[Scalars]] = {"adamw": AdamWScalars, "sgd": SGDScalars, "lion": LionScalars}
+"""Every rule by its name, in the order of the kernels' numbers of them. Each begins with `decay`
+(1 - lr * weight_decay), `l2` (weight decay in the gradient) and `sign` (-1: maximise), has
+`COUNT` scalars, rounded to float32 in use, and says how many `states` it may keep."""
+
+
+def adamw(
+    step: Number,
+    *,
+    lr: Number,
+    betas: tuple[Number, Number],
+    eps: float,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decoupled: bool = True,
+) -> AdamWScalars:
+    """The scalars of AdamW's or Adam's step.
+
+    Args:
+        step: The step's number, from 1.
+        lr: Learning rate.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the root of the corrected second moment.
+        weight_decay: Decoupled (AdamW) or added to the gradient (Adam).
+        maximize: Ascend instead of descend.
+        decoupled: Which form of weight decay.
+
+    Returns:
+        The scalars.
+
+    Example:
+        >>> adamw(1, lr=0.5, betas=(0.0, 0.0), eps=0.0).step_size
+        0.5
+
+    Reference:
+        Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+    """
+    b1, b2 = betas
+    lost = 1 - b2**step
+    correction = lost.sqrt() if isinstance(lost, Tensor) else math.sqrt(lost)
+    return AdamWScalars(
+        decay=1 - lr * weight_decay if decoupled else 1.0,
+        l2=0.0 if decoupled else weight_decay,
+        sign=-1.0 if maximize else 1.0,
+        w1=1 - b1,
+        b2=b2,
+        w2=1 - b2,
+        step_size=lr * correction / (1 - b1**step),
+        eps=eps * correction,
+    )
+
+
+def sgd(
+    *,
+    lr: Number,
+    momentum: float,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    first: bool = False,
+) -> SGDScalars:
+    """The scalars of SGD's step.
+
+    Args:
+        lr: Learning rate.
+        momentum: Decay of the buffer.
+        dampening: How much less of the gradient the buffer takes.
+        nesterov: Step by `g + momentum * buf` instead.
+        weight_decay: Times the parameter, added to the gradient.
+        maximize: Ascend instead of descend.
+        first: The first step, where `buf = g`, whatever the dampening (as in torch).
+
+    Returns:
+        The scalars.
+
+    Example:
+        >>> sgd(lr=0.5, momentum=0.9, dampening=0.5).w
+        0.5
+
+    Reference:
+        torch.optim.SGD.
+    """
+    return SGDScalars(
+        decay=1.0,
+        l2=weight_decay,
+        sign=-1.0 if maximize else 1.0,
+        momentum=0.0 if first else momentum,
+        w=1.0 if first else 1 - dampening,
+        nesterov=momentum if nesterov else 0.0,
+        lr=lr,
+        unused=0.0,
+    )
+
+
+def lion(
+    *, lr: Number, betas: tuple[Number, Number], weight_decay: float = 0.0, maximize: bool = False
+) -> LionScalars:
+    """The scalars of Lion's step.
+
+    Args:
+        lr: Learning rate.
+        betas: Weight of the momentum in the update, and its decay.
+        weight_decay: Decoupled from the gradient.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        The scalars.
+
+    Example:
+        >>> lion(lr=0.5, betas=(0.75, 0.5)).w1
+        0.25
+
+    Reference:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
+    """
+    b1, b2 = betas
+    return LionScalars(
+        decay=1 - lr * weight_decay,
+        l2=0.0,
+        sign=-1.0 if maximize else 1.0,
+        b1=b1,
+        w1=1 - b1,
+        b2=b2,
+        w2=1 - b2,
+        lr=lr,
+    )
+
+
+def gradient(h: Scalars, grad: Tensor, p: Tensor) -> Tensor:
+    """The gradient that a rule sees: with its sign, and with L2 decay, in the dtype of `p`."""
+    g = grad.to(p.dtype) * h.sign
+    return where(h.l2, lambda: g + h.l2 * p, g)
+
+
+def on_device(scalars: Scalars, count: int, device: torch.device) -> Tensor:
+    """The same scalars for `count` entries, where kernels read them: nothing is read back.
+
+    Args:
+        scalars: A tensor among them has one element, or one for each entry.
+        count: Of entries.
+        device: Where the entries are.
+
+    Returns:
+        float64, [count, 8]; an entry takes a row in place of its scalars.
+
+    Example:
+        >>> steps = torch.tensor([1.0, 2.0], dtype=torch.float64)
+        >>> scalars = adamw(steps, lr=0.5, betas=(0.0, 0.0), eps=0.0)
+        >>> on_device(scalars, 2, torch.device("cpu"))[:, 6]
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+    rows = torch.empty(count, COUNT, dtype=torch.float64, device=device)
+    for column, number in zip(rows.unbind(1), scalars, strict=True):
+        column.copy_(number) if isinstance(number, Tensor) else column.fill_(number)
+    return rows
+
+
+def named(rule: str, scalars: Scalars | Tensor) -> Any:
+    """A rule's scalars by their names: of a row of `on_device`, tensors of one element."""
+    return RULES[rule](*scalars.unbind()) if isinstance(scalars, Tensor) else scalars
+
+
+def stacked(scalars: Sequence[Scalars | Tensor], device: torch.device) -> Tensor:
+    """The scalars of n entries as kernels read them, float32 [n, 8]: all on the host, or none."""
+    if isinstance(scalars[0], Tensor):
+        return torch.stack([row for row in scalars if isinstance(row, Tensor)]).float()
+    return torch.tensor(scalars, dtype=torch.float32).to(device)
+
+
+def where(number: Number, yes: Callable[[], Tensor], no: Tensor) -> Tensor:
+    """`yes()` unless a number is zero, without reading it back from a device."""
+    if isinstance(number, Tensor):
+        return torch.where(number != 0, yes(), no)
+    return yes() if number else no

@@ -1,0 +1,99 @@
+"""The step of rank-1 and factored states whose tensors are split over processes.
+
+Both need numbers of the whole tensor between their two passes: the maxima, or the sums of
+squares, of what other processes hold. All tensors' numbers travel in one collective.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from memtrain.kernels.dispatch import choose
+from memtrain.kernels.step import shard
+from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.shard import Pending, Shard, all_reduce
+from memtrain.kernels.step.step import (
+    Entry,
+    Sums,
+    average_factors,
+    fits,
+    reduce_reference,
+    update_reference,
+)
+
+
+def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
+    """`step.fused_step` for entries with a rank-1 or factored state that have a `shard`.
+
+    Each process of the shards' groups must call it, with the same entries in the same order; parts
+    may be empty. The new scales are bit for bit those of the whole tensor, the factors are so but
+    for the order of sums. On CUDA the kernels of `step_triton.py` serve contiguous parts split by
+    rows; others, and the CPU, take torch's arithmetic, one parameter at a time.
+
+    Args:
+        entries: Each with the part of this process.
+        tables: As `step.fused_step` takes them.
+
+    Memory:
+        Vectors of rows and columns; in torch's arithmetic some float32 tensors of a part's size.
+    """
+    plain = [k for k, entry in enumerate(entries) if not _launches(entry)]
+    launches = _launch({k: entry for k, entry in enumerate(entries) if k not in plain}, tables)
+    sums: dict[int, Sums] = {k: reduce_reference(entries[k]) for k in plain}
+    for numbers, launch in launches:
+        sums |= dict(zip(numbers, launch.sums(), strict=True))
+    # In the order of the entries on every process, whatever serves them there.
+    _reduce([(entry, sums[k]) for k, entry in enumerate(entries)])
+    for numbers, launch in launches:
+        launch.finalize_scales([sums[k] for k in numbers])
+        launch.update()
+    for k in plain:
+        if entries[k].param.numel():
+            update_reference(entries[k], sums[k])
+        elif entries[k].form == "rank1":
+            entries[k].states[1]["scale"].copy_(sums[k]["scale"])
+
+
+def _launches(entry: Entry) -> bool:
+    if not entry.param.numel() or choose(entry.param) != "triton":
+        return False
+    return fits(entry) and _shard(entry).by_rows
+
+
+def _launch(entries: dict[int, Entry], tables: GraphTables | None) -> list[tuple[list[int], Any]]:
+    """Pass 1 by kernels: launches, and which entries each serves."""
+    if not entries:
+        return []
+    from memtrain.kernels.step import launch
+
+    groups: dict[object, list[int]] = defaultdict(list)
+    for k, entry in entries.items():
+        groups[launch.alike(entry)].append(k)
+    launches = []
+    for numbers in groups.values():
+        own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in numbers]
+        launches.append((numbers, launch.launch_of(own, tables)))
+        launches[-1][1].reduce()
+    return launches
+
+
+def _shard(entry: Entry) -> Shard:
+    return entry.shard or Shard(tuple(entry.param.shape), ())
+
+
+def _reduce(found: Sequence[tuple[Entry, Sums]]) -> None:
+    """The whole tensors' maxima; their factors, written to the entries."""
+    maxima: Pending = []
+    rows: Pending = []
+    columns: Pending = []
+    for entry, sums in found:
+        if entry.form == "rank1":
+            maxima += shard.of_maxima(sums["scale"], entry.param.shape, _shard(entry))
+        else:
+            rows += shard.of_rows(sums["row"], _shard(entry))
+            columns += shard.of_columns(sums["col"], _shard(entry))
+    all_reduce(maxima, "max")
+    all_reduce([*rows, *columns], "sum")
+    for entry, sums in found:
+        if entry.form == "factored":
+            average_factors(entry, sums, _shard(entry))

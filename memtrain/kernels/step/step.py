@@ -1,0 +1,288 @@
+"""One optimizer step over many tensors at once, with their states compressed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook import rank1
+from memtrain.kernels.dispatch import choose
+from memtrain.kernels.step import rules, shard
+from memtrain.kernels.step.codecs import (
+    ROWS_AND_COLUMNS,
+    Codec,
+    Payload,
+    buckets,
+    codebook_and_bounds,
+    ratio,
+)
+from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.rules import RULES, Scalars
+from memtrain.kernels.step.shard import Shard
+from memtrain.kernels.step.split import PLAIN, MasterWeight
+
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu/halves.h has them
+SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
+FIELDS, _MAX_DIMS = 32, 8
+
+Sums = dict[str, Tensor]
+"""What the first pass finds: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
+`mean` (of the new factors); nothing for other forms."""
+
+
+class Entry(NamedTuple):
+    """One parameter's part of a step; the payloads and the parameter are written in place.
+
+    `states` are the rule's (AdamW: both moments; SGD and Lion: the momentum; SGD without momentum:
+    none), kept as `codecs` say. `scalars` are on the host, or a row of `rules.on_device`. With a
+    `shard` everything is a process's part, but for what rank-1 and factored know of the whole: see
+    `sharded.step`. `master` tells how a bfloat16 or float16 parameter's float32 master is kept.
+    """
+
+    param: Tensor
+    grad: Tensor
+    states: tuple[Payload, ...]
+    codecs: tuple[Codec, ...]
+    rule: str
+    scalars: Scalars | Tensor
+    shard: Shard | None = None
+    master: MasterWeight = PLAIN
+
+    @property
+    def form(self) -> str:
+        """How the last state is kept; "none" without a state."""
+        return self.codecs[-1].form if self.codecs else "none"
+
+    @property
+    def bits(self) -> int:
+        """Of the first state's elements; 0 without a state."""
+        return self.codecs[0].bits if self.codecs else 0
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The parameter's rows and columns: dimension 0, and the rest."""
+        shape = self.param.shape
+        return (shape[0], shape[1:].numel()) if shape else (1, 1)
+
+
+def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> None:
+    """Decompress the states, take one step, compress them again: for all entries.
+
+    The step uses the new states before they are quantised (factored: the new second moment as its
+    factors give it), in float32, and rounds the new parameter once, to the nearest value of its
+    dtype. One C++ call (CPU), or a few launches for each kind of entries (CUDA), serve all
+    contiguous parameters of float32, bfloat16 and float16 with gradients of any of these; other
+    layouts and float64 take the reference's arithmetic, one parameter at a time. A gradient whose
+    strides differ from its parameter's is copied first.
+
+    NaN and Inf in a gradient reach the parameter as in torch, and stay in the states of the
+    element's block (block), of the element alone (rank-1, as `rank1.quantize` says), or of the
+    whole tensor (factored).
+
+    Args:
+        given: What to update. Parameters without elements are skipped.
+        tables: Of steps that a CUDA graph may capture; their scalars are on the device.
+
+    Memory:
+        No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
+        vectors of rows and columns (and 1/64 of a float32 gradient, factored) for the call.
+
+    Raises:
+        ValueError: If no kernel serves an entry's rule with its codecs, or a payload has another
+            size; nothing was changed then.
+
+    Example:
+        >>> from memtrain.kernels.step.codecs import EXACT
+        >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
+        >>> h = rules.sgd(lr=0.25, momentum=0.9)
+        >>> fused_step([Entry(p, g, (buffer,), (EXACT,), "sgd", h)])
+        >>> p
+        tensor([0.7500, 0.7500])
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+    """
+    for entry in given:
+        _check(entry)
+    parts = [e for e in given if e.shard is not None and e.form in ROWS_AND_COLUMNS]
+    whole = [e for e in given if e.shard is None or e.form not in ROWS_AND_COLUMNS]
+    together = []
+    for entry in whole:
+        if not entry.param.numel():
+            continue
+        if choose(entry.param) == "reference" or not fits(entry):
+            step_reference(entry)
+        elif choose(entry.param) == "cpu" and (entry.bits, entry.form) == (8, "factored"):
+            from memtrain.kernels.step import pieces
+
+            pieces.step(entry._replace(grad=entry.grad.contiguous()))
+        else:
+            together.append(entry._replace(grad=entry.grad.contiguous()))
+    if parts:
+        from memtrain.kernels.step import sharded
+
+        sharded.step(parts, tables)
+    if not together:
+        return
+    if choose(together[0].param) == "cpu":
+        _step_cpu(together)
+    else:
+        from memtrain.kernels.step import launch
+
+        launch.step(together, tables)
+
+
+def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
+    """Whether the kernels have a rule with its states kept so.
+
+    Example:
+        >>> from memtrain.kernels.step.codecs import EXACT, FACTORED
+        >>> has_kernel("lion", [EXACT]), has_kernel("adamw", [EXACT, FACTORED])
+        (True, False)
+    """
+    if len(codecs) not in RULES[rule].states:
+        return False
+    if len(codecs) < 2:
+        return all(codec.form in ("exact", "block") for codec in codecs)
+    first, second = codecs
+    if second.form == "rank1":
+        return rule == "adamw" and (first.form, first.bits) == ("block", 4)
+    if second.form == "factored":
+        return rule == "adamw" and first.form == "block"
+    return first.form == second.form and first.bits == second.bits
+
+
+def fits(entry: Entry) -> bool:
+    """Whether the kernels serve an entry's layout and dtypes, but for the strides of its gradient.
+
+    Example:
+        >>> p, h = torch.ones(4, 2), rules.sgd(lr=1.0, momentum=0.0)
+        >>> fits(Entry(p, p, (), (), "sgd", h)), fits(Entry(p.t(), p.t(), (), (), "sgd", h))
+        (True, False)
+    """
+    if not entry.param.is_contiguous() or not entry.master.is_contiguous():
+        return False
+    if entry.form == "rank1" and entry.param.dim() > _MAX_DIMS:
+        return False
+    return entry.param.dtype in FLOAT_TYPES and entry.grad.dtype in FLOAT_TYPES
+
+
+def _check(entry: Entry) -> None:
+    if entry.rule not in RULES:
+        raise ValueError(f"rule {entry.rule!r} is unknown; allowed: {', '.join(RULES)}")
+    shape = entry.param.shape
+    for codec in entry.codecs:
+        codec.check(shape)
+    if not has_kernel(entry.rule, entry.codecs) or len(entry.states) != len(entry.codecs):
+        raise ValueError(
+            f"rule {entry.rule!r} has no kernel for {len(entry.states)} states kept as "
+            f"{list(entry.codecs)}"
+        )
+    found = [("the gradient", entry.grad, shape.numel())]
+    if entry.master.correction is not None:
+        found.append(("the correction", entry.master.correction, shape.numel()))
+    for state, codec in zip(entry.states, entry.codecs, strict=True):
+        sizes = codec.sizes(shape).items()
+        found += [(f"{name!r} of a state", state[name], size) for name, size in sizes]
+    for what, tensor, size in found:
+        if tensor.numel() != size:  # kernels write by address
+            raise ValueError(
+                f"{what} has {tensor.numel():,} elements; a parameter of shape {tuple(shape)} "
+                f"needs {size:,}. A parameter that has changed its size needs a new optimizer"
+            )
+
+
+def step_reference(entry: Entry) -> None:
+    """Step one whole entry in pure torch."""
+    sums = reduce_reference(entry)
+    if entry.form == "factored":
+        average_factors(entry, sums, Shard(tuple(entry.param.shape), ()))
+    update_reference(entry, sums)
+
+
+def reduce_reference(entry: Entry) -> Sums:
+    """Pass 1 in pure torch: the maxima of rank-1's new state, or sums of squared gradients."""
+    if entry.form not in ROWS_AND_COLUMNS:
+        return {}
+    h = rules.named(entry.rule, entry.scalars)
+    g = rules.gradient(h, entry.grad, entry.master.read(entry.param))
+    if entry.form == "rank1":
+        v = entry.codecs[1].decode(entry.states[1], entry.param.shape)
+        return {"scale": rank1.maxima(h.second_moment(g, v.to(g.dtype)))}
+    square = (g * g).float().reshape(g.shape[0], g.shape[1:].numel())
+    return {"row": square.sum(1), "col": square.sum(0)}
+
+
+def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
+    """The new factors from sums over the whole tensor, into the state; their mean into `sums`."""
+    h, state = rules.named(entry.rule, entry.scalars), entry.states[1]
+    row, col = state["row"], state["col"]
+    row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(part.shape[1:]).numel()))
+    col.copy_(h.b2 * col + h.w2 * (sums["col"] / part.shape[0]))
+    sums["mean"] = shard.mean_of(row, col, part)
+
+
+def update_reference(entry: Entry, sums: Sums) -> None:
+    """Pass 2 in pure torch: decode, update, encode."""
+    shape, is_factored = entry.param.shape, entry.form == "factored"
+    p, h = entry.master.read(entry.param), rules.named(entry.rule, entry.scalars)
+    g = rules.gradient(h, entry.grad, p)
+    stored = list(zip(entry.codecs, entry.states, strict=True))
+    if is_factored:
+        _, factors = stored.pop()
+    old = [codec.decode(state, shape).to(p.dtype) for codec, state in stored]
+    if is_factored:
+        v = ratio(factors["row"], sums["mean"]).unsqueeze(1) * factors["col"]
+        p, new = h.update(p, g, [*old, v.view(shape).to(p.dtype)], factored=True)
+    else:
+        p, new = h.update(p, g, old)
+    entry.master.write(p, entry.param)
+    for (codec, state), value in zip(stored, new, strict=False):
+        codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None)
+
+
+def _step_cpu(entries: Sequence[Entry]) -> None:
+    scalars = rules.stacked([entry.scalars for entry in entries], entries[0].param.device)
+    rows = []
+    for k, entry in enumerate(entries):
+        shape = list(entry.param.shape) if entry.form == "rank1" else []
+        tail = [len(shape), *shape]
+        row = [*table_row(entry, scalars[k], entry.master.fields()), *tail]
+        rows.append(row + [0] * (FIELDS - len(row)))
+    # C++ sees only addresses: entries and scalars outlive the call.
+    cpu.call("mt_step", torch.tensor(rows, dtype=torch.int64), len(entries))
+
+
+def table_row(entry: Entry, scalars: Tensor, master: Sequence[int]) -> list[int]:
+    """The first 23 fields of a row of the kernels' table (struct Row of cpu/step/table.h).
+
+    Args:
+        entry: With a contiguous parameter and gradient.
+        scalars: float32, [8], on the entry's device.
+        master: `MasterWeight.fields` or `MasterWeight.device_fields`.
+
+    Returns:
+        Addresses and sizes.
+    """
+    row = [entry.param.data_ptr(), entry.grad.data_ptr()]
+    for k in range(2):
+        row += _state_fields(entry, k)
+    row += [scalars.data_ptr(), entry.param.numel(), *entry.matrix]
+    row += [list(RULES).index(entry.rule), entry.bits, SECOND.get(entry.form, 0)]
+    return [*row, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype], *master]
+
+
+def _state_fields(entry: Entry, k: int) -> list[int]:
+    """The payload's two addresses, the codebook's and that of the C++ encoder's buckets."""
+    if k >= len(entry.states):
+        return [0, 0, 0, 0]
+    codec, state = entry.codecs[k], entry.states[k]
+    data = [state[name].data_ptr() for name in codec.sizes(entry.param.shape)]
+    if codec.form in ("exact", "factored"):
+        return [*data, 0, 0, 0][:4]
+    book = codebook_and_bounds(codec, entry.param.device).data_ptr()
+    starts = buckets(codec.codebook, codec.signed).data_ptr() if codec.bits == 8 else 0
+    return [*data, book, starts]
