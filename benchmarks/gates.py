@@ -88,7 +88,7 @@ def _row(function: str, name: str, tokens: int, width: int, seeds: int) -> list[
             choose,
             options=Handling(min_elements=0, derive_outputs=derive),
             seed=seed,
-            settle=records.extend,
+            on_saved=records.extend,
         )
         interception.attach()
         found = _gradients(model, x, dy)

@@ -2,17 +2,24 @@
 
 With folders of two checkouts (`python -m benchmarks.structure ../before/memtrain memtrain`) their
 figures stand side by side. Nothing is imported from them: the figures are read from the source.
+Below them stands the way of a saved tensor, in the memtrain that Python imports.
 """
 
 import ast
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+
+from memtrain import wrap
 
 SOURCES = (".py", ".cpp", ".h", ".yaml")
 Trees = Mapping[str, ast.Module]
@@ -149,6 +156,83 @@ def _recurring(names: Iterator[str] | list[str]) -> str:
     return f"{len(often)}" + (f": {', '.join(often)}" if often else "")
 
 
+class Way(NamedTuple):
+    """The functions of memtrain that are entered between the call of a hook and its return."""
+
+    hook: str
+    entered: list[tuple[str, str]]  # module and name; of what a function defines inside: its own
+
+    def outside(self) -> list[tuple[str, str]]:
+        """Those that are no part of the compressor, nor of its kernels."""
+        inside = ("memtrain.compressors", "memtrain.kernels")
+        return [place for place in self.entered if not place[0].startswith(inside)]
+
+    def compresses(self) -> bool:
+        """Whether a compressor was entered."""
+        return any(module.startswith("memtrain.compressors") for module, _ in self.entered)
+
+
+def ways(run: Callable[[], object], hook: str) -> list[Way]:
+    """The ways through memtrain below each outermost call of a hook (`pack` or `unpack`)."""
+    found: list[Way] = []
+    top: list[FrameType] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if event == "return" and top and frame is top[0]:
+            top.clear()
+        if event != "call" or module.split(".")[0] != "memtrain":
+            return
+        name = frame.f_code.co_qualname.split(".<locals>")[0]
+        if not top and frame.f_code.co_name == hook:
+            top.append(frame)
+            found.append(Way(hook, []))
+        if top:
+            found[-1].entered.append((module, name))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def saved_tensor_way() -> dict[str, str]:
+    """The way of a saved tensor through memtrain: from the hook to its payload, and back.
+
+    The tensor is the first input of an `nn.Linear` that is compressed under the preset `balanced`,
+    in the third forward: the first one is recorded for the audit.
+
+    Returns:
+        For pack and unpack: distinct functions outside the compressor and its kernels (the
+        places), and how often they were entered; the calls of Python functions, torch's own
+        included, in a forward and its backward.
+    """
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64)]
+    model = nn.Sequential(nn.ZeroPad2d((32, 0)), *layers)  # not the model's own input
+    model, _ = wrap(model, torch.optim.SGD(model.parameters()), "balanced")
+    x = torch.randn(128, 32)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    found, outputs = {}, []
+    forward = ways(lambda: outputs.append(model(x).square().mean()), "pack")
+    backward = ways(lambda: outputs.pop().backward(), "unpack")
+    for name, each in (("pack", forward), ("unpack", reversed(backward))):
+        way = next(way for way in each if way.compresses()).outside()
+        origin = sum(module.endswith("origin") for module, _ in way)
+        found[f"saved tensor's way: places, {name}"] = str(len(set(way)))
+        found[f"saved tensor's way: entries, {name}"] = f"{len(way)}, {origin} of origin"
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, _: calls.update((event,)))
+    model(x).square().mean().backward()
+    sys.setprofile(None)
+    found["Python calls of a forward and a backward"] = str(calls["call"])
+    return found
+
+
 def main(folders: list[str]) -> None:
     roots = [Path(folder) for folder in folders or ["memtrain"]]
     found = [figures(root) for root in roots]
@@ -156,6 +240,10 @@ def main(folders: list[str]) -> None:
     for name in found[0]:
         table.add_row(name, *(column[name] for column in found))
     Console().print(table)
+    way = Table("figure", "now")
+    for row in saved_tensor_way().items():
+        way.add_row(*row)
+    Console().print(way)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def wrap(
             plan.choose_activation,
             options=plan.options,
             seed=plan.config.seed,
-            settle=plan.settle,
+            on_saved=plan.settle,
             rounding=rounding,
         )
         interception.saved.watch = _watch(model, plan)

@@ -223,7 +223,7 @@ def measure(
                 choice,
                 options=options,
                 seed=seed,
-                settle=records.extend,
+                on_saved=records.extend,
             )
             with interception.alone():
                 return gradient(body)

@@ -103,7 +103,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     interception.saved.step = int(state_dict["step"])
     if bits is not None:
         bits.load_state_dict(state_dict["bits"])
-        interception.resettle()
+        interception.record_again()
     watch = _statistics(interception)
     if watch is not None:
         watch.load_state_dict(state_dict["samples"])

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.pack import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
@@ -82,9 +83,13 @@ class Plan:
         recomputes = own.recompute or own.recompute_inputs != KEEP
         return bool(self.activation_rules or recomputes or self.config.precision.active)
 
-    def choose_activation(self, site: Site) -> Compressor | Keep:
-        """The compressor for a saved tensor's site, or the reason to keep it."""
-        chosen = self.activation_rules.choose(*site)
+    @property
+    def choose_activation(self) -> Choose:
+        """Function from a saved tensor's site to its compressor, or the reason to keep it."""
+        return self.activation_rules.choose if self.bits is None else self._choose_automatic
+
+    def _choose_automatic(self, site: Site) -> Compressor | Keep:
+        chosen = self.activation_rules.choose(site)
         if isinstance(chosen, Auto) and self.bits is not None:
             return self.bits.resolve(site, chosen)
         return chosen
@@ -165,7 +170,7 @@ class Plan:
             self.config,
             {
                 "activations": [
-                    (entry.site, self.activation_rules.choose(*site), entry.comment)
+                    (entry.site, self.activation_rules.choose(site), entry.comment)
                     for entry, site in saved
                     if "*" not in site
                 ],

@@ -1,13 +1,13 @@
 """Ordered patterns over names, and what a plan file says of single sites: who decides a site."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
-from memtrain.activations.saved.site import STARTS, Site
+from memtrain.activations.saved.site import CHECKPOINT_INPUT, Site
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
@@ -68,20 +68,26 @@ class Rules:
         ]
         self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
 
-    def choose(self, *names: str, signed: bool = True) -> Compressor | Keep:
-        """The compressor for a site, or the reason to keep it."""
-        return self.choose_any([names], signed=signed)
+    def choose(self, names: tuple[str, ...], *, signed: bool = True) -> Compressor | Keep:
+        """The compressor for a site, or the reason to keep it.
+
+        Args:
+            names: Of the site.
+            signed: Whether its values may be negative.
+        """
+        if names in self._sites:
+            return self._sites[names][signed]
+        first = self._first.get(names)
+        if first is None:
+            first = self._winner(names)
+        return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
 
     def choose_any(
-        self, alternatives: Iterable[tuple[str, ...]], *, signed: bool = True
+        self, alternatives: Sequence[tuple[str, ...]], *, signed: bool = True
     ) -> Compressor | Keep:
         """The same for a site of several names (a tied weight): the earliest rule of any wins."""
-        alternatives = list(alternatives)
-        exact = next((self._sites[names] for names in alternatives if names in self._sites), None)
-        if exact is not None:
-            return exact[signed]
-        first = min(map(self._winner, alternatives))
-        return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
+        exact = [names for names in alternatives if names in self._sites]
+        return self.choose((exact or [min(alternatives, key=self._winner)])[0], signed=signed)
 
     def compressors(self) -> list[Compressor | Keep]:
         """What the rules choose among."""
@@ -160,7 +166,7 @@ def recompute_inputs(own: Activations) -> Compressor | Keep:
         8
     """
     if own.recompute_inputs == KEEP:
-        return STARTS
+        return CHECKPOINT_INPUT
     built = build(own.recompute_inputs)
     if not isinstance(built, Keep) and not built.serves(CHECKPOINTED_INPUT):
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memtrain.activations.saved.pack import SHARED
+from memtrain.activations.saved.cache import SHARED
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.site_sets import Groups
 from memtrain.audit.join import join

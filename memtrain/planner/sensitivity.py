@@ -63,7 +63,7 @@ def measured(model: nn.Module, closure: Closure, space: SearchSpace) -> SearchSp
                 lambda site: choices.get(site, Keep("kept for the measurement")),
                 options=space.plan.options,
                 seed=0,
-                settle=lambda records: None,
+                on_saved=lambda records: None,
             )
             with interception.alone():
                 return gradient(closure)

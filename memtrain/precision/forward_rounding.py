@@ -169,7 +169,7 @@ class ForwardRounding:
         if x._base is None:
             self._rounded[name] = weakref.ref(y)
             if self.saved is not None and torch.is_grad_enabled():
-                self.saved.remake(y, partial(_round_again, x, x._version, form, seed))
+                self.saved.cache.derive_weight(y, partial(_round_again, x, x._version, form, seed))
         return y
 
     def function(

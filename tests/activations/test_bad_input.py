@@ -330,7 +330,7 @@ def exact(site):
 
 def intercepted(model, choose, min_elements=1):
     Interception(
-        model, choose, options=Options(min_elements=min_elements), seed=0, settle=list.copy
+        model, choose, options=Options(min_elements=min_elements), seed=0, on_saved=list.copy
     ).attach()
     return model
 

@@ -168,7 +168,7 @@ def test_a_config_lets_convolutions_work_in_pieces():
             lambda site: DerivativeCode(bits=1) if site.op == "relu" else Group(bits=8),
             options=options,
             seed=0,
-            settle=records.extend,
+            on_saved=records.extend,
         )
         interception.attach()
         found = gradient()

@@ -45,7 +45,7 @@ def attached(model, choose, *, derive=True, records=None):
         choose,
         options=Options(min_elements=64, derive_outputs=derive),
         seed=0,
-        settle=settle,
+        on_saved=settle,
     )
     interception.attach()
     return interception

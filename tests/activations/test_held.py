@@ -42,7 +42,7 @@ class Buckets(nn.Module):
 def live(model, batch, choose):
     """The records of a real forward, its gradient, and the bytes that it leaves alive."""
     records = []
-    interception = Interception(model, choose, options=OPTIONS, seed=0, settle=records.extend)
+    interception = Interception(model, choose, options=OPTIONS, seed=0, on_saved=records.extend)
     interception.attach()
     nbytes, y = saved_nbytes(lambda: model(batch), exclude=[batch])
     interception.detach()

@@ -35,7 +35,7 @@ def in_groups(groups, site):
 def intercept(model, choose=lossy, records=None):
     settle = list.copy if records is None else records.extend
     interception = Interception(
-        model, choose, options=Options(min_elements=64), seed=0, settle=settle
+        model, choose, options=Options(min_elements=64), seed=0, on_saved=settle
     )
     interception.attach()
     return interception
@@ -606,8 +606,6 @@ def test_presets_keep_what_a_jumping_or_singular_derivative_reads(name, preset):
     choose = Rules([], rules, ("module", "op", "tensor"))
     x = torch.randn(256, 64)
     plain, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x)
-    packed, _ = gradient(
-        lambda self, x: SINGULAR[name](x @ self.p), x, choose=lambda site: choose.choose(*site)
-    )
+    packed, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x, choose=choose.choose)
     # the noise of the tame control, tanh, bounds what the presets accept: 2 bits give about 0.5
     assert (packed - plain).norm() < {"balanced": 0.2, "smallest": 1.0}[preset] * plain.norm()

@@ -299,7 +299,7 @@ def test_a_models_nonlinearities_are_found_and_keep_codes():
         lambda site: CODE if site.tensor == "input" else Keep("not asked for"),
         options=Options(min_elements=64, derive_outputs=False),
         seed=0,
-        settle=records.extend,
+        on_saved=records.extend,
     )
     interception.attach()
     model(torch.randn(32, 16)).sum().backward()

@@ -559,7 +559,7 @@ def test_a_model_that_writes_its_norm_out_is_intercepted():
         lambda site: Group(bits=4),
         options=Options(min_elements=64, derive_outputs=False),
         seed=0,
-        settle=records.extend,
+        on_saved=records.extend,
     )
     x = torch.randn(32, 64)
     plain = model(x)
@@ -629,7 +629,7 @@ def test_a_norm_across_processes_keeps_its_input_in_groups(cls):
     exact = model[0].weight.grad.clone()
     model.zero_grad()
     choose, options = lambda site: Group(bits=8), Options(min_elements=64)
-    Interception(model, choose, options=options, seed=0, settle=records.extend).attach()
+    Interception(model, choose, options=options, seed=0, on_saved=records.extend).attach()
     model(x).square().sum().backward()
     (row,) = [r for r in records if r.site.module == "1" and r.nbytes == 8 * 16 * 16 * 16 * 4]
     if cls is Custom:

@@ -63,7 +63,7 @@ def test_the_interception_finds_it_in_training_and_its_mean_slope_else():
         lambda site: DerivativeCode(bits=3) if site.op == "rrelu" else Group(bits=4),
         options=Options(min_elements=64),
         seed=0,
-        settle=records.extend,
+        on_saved=records.extend,
     )
     interception.attach()
     saved_nbytes(lambda: model(x), exclude=[x])

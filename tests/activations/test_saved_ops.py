@@ -144,7 +144,7 @@ def step(model, inputs, grad=None, choose=None):
             choose,
             options=Options(min_elements=64, derive_outputs=False),
             seed=0,
-            settle=records.extend,
+            on_saved=records.extend,
         )
         interception.attach()
     torch.manual_seed(1)
@@ -228,7 +228,7 @@ def test_embedding_keeps_narrow_indices_and_its_gradient_is_exact():
         lambda site: EIGHT,
         options=Options(min_elements=64, derive_outputs=False),
         seed=0,
-        settle=records.extend,
+        on_saved=records.extend,
     )
     plain = torch.autograd.grad(model(index).square().sum(), model.table.weight)[0]
     interception.attach()

@@ -32,7 +32,7 @@ CHOICES = {"identity": identity, "lossy": lossy}
 def intercept(model, choose=lossy, records=None):
     settle = list.copy if records is None else records.extend
     options = Options(min_elements=64)
-    Interception(model, choose, options=options, seed=0, settle=settle).attach()
+    Interception(model, choose, options=options, seed=0, on_saved=settle).attach()
 
 
 def stack_is_clean():

@@ -79,7 +79,7 @@ class GactAdapter:
             found = {site: self._sensitivity(site, gradient, closure) for site in sites}
         self.sensitivities = found
         self.bits.solve({site: [(found[site], sizes.sizes[site])] for site in sites})
-        self.interception.resettle()
+        self.interception.record_again()
         self._warn(dot(usual, usual))
 
     def _sensitivity(

@@ -1,80 +1,63 @@
-"""Runs the ops of a forward: replaced, or as they are with their saved tensors packed."""
+"""Executes the ops of a forward: replaced, or as they are with their saved tensors packed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from memtrain.activations.intercept.index_bounds import limit_of
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.registry import SMOOTH, recognise
 from memtrain.activations.intercept.rounding import Rounding
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.context import output_again
 from memtrain.activations.saved.flatten import layout_of
-from memtrain.activations.saved.handles import Saved, Waiting
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack import SavedTensors
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 
-
-class _Hole:
-    """Where an op's input goes when the op is run again."""
+_HOLE = object()  # where an op's input goes when the op is run again
 
 
-_HOLE = _Hole()
-
-
-class Performer:
-    """Acts on each op as the plan says.
+class Executor(TorchFunctionMode):
+    """Executes every torch function of a forward as the plan says.
 
     Args:
         saved: Packs what is saved, and knows the plan's choices.
-        options: How.
+        options: How saved tensors are handled.
+        rounding: What else is done to the ops, also where nothing is saved for backward.
     """
 
-    def __init__(self, saved: SavedTensors, options: Options) -> None:
-        self.saved, self.options = saved, options
+    def __init__(
+        self, saved: SavedTensors, options: Options, rounding: Rounding | None = None
+    ) -> None:
+        super().__init__()
+        self.saved, self.options, self.rounding = saved, options, rounding
+        saved.defers = rounding is not None
         self.module = ""  # path of the module that runs now
-        self.function: Op | None = None  # the module's own `autograd.Function`, where it is known
-        self.rounding: Rounding | None = None
         self.idle = False  # whether ops are rounded only, their saved tensors left alone
-        self._op: Op | None = None
-        self._waiting: list[Waiting] = []
-        self._whole = False  # whether a module runs as one op
+        self._one_op = False  # whether a module runs as one op
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"saved": self.saved, "options": self.options, "rounding": self.rounding}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        rounding = state.pop("rounding")
-        self.__init__(**state)
-        self.rounding = rounding
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Executor, (self.saved, self.options, self.rounding)
 
     def reset(self) -> None:
-        """Forget the op that runs: its forward has ended."""
-        self._op, self.function, self._waiting, self._whole = None, None, [], False
+        """Forget the forward that has ended."""
+        self.idle = self._one_op = False
 
-    def pack(self, x: Tensor) -> Saved:
-        """The pack function of saved-tensor hooks."""
-        op = self._op
-        if op is None:
-            return self.saved.pack(x, self.function or Op(self.module, "autograd.Function"))
-        if self.rounding is None or op.replaced or not op.inputs or op.role(x) != "saved":
-            return self.saved.pack(x, op)
-        # Perhaps the op's result, which is rounded when the op has run.
-        self._waiting.append(Waiting(x.detach(), op))
-        return self._waiting[-1]
-
-    def run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one torch function, rounded where that is asked for."""
-        if self.rounding is None or self._whole:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":  # x.shape and its like: nothing to save
+            return func(*args, **kwargs)
+        if self.rounding is None or self._one_op:
             return self._run(func, name, args, kwargs)
         args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
         func = self.rounding.function(func, self.module, name, args, kwargs)
@@ -84,9 +67,7 @@ class Performer:
     def _rounded(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], y: Any) -> Any:
         if self.rounding is not None:
             y = self.rounding.result(self.module, op, args, kwargs, y)
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            one.settle(self.saved.pack)
+        self.saved.pack_deferred()
         return y
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -102,15 +83,6 @@ class Performer:
         limit = limit_of(name, args, kwargs)
         op = Op(self.module, name, tensors_of(args, kwargs), limit=limit)
         return self._hook(op, func, args, kwargs)
-
-    @contextmanager
-    def saving(self, op: Op) -> Iterator[None]:
-        """Inside the block it is `op` that saves."""
-        outer, self._op = self._op, op
-        try:
-            yield
-        finally:
-            self._op = outer
 
     def compressor(self, call: Call) -> Compressor | None:
         """What the rules choose for the call's site, or None where nothing may be replaced."""
@@ -133,7 +105,7 @@ class Performer:
             self.saved.derive(y, again, op.name)
         return y
 
-    def whole(self, call: Call) -> Callable[[], Any] | None:
+    def as_one_op(self, call: Call) -> Callable[[], Any] | None:
         """What runs, as one op, a module that writes the op out in several; None: as it is."""
         compressor = self.compressor(call)
         if compressor is None:
@@ -154,11 +126,11 @@ class Performer:
         def rounded() -> Any:
             if self.rounding is not None:
                 self.rounding.arguments(self.module, call.op, (call.x,), {})
-            self._whole = True
+            self._one_op = True
             try:
                 y = run()
             finally:
-                self._whole = False
+                self._one_op = False
             return self._rounded(call.op, (call.x,), {}, y)
 
         return rounded
@@ -171,11 +143,11 @@ class Performer:
 
     def _during(self, op: Op, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function while `op` is the one that saves."""
-        outer, self._op = self._op, op
+        outer, self.saved.op = self.saved.op, op
         try:
             result = func(*args, **kwargs)
         finally:
-            self._op = outer
+            self.saved.op = outer
         if self.saved.watch is not None:
             self.saved.watch.after(op, result)
         return result
@@ -187,7 +159,7 @@ class Performer:
         (x,) = op.inputs if len(op.inputs) == 1 else (None,)
         if x is None or not isinstance(y, Tensor) or foreign(x) or storage_id(x) == storage_id(y):
             return
-        source = self.saved.source_of(x)
+        source = self.saved.cache.source_of(x)
         if source is None or layout_of(x) != layout_of(y):
             return
 
@@ -196,7 +168,7 @@ class Performer:
 
         def again() -> Tensor:
             stored = source()
-            args, kwargs = tree_map_only(_Hole, lambda _: stored, hollow)
+            args, kwargs = tree_map(lambda leaf: stored if leaf is _HOLE else leaf, hollow)
             return func(*args, **kwargs)
 
         self.saved.derive(y, again, op.name)
@@ -209,30 +181,8 @@ class Performer:
             and torch.is_grad_enabled()
             and x.is_floating_point()
             and x.numel() >= self.options.min_elements
-            and top_hooks() == self.pack  # not inside someone's activation checkpointing
+            and top_hooks() == self.saved.pack  # not inside someone's activation checkpointing
         )
-
-
-class Mode(TorchFunctionMode):
-    """Hands every torch function that runs inside the forward to the performer."""
-
-    def __init__(self, performer: Performer) -> None:
-        super().__init__()
-        self.performer = performer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # x.shape and its like: nothing to save
-            return func(*args, **(kwargs or {}))
-        return self.performer.run(func, name, args, kwargs or {})
-
-
-def top_hooks() -> Any:
-    """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-    return None if top is None else top[0]
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:

@@ -1,20 +1,27 @@
-"""Turns itself on around a model's forward, and hands every op of it to the performer."""
+"""Hooks on a model's modules that turn the interception on around its forward."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from operator import methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept.executor import Mode, Performer, tensors_of
+from memtrain.activations.intercept.executor import Executor, tensors_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
-from memtrain.activations.intercept.reentrancy import Turn, awake, foreign_hooks, saves, sleeps
+from memtrain.activations.intercept.reentrancy import (
+    foreign_hooks,
+    saves,
+    suspend_others,
+    suspended,
+)
 from memtrain.activations.intercept.registry import (
     FUNCTION_MODULES,
     recognise_module,
@@ -22,22 +29,14 @@ from memtrain.activations.intercept.registry import (
 )
 from memtrain.activations.intercept.rounding import Rounding
 from memtrain.activations.ops.call import Call
-from memtrain.activations.saved.handles import unpack
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack import Choose, SavedTensors, Watch
 from memtrain.activations.saved.site import Op, Record, Site
 
-
-class _Entry(NamedTuple):
-    """A module whose forward runs.
-
-    `whole` gives its result where it is run as one op; `function` is the op that its own
-    `autograd.Function` stands for.
-    """
-
-    name: str
-    whole: Callable[[], Any] | None = None
-    function: Op | None = None
+# A module whose forward runs: its path, what gives its result where it is run as one op, and the op
+# that its own `autograd.Function` stands for.
+_Running = tuple[str, Callable[[], Any] | None, Op]
+_unpack = methodcaller("unpack")
 
 
 class Interception:
@@ -53,7 +52,8 @@ class Interception:
         choose: Site -> compressor, or the reason to keep the tensor.
         options: How saved tensors are handled.
         seed: Feeds the keys of stochastic rounding.
-        settle: Told what a forward saved, once for each module that one has started from.
+        on_saved: Called with the records of a forward, once for each module that one has started
+            from.
         rounding: What else is done to the ops, also where nothing is saved for backward.
     """
 
@@ -64,28 +64,30 @@ class Interception:
         *,
         options: Options,
         seed: int,
-        settle: Callable[[list[Record]], None],
+        on_saved: Callable[[list[Record]], None],
         rounding: Rounding | None = None,
     ) -> None:
-        self.model, self.settle = model, settle
+        self.model, self.on_saved = model, on_saved
         self.saved = SavedTensors(choose, options.min_elements, seed, options.recompute_inputs)
-        self.performer = Performer(self.saved, options)
-        self.performer.rounding = self.rounding = rounding
+        self.executor = Executor(self.saved, options, rounding)
+        self.rounding = rounding
         if rounding is not None:
             rounding.attach(self.saved)
-        self.recompute = Recompute(model, options.recompute, self)
-        self._settled: set[str] = set()  # modules whose forward, as the outermost, is known
+        self.recompute = Recompute(
+            model, options.recompute, self.saved, self.rerun, partial(suspended, self)
+        )
+        self._recorded: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
         self._clear()
 
     def _clear(self) -> None:
-        self._path: list[_Entry] = []
-        self._outer: tuple[str, saved_tensors_hooks | None, Mode] | None = None
+        self._path: list[_Running] = []
+        self._outer: tuple[str, saved_tensors_hooks | None] | None = None
         self._depth = 0  # of the path when the interception was turned on
-        self._turn = Turn()
+        self._thread: dict[str, int] = {}  # whose forward runs; the others' are left alone
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_path", "_outer", "_depth", "_turn")  # of a forward that runs now
+        runtime = ("_path", "_outer", "_depth", "_thread")  # of a forward that runs now
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -113,10 +115,6 @@ class Interception:
         self._handles = []
         self.recompute.detach()
 
-    def sleeps(self) -> bool:
-        """Whether another interception has the forward to itself."""
-        return sleeps(self)
-
     def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's forward within its backward, known by its path as the first time."""
         given = self._before(name, None, module, args, kwargs)
@@ -128,28 +126,28 @@ class Interception:
             self._after(module, args, output)
         return output
 
-    def resettle(self) -> None:
-        """Let the next forward tell again what it saves."""
-        self._settled = set()
+    def record_again(self) -> None:
+        """Record what the next forward saves."""
+        self._recorded = set()
 
     @contextmanager
     def trial(self, choose: Choose, watch: Watch | None, draws: dict[str, int]) -> Iterator[None]:
-        """Inside the block forwards ask `choose`, tell `watch`, settle and count nothing."""
+        """Inside the block forwards ask `choose` and tell `watch`; they are not counted."""
         saved = self.saved
-        before = (saved.choose, saved.watch, saved.draws, saved.step, self._settled)
-        outer = self.settle
+        before = (saved.choose, saved.watch, saved.draws, saved.step, self._recorded)
+        outer = self.on_saved
         saved.choose, saved.watch, saved.draws = choose, watch, draws
-        self.settle = lambda records: None
+        self.on_saved = lambda records: None
         try:
             yield
         finally:
-            saved.choose, saved.watch, saved.draws, saved.step, self._settled = before
-            self.settle = outer
+            saved.choose, saved.watch, saved.draws, saved.step, self._recorded = before
+            self.on_saved = outer
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Attached inside the block, with every other interception asleep."""
-        with awake(self):
+        """Attached inside the block, with every other interception suspended."""
+        with suspend_others(self):
             self.attach()
             try:
                 yield
@@ -174,19 +172,21 @@ class Interception:
         if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
             self._stop(whole=False)
             self._path.clear()
-        self.performer.module = name
-        entry, given = _Entry(name), None
+        self.executor.module = name
+        as_one_op, given = None, None
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
-            entry = _Entry(name, None if call is None else self.performer.whole(call))
-        op = FUNCTION_MODULES.get(type(module).__name__)
-        if op is not None:
-            entry = _Entry(name, function=Op(name, op, tensors_of(args, kwargs)))
-        self._path.append(entry)
-        self.performer.function = entry.function
-        if entry.whole is None:
+            as_one_op = None if call is None else self.executor.as_one_op(call)
+        function = FUNCTION_MODULES.get(type(module).__name__)
+        if function is None:
+            op = Op(name, "autograd.Function")
+        else:
+            as_one_op, op = None, Op(name, function, tensors_of(args, kwargs))
+        self._path.append((name, as_one_op, op))
+        self.saved.custom = op
+        if as_one_op is None:
             return given
         # The composite now runs on no elements; `_after` returns the real result.
         x = args[0].detach()
@@ -204,10 +204,9 @@ class Interception:
         if saves:
             self._start(name, module, (args, kwargs))
         elif rounds:
-            self._depth, self.performer.idle = len(self._path), True
-            mode = Mode(self.performer)
-            mode.__enter__()
-            self._outer = (name, None, mode)
+            self._depth, self.executor.idle = len(self._path), True
+            self.executor.__enter__()
+            self._outer = (name, None)
         return given if rounds else None
 
     def _alike(self, module: nn.Module) -> bool:
@@ -219,13 +218,13 @@ class Interception:
         if torch.compiler.is_compiling():
             return None
         # Another thread's forward, or the hooks were put on during this very one.
-        if not self._path or not self._turn.mine():
+        if not self._path or self._thread.get("ident") != threading.get_ident():
             return None
-        self.performer.module, whole, _ = self._path.pop()
+        self.executor.module, as_one_op, _ = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
-        result = whole() if whole is not None and not failed else None
-        parent = self._path[-1] if self._path else _Entry("")
-        self.performer.module, self.performer.function = parent.name, parent.function
+        result = as_one_op() if as_one_op is not None and not failed else None
+        if self._path:
+            self.executor.module, _, self.saved.custom = self._path[-1]
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
             if self.rounding is not None:
@@ -235,33 +234,35 @@ class Interception:
         return result
 
     def _claim(self, name: str) -> bool:
-        """Whether the forward that runs is this thread's."""
-        if self._turn.claim():
+        """Whether the forward that runs is this thread's, which it becomes where it is no one's."""
+        own = threading.get_ident()
+        owner = self._thread.setdefault("ident", own)  # at once: no thread comes between
+        if owner == own:
             return True
-        if self._turn.died():
+        if all(thread.ident != owner for thread in threading.enumerate()):  # died in its forward
             self._outer = None
             self._leave()
             return self._claim(name)
         why = "another thread runs a forward: one at a time is compressed"
-        self._settle("other threads", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
+        self._record("other threads", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
         return False
 
     def _leave(self) -> None:
         self._path.clear()
-        self._turn.leave()
+        self._thread.clear()
 
     def _may_start(self, name: str) -> bool:
-        if not saves() or sleeps(self):
+        if not saves() or suspended(self):
             return False
         why = foreign_hooks()
         if why and not self._path:
-            self._settle(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
+            self._record(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
         return not why
 
     def _may_round(self) -> bool:
         """Whether ops may be rounded where nothing is compressed: evaluation, recomputation."""
         busy = torch.jit.is_tracing() or in_transform()
-        return not busy and not sleeps(self)
+        return not busy and not suspended(self)
 
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
         own = [*self.model.parameters(), *self.model.buffers()]
@@ -273,31 +274,30 @@ class Interception:
         ]
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
-            self.resettle()
-        self.saved.begin({storage_id(x) for x in own}, {storage_id(x) for x in given})
-        self.saved.records = [] if name not in self._settled else None
+            self.record_again()
+        parameters, inputs = {storage_id(x) for x in own}, {storage_id(x) for x in given}
+        self.saved.begin(parameters, inputs, record=name not in self._recorded)
         self._depth = len(self._path)
-        hooks, mode = saved_tensors_hooks(self.performer.pack, unpack), Mode(self.performer)
+        hooks = saved_tensors_hooks(self.saved.pack, _unpack)
         hooks.__enter__()
-        mode.__enter__()
-        self._outer = (name, hooks, mode)
+        self.executor.__enter__()
+        self._outer = (name, hooks)
 
     def _stop(self, *, whole: bool) -> None:
         if self._outer is None:
             return
-        name, hooks, mode = self._outer
-        self._outer, self.performer.idle = None, False
-        self.performer.reset()
-        mode.__exit__(None, None, None)
+        name, hooks = self._outer
+        self._outer = None
+        self.executor.reset()
+        self.executor.__exit__(None, None, None)
         if hooks is None:
             return
         hooks.__exit__(None, None, None)
-        self.saved.end()
-        records, self.saved.records = self.saved.records, None
+        records = self.saved.end()
         if whole and records is not None:
-            self._settle(name, records)
+            self._record(name, records)
 
-    def _settle(self, name: str, records: list[Record]) -> None:
-        if name not in self._settled:
-            self._settled.add(name)
-            self.settle(records)
+    def _record(self, name: str, records: list[Record]) -> None:
+        if name not in self._recorded:
+            self._recorded.add(name)
+            self.on_saved(records)

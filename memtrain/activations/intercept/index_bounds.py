@@ -1,4 +1,4 @@
-"""What the indices that an op saves are known to be below, whatever their values."""
+"""Bounds of the indices that an op saves, whatever their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,8 @@
-"""What an interception is told besides what to do with each site."""
+"""Settings of an interception besides the choice for each site."""
 
 from dataclasses import dataclass
 
-from memtrain.activations.saved.site import STARTS
+from memtrain.activations.saved.site import CHECKPOINT_INPUT
 from memtrain.compressors import Compressor, Keep
 
 
@@ -18,12 +18,12 @@ class Options:
             once (one sample at least), and works through the batch in pieces. None: all at once.
         recompute: Modules (globs, `@blocks`) that keep their inputs only, and run again in the
             backward.
-        recompute_inputs: What holds those inputs, and those of torch's own checkpointing, where
-            they require a gradient; a reason to keep them otherwise.
+        recompute_inputs: The compressor of those inputs, and of those of torch's own checkpointing,
+            where they require a gradient; a reason to keep them otherwise.
     """
 
     min_elements: int = 1024
     derive_outputs: bool = True
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
-    recompute_inputs: Compressor | Keep = STARTS
+    recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT

@@ -1,41 +1,27 @@
 """Modules that keep their inputs only, and run again in the backward: activation checkpointing."""
 
 import threading
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
-from memtrain.activations.intercept.caches import without_caches
-from memtrain.activations.intercept.executor import Performer
 from memtrain.activations.saved.origin import in_transform
+from memtrain.activations.saved.pack import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Op
 
 BLOCKS = "@blocks"
+_HF_CACHES = "transformers.cache_utils"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
-_TORCH = (True, lambda: (_Nothing(), _Nothing()), "default", False, True)  # its own defaults
-
-
-class Around(Protocol):
-    """The interception of the forward that the modules are part of."""
-
-    performer: Performer
-
-    def sleeps(self) -> bool:
-        """Whether another interception has the forward to itself."""
-        ...
-
-    def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward as it ran the first time."""
-        ...
+_TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
 
 
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -137,16 +123,25 @@ class Recompute:
     Args:
         model: Has the modules.
         patterns: Which, as for `recomputed`.
-        around: Packs the inputs that are kept.
+        saved: Packs the inputs that are kept.
+        rerun: Runs a module's forward again, of its path, itself, arguments and keyword arguments.
+        suspended: Whether to stay out for now.
 
     Memory:
         The inputs of each module; while its backward runs, all that it saves, and a copy of its
         buffers while it runs again.
     """
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str], around: Around) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Sequence[str],
+        saved: SavedTensors,
+        rerun: Callable[[str, nn.Module, Any, Any], Any],
+        suspended: Callable[[], bool],
+    ) -> None:
         self.modules = {name: model.get_submodule(name) for name in recomputed(model, patterns)}
-        self.around = around
+        self.saved, self.rerun, self.suspended = saved, rerun, suspended
         self._handles: list[Any] = []
         self._running: dict[int, list[tuple[nn.Module, Generator[None, None, None] | None]]] = {}
 
@@ -183,12 +178,15 @@ class Recompute:
         def again(*given: Any) -> None:
             args, kwargs = tree_unflatten(given, form)
             with _buffers_kept(module):
-                self.around.rerun(name, module, args, kwargs)
+                self.rerun(name, module, args, kwargs)
 
         generator = _checkpoint_without_reentrant_generator(again, *_TORCH, *leaves)
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        with self.around.performer.saving(Op(name, RECOMPUTE, inputs)):
+        outer, self.saved.op = self.saved.op, Op(name, RECOMPUTE, inputs)
+        try:
             next(generator)
+        finally:
+            self.saved.op = outer
         stack.append((module, generator))
         return given
 
@@ -207,16 +205,8 @@ class Recompute:
             not torch.is_grad_enabled()
             or torch.jit.is_tracing()
             or in_transform()
-            or self.around.sleeps()
+            or self.suspended()
         )
-
-
-class _Nothing:
-    """A context that does nothing, anew each time."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 @contextmanager
@@ -243,3 +233,42 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
                 if buffer._version != version:
                     buffer.copy_(value)
                 owner._buffers[name] = buffer
+
+
+def is_cache(x: object) -> bool:
+    """Whether `x` is one of Hugging Face's.
+
+    Example:
+        >>> is_cache({"keys": []})
+        False
+    """
+    return any(base.__module__ == _HF_CACHES for base in type(x).__mro__)
+
+
+def without_caches(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with None in place of caches, which training reads nothing from.
+
+    Hugging Face's own activation checkpointing does so too.
+
+    Args:
+        module: About to run; one that reads another's entries keeps its cache
+            (`_can_checkpoint_with_cache`).
+        args: Of its forward.
+        kwargs: Of its forward.
+
+    Returns:
+        The arguments to give it; None where a cache holds entries for it from before (a prefix).
+    """
+    caches = [x for x in (*args, *kwargs.values()) if is_cache(x)]
+    if not caches or getattr(module, "_can_checkpoint_with_cache", False):
+        return args, dict(kwargs)
+    numbers = {getattr(part, "layer_idx", None) for part in module.modules()}
+    layers = [n for n in numbers if isinstance(n, int)] or [0]
+    if any(cache.get_seq_length(layer) > 0 for cache in caches for layer in layers):
+        return None
+    without = {name: None if is_cache(x) else x for name, x in kwargs.items()}
+    if "use_cache" in without:
+        without["use_cache"] = False
+    return tuple(None if is_cache(x) else x for x in args), without

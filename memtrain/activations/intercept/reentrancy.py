@@ -1,25 +1,24 @@
-"""Whose turn it is: one thread's forward at a time, and one interception's while a trace runs."""
+"""Whether a forward is an interception's own: others may trace, transform, or hold hooks."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from memtrain.activations.intercept.executor import top_hooks
 from memtrain.activations.saved.origin import in_transform
 
-_only: object | None = None  # while a trace runs, live interceptions sleep
+_only: object | None = None  # the interception that traces
 
 
-def sleeps(interception: object) -> bool:
-    """Whether another interception has the forward to itself."""
+def suspended(interception: object) -> bool:
+    """Whether another interception traces a forward."""
     return _only is not None and _only is not interception
 
 
 @contextmanager
-def awake(interception: object) -> Iterator[None]:
-    """Inside the block every other interception sleeps."""
+def suspend_others(interception: object) -> Iterator[None]:
+    """Inside the block every other interception leaves forwards alone."""
     global _only
     outer, _only = _only, interception
     try:
@@ -44,26 +43,7 @@ def foreign_hooks() -> str:
     return ""
 
 
-class Turn:
-    """The thread whose forward runs; others wait for no one, and are left alone."""
-
-    def __init__(self) -> None:
-        self._thread: dict[str, int] = {}
-
-    def claim(self) -> bool:
-        """Whether the forward is this thread's, which it becomes where it is no one's."""
-        own = threading.get_ident()
-        return self._thread.setdefault("ident", own) == own  # at once: no thread comes between
-
-    def mine(self) -> bool:
-        """Whether this thread has claimed it."""
-        return self._thread.get("ident") == threading.get_ident()
-
-    def died(self) -> bool:
-        """Whether the thread that claimed it ended in its forward."""
-        own = self._thread.get("ident")
-        return own is not None and all(other.ident != own for other in threading.enumerate())
-
-    def leave(self) -> None:
-        """The forward has ended."""
-        self._thread.clear()
+def top_hooks() -> Any:
+    """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return None if top is None else top[0]

@@ -1,4 +1,4 @@
-"""Ops that are replaced whole: what a call of one is, and who recognises it."""
+"""Ops that are replaced whole: which module recognises a call of each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What else may be done to the ops of a forward: their weights and results rounded, or recorded."""
+"""Protocol of what rounds, or records, the weights and results of a forward's ops."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

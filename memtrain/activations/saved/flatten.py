@@ -13,7 +13,11 @@ class Layout(NamedTuple):
     expanded: tuple[bool, ...]  # stride 0: stored once
 
 
-def flatten(x: Tensor) -> tuple[Tensor, Layout]:
+Memory = tuple[int, tuple[tuple[int, int], ...]]
+"""Offset, and (stride, size) pairs with neighbouring dimensions merged: see `memory_of`."""
+
+
+def flatten(x: Tensor, layout: Layout | None = None) -> tuple[Tensor, Layout]:
     """`x` as a contiguous 1-d tensor of its distinct elements, in memory order.
 
     A permuted dense tensor (transposed, channels-last) is flattened without a copy; a strided
@@ -21,6 +25,7 @@ def flatten(x: Tensor) -> tuple[Tensor, Layout]:
 
     Args:
         x: Any strided tensor.
+        layout: Its layout, where that is known.
 
     Returns:
         flat: A contiguous 1-d tensor, a view of `x` where it is dense.
@@ -34,7 +39,7 @@ def flatten(x: Tensor) -> tuple[Tensor, Layout]:
         >>> restore(flat, layout).stride()
         (1, 3)
     """
-    layout = layout_of(x)
+    layout = layout or layout_of(x)
     for dim, once in enumerate(layout.expanded):
         if once:
             x = x.narrow(dim, 0, 1)
@@ -42,13 +47,8 @@ def flatten(x: Tensor) -> tuple[Tensor, Layout]:
 
 
 def layout_of(x: Tensor) -> Layout:
-    """How `flatten` would see `x`; nothing is copied."""
-    expanded = tuple(
-        stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
-    )
-    # Stable, so that equal strides (of size-1 dimensions) keep their order.
-    order = tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
-    return Layout(tuple(x.shape), order, expanded)
+    """The layout that `flatten` would return; nothing is copied."""
+    return memory_of(x)[0]
 
 
 def restore(flat: Tensor, layout: Layout) -> Tensor:
@@ -67,38 +67,44 @@ def restore(flat: Tensor, layout: Layout) -> Tensor:
     return x.expand(layout.shape) if any(layout.expanded) else x
 
 
-def memory_key(x: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Two tensors on one storage with equal keys hold the same elements in the same memory order.
+def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
+    """Where the elements of a tensor lie in its storage.
 
     Args:
-        x: Any strided tensor whose elements do not overlap.
+        x: Any strided tensor.
 
     Returns:
-        Offset, and the (stride, size) pairs that are left once neighbouring dimensions are
-        merged: a view that only regroups or permutes dense dimensions has an equal key.
+        layout: As of `flatten`.
+        key: Two tensors on one storage with equal keys hold the same elements in the same memory
+            order: a view that only regroups or permutes dense dimensions has an equal key. None
+            where elements share memory other than by a stride of 0, as windows do.
+
+    Example:
+        >>> import torch
+        >>> [memory_of(x)[1] for x in (torch.ones(2, 3).t(), torch.ones(6).unfold(0, 3, 1))]
+        [(0, ((1, 6),)), None]
     """
-    pairs = zip(x.stride(), x.shape, strict=True)
+    shape, strides = tuple(x.shape), x.stride()
+    expanded = (False,) * len(shape)
+    if 0 in strides:
+        pairs = zip(shape, strides, strict=True)
+        expanded = tuple([stride == 0 and size > 1 for size, stride in pairs])
+    # Stable, so that equal strides (of size-1 dimensions) keep their order.
+    order = tuple(sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
+    layout = Layout(shape, order, expanded)
+    if x.numel() > 1 and x.is_contiguous():
+        return layout, (int(x.storage_offset()), ((1, x.numel()),))
     merged: list[tuple[int, int]] = []
-    for stride, size in sorted(pair for pair in pairs if pair[0] > 0 and pair[1] > 1):
+    reach = 1  # elements that the dimensions so far span
+    for dim in reversed(order):
+        stride, size = strides[dim], shape[dim]
+        if stride == 0 or size <= 1:
+            continue
+        if stride < reach:
+            return layout, None
+        reach += (size - 1) * stride
         if merged and merged[-1][0] * merged[-1][1] == stride:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:
             merged.append((stride, size))
-    return int(x.storage_offset()), tuple(merged)
-
-
-def overlaps(x: Tensor) -> bool:
-    """Whether elements of `x` may share memory other than by a stride of 0, as windows do.
-
-    Example:
-        >>> import torch
-        >>> overlaps(torch.arange(6.0).unfold(0, 3, 1)), overlaps(torch.ones(2, 3).t())
-        (True, False)
-    """
-    reach = 1
-    pairs = zip(x.stride(), x.shape, strict=True)
-    for stride, size in sorted(pair for pair in pairs if pair[0] > 0 and pair[1] > 1):
-        if stride < reach:
-            return True
-        reach += (size - 1) * stride
-    return False
+    return layout, (int(x.storage_offset()), tuple(merged))

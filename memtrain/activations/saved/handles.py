@@ -1,12 +1,13 @@
-"""What autograd holds in place of a saved tensor, and how the tensor comes back of it."""
+"""Handles that autograd holds in place of saved tensors, and how a tensor comes back of one."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memtrain.activations.saved.flatten import Layout, flatten, restore
+from memtrain.activations.saved.flatten import Layout, restore
 from memtrain.activations.saved.site import Op
 from memtrain.compressors import Compressor, Packed
 
@@ -29,16 +30,16 @@ class Kept(NamedTuple):
         return self.tensor
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Shared:
     """One payload, held by every save of the same memory."""
 
-    __slots__ = ("__weakref__", "compressor", "layout", "packed")
-
-    def __init__(self, packed: Packed, compressor: Compressor, layout: Layout | None) -> None:
-        self.packed, self.compressor, self.layout = packed, compressor, layout
+    packed: Packed
+    compressor: Compressor
+    layout: Layout | None
 
     def content(self) -> Tensor:
-        """What the compressor was handed, as far as it was kept."""
+        """The tensor that the compressor was handed, as far as it was kept."""
         return self.compressor.decompress(self.packed)
 
     def tensor(self) -> Tensor:
@@ -47,15 +48,19 @@ class Shared:
 
 
 class Compressed(NamedTuple):
-    """A payload, and how to see it again as the tensor that was saved."""
+    """A payload, and how to see it again as the tensor that was saved.
 
-    shared: Shared
+    An op's output that is computed again from the payload of the op's input has none of its own.
+    """
+
+    shared: Shared | None
+    content: Callable[[], Tensor]  # flat, unless `layout` is None
     layout: Layout | None  # None: the compressor kept the tensor's own shape and order
     witness: Tensor  # of changes in place
     version: int
 
     def unpack(self) -> Tensor:
-        """The tensor for the backward, decompressed.
+        """The tensor for the backward, decompressed or computed again.
 
         Raises:
             RuntimeError: If the tensor has since been changed in place. The payload would give the
@@ -63,71 +68,32 @@ class Compressed(NamedTuple):
         """
         check_version(self.witness, self.version)
         with torch.no_grad():
-            x = self.shared.content()
+            x = self.content()
         return x if self.layout is None else restore(x, self.layout)
 
 
-class Derived(NamedTuple):
-    """No payload: an op's output, computed again from the payload of the op's input."""
-
-    source: Callable[[], Tensor]  # gives the output in the memory order that it had
-    layout: Layout  # of the save, which may be a view of the output
-    witness: Tensor  # of changes in place
-    version: int
-
-    def unpack(self) -> Tensor:
-        """The tensor for the backward, computed again.
-
-        Raises:
-            RuntimeError: If the tensor has since been changed in place, as plain PyTorch does.
-        """
-        check_version(self.witness, self.version)
-        with torch.no_grad():
-            flat, _ = flatten(self.source())
-        return restore(flat, self.layout)
-
-
 class Waiting:
-    """A result that its op saves: what is held is decided once the op has run."""
+    """A result that its op saves and that is rounded: packed once the op has run."""
 
-    __slots__ = ("saved", "what")
+    __slots__ = ("handle", "save")
 
     def __init__(self, tensor: Tensor, op: Op) -> None:
-        self.what: tuple[Tensor, Op] | None = (tensor, op)
-        self.saved: Saved | None = None
+        self.save: tuple[Tensor, Op] | None = (tensor, op)
+        self.handle: Saved | None = None
 
-    def settle(self, pack: Callable[[Tensor, Op], "Saved"]) -> None:
-        """Hold what `pack` gives, and no more the tensor, nor what the op read."""
-        if self.what is not None:
-            self.saved, self.what = pack(*self.what), None
+    def pack(self, pack: Callable[[Tensor, Op], "Saved"]) -> None:
+        """Hold the handle that `pack` gives, and no more the tensor, nor what the op read."""
+        if self.save is not None:
+            self.handle, self.save = pack(*self.save), None
 
     def unpack(self) -> Tensor:
         """The tensor for the backward."""
-        if self.saved is None:
+        if self.handle is None:
             raise RuntimeError("an op whose result is saved was not run to its end")
-        return self.saved.unpack()
+        return self.handle.unpack()
 
 
-Saved = Kept | Compressed | Derived | Waiting
-
-
-def unpack(saved: Saved) -> Tensor:
-    """The unpack function of saved-tensor hooks."""
-    return saved.unpack()
-
-
-def witness_of(x: Tensor) -> Tensor:
-    """A tensor that has no elements and no memory of `x`, but its version counter.
-
-    Example:
-        >>> x = torch.ones(3)
-        >>> witness = witness_of(x)
-        >>> witness.numel(), witness._version, x.mul_(2)._version, witness._version
-        (0, 0, 1, 1)
-    """
-    witness = x.detach()  # shares the counter; what `data` is set to does not change that
-    witness.data = x.new_empty(0)
-    return witness
+Saved = Kept | Compressed | Waiting
 
 
 def check_version(x: Tensor, version: int) -> None:

@@ -1,14 +1,17 @@
-"""What a saved tensor is: an ordinary one, a parameter's memory, or something to stay away from."""
+"""Kinds of saved tensors: an ordinary one, a parameter's memory, one that cannot be packed."""
 
 import sys
 from inspect import unwrap
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as _wrapped
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, checkpoint
+
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Types of the tensors that are compressed."""
 
 # What may lie between a parameter and its stand-in: a cast, a view, weight norm. Nothing that
 # mixes in activations: a linear layer's output also leads to parameters only.
@@ -23,6 +26,7 @@ _STAND_INS = (
     "SelectBackward",
     "WeightNormInterfaceBackward",
 )
+_STEPS = 6
 # Who calls to save the inputs, so many frames above at the most.
 _CHECKPOINT = (unwrap(checkpoint).__code__, _checkpoint_without_reentrant_generator.__code__)
 _DEPTH = 12
@@ -39,7 +43,7 @@ def foreign(x: Tensor) -> str:
         return f"a tensor of layout {x.layout}"
     if _wrapped(x):
         return "a tensor of torch.func"
-    if type(x) not in (Tensor, nn.Parameter, FakeTensor):
+    if type(x) not in PLAIN:
         return f"a tensor subclass: {type(x).__name__}"
     return ""
 
@@ -61,15 +65,16 @@ def is_parameter(x: Tensor) -> bool:
     base = x if x._base is None else x._base
     if base.is_leaf:
         return base.requires_grad
-    return _leads_to_leaves(x.grad_fn, depth=6)
-
-
-def _leads_to_leaves(node: Any, depth: int) -> bool:
-    if type(node).__name__ == "AccumulateGrad":
-        return True
-    if node is None or depth == 0 or not type(node).__name__.startswith(_STAND_INS):
-        return False
-    return all(_leads_to_leaves(above, depth - 1) for above, _ in node.next_functions)
+    nodes = [(x.grad_fn, _STEPS)]
+    while nodes:
+        node, steps = nodes.pop()
+        name = type(node).__name__
+        if name == "AccumulateGrad":
+            continue
+        if node is None or steps == 0 or not name.startswith(_STAND_INS):
+            return False
+        nodes += [(above, steps - 1) for above, _ in node.next_functions]
+    return True
 
 
 def refuse_replica(module: nn.Module) -> None:
@@ -113,7 +118,3 @@ def in_transform() -> bool:
     """Whether a transform of torch.func or forward-mode differentiation is at work."""
     level = torch._C._functorch.maybe_current_level()  # pyright: ignore[reportAttributeAccessIssue]
     return level is not None or forward_ad._current_level >= 0
-
-
-def _wrapped(x: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore

@@ -1,35 +1,37 @@
-"""What autograd holds in place of a saved tensor: the pack and unpack of saved-tensor hooks."""
+"""Decides what autograd holds in place of each saved tensor: the pack hook of a forward."""
 
-import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.flatten import flatten, layout_of, memory_key, overlaps
-from memtrain.activations.saved.handles import Compressed, Derived, Kept, Saved, Shared, witness_of
-from memtrain.activations.saved.liveness import Holders
-from memtrain.activations.saved.origin import foreign, is_parameter, of_checkpoint, storage_id
-from memtrain.activations.saved.site import RECOMPUTE, STARTS, Op, Record, Site
+from memtrain.activations.saved.cache import PayloadCache, Save, Source, derived
+from memtrain.activations.saved.flatten import memory_of
+from memtrain.activations.saved.handles import Compressed, Kept, Saved, Waiting
+from memtrain.activations.saved.liveness import Held, still_held, watched
+from memtrain.activations.saved.origin import (
+    PLAIN,
+    foreign,
+    is_parameter,
+    of_checkpoint,
+    storage_id,
+)
+from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Op, Record, Site
 from memtrain.compressors import (
     Compressor,
     Integers,
     Keep,
     Key,
     Mask,
-    Packed,
 )
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
-
-SHARED = "shared with an earlier save"
 
 Choose = Callable[[Site], Compressor | Keep]
 
@@ -50,20 +52,6 @@ class Watch(Protocol):
         ...
 
 
-class _Cached(NamedTuple):
-    storage: StorageWeakRef  # while it is held, no new storage can take the same id
-    shared: "weakref.ref[Shared]"
-    version: int
-
-
-class _Output(NamedTuple):
-    storage: StorageWeakRef
-    source: Callable[[], Tensor]
-    version: int
-    op: str
-    numel: int = 0
-
-
 class SavedTensors:
     """Packs the saved tensors of one forward after another.
 
@@ -71,246 +59,247 @@ class SavedTensors:
         choose: Site -> compressor, or the reason to keep the tensor.
         min_elements: Smaller tensors are kept.
         seed: Feeds the keys of stochastic rounding.
-        starts: A compressor for what recomputed modules start from, or the reason to keep it.
+        checkpointed: A compressor for the inputs of checkpointed modules, or the reason to keep
+            them.
     """
 
     def __init__(
-        self, choose: Choose, min_elements: int, seed: int, starts: Compressor | Keep = STARTS
+        self,
+        choose: Choose,
+        min_elements: int,
+        seed: int,
+        checkpointed: Compressor | Keep = CHECKPOINT_INPUT,
     ) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
-        self.starts = starts
+        self.checkpointed = checkpointed
         self.step = 0  # forward passes so far
         self.draws: dict[str, int] = {}  # site -> number; another one gives it other random bits
         self.watch: Watch | None = None
         # what keeps a rounded tensor bit for bit, where no rule claims it
         self.exact: Callable[[Tensor, Keep], Compressor | None] | None = None
-        self.records: list[Record] | None = None
+        self.defers = False  # whether an op's result is packed once it has been rounded
+        self._numbers: dict[Site, int] = {}
+        self._recorded: list[Held] | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._cache: dict[tuple[object, ...], _Cached] = {}
-        self._latest: dict[tuple[object, ...], _Cached] = {}  # whatever the compressor
-        self._outputs: dict[tuple[object, ...], _Output] = {}
-        self._weights: dict[int, _Output] = {}  # rounded ones
-        self._calls: Counter[Site] = Counter()
-        self._held: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
+        self.op: Op | None = None
+        """The op that runs now."""
+        self.custom = Op("", "autograd.Function")
+        """The op of the `autograd.Function`s that the module which runs now may call."""
+        self.cache = PayloadCache()
+        self._waiting: list[Waiting] = []
+        self._calls: dict[Site, int] = {}
+        self._kept: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
         # number and hold of storages whose bytes are in a record
         self._counted: dict[int, tuple[int, StorageWeakRef]] = {}
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
-        self._holders = Holders()  # of the records
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        runtime = ("op", "custom", "cache")
+        return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, _numbers={}, _recorded=None)
         self._reset()
 
-    def begin(self, parameters: set[int], inputs: set[int]) -> None:
+    def begin(self, parameters: set[int], inputs: set[int], *, record: bool) -> None:
         """Start a forward pass.
 
         Args:
             parameters: Storage ids of parameters and buffers: never touched.
             inputs: Storage ids of the model's own inputs: they stay alive anyway.
+            record: Whether to record what is saved.
         """
         self._reset()
         self._parameters, self._inputs = parameters, inputs
+        self._recorded = [] if record else None
 
-    def end(self) -> None:
-        """End a forward pass: payloads live on in the graph, and only there."""
+    def end(self) -> list[Record] | None:
+        """End a forward pass: payloads live on in the graph, and only there.
+
+        Returns:
+            The records, where the pass was recorded.
+        """
         self.step += 1
-        holders = self._holders
         self._reset()  # first: what outputs are derived from is held here too
-        if self.records is not None:
-            self.records = holders.left(self.records)
+        recorded, self._recorded = self._recorded, None
+        return None if recorded is None else still_held(recorded)
 
     def key(self, site: Site) -> Key:
-        """What feeds the random bits of the site's next payload."""
-        call = self._calls[site]
-        self._calls[site] += 1
-        draw = self.draws.get(site.name, 0)
-        return Key(self.seed, zlib.crc32(site.name.encode()), self.step, draw, call)
+        """The key of the random bits of the site's next payload."""
+        call = self._calls.get(site, 0)
+        self._calls[site] = call + 1
+        number = self._numbers.get(site)
+        if number is None:
+            number = self._numbers[site] = zlib.crc32(site.name.encode())
+        draw = self.draws.get(site.name, 0) if self.draws else 0
+        return Key(self.seed, number, self.step, draw, call)
 
-    def pack(self, x: Tensor, op: Op) -> Saved:
-        """What autograd shall hold in place of `x`, which `op` saves."""
-        records = self.records
-        if records is None:
-            return self._pack(x, op)
-        before = len(records)
-        saved = self._pack(x, op)
-        for record in records[before:]:
-            self._holders.add(saved, record)
-        return saved
+    def pack(self, x: Tensor, op: Op | None = None) -> Saved:
+        """The pack function of saved-tensor hooks.
 
-    def _pack(self, x: Tensor, op: Op) -> Kept | Compressed | Derived:
-        why = foreign(x)
-        if why:
-            site = Site(op.module, op.name, "saved")
-            self._note(site, x, f"{why}; its bytes are not counted")
-            return Kept(x.detach(), x._version)
+        Args:
+            x: The tensor.
+            op: The op that saves it, where it has ended; else the one that runs now.
+        """
         storage = storage_id(x)
+        if op is None:
+            op, deferred = self.op or self.custom, self.defers and self.op is not None
+            if deferred and op.inputs and not op.replaced and op.role(x, storage) == "saved":
+                # Perhaps the op's result, which is rounded when the op has run.
+                self._waiting.append(Waiting(x.detach(), op))
+                return self._waiting[-1]
+        if storage < 0 or type(x) not in PLAIN:
+            note = f"{foreign(x)}; its bytes are not counted"
+            kept = Kept(x.detach(), x._version)
+            return self._note(kept, Site(op.module, op.name, "saved"), x, note)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return Kept(x.detach(), x._version)
-        given, x = x, x.detach().resolve_neg()
+        saved = x.detach()
+        if x.is_neg():
+            saved = saved.resolve_neg()
+            storage = storage_id(saved)
         if not op.inputs and of_checkpoint():
-            op = Op(op.module, RECOMPUTE, (x,) if given.requires_grad else ())
-        site = Site(op.module, op.name, op.replaced or op.role(x))
+            op = Op(op.module, RECOMPUTE, (saved,) if x.requires_grad else ())
+        site = Site(op.module, op.name, op.replaced or op.role(saved, storage))
         if op.replaced:
-            self._record(site, x, x.nbytes, "payload", "")
-            return Kept(x, x._version)
-        witness = witness_of(given)
-        weight = self._weights.get(storage)
-        if weight is not None and weight.version == x._version and x.numel() == weight.numel:
-            self._note(site, x, "a weight: rounded again from its parameter")
-            return Derived(weight.source, layout_of(x), witness, witness._version)
-        why = self._why_keep(x, op, site, given.requires_grad)
-        if why:
-            return self._keep(x, site, Keep(why))
-        chosen = self._fit(self.starts if op.name == RECOMPUTE else self.choose(site), x, op)
-        exact = self._exact(x, chosen)
-        if exact is not None:
-            return self._compress(x, site, exact, witness)
-        if isinstance(chosen, Keep) or chosen.is_identity:
-            return self._keep(x, site, chosen)
-        return self._derived(x, site, witness) or self._compress(x, site, chosen, witness)
+            kept = Kept(saved, saved._version)
+            if self._recorded is not None:
+                save = Save(saved, storage, *memory_of(saved), site, saved)
+                self._record(kept, save, saved.nbytes, "payload")
+            return kept
+        witness = x.detach()  # shares the counter; what `data` is set to does not change that
+        witness.data = x.new_empty(0)
+        save = Save(saved, storage, *memory_of(saved), site, witness)
+        return self._compress(save, op, requires_grad=x.requires_grad)
 
-    def _why_keep(self, x: Tensor, op: Op, site: Site, requires_grad: bool) -> str:
-        """Why `x` is kept whatever the rules say, or an empty string."""
-        if storage_id(x) in self._inputs:
+    def pack_deferred(self) -> None:
+        """Pack the results that were deferred: their op has run, and they have been rounded."""
+        deferred, self._waiting = self._waiting, []
+        for one in deferred:
+            one.pack(self.pack)
+
+    def derive(self, y: Tensor, source: Source, op: str) -> None:
+        """Let saves of an op's output `y` hold `source`, unless they are kept anyway."""
+        storage = -1 if foreign(y) else storage_id(y)
+        kept = storage < 0 or storage in self._parameters or storage in self._inputs
+        if not kept and memory_of(y)[1] is not None:
+            self.cache.derive(y, source, op)
+
+    def _compress(self, save: Save, op: Op, *, requires_grad: bool) -> Kept | Compressed:
+        """The save's handle: compressed where the rules say so and nothing speaks against it."""
+        x = save.tensor
+        _, version, source, numel = self.cache.weights.get(save.storage, _NO_WEIGHT)
+        if version == x._version and numel == x.numel():
+            note = "a weight: rounded again from its parameter"
+            return self._note(derived(save, source), save.site, x, note)
+        why = self._why_keep(save, op, requires_grad=requires_grad)
+        if why:
+            return self._keep(save, Keep(why))
+        chosen = self.checkpointed if op.name == RECOMPUTE else self.choose(save.site)
+        if x.dtype not in FLOATS or (isinstance(chosen, Keep) is False and chosen.gives_derivative):
+            chosen = _fit(chosen, x, op)
+        exact = None
+        if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
+            exact = self.exact(x, chosen)
+        if exact is None and isinstance(chosen, Keep) or chosen.is_identity:
+            return self._keep(save, chosen)
+        chosen = exact or chosen
+        handle, planned, note = self.cache.share(save, chosen, self.key, derive=exact is None)
+        if handle is None:
+            return self._keep(save, Keep(note))
+        if self._recorded is not None:
+            name = "derived" if handle.shared is None else repr(chosen)
+            self._record(handle, save, planned, name, note)
+        if self.watch is not None and handle.shared is not None:
+            self.watch.saved(save.site, x, handle.shared)
+        return handle
+
+    def _why_keep(self, save: Save, op: Op, *, requires_grad: bool) -> str:
+        """Why the save is kept whatever the rules say, or an empty string."""
+        x = save.tensor
+        if save.storage in self._inputs:
             return "the model's own input: stays alive anyway"
         # What has no gradient may be a mask, of numbers that no group holds side by side.
-        if op.name == RECOMPUTE and (isinstance(self.starts, Keep) or not requires_grad):
-            return STARTS.reason
+        kept = isinstance(self.checkpointed, Keep) or not requires_grad
+        if op.name == RECOMPUTE and kept:
+            return CHECKPOINT_INPUT.reason
         if x.numel() < self.min_elements:
             return f"under {self.min_elements:,} elements"
-        if storage_id(x) in self._held:
+        if save.storage in self._kept:
             return "its storage is kept alive by another save"
         if not op.inputs:
             return "saved by a custom autograd Function"
-        if overlaps(x):
+        if save.key is None:
             return "its elements overlap in memory"
-        if site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:
+        if save.site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:
             return "a statistic: its last dimension is 1"
-        weights = self._parameters | self._weights.keys()
-        reads = [t.numel() for t in op.inputs if storage_id(t) not in weights]
+        weights = self.cache.weights
+        reads = [
+            read.numel()
+            for read, storage in zip(op.inputs, op.storages or (), strict=True)
+            if storage not in self._parameters and storage not in weights
+        ]
         if x.numel() * SIDE_RATIO <= max(reads, default=0):
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _fit(self, chosen: Compressor | Keep, x: Tensor, op: Op) -> Compressor | Keep:
-        """The compressor for this dtype: masks and indices are packed without loss."""
-        if isinstance(chosen, Keep) or chosen.is_identity:
-            return chosen
-        if x.dtype == torch.bool:
-            return Mask()
-        if x.dtype in INTEGERS:
-            return Integers(limit=op.limit)
-        if x.dtype not in FLOATS:
-            return Keep(f"dtype {x.dtype}")
-        if chosen.gives_derivative:
-            return Keep("derivative codes serve replaced nonlinearities only")
-        return chosen
-
-    def _exact(self, x: Tensor, chosen: Compressor | Keep) -> Compressor | None:
-        if self.exact is None or not isinstance(chosen, Keep) or x.dtype not in FLOATS:
-            return None
-        return self.exact(x, chosen)
-
-    def _keep(self, x: Tensor, site: Site, chosen: Compressor | Keep) -> Kept:
-        alive = storage_id(x) in self._inputs or storage_id(x) in self._held
-        reason = chosen.reason if isinstance(chosen, Keep) else ""
-        name = "" if reason else repr(chosen)
-        version, witness = x._version, None
+    def _keep(self, save: Save, chosen: Compressor | Keep) -> Kept:
+        x, version, witness = save.tensor, save.tensor._version, None
+        alive = save.storage in self._inputs or save.storage in self._kept
         if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
-            witness = witness_of(x)
+            witness = save.witness
             x = x.clone()  # a small view must not keep a large storage alive
-        self._record(site, x, 0 if alive else x.untyped_storage().nbytes(), name, reason)
-        self._held.setdefault(storage_id(x), StorageWeakRef(x.untyped_storage()))
-        return Kept(x, version, witness)
+            save = save._replace(tensor=x, storage=storage_id(x))
+        kept = Kept(x, version, witness)
+        if self._recorded is not None:
+            reason = chosen.reason if isinstance(chosen, Keep) else ""
+            planned = 0 if alive else x.untyped_storage().nbytes()
+            self._record(kept, save, planned, "" if reason else repr(chosen), reason)
+        if save.storage not in self._kept:
+            self._kept[save.storage] = StorageWeakRef(x.untyped_storage())
+        return kept
 
-    def _compress(
-        self, x: Tensor, site: Site, compressor: Compressor, witness: Tensor
+    def _note(
+        self, saved: Kept | Compressed, site: Site, x: Tensor, reason: str
     ) -> Kept | Compressed:
-        shaped = compressor.shaped
-        flat, layout = (x, None) if shaped else flatten(x)
-        form = (x.shape, x.stride()) if shaped else memory_key(x)
-        where = (storage_id(x), form, x.storage_offset(), x.dtype, compressor)
-        cached = self._cache.get(where)
-        shared = cached.shared() if cached and cached.version == x._version else None
-        if shared is None:
-            with torch.no_grad():
-                packed = compressor.compress(flat, key=self.key(site))
-            shared = Shared(packed, compressor, layout)
-            nbytes = _held(packed, x)
-            if nbytes >= x.untyped_storage().nbytes():
-                return self._keep(x, site, Keep("its payload would be no smaller"))
-            weak = StorageWeakRef(x.untyped_storage())
-            cached = _Cached(weak, weakref.ref(shared), x._version)
-            self._cache[where] = self._latest[_memory(x)] = cached
-            self._record(site, x, nbytes, repr(compressor), "")
-        else:
-            self._record(site, x, 0, repr(compressor), SHARED)
-        if self.watch is not None:
-            self.watch.saved(site, x, shared)
-        return Compressed(shared, layout, witness, witness._version)
-
-    def source_of(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """What gives the elements of `x` as they are now from a payload, if there is one."""
-        cached, output = self._latest.get(_memory(x)), self._outputs.get(_memory(x))
-        shared = cached.shared() if cached and cached.version == x._version else None
-        if shared is not None:
-            return shared.tensor
-        return output.source if output and output.version == x._version else None
-
-    def derive(self, y: Tensor, source: Callable[[], Tensor], op: str) -> None:
-        """Let saves of an op's output `y` hold `source` in place of a payload of their own.
-
-        Args:
-            y: The output, just made.
-            source: Computes it again, in the same memory order, from payloads that are kept.
-            op: The op's name, for the records.
-        """
-        if foreign(y) or overlaps(y) or storage_id(y) in self._parameters | self._inputs:
-            return
-        weak = StorageWeakRef(y.untyped_storage())
-        self._outputs[_memory(y)] = _Output(weak, source, y._version, op)
-
-    def remake(self, x: Tensor, source: Callable[[], Tensor]) -> None:
-        """Let saves of `x`, a rounded weight, hold what rounds its parameter again."""
-        weak = StorageWeakRef(x.untyped_storage())
-        self._weights[storage_id(x)] = _Output(weak, source, x._version, "", x.numel())
-
-    def _derived(self, x: Tensor, site: Site, witness: Tensor) -> Derived | None:
-        output = self._outputs.get(_memory(x))
-        if output is None or output.version != x._version:
-            return None
-        self._record(site, x, 0, "derived", f"computed again from what {output.op} keeps")
-        return Derived(output.source, layout_of(x), witness, witness._version)
-
-    def _note(self, site: Site, x: Tensor, reason: str) -> None:
-        if self.records is not None:
+        """Record a save whose bytes are not counted."""
+        if self._recorded is not None:
             dtype = str(x.dtype).removeprefix("torch.")
-            self.records.append(Record(site, (), dtype, 0, 0, "", reason))
+            self._recorded.append(watched(Record(site, (), dtype, 0, 0, "", reason), saved))
+        return saved
 
-    def _record(self, site: Site, x: Tensor, planned: int, name: str, reason: str) -> None:
-        if self.records is None:
-            return
-        storage = storage_id(x)
+    def _record(
+        self, saved: Kept | Compressed, save: Save, planned: int, name: str, reason: str = ""
+    ) -> None:
+        """Record what a save costs; called where that is asked for."""
+        x, storage = save.tensor, save.storage
         first = storage not in self._counted and storage not in self._inputs
         nbytes = x.untyped_storage().nbytes() if first else 0
         new = (len(self._counted), StorageWeakRef(x.untyped_storage()))
         number, _ = self._counted.setdefault(storage, new)
         dtype = str(x.dtype).removeprefix("torch.")
         shape = tuple(x.shape)
-        self.records.append(Record(site, shape, dtype, nbytes, planned, name, reason, number))
+        record = Record(save.site, shape, dtype, nbytes, planned, name, reason, number)
+        if self._recorded is not None:
+            self._recorded.append(watched(record, saved))
 
 
-def _held(packed: Packed, x: Tensor) -> int:
-    """Bytes of a payload that lie on the device of `x`: what is swapped out is not held."""
-    return sum(t.nbytes for t in packed.tensors.values() if t.device == x.device)
+_NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
 
 
-def _memory(x: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same elements in the same memory order."""
-    return storage_id(x), memory_key(x), x.dtype
+def _fit(chosen: Compressor | Keep, x: Tensor, op: Op) -> Compressor | Keep:
+    """The compressor for this dtype: masks and indices are packed without loss."""
+    if isinstance(chosen, Keep) or chosen.is_identity:
+        return chosen
+    if x.dtype == torch.bool:
+        return Mask()
+    if x.dtype in INTEGERS:
+        return Integers(limit=op.limit)
+    if x.dtype not in FLOATS:
+        return Keep(f"dtype {x.dtype}")
+    if chosen.gives_derivative:
+        return Keep("derivative codes serve replaced nonlinearities only")
+    return chosen

@@ -1,5 +1,7 @@
 """Where a saved tensor comes from, in a name that people can read."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,8 +12,8 @@ from memtrain.compressors import Keep
 ROOT = "(root)"
 """How the model itself is named where a module's path stands."""
 RECOMPUTE = "recompute"
-"""The op, as it were, that keeps the inputs of a module which runs again in the backward."""
-STARTS = Keep("what a recomputed module starts from")
+"""The op, as it were, that keeps the inputs of a checkpointed module."""
+CHECKPOINT_INPUT = Keep("a checkpointed module's input")
 """Why they are kept as they are."""
 
 
@@ -62,7 +64,8 @@ class Record(NamedTuple):
     storage: int = 0  # number of the storage within its forward: equal where saves share it
 
 
-class Op(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Op:
     """The op that runs now."""
 
     module: str
@@ -70,13 +73,19 @@ class Op(NamedTuple):
     inputs: tuple[Tensor, ...] = ()
     replaced: str = ""  # role of its site, where its saved tensors are payloads already
     limit: int | None = None  # its indices are known to be below
+    storages: Sequence[int] | None = None  # of its inputs, once `role` has asked for them
 
-    def role(self, x: Tensor) -> str:
-        """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`."""
-        storage = storage_id(x)
-        for index, candidate in enumerate(self.inputs):
-            if storage_id(candidate) == storage:
-                return f"input{index or ''}"
+    def role(self, x: Tensor, storage: int) -> str:
+        """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`.
+
+        Args:
+            x: A tensor that the op saves.
+            storage: Its storage's id.
+        """
+        if self.storages is None:
+            self.storages = [storage_id(candidate) for candidate in self.inputs]
+        if storage in self.storages:
+            return f"input{self.storages.index(storage) or ''}"
         for index, candidate in enumerate(self.inputs):
             if candidate.shape == x.shape and candidate.dtype != x.dtype:
                 return f"input{index or ''}"

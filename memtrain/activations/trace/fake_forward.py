@@ -66,7 +66,7 @@ def trace(
         choose,
         options=options,
         seed=0,
-        settle=records.extend,
+        on_saved=records.extend,
         rounding=rounding,
     )
     args, kwargs = arguments(batch)
