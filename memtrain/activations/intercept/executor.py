@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -13,7 +13,6 @@ from memtrain.activations.intercept.index_bounds import limit_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.registry import SMOOTH, recognise
-from memtrain.activations.intercept.rounding import Rounding
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.context import output_again
 from memtrain.activations.saved.flatten import layout_of
@@ -23,6 +22,40 @@ from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 
 _HOLE = object()  # where an op's input goes when the op is run again
+
+
+class Rounding(Protocol):
+    """Rounds, or records, the weights and results of a forward's ops: views and queries too."""
+
+    def attach(self, saved: SavedTensors) -> None:
+        """Take the `SavedTensors` that will pack what forwards save."""
+        ...
+
+    def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begin the outermost forward, of `module`; returns its arguments."""
+        ...
+
+    def arguments(
+        self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Begin a torch function of this `__name__`; returns its arguments."""
+        ...
+
+    def function(
+        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Function that runs in its place and saves the same tensors: mostly itself."""
+        ...
+
+    def result(
+        self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """End the function, an op of this name in sites; returns its result."""
+        ...
+
+    def end(self, output: Any, *, whole: bool) -> Any:
+        """End the outermost forward; `whole` is False where an exception ended it."""
+        ...
 
 
 class Executor(TorchFunctionMode):
@@ -85,7 +118,7 @@ class Executor(TorchFunctionMode):
         return self._hook(op, func, args, kwargs)
 
     def compressor(self, call: Call) -> Compressor | None:
-        """What the rules choose for the call's site, or None where nothing may be replaced."""
+        """The rules' compressor for the call's site, or None where nothing may be replaced."""
         if not self._replaceable(call.x):
             return None
         chosen = self.saved.choose(Site(self.module, call.op, call.tensor))
@@ -106,7 +139,7 @@ class Executor(TorchFunctionMode):
         return y
 
     def as_one_op(self, call: Call) -> Callable[[], Any] | None:
-        """What runs, as one op, a module that writes the op out in several; None: as it is."""
+        """Function that runs a module which writes the op out as one op; None: run it as it is."""
         compressor = self.compressor(call)
         if compressor is None:
             return None
@@ -155,7 +188,7 @@ class Executor(TorchFunctionMode):
     def _derive(
         self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Let later saves of a nonlinearity's output lean on the payload of its input."""
+        """Let later saves of a nonlinearity's output be computed again from its input's payload."""
         (x,) = op.inputs if len(op.inputs) == 1 else (None,)
         if x is None or not isinstance(y, Tensor) or foreign(x) or storage_id(x) == storage_id(y):
             return

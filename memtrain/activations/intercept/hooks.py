@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept.executor import Executor, tensors_of
+from memtrain.activations.intercept.executor import Executor, Rounding, tensors_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
@@ -27,7 +27,6 @@ from memtrain.activations.intercept.registry import (
     recognise_module,
     unwatched,
 )
-from memtrain.activations.intercept.rounding import Rounding
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack import Choose, SavedTensors, Watch
@@ -44,7 +43,7 @@ class Interception:
 
     Hooks on every module (never a replaced `forward`, so that deepcopy and pickle work) turn a
     `TorchFunctionMode` and saved-tensor hooks on around the outermost forward, and keep the path
-    of the module that runs now. It stays out under `no_grad`, inside `torch.compile` and inside
+    of the module that runs now. It is inactive under `no_grad`, inside `torch.compile` and inside
     activation checkpointing (whose saved tensors are recomputed, not kept).
 
     Args:
@@ -195,7 +194,7 @@ class Interception:
     def _begin(
         self, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Turn on what may be on; the forward's arguments, where they are changed."""
+        """Begin an outermost forward; its arguments, where they are changed."""
         saves = self._may_start(name)
         rounds = self.rounding is not None and (saves or self._may_round())
         given = (args, kwargs)

@@ -117,15 +117,15 @@ class Recompute:
 
     The gradients are those of plain training to the last bit: the random stream and autocast are
     as they were, buffers (running statistics) are updated once, and no cache of keys and values is
-    filled. It stays out where nothing is saved (`no_grad`), where such a cache has entries already
-    (a prefix), inside `torch.compile` and transforms of `torch.func`.
+    filled. It is inactive where nothing is saved (`no_grad`), where such a cache has entries
+    already (a prefix), inside `torch.compile` and transforms of `torch.func`.
 
     Args:
         model: Has the modules.
         patterns: Which, as for `recomputed`.
         saved: Packs the inputs that are kept.
         rerun: Runs a module's forward again, of its path, itself, arguments and keyword arguments.
-        suspended: Whether to stay out for now.
+        suspended: Whether it is inactive for now.
 
     Memory:
         The inputs of each module; while its backward runs, all that it saves, and a copy of its
@@ -168,7 +168,7 @@ class Recompute:
         if torch.compiler.is_compiling():
             return None
         stack = self._running.setdefault(threading.get_ident(), [])
-        given = None if self._stays_out() else without_caches(module, args, kwargs)
+        given = None if self._inactive() else without_caches(module, args, kwargs)
         if given is None:
             stack.append((module, None))
             return None
@@ -200,7 +200,7 @@ class Recompute:
         if generator is not None:
             next(generator, None)  # takes its saved-tensor hooks off
 
-    def _stays_out(self) -> bool:
+    def _inactive(self) -> bool:
         return (
             not torch.is_grad_enabled()
             or torch.jit.is_tracing()

@@ -12,7 +12,7 @@ from memtrain.activations.saved.site import Op
 from memtrain.compressors import Compressor, Packed
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A saved tensor kept as it is, and its version then."""
 
     tensor: Tensor
@@ -93,7 +93,7 @@ class Waiting:
         return self.handle.unpack()
 
 
-Saved = Kept | Compressed | Waiting
+Saved = KeptTensor | Compressed | Waiting
 
 
 def check_version(x: Tensor, version: int) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.handles import Compressed, Kept
+from memtrain.activations.saved.handles import Compressed, KeptTensor
 from memtrain.activations.saved.site import Record
 
 DROPPED = "dropped with its graph when the forward ends: nothing that it returns needs it"
 Held = tuple[Record, Callable[[], Any], Callable[[], Any]]
-"""A record, what gives its save while that is alive, and what tells if its bytes are gone."""
+"""A record, a reference to its save, and a function that is true once its bytes are freed."""
 
 
-def watched(record: Record, saved: Kept | Compressed) -> Held:
+def watched(record: Record, saved: KeptTensor | Compressed) -> Held:
     """A record with weak references to what autograd was given for it."""
     # Tuples take no weak reference; these tensors were made for this save alone.
-    own = weakref.ref(saved.tensor if isinstance(saved, Kept) else saved.witness)
+    own = weakref.ref(saved.tensor if isinstance(saved, KeptTensor) else saved.witness)
     if not record.planned:
         return record, own, _never
-    if isinstance(saved, Kept):
+    if isinstance(saved, KeptTensor):
         return record, own, StorageWeakRef(saved.tensor.untyped_storage()).expired
     if saved.shared is None:
         return record, own, _never

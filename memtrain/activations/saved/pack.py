@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.cache import PayloadCache, Save, Source, derived
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.handles import Compressed, Kept, Saved, Waiting
+from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
 from memtrain.activations.saved.origin import (
     PLAIN,
@@ -37,18 +37,18 @@ Choose = Callable[[Site], Compressor | Keep]
 
 
 class Watch(Protocol):
-    """Is told what the ops of a forward save, and what they give."""
+    """Observes what the ops of a forward save, and their results."""
 
     def begin(self, step: int, inputs: Iterable[Any]) -> bool:
-        """A forward starts; whether the compressors of sites have changed."""
+        """Begin a forward; returns whether the compressors of sites have changed."""
         ...
 
     def saved(self, site: Site, x: Tensor, payload: Any = None) -> None:
-        """`x` is saved; `payload` is the same object where saves share it."""
+        """Observe that `x` is saved; `payload` is the same object where saves share it."""
         ...
 
     def after(self, op: Op, result: Any) -> None:
-        """The op that saved what was told last has run."""
+        """Observe the result of the op that made the last saves."""
         ...
 
 
@@ -90,7 +90,7 @@ class SavedTensors:
         self.cache = PayloadCache()
         self._waiting: list[Waiting] = []
         self._calls: dict[Site, int] = {}
-        self._kept: dict[int, StorageWeakRef] = {}  # storages that a Kept holds
+        self._kept: dict[int, StorageWeakRef] = {}  # storages that a KeptTensor holds
         # number and hold of storages whose bytes are in a record
         self._counted: dict[int, tuple[int, StorageWeakRef]] = {}
         self._parameters: set[int] = set()
@@ -153,10 +153,10 @@ class SavedTensors:
                 return self._waiting[-1]
         if storage < 0 or type(x) not in PLAIN:
             note = f"{foreign(x)}; its bytes are not counted"
-            kept = Kept(x.detach(), x._version)
+            kept = KeptTensor(x.detach(), x._version)
             return self._note(kept, Site(op.module, op.name, "saved"), x, note)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
-            return Kept(x.detach(), x._version)
+            return KeptTensor(x.detach(), x._version)
         saved = x.detach()
         if x.is_neg():
             saved = saved.resolve_neg()
@@ -165,7 +165,7 @@ class SavedTensors:
             op = Op(op.module, RECOMPUTE, (saved,) if x.requires_grad else ())
         site = Site(op.module, op.name, op.replaced or op.role(saved, storage))
         if op.replaced:
-            kept = Kept(saved, saved._version)
+            kept = KeptTensor(saved, saved._version)
             if self._recorded is not None:
                 save = Save(saved, storage, *memory_of(saved), site, saved)
                 self._record(kept, save, saved.nbytes, "payload")
@@ -188,7 +188,7 @@ class SavedTensors:
         if not kept and memory_of(y)[1] is not None:
             self.cache.derive(y, source, op)
 
-    def _compress(self, save: Save, op: Op, *, requires_grad: bool) -> Kept | Compressed:
+    def _compress(self, save: Save, op: Op, *, requires_grad: bool) -> KeptTensor | Compressed:
         """The save's handle: compressed where the rules say so and nothing speaks against it."""
         x = save.tensor
         _, version, source, numel = self.cache.weights.get(save.storage, _NO_WEIGHT)
@@ -199,14 +199,15 @@ class SavedTensors:
         if why:
             return self._keep(save, Keep(why))
         chosen = self.checkpointed if op.name == RECOMPUTE else self.choose(save.site)
-        if x.dtype not in FLOATS or (isinstance(chosen, Keep) is False and chosen.gives_derivative):
+        if not isinstance(chosen, Keep) and (x.dtype not in FLOATS or chosen.gives_derivative):
             chosen = _fit(chosen, x, op)
         exact = None
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)
-        if exact is None and isinstance(chosen, Keep) or chosen.is_identity:
+        if exact is not None:
+            chosen = exact
+        elif isinstance(chosen, Keep) or chosen.is_identity:
             return self._keep(save, chosen)
-        chosen = exact or chosen
         handle, planned, note = self.cache.share(save, chosen, self.key, derive=exact is None)
         if handle is None:
             return self._keep(save, Keep(note))
@@ -246,14 +247,14 @@ class SavedTensors:
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _keep(self, save: Save, chosen: Compressor | Keep) -> Kept:
+    def _keep(self, save: Save, chosen: Compressor | Keep) -> KeptTensor:
         x, version, witness = save.tensor, save.tensor._version, None
         alive = save.storage in self._inputs or save.storage in self._kept
         if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
             witness = save.witness
             x = x.clone()  # a small view must not keep a large storage alive
             save = save._replace(tensor=x, storage=storage_id(x))
-        kept = Kept(x, version, witness)
+        kept = KeptTensor(x, version, witness)
         if self._recorded is not None:
             reason = chosen.reason if isinstance(chosen, Keep) else ""
             planned = 0 if alive else x.untyped_storage().nbytes()
@@ -263,8 +264,8 @@ class SavedTensors:
         return kept
 
     def _note(
-        self, saved: Kept | Compressed, site: Site, x: Tensor, reason: str
-    ) -> Kept | Compressed:
+        self, saved: KeptTensor | Compressed, site: Site, x: Tensor, reason: str
+    ) -> KeptTensor | Compressed:
         """Record a save whose bytes are not counted."""
         if self._recorded is not None:
             dtype = str(x.dtype).removeprefix("torch.")
@@ -272,7 +273,7 @@ class SavedTensors:
         return saved
 
     def _record(
-        self, saved: Kept | Compressed, save: Save, planned: int, name: str, reason: str = ""
+        self, saved: KeptTensor | Compressed, save: Save, planned: int, name: str, reason: str = ""
     ) -> None:
         """Record what a save costs; called where that is asked for."""
         x, storage = save.tensor, save.storage
@@ -290,9 +291,9 @@ class SavedTensors:
 _NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
 
 
-def _fit(chosen: Compressor | Keep, x: Tensor, op: Op) -> Compressor | Keep:
+def _fit(chosen: Compressor, x: Tensor, op: Op) -> Compressor | Keep:
     """The compressor for this dtype: masks and indices are packed without loss."""
-    if isinstance(chosen, Keep) or chosen.is_identity:
+    if chosen.is_identity:
         return chosen
     if x.dtype == torch.bool:
         return Mask()
@@ -300,6 +301,4 @@ def _fit(chosen: Compressor | Keep, x: Tensor, op: Op) -> Compressor | Keep:
         return Integers(limit=op.limit)
     if x.dtype not in FLOATS:
         return Keep(f"dtype {x.dtype}")
-    if chosen.gives_derivative:
-        return Keep("derivative codes serve replaced nonlinearities only")
-    return chosen
+    return Keep("derivative codes serve replaced nonlinearities only")

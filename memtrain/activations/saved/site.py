@@ -52,7 +52,7 @@ class Site(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one save cost: a row of the audit."""
+    """Bytes of one save: a row of the audit."""
 
     site: Site
     shape: tuple[int, ...]

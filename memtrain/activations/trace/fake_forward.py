@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from memtrain.activations.intercept.executor import Rounding
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.rounding import Rounding
 from memtrain.activations.saved.pack import Choose
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
