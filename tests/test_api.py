@@ -64,7 +64,7 @@ CORE = ("balanced", "smallest", "exact", "optimizer_only", "activations_only", "
 @pytest.mark.parametrize(
     ("preset", "name"),
     [("balanced", name) for name in OPTIMIZERS]
-    # `checkpointed` wants layers that repeat: tests/activations/intercept/test_recompute.py has them.
+    # `checkpointed` wants repeated layers: see tests/activations/intercept/test_recompute.py.
     + [
         (preset, "adamw")
         for preset in options("preset")
