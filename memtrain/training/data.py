@@ -4,7 +4,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,6 @@ from memtrain.training.settings import build_named, in_range
 SPLITS = ("train", "validation")
 # Other people's packages, and tests, which are mostly data: not the library's own source.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-
-
-class Batch(NamedTuple):
-    """Inputs and targets: tokens [batch, sequence] both, or images [batch, 1, n, n] and [batch]."""
-
-    inputs: Tensor
-    targets: Tensor
 
 
 class Text:
@@ -47,14 +40,14 @@ class Text:
                 )
         self.parts, self.sequence, self.seed = dict(parts), sequence, seed
 
-    def batch(self, split: str, index: int, size: int) -> Batch:
+    def batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
         """`size` sequences, and the same one byte later as targets."""
         part = self.parts[split]
         starts = torch.randint(
             len(part) - self.sequence, (size, 1), generator=_generator(self.seed, split, index)
         )
         windows = part[starts + torch.arange(self.sequence + 1)].long()
-        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class Images:
@@ -70,7 +63,7 @@ class Images:
     def __init__(self, parts: Mapping[str, tuple[Tensor, Tensor]], seed: int) -> None:
         self.parts, self.seed = dict(parts), seed
 
-    def batch(self, split: str, index: int, size: int) -> Batch:
+    def batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
         """`size` images of the epoch that batch `index` falls in; an incomplete one is left out."""
         images, targets = self.parts[split]
         size = min(size, len(images))
@@ -80,7 +73,7 @@ class Images:
         else:
             order = torch.randperm(len(images), generator=_generator(self.seed, split, epoch))
             chosen = order[position * size : (position + 1) * size]
-        return Batch(images[chosen], targets[chosen])
+        return images[chosen], targets[chosen]
 
 
 def stdlib(seed: int, *, sequence: int = 128, validation: float = 0.1) -> Text:
@@ -159,7 +152,7 @@ def build_source(spec: Mapping[str, Any], seed: int) -> Text | Images:
 
     Example:
         >>> source = build_source({"name": "stdlib", "sequence": 8}, seed=0)
-        >>> source.batch("train", 0, 4).inputs.shape
+        >>> source.batch("train", 0, 4)[0].shape
         torch.Size([4, 8])
     """
     return build_named("data", spec, SOURCES, seed)

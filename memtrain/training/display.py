@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from memtrain.training.results import mib
-from memtrain.training.run import Row
+from memtrain.training.run import Metrics
 
 _PERIOD = 10.0  # seconds between lines where there is no terminal
 
@@ -59,7 +59,7 @@ class Display:
         if self._bars:
             self._bars.add_task(run, total=steps, completed=done, text="")
 
-    def step(self, row: Row, steps: int, live: int) -> None:
+    def step(self, row: Metrics, steps: int, live: int) -> None:
         """A step was done.
 
         Args:
@@ -78,7 +78,7 @@ class Display:
         elif time.monotonic() - self._spoken > _PERIOD or row.step in (2, steps):
             self.say(f"{row.run:<7} step {row.step}/{steps}  {text}")
 
-    def validation(self, row: Row) -> None:
+    def validation(self, row: Metrics) -> None:
         """A validation was done; bars do not show it, lines do."""
         if not self._bars:
             self.say(f"{row.run:<7} step {row.step}  validation loss {row.loss:.4f}")

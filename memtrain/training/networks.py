@@ -46,7 +46,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and MLP, each on a residual branch behind a LayerNorm."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -134,7 +134,7 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """ReLU(x + f(x)) with two 3x3 convolutions and batch norms in f."""
 
     def __init__(self, width: int) -> None:
@@ -158,7 +158,7 @@ def resnet(*, width: int = 32, blocks: int = 2, classes: int = 10) -> nn.Sequent
 
     Args:
         width: Channels of the first stage; the second has twice as many.
-        blocks: Residual blocks a stage.
+        blocks: ResidualBlock blocks a stage.
         classes: Outputs.
 
     Returns:
@@ -176,11 +176,11 @@ def resnet(*, width: int = 32, blocks: int = 2, classes: int = 10) -> nn.Sequent
     return nn.Sequential(
         *_convolution(1, width),
         nn.ReLU(),
-        *(Residual(width) for _ in range(blocks)),
+        *(ResidualBlock(width) for _ in range(blocks)),
         nn.MaxPool2d(2),
         *_convolution(width, 2 * width),
         nn.ReLU(),
-        *(Residual(2 * width) for _ in range(blocks)),
+        *(ResidualBlock(2 * width) for _ in range(blocks)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(2 * width, classes),

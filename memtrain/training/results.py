@@ -12,7 +12,7 @@ from rich.table import Table
 
 from memtrain.config.sizes import format_size
 from memtrain.planner import Fit
-from memtrain.training.run import Row
+from memtrain.training.run import Metrics
 
 _CATEGORIES = (
     ("weights", "weights"),
@@ -32,7 +32,7 @@ _PARTS = (
 
 
 @contextmanager
-def metrics_file(path: Path, rows: Iterable[Row] = ()) -> Iterator[Callable[[Row], None]]:
+def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Iterator[Callable[[Metrics], None]]:
     """Open metrics.csv, a line a step, on disk as soon as it is known.
 
     Args:
@@ -48,11 +48,11 @@ def metrics_file(path: Path, rows: Iterable[Row] = ()) -> Iterator[Callable[[Row
     with path.open("x", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
 
-        def write(row: Row) -> None:
+        def write(row: Metrics) -> None:
             writer.writerow(row)
             file.flush()
 
-        writer.writerow(Row._fields)
+        writer.writerow(Metrics._fields)
         for row in rows:
             write(row)
         yield write
@@ -154,7 +154,7 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {**counted, **{key: summary[key] for key in numbers if key in summary}}
 
 
-def draw(path: Path, rows: Sequence[Row], summaries: Mapping[str, Mapping[str, Any]]) -> None:
+def draw(path: Path, rows: Sequence[Metrics], summaries: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw plot.png: the loss curves of the runs, and a bar of bytes for each.
 
     Args:
@@ -200,7 +200,7 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
     return result
 
 
-def _losses(axes: Any, rows: Sequence[Row], names: list[str]) -> None:
+def _losses(axes: Any, rows: Sequence[Metrics], names: list[str]) -> None:
     for name in names:
         colour = _COLOURS[name]
         train = [row for row in rows if row.run == name and row.split == "train"]

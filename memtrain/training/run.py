@@ -30,7 +30,7 @@ optimizer holds, what the forward and the loss leave alive besides the loss, and
 once at any moment, temporaries included."""
 
 
-class Row(NamedTuple):
+class Metrics(NamedTuple):
     """One line of metrics.csv."""
 
     run: str
@@ -84,7 +84,7 @@ class Run:
         self.step = 0
         self.bytes = dict.fromkeys(BYTES, 0)
         """The highest seen of each of `BYTES`."""
-        self.rows: list[Row] = []
+        self.rows: list[Metrics] = []
 
     @property
     def finished(self) -> bool:
@@ -96,7 +96,7 @@ class Run:
         """Bytes of weights, gradients, states and saved activations together."""
         return sum(nbytes for name, nbytes in self.bytes.items() if name != "peak")
 
-    def train_step(self) -> Row:
+    def train_step(self) -> Metrics:
         """Do one optimizer step.
 
         Returns:
@@ -120,14 +120,16 @@ class Run:
         seconds = time.perf_counter() - start
         self.step += 1
         tokens = targets.numel()
-        row = Row(self.name, self.step, "train", loss, rate, None if metered else seconds, tokens)
+        row = Metrics(
+            self.name, self.step, "train", loss, rate, None if metered else seconds, tokens
+        )
         self.rows.append(row)
         if not math.isfinite(loss):
             raise FloatingPointError(f"{self.name}: the loss is {loss} at step {self.step}")
         return row
 
     @torch.no_grad()
-    def validate(self) -> Row:
+    def validate(self) -> Metrics:
         """The mean loss of `eval_batches` validation batches, the same ones every time."""
         training, total, tokens = self.config.training, 0.0, 0
         self.model.eval()
@@ -135,7 +137,7 @@ class Run:
             inputs, targets = self._batch("validation", index, training.batch)
             total += self._loss(inputs, targets).item() * targets.numel()
             tokens += targets.numel()
-        row = Row(self.name, self.step, "validation", total / tokens, None, None, tokens)
+        row = Metrics(self.name, self.step, "validation", total / tokens, None, None, tokens)
         self.rows.append(row)
         return row
 
@@ -162,7 +164,7 @@ class Run:
             api.load_state_dict(self.model, state["memtrain"])
         self.step = state["step"]
         self.bytes = dict(state["bytes"])
-        self.rows = [Row(*row) for row in state["rows"]]
+        self.rows = [Metrics(*row) for row in state["rows"]]
         checkpoint.set_rng_state(state["rng"])
 
     def summary(self) -> dict[str, Any]:

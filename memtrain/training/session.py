@@ -20,22 +20,10 @@ from memtrain.planner import Fit
 from memtrain.training import checkpoint, results
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
-from memtrain.training.run import Row, Run, is_due, pick_device
+from memtrain.training.run import Metrics, Run, is_due, pick_device
 from memtrain.training.settings import TrainConfig
 
-Write = Callable[[Row], None]
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user asked to stop; everything is saved.
-
-    Args:
-        path: The checkpoint to continue from.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"interrupted; continue with: memtrain-train resume={path.parent}")
-        self.path = path
+Write = Callable[[Metrics], None]
 
 
 class Session:
@@ -84,7 +72,9 @@ class Session:
             self.fit = run.fit or self.fit
             nbytes = max(nbytes, storage_nbytes(run.model.parameters()))
         self.summaries: dict[str, dict[str, Any]] = dict(state["summaries"]) if state else {}
-        self.rows: list[Row] = [Row(*row) for row in state["finished_rows"]] if state else []
+        self.rows: list[Metrics] = (
+            [Metrics(*row) for row in state["finished_rows"]] if state else []
+        )
         self.folder = new_folder(Path(config.output.folder) / str(config.experiment))
         try:
             # weights and two moments, twice while one is replaced, and the finished models
@@ -111,13 +101,14 @@ class Session:
             Run name -> `Run.summary()`.
 
         Raises:
-            Interrupted: After SIGINT, SIGTERM or `stop()`; a checkpoint has been written.
+            KeyboardInterrupt: After SIGINT, SIGTERM or `stop()`; a checkpoint has been written, and
+                the message says how to continue.
             OSError: If the last checkpoint or the results cannot be written.
             FloatingPointError: If a loss is NaN or infinite.
         """
         training, output = self.config.training, self.config.output
         current = self.state["current"] if self.state else None
-        earlier = [*self.rows, *(Row(*row) for row in (current or {}).get("rows", ()))]
+        earlier = [*self.rows, *(Metrics(*row) for row in (current or {}).get("rows", ()))]
         metrics = results.metrics_file(self.folder / "metrics.csv", earlier)
         display = Display(self.console, self.source.kind, quiet=output.quiet)
         with metrics as write, self._signals(), display:
@@ -150,7 +141,8 @@ class Session:
                 self._try_save(run, display)
         self._save(run)
         if self._stop:
-            raise Interrupted(self.checkpoint)
+            resume = f"memtrain-train resume={self.folder}"
+            raise KeyboardInterrupt(f"interrupted; continue with: {resume}")
         self.summaries[name] = run.summary()
         self.rows += run.rows
         torch.save(run.model.state_dict(), self._model_file(self.folder, name))

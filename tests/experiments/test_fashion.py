@@ -56,8 +56,8 @@ def test_the_seed_changes_the_order_only(folder):
     for seed in range(8):
         source = build_source(spec, seed)
         assert source.parts["train"][1].tolist() == [0, 1, 2]
-        orders.add(tuple(source.batch("train", 0, 3).targets.tolist()))
-        assert source.batch("train", 0, 3).targets.sort().values.tolist() == [0, 1, 2]
+        orders.add(tuple(source.batch("train", 0, 3)[1].tolist()))
+        assert source.batch("train", 0, 3)[1].sort().values.tolist() == [0, 1, 2]
     assert len(orders) > 1
 
 

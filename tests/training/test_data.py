@@ -70,16 +70,16 @@ def test_text_batches_are_functions_of_seed_split_and_step(few_files):
     batch = source.batch("train", 5, 4)
     source.batch("train", 6, 4)
     torch.manual_seed(9)  # the global generator plays no part
-    assert torch.equal(batch.inputs, other.batch("train", 5, 4).inputs)
-    assert not torch.equal(batch.inputs, source.batch("train", 6, 4).inputs)
-    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-    assert batch.inputs.shape == batch.targets.shape == (4, 16)
+    assert torch.equal(batch[0], other.batch("train", 5, 4)[0])
+    assert not torch.equal(batch[0], source.batch("train", 6, 4)[0])
+    assert torch.equal(batch[0][:, 1:], batch[1][:, :-1])
+    assert batch[0].shape == batch[1].shape == (4, 16)
 
 
 def test_text_reaches_both_ends():
     part = torch.arange(10, dtype=torch.uint8)
     text = Text({"train": part, "validation": part}, sequence=8, seed=0)
-    starts = {int(text.batch("train", i, 4).inputs[0, 0]) for i in range(40)}
+    starts = {int(text.batch("train", i, 4)[0][0, 0]) for i in range(40)}
     assert starts == {0, 1}
 
 
@@ -96,9 +96,9 @@ def test_digits_split_and_epochs():
     assert (len(images), len(held_out)) == (1438, 359)
     assert images.shape[1:] == (1, 8, 8)
     assert images.max() == 1.0
-    epoch = torch.cat([source.batch("train", i, 719).inputs for i in range(2)])
+    epoch = torch.cat([source.batch("train", i, 719)[0] for i in range(2)])
     assert _sorted(epoch) == _sorted(images)  # each image once an epoch
-    assert not torch.equal(epoch[:719], source.batch("train", 2, 719).inputs)  # another order
+    assert not torch.equal(epoch[:719], source.batch("train", 2, 719)[0])  # another order
     assert set(targets.tolist()) == set(range(10))
 
 
@@ -111,14 +111,14 @@ def test_digits_validation_batches_do_not_overlap():
     source = build_source({"name": "digits"}, seed=0)
     first, second = (source.batch("validation", i, 100) for i in range(2))
     held_out = source.parts["validation"][0]
-    assert torch.equal(torch.cat([first.inputs, second.inputs]), held_out[:200])
-    assert torch.equal(source.batch("validation", 3, 100).inputs, first.inputs)  # around again
+    assert torch.equal(torch.cat([first[0], second[0]]), held_out[:200])
+    assert torch.equal(source.batch("validation", 3, 100)[0], first[0])  # around again
 
 
 def test_batch_larger_than_the_data_is_all_of_it():
     pytest.importorskip("sklearn")
     source = build_source({"name": "digits"}, seed=0)
-    assert len(source.batch("validation", 0, 10_000).inputs) == 359
+    assert len(source.batch("validation", 0, 10_000)[0]) == 359
 
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch):

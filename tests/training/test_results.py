@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memtrain.training import results
-from memtrain.training.run import Row
+from memtrain.training.run import Metrics
 
 BYTES = {"weights": 4 * 10**9, "gradients": 4 * 10**9, "states": 8 * 10**9, "saved": 10**11}
 PLAIN = {
@@ -23,7 +23,7 @@ WRAPPED = {
     "validation_loss": 2.5,
 }
 ROWS = [
-    Row(run, step, split, 5.0 / step, 0.1, 0.5, 64)
+    Metrics(run, step, split, 5.0 / step, 0.1, 0.5, 64)
     for run in ("plain", "wrapped")
     for step in (1, 2, 3)
     for split in ("train", "validation")
@@ -71,7 +71,7 @@ def test_ratios():
 def test_metrics_are_on_disk_at_once_and_never_overwritten(tmp_path):
     path = tmp_path / "metrics.csv"
     with results.metrics_file(path, ROWS[:1]) as write:
-        write(Row("plain", 1, "validation", 2.5, None, None, 10))
+        write(Metrics("plain", 1, "validation", 2.5, None, None, 10))
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["run", "step", "split", "loss", "lr", "seconds", "tokens"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from memtrain.cli.train import read_config
 from memtrain.training import checkpoint, results
 from memtrain.training.run import Run
-from memtrain.training.session import Interrupted, Session, new_folder
+from memtrain.training.session import Session, new_folder
 from memtrain.training.settings import TrainConfig, from_mapping
 
 TIMES = "seconds"
@@ -144,7 +144,7 @@ def test_interrupted_and_resumed_equals_straight(smoke, monkeypatch, run_name, s
     with monkeypatch.context() as patch:
         _interrupt(patch, run_name, step, number)
         stopped = Session(smoke(*overrides))
-        with pytest.raises(Interrupted, match="memtrain-train resume="):
+        with pytest.raises(KeyboardInterrupt, match="memtrain-train resume="):
             stopped.train()
     state = checkpoint.read_checkpoint(stopped.folder)
     assert (state["current"]["run"], state["current"]["step"]) == (run_name, step)

@@ -138,12 +138,13 @@ def at_peak(report: Report) -> dict[str, Total]:
     lines = timelines(report)
     if len(lines) < 2:
         return {}
-    peaks = {side: line.peak for side, line in lines.items()}
+    plain, planned = lines["plain"].peak, lines["planned"].peak
     alive = {
-        part: {side: peak.parts.get(part, 0) for side, peak in peaks.items()} for part in PARTS
+        part: Total(plain=plain.parts.get(part, 0), planned=planned.parts.get(part, 0))
+        for part in PARTS
+        if plain.parts.get(part) or planned.parts.get(part)
     }
-    parts = {part: Total(**both) for part, both in alive.items() if any(both.values())}
-    return {**parts, "total": Total(**{side: peak.nbytes for side, peak in peaks.items()})}
+    return {**alive, "total": Total(plain=plain.nbytes, planned=planned.nbytes)}
 
 
 def described(report: Report) -> list[str]:

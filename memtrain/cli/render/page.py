@@ -40,7 +40,7 @@ def as_html(outcome: Outcome) -> str:
     from jinja2 import Environment
 
     charts.check_installed("--html")
-    template = (files(__package__) / "page.html").read_text(encoding="utf-8")
+    template = (files("memtrain.cli.render") / "page.html").read_text(encoding="utf-8")
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return page.from_string(template).render(**_content(outcome), **_pictures(outcome))
 

@@ -75,8 +75,8 @@ def _word(value: Any) -> str:
 
 
 def _total(rows: Sequence[Mapping[str, Any]]) -> Total:
-    sides = {side: sum(row[side] for row in rows) for side in ("plain", "planned")}
-    return Total(**sides)
+    plain, planned = (sum(row[side] for row in rows) for side in ("plain", "planned"))
+    return Total(plain=plain, planned=planned)
 
 
 def _sites(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[Change]:

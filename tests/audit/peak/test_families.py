@@ -29,9 +29,9 @@ def test_every_family_under_every_preset(step):
 
 
 SEVEN_BILLION = """
-from memtrain.cli.models import build
-from memtrain.cli.request import Request
-from memtrain.peak.predict import predict
+from memtrain.cli.models.build import build
+from memtrain.cli.models.request import Request
+from memtrain.audit.peak.predict import predict
 built = build(Request(model="llama-7b", batch=1, seq=2048))
 for cfg in (None, "balanced"):
     print(predict(*built, cfg).peak.nbytes)
