@@ -1,4 +1,4 @@
-"""What a config's compression of activations does to the gradient: site by site, and together."""
+"""Noise of a config's compressed activations in the gradient: site by site, and together."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence

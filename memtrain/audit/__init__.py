@@ -1,4 +1,4 @@
-"""Where every byte of a training step goes: predicted, or measured on a real one."""
+"""The bytes of a training step, site by site: predicted, or measured on a real one."""
 
 from memtrain.audit.report import audit
 

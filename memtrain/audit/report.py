@@ -1,4 +1,4 @@
-"""The audit: where every byte of a training step goes, without and with a plan."""
+"""The audit: the bytes of a training step, site by site, without and with a plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -84,8 +84,8 @@ class Total:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What was not compressed for one reason."""
+class KeptTensors:
+    """Tensors that were kept as they are for one reason."""
 
     kind: str
     """`weight`, `gradient`, `state` or `activation`."""
@@ -117,8 +117,8 @@ class Report:
 
     rows: tuple[Row, ...]
     """Every row, in the order of the model and its forward."""
-    kept: tuple[Kept, ...]
-    """What the plan did not compress, most bytes first."""
+    kept: tuple[KeptTensors, ...]
+    """The tensors that the plan did not compress, by reason, most bytes first."""
     unmatched: tuple[str, ...]
     """Rules that matched nothing."""
     loss: bool
@@ -126,7 +126,7 @@ class Report:
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Kind -> why its bytes could not be told."""
     timeline: Timeline | None = None
-    """What is alive at each moment of a step of plain PyTorch, where it was asked for."""
+    """Live bytes at each moment of a step of plain PyTorch, where it was asked for."""
     planned_timeline: Timeline | None = None
     """The same with the plan."""
     measured: Timeline | None = None
@@ -329,15 +329,15 @@ def activation_rows(
     return found
 
 
-def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[Kept]:
-    """What is kept as it is, by kind and reason."""
+def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[KeptTensors]:
+    """Tensors that are kept as they are, by kind and reason."""
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     rows = [(e.kind, e.reason, e.planned, e.site) for e in entries if not e.compressor]
     rows += [("activation", r.reason, r.planned, r.site.name) for r in planned if not r.compressor]
     for kind, reason, nbytes, site in rows:
         groups.setdefault((kind, reason), []).append((nbytes, site))
     kept = [
-        Kept(
+        KeptTensors(
             kind=kind,
             reason=reason,
             nbytes=sum(nbytes for nbytes, _ in found),

@@ -1,4 +1,4 @@
-"""What an error says of a config: the key or value that is wrong, and the nearest that is right."""
+"""Messages for mistakes in a config: the wrong key or value, and the nearest valid one."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig
 
 
 def nearest(value: str, allowed: Sequence[str]) -> str:
-    """The end of an error message: the nearest allowed value, then all of them.
+    """End an error message: the nearest allowed value, then all of them.
 
     Example:
         >>> nearest("balance", ["balanced", "exact"])
@@ -60,7 +60,7 @@ def check_keys(cfg: Any, schema: type, path: str = "") -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The key and the first line of an OmegaConf error, which has many."""
+    """Shorten an OmegaConf error to its key and its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
     return f"{key}: {lines[0]}" if key else lines[0]

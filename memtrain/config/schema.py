@@ -1,4 +1,4 @@
-"""What a user can ask for: the typed schema, and every default."""
+"""The typed schema of a config, with every default."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ GRADIENTS = (KEEP, "release")
 
 @dataclass(kw_only=True)
 class ActivationRule:
-    """Sites of saved tensors, and what is done to them. Patterns are globs, `|` separates them."""
+    """Sites of saved tensors, and their compressor. Patterns are globs, `|` separates them."""
 
     module: str = "*"
     """Path of the module whose forward saves the tensor, as in `named_modules()`."""
@@ -27,7 +27,7 @@ class ActivationRule:
 
 @dataclass(kw_only=True)
 class StateRule:
-    """Optimizer states, and what is done to them. Patterns are globs, `|` separates them."""
+    """Optimizer states, and their compressor. Patterns are globs, `|` separates them."""
 
     parameter: str = "*"
     """Name of the parameter, as in `named_parameters()`."""
@@ -49,11 +49,11 @@ class Activations:
     """`module / op / tensor` -> compressor: a plan file's decisions, before every rule. A site
     that does not exist is an error."""
     recompute: list[str] = field(default_factory=list)
-    """Modules (paths; globs) that keep their inputs only, and run again in the backward; `@blocks`:
-    those that the model repeats. Of nested ones the outermost. One that does not exist is an
-    error."""
+    """Modules (paths; globs) that keep their inputs only, and are recomputed in the backward;
+    `@blocks`: those that the model repeats. Of nested ones the outermost. One that does not exist
+    is an error."""
     recompute_inputs: Any = "keep"
-    """A compressor for what those modules, and your own `torch.utils.checkpoint`, start again from.
+    """A compressor for the inputs of those modules, and of your own `torch.utils.checkpoint`.
     `keep`: their gradients are plain training's to the last bit."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
@@ -104,7 +104,7 @@ class Optim:
 
 @dataclass(kw_only=True)
 class Release:
-    """How gradients are released, where `gradients=release`."""
+    """Options of released gradients, where `gradients=release`."""
 
     clip: str = "none"
     """`none`, `value`, `parameter` (each by its own norm), `previous` (by the last step's global
@@ -112,7 +112,7 @@ class Release:
     limit: float = 1.0
     """Of the clipping."""
     loss_scale: float = 1.0
-    """What the loss was multiplied with: gradients are divided by it."""
+    """The factor of the loss: gradients are divided by it."""
     skip_nonfinite: bool = True
     """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
     accumulate: int = 1

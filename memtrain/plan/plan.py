@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def options(self) -> Options:
-        """How saved tensors are handled, whatever their compressors."""
+        """The options of saved tensors, whatever their compressors."""
         own = self.config.activations
         return Options(
             min_elements=own.min_elements,
@@ -253,8 +253,9 @@ def make_plan(
     plan = replace(plan, bits=plan.automatic_bits(), precision=precision)
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
-    least, choose = config.optim.min_elements, plan.choose_state if plan.state_rules else None
-    plan._entries["state"] = predict_states(model, optimizer, choose, min_elements=least)
+    by_rules = plan.choose_state if plan.state_rules else None
+    least = config.optim.min_elements
+    plan._entries["state"] = predict_states(model, optimizer, by_rules, min_elements=least)
     _check_states(plan)
     if batch is not None:
         asked: set[Site] = set()

@@ -1,4 +1,4 @@
-"""Ordered patterns over names, and what a plan file says of single sites: who decides a site."""
+"""Ordered rules, patterns over names, and a plan file's single sites before them."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,7 +19,7 @@ NO_RULE = Keep("no rule matches")
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """A rule's pattern as globs: `|` separates them, `@name` stands for a family of ops.
+    """Expand a rule's pattern to globs: `|` separates them, `@name` stands for a family of ops.
 
     Raises:
         ValueError: For an unknown family.
@@ -69,7 +69,7 @@ class Rules:
         self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
 
     def choose(self, names: tuple[str, ...], *, signed: bool = True) -> Compressor | Keep:
-        """The compressor for a site, or the reason to keep it.
+        """Choose the compressor for a site, or the reason to keep it.
 
         Args:
             names: Of the site.
@@ -85,12 +85,12 @@ class Rules:
     def choose_any(
         self, alternatives: Sequence[tuple[str, ...]], *, signed: bool = True
     ) -> Compressor | Keep:
-        """The same for a site of several names (a tied weight): the earliest rule of any wins."""
+        """Choose for a site of several names (a tied weight): the earliest rule of any wins."""
         exact = [names for names in alternatives if names in self._sites]
         return self.choose((exact or [min(alternatives, key=self._winner)])[0], signed=signed)
 
     def compressors(self) -> list[Compressor | Keep]:
-        """What the rules choose among."""
+        """List everything that the rules may choose."""
         signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
         return [chosen for each in signs for chosen in each.values()]
 
@@ -126,7 +126,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
-    """The rules for saved tensors.
+    """Build the rules for saved tensors.
 
     Args:
         own: That part of the config.
@@ -152,7 +152,7 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
 
 
 def recompute_inputs(own: Activations) -> Compressor | Keep:
-    """What holds the inputs of modules that run again, or the reason to keep them.
+    """Build the compressor for the inputs of recomputed modules, or the reason to keep them.
 
     Args:
         own: That part of the config.
@@ -177,7 +177,7 @@ def recompute_inputs(own: Activations) -> Compressor | Keep:
 
 
 def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
-    """The rules for optimizer states.
+    """Build the rules for optimizer states.
 
     Args:
         own: That part of the config.
@@ -199,7 +199,7 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
 
 
 def automatic_bits(own: Activations, activations: Rules) -> BitWidths | None:
-    """The widths that rules with `bits: auto` start with; None if no rule has it.
+    """Build the widths that rules with `bits: auto` start with; None if no rule has it.
 
     Args:
         own: That part of the config: its `average_bits`.

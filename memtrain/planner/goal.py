@@ -1,4 +1,4 @@
-"""What a plan for a budget is asked to do, what it promises, and why there is none."""
+"""The goal of a plan for a budget, its promise, and the error where none fits."""
 
 import re
 import textwrap

@@ -118,7 +118,7 @@ def _error(compressor: Compressor) -> float:
 
 
 def _through(curve: Function, compressor: Compressor) -> float:
-    """What is lost of a function of a rounded tensor."""
+    """The noise in a function of a rounded tensor."""
     x = _normal()
     back = curve(_rounded(compressor, x).double().numpy())
     return _share(torch.from_numpy(back), torch.from_numpy(curve(x.double().numpy())))

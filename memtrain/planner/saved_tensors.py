@@ -130,7 +130,7 @@ def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int])
 
 
 def _traces(plans: Sequence[Plan], model: nn.Module, batch: Any) -> list[_Trace]:
-    """What a forward saves under each plan; plans that choose alike have one trace."""
+    """Trace a forward under each plan; plans that choose alike have one trace."""
     known: list[tuple[dict[Site, Compressor | Keep], _Trace]] = []
     found: list[_Trace] = []
     for plan in plans:
@@ -259,7 +259,8 @@ def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
             continue
         each = [_cost(own, {**DEFAULT, name: bits}) for bits in WIDTHS]
         moving[name] = moving.get(name, np.zeros((len(WIDTHS), 4))) + each
-    found, totals = [DEFAULT], fixed[None]
+    found: list[Mapping[str, int]] = [DEFAULT]
+    totals = fixed[None]
     for name, table in moving.items():
         found = [{**own, name: bits} for own in found for bits in WIDTHS]
         totals = (totals[:, None] + table[None]).reshape(-1, 4)

@@ -9,7 +9,7 @@ BALANCED = "balanced"
 CODES, GROUPS, ONLY_CODES, ONLY_GROUPS = "codes", "groups", "only codes", "only groups"
 PATCHES, ONLY_PATCHES = "patches", "only patches"
 SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS, PATCHES, ONLY_PATCHES)
-"""Which compressor each kind of saved tensor gets. `balanced` is the preset; `codes` gives
+"""Compressors for each kind of saved tensor. `balanced` is the preset; `codes` gives
 derivative codes to nonlinearities and groups to others; `groups` gives groups also to smooth
 nonlinearities, so that their outputs are computed again; `only ...` keeps the rest; `patches` gives
 4x4 patches to maps."""
@@ -17,7 +17,7 @@ WIDTHS = range(1, 9)
 CODE, SMOOTH, REST = "code", "smooth", "rest"
 """Of derivative codes; of groups that smooth nonlinearities read; of other groups."""
 DEFAULT: Mapping[str, int] = {CODE: 3, SMOOTH: 5, REST: 4}
-"""What has a width of its own -> its bits, 1 to 8: the preset `balanced`'s."""
+"""Kind of code -> its bits, 1 to 8: the preset `balanced`'s."""
 NARROW: Mapping[str, int] = {CODE: 1, SMOOTH: 2, REST: 1}
 """With the default, two points on the line of bytes over bits."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memtrain.audit.peak import Moment, Timeline
-from memtrain.audit.report import Kept, Report, Row
+from memtrain.audit.report import KeptTensors, Report, Row
 
 BUILDER = """
 import torch
@@ -110,9 +110,9 @@ def report():
             sites=("é",)),
     ]  # fmt: skip
     kept = (
-        Kept(kind="weight", reason="not requested", nbytes=16 * mib, count=4,
+        KeptTensors(kind="weight", reason="not requested", nbytes=16 * mib, count=4,
              example="h.0.attn.weight"),
-        Kept(kind="activation", reason="not requested", nbytes=2 * mib, count=1,
+        KeptTensors(kind="activation", reason="not requested", nbytes=2 * mib, count=1,
              example="(root) / cross_entropy / saved"),
     )  # fmt: skip
     rules = ("activations.rules.0: op=[silu]",)

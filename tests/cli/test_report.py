@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from memtrain.audit.peak import Moment, Timeline
-from memtrain.audit.report import CATEGORIES, Kept, Report, Row
+from memtrain.audit.report import CATEGORIES, KeptTensors, Report, Row
 from memtrain.cli.models.build import build
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
@@ -61,7 +61,7 @@ def test_json_has_the_documented_schema():
         Row(name="w", kind="weight", plain=64, planned=64, reason="not requested", sites=("w",)),
         Row(name="a", kind="activation", plain=100, planned=25, compressor="Group()", sites=("b",)),
     )
-    kept = (Kept(kind="weight", reason="not requested", nbytes=64, count=1, example="w"),)
+    kept = (KeptTensors(kind="weight", reason="not requested", nbytes=64, count=1, example="w"),)
     line = Timeline((Moment("forward of a", "forward", 9, {"weights": 8, "inputs": 1}),))
     report = Report(
         rows=rows, kept=kept, unmatched=("activations.rules.0: op=[silu]",), loss=True,

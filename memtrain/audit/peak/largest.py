@@ -136,7 +136,7 @@ def _resized(x: Tensor, *, old: int, what: str, new: int) -> Tensor:
 
 
 def _extent(batch: Any, what: str) -> int:
-    """How large the batch is now."""
+    """The batch's present size."""
     place = WHAT.index(what)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > place:

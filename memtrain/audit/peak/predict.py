@@ -175,7 +175,7 @@ def _states(optimizer: Optimizer, trained: set[Tensor]) -> Iterable[Tensor]:
 
 
 def _use_foreach(optimizer: Optimizer) -> None:
-    """What torch's optimizers do for CUDA tensors, and on the CPU only where they are told to."""
+    """Set `foreach`, which torch's optimizers do by themselves for CUDA tensors only."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True

@@ -134,7 +134,7 @@ class StorageRecorder(TorchDispatchMode):
                 self.keep(RECOMPUTED)
 
     def _describe(self, func: Any) -> str:
-        """What runs now."""
+        """The label of what runs now."""
         if self.phase == "step":
             return "step"
         if self._path or self.phase == "forward":

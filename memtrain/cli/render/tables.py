@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from memtrain.audit.report import Kept, Report, Total
+from memtrain.audit.report import KeptTensors, Report, Total
 from memtrain.cli.render.outcome import (
     Outcome,
     advice,
@@ -108,7 +108,7 @@ def _largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
     return table
 
 
-def _kept(groups: Iterable[Kept]) -> RenderableType:
+def _kept(groups: Iterable[KeptTensors]) -> RenderableType:
     """What the plan left as it is, by reason."""
     table = Table(title="\nnot compressed, and why", title_justify="left", box=None, pad_edge=False)
     table.add_column("why", overflow="fold")
