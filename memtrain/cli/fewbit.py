@@ -254,9 +254,9 @@ def errors_table() -> Table:
         >>> errors_table().row_count > 10
         True
     """
-    from memtrain.compressors.fewbit.exact import EXACT
     from memtrain.compressors.fewbit.functions import CURVES
     from memtrain.compressors.fewbit.solver import table
+    from memtrain.compressors.fewbit.step_function import EXACT
 
     rows = Table(box=None, pad_edge=False)
     rows.add_column("function")

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.compressors import Compressor, DerivativeCode, Keep, Key
-from memtrain.compressors.fewbit.exact import EXACT
 from memtrain.compressors.fewbit.functions import CURVES, Function
+from memtrain.compressors.fewbit.step_function import EXACT
 from memtrain.optim.states.layout import is_unsigned
 
 _SOLVED = 6

@@ -11,8 +11,8 @@ from memtrain.activations.ops.nonlinear import MODULES, NAMES, Nonlinearity
 from memtrain.activations.ops.prelu import PReLU
 from memtrain.activations.ops.rrelu import RReLU
 from memtrain.compressors import DerivativeCode, Group, Keep, Key
-from memtrain.compressors.fewbit.exact import EXACT
 from memtrain.compressors.fewbit.register import register
+from memtrain.compressors.fewbit.step_function import EXACT
 
 CODE, KEY = DerivativeCode(bits=4), Key(seed=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -168,6 +168,12 @@ def test_the_table_has_every_registered_compressor():
 
 
 @every_case
+def test_a_payload_has_the_parts_that_are_declared(compressor, row):
+    for x in inputs(row):
+        assert compressor.compress(x, key=Key()).tensors.keys() <= {*compressor.parts}
+
+
+@every_case
 def test_is_a_frozen_value(compressor, row):
     assert isinstance(compressor, Compressor)
     assert is_dataclass(compressor)

@@ -3,9 +3,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.compressors.fewbit.exact import EXACT
 from memtrain.compressors.fewbit.functions import FAMILIES, complete, curve
 from memtrain.compressors.fewbit.solver import table
+from memtrain.compressors.fewbit.step_function import EXACT
 
 CALLS = {
     "gelu": F.gelu,

@@ -74,7 +74,7 @@ def test_a_mode_gets_the_call_before_its_parts():
 def test_it_solves_under_the_callers_modes():
     plain = register(swish).table()
     fewbit_register._solved.cache_clear()
-    for file in fewbit_register.files.folder().iterdir():
+    for file in fewbit_register.tables.folder().iterdir():
         file.unlink()
     with Spy() as spy, FakeTensorMode(), torch.inference_mode(), torch.autocast("cpu"):
         mine = register(swish)

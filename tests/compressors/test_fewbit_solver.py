@@ -3,7 +3,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from memtrain.compressors.fewbit import search as search
+from memtrain.compressors.fewbit import solver
 from memtrain.compressors.fewbit.functions import CURVES, Curve, normal_pdf
 from memtrain.compressors.fewbit.solver import solve, table
 
@@ -70,9 +70,9 @@ def test_search_finds_what_brute_force_finds(function, weight, bits):
     n = 12
     found = solve(function, bits, (-2.5, 3), weight, n=n, refine=False)
     density = None if weight == "uniform" else normal_pdf
-    problem = search.prepare(CURVES[function], density, (-2.5, 3.0), n)
+    problem = solver.prepare(CURVES[function], density, (-2.5, 3.0), n)
     errors = {
-        cut: float(search.fit(problem, problem.grid[list(cut)])[1])
+        cut: float(solver.fit(problem, problem.grid[list(cut)])[1])
         for cut in combinations(range(1, n), 2**bits - 1)
     }
     best = min(errors, key=errors.__getitem__)
@@ -84,12 +84,12 @@ def test_search_finds_what_brute_force_finds(function, weight, bits):
 @pytest.mark.parametrize("weight", [None, normal_pdf], ids=["uniform", "normal"])
 def test_pruned_search_is_as_good_as_the_exhaustive_one(bits, weight):
     for function, curve in CURVES.items():
-        problem = search.prepare(curve, weight, (-6.0, 7.0), 300)
+        problem = solver.prepare(curve, weight, (-6.0, 7.0), 300)
         every, few = (
-            search.search(problem.mass, problem.moment, 2**bits, prune=prune)
+            solver.search(problem.mass, problem.moment, 2**bits, prune=prune)
             for prune in (False, True)
         )
-        errors = [search.fit(problem, problem.grid[cut])[1] for cut in (every, few)]
+        errors = [solver.fit(problem, problem.grid[cut])[1] for cut in (every, few)]
         # Equal but for ties, where sums of numbers as large as the energy differ in rounding.
         assert abs(errors[0] - errors[1]) <= problem.noise, function
         assert len(few) == 2**bits - 1 == len(set(few))
@@ -102,8 +102,8 @@ def test_pruned_search_is_exhaustive_on_rough_functions():
         mass = np.append(0.0, rng.random(n).cumsum())
         moment = np.append(0.0, (rng.standard_normal(n).cumsum() ** 2 * rng.random(n)).cumsum())
         count = int(rng.integers(2, 17))
-        every = search.search(mass, moment, count, prune=False)
-        assert search.search(mass, moment, count) == every
+        every = solver.search(mass, moment, count, prune=False)
+        assert solver.search(mass, moment, count) == every
 
 
 def test_eight_bits_have_a_sixteenth_of_the_error_of_six():
@@ -130,7 +130,7 @@ def test_a_kink_off_the_grid_becomes_a_boundary():
 @pytest.mark.parametrize("n", [128, 129, 300])
 def test_search_does_not_depend_on_its_chunks(n, monkeypatch):
     whole = solve("mish", 3, n=n, refine=False)
-    monkeypatch.setattr(search, "_ROWS", 17)
+    monkeypatch.setattr(solver, "_ROWS", 17)
     assert solve("mish", 3, n=n, refine=False) == whole
 
 
@@ -153,22 +153,22 @@ def test_uniform_levels_are_difference_quotients():
 
 @pytest.mark.parametrize("weight", [None, normal_pdf], ids=["uniform", "normal"])
 def test_hessian_is_the_derivative_of_the_gradient(weight):
-    problem = search.prepare(CURVES["silu"], weight, (-10.0, 10.0), 200)
+    problem = solver.prepare(CURVES["silu"], weight, (-10.0, 10.0), 200)
     s, step = np.array([-3.0, -1.234, 0.321, 2.222, 4.1]), 1e-5
     shift = step * np.eye(5)
-    ahead, behind = search.gradient(problem, s + shift), search.gradient(problem, s - shift)
+    ahead, behind = solver.gradient(problem, s + shift), solver.gradient(problem, s - shift)
     # central differences of f'' and of the gradient: 1e-16 / 1e-6, times jumps of about 1
-    assert np.allclose(search.hessian(problem, s), (ahead - behind) / (2 * step), rtol=0, atol=1e-8)
+    assert np.allclose(solver.hessian(problem, s), (ahead - behind) / (2 * step), rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("weight", [None, normal_pdf], ids=["uniform", "normal"])
 def test_gradient_is_the_derivative_of_the_error(weight):
-    problem = search.prepare(CURVES["gelu"], weight, (-10.0, 10.0), 200)
+    problem = solver.prepare(CURVES["gelu"], weight, (-10.0, 10.0), 200)
     s, step = np.array([-1.234, 0.321, 2.222]), 1e-5
     shift = step * np.eye(3)
-    numeric = (search.fit(problem, s + shift)[1] - search.fit(problem, s - shift)[1]) / (2 * step)
+    numeric = (solver.fit(problem, s + shift)[1] - solver.fit(problem, s - shift)[1]) / (2 * step)
     # central differences: step**2 and the error's rounding (1e-15 * energy / step)
-    assert np.allclose(search.gradient(problem, s), numeric, rtol=0, atol=1e-8)
+    assert np.allclose(solver.gradient(problem, s), numeric, rtol=0, atol=1e-8)
 
 
 def test_refine_reaches_a_stationary_point_below_the_grid_error():

@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from memtrain.compressors.fewbit import files as files
-from memtrain.compressors.fewbit import solver as solver
+from memtrain.compressors.fewbit import solver, tables
 from memtrain.compressors.fewbit.solver import solve, table
 from memtrain.compressors.fewbit.tables import (
     TABLES,
@@ -81,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr(files.np, "savez", full)
+    monkeypatch.setattr(tables.np, "savez", full)
     with pytest.raises(OSError, match=r"tables\.npz.*no space left"):
         save_npz(path, {"b": STEP})
     assert load_npz(path) == {"a": STEP}
@@ -172,20 +171,20 @@ def test_slow_tables_are_kept_on_disk(folder, monkeypatch):
 
 @pytest.mark.parametrize("damage", [b"", b"rubbish", None], ids=["empty", "rubbish", "cut"])
 def test_damaged_files_are_computed_again(folder, damage):
-    name = files.key("damage")
-    files.cached(name, lambda: STEP)
+    name = tables.key("damage")
+    tables.cached(name, lambda: STEP)
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
     calls = []
-    assert files.cached(name, lambda: calls.append(1) or STEP) == STEP
+    assert tables.cached(name, lambda: calls.append(1) or STEP) == STEP
     assert calls == [1]
     assert load_npz(path) == {"table": STEP}
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(folder):
     folder.write_text("a file in its place")
-    assert files.cached("name", lambda: STEP) == STEP
+    assert tables.cached("name", lambda: STEP) == STEP
 
 
 def test_writers_at_the_same_time_leave_one_whole_file(folder):
@@ -197,7 +196,7 @@ def test_writers_at_the_same_time_leave_one_whole_file(folder):
             barrier.wait()
             return STEP
 
-        results.append(files.cached("same", compute))
+        results.append(tables.cached("same", compute))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -211,13 +210,13 @@ def test_writers_at_the_same_time_leave_one_whole_file(folder):
 def test_the_folder_follows_the_platform(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MEMTRAIN_CACHE")
-    monkeypatch.setattr(files.sys, "platform", "linux")
-    assert files.folder() == tmp_path.resolve() / "memtrain"
-    monkeypatch.setattr(files.sys, "platform", "darwin")
-    assert files.folder().parts[-3:] == ("Library", "Caches", "memtrain")
-    monkeypatch.setattr(files.sys, "platform", "win32")
+    monkeypatch.setattr(tables.sys, "platform", "linux")
+    assert tables.folder() == tmp_path.resolve() / "memtrain"
+    monkeypatch.setattr(tables.sys, "platform", "darwin")
+    assert tables.folder().parts[-3:] == ("Library", "Caches", "memtrain")
+    monkeypatch.setattr(tables.sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert files.folder() == tmp_path.resolve() / "local" / "memtrain"
+    assert tables.folder() == tmp_path.resolve() / "local" / "memtrain"
 
 
 def test_solved_tables_are_valid_from_outside():

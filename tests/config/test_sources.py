@@ -120,7 +120,7 @@ def test_a_family_of_ops_is_expanded_and_a_wrong_one_is_refused():
 
 
 def test_the_piecewise_family_is_what_one_bit_serves():
-    from memtrain.compressors.fewbit.exact import EXACT
+    from memtrain.compressors.fewbit.step_function import EXACT
 
     clamps = {"clamp", "clip", "clamp_min", "clamp_max"}  # served by hardtanh's and threshold's
     slopes = {"prelu", "rrelu"}  # their slopes' own payload takes more

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from memtrain.activations.ops.fewbit import fewbit
 from memtrain.activations.ops.rrelu import RReLU
 from memtrain.compressors import Compressor, DerivativeCode, Key
-from memtrain.compressors.fewbit.exact import EXACT
 from memtrain.compressors.fewbit.functions import FAMILIES, complete
 from memtrain.compressors.fewbit.register import REGISTERED
+from memtrain.compressors.fewbit.step_function import EXACT
 from memtrain.kernels.derivative import pointwise
 
 # The arguments after the input, by the function's name without its in-place mark: those among

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from memtrain.compressors.fewbit import files as files
+from memtrain.compressors.fewbit import tables
 from memtrain.compressors.fewbit.functions import FAMILIES, Array, Curve, Interval
 from memtrain.compressors.fewbit.solver import VERSION, check_bits, solve
 from memtrain.compressors.fewbit.step_function import Approximation
@@ -218,7 +218,7 @@ def _look(name: str, fn: Elementwise, derivative: Elementwise | None, interval: 
             at = x[~np.isfinite(whole)][0]
             raise ValueError(f"{name!r} has {what} that are not finite, the first at {at:g}")
         results.append(whole)
-    return files.key(*results, interval)
+    return tables.key(*results, interval)
 
 
 @lru_cache(maxsize=256)
@@ -232,4 +232,4 @@ def _solved(function: Registered, bits: int) -> Approximation:
         # quotients would be wrong where the derivative is not the value's.
         return _alone(lambda: solve(curve, bits, function.interval, np.ones_like))
 
-    return files.cached(files.key(VERSION, function.content, bits), compute)
+    return tables.cached(tables.key(VERSION, function.content, bits), compute)

@@ -1,11 +1,15 @@
-"""The best piecewise-constant stand-in for an activation's derivative: few-bit tables."""
+"""The best piecewise-constant stand-in for an activation's derivative: few-bit tables.
+
+Prefix integrals on a grid, an exact dynamic programme over it, and Newton steps off it.
+"""
 
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from memtrain.compressors.fewbit import files as files
-from memtrain.compressors.fewbit.exact import EXACT
+from memtrain.compressors.fewbit import tables
 from memtrain.compressors.fewbit.functions import (
     FAMILIES,
     Array,
@@ -17,13 +21,210 @@ from memtrain.compressors.fewbit.functions import (
     curve,
     normal_pdf,
 )
-from memtrain.compressors.fewbit.search import fit, prepare, refine, search
-from memtrain.compressors.fewbit.step_function import MAX_BITS, Approximation
-
-__all__ = ["MAX_BITS", "Approximation", "solve", "table"]
+from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approximation
 
 VERSION = 2  # of what a table holds; part of the names of cached files
 _SLOW_BITS = 6  # from here on solving may take seconds (docs/guides/fewbit.md)
+# Gauss-Legendre on one grid cell (10 / 1000 wide): exact to rounding for these functions.
+_NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(8)
+_ROWS = 128  # end points handled at once: the search holds _ROWS x n costs, never n x n
+
+
+class Problem(NamedTuple):
+    """Prefix integrals on the grid: mass of w, moment w f', energy w f'**2."""
+
+    curve: Curve
+    weight: Function | None  # None: 1
+    grid: Array
+    mass: Array
+    moment: Array
+    energy: float
+
+    @property
+    def noise(self) -> float:
+        """Rounding of the error, a difference of numbers as large as the energy."""
+        return 1e-14 * self.energy
+
+    def prefix(self, s: Array) -> tuple[Array, Array]:
+        """Mass and moment from the interval's start to any points `s`."""
+        if self.weight is None:
+            return s - self.grid[0], self.curve.value(s) - self.curve.value(self.grid[:1])
+        cell = np.clip(np.searchsorted(self.grid, s) - 1, 0, len(self.grid) - 2)
+        mass, moment, _ = _integrate(self.curve, self.weight, self.grid[cell], s)
+        return self.mass[cell] + mass, self.moment[cell] + moment
+
+    def density(self, s: Array) -> Array:
+        """The weight at `s`."""
+        return np.ones_like(s) if self.weight is None else self.weight(s)
+
+
+def _integrate(
+    curve: Curve, weight: Function | None, start: Array, stop: Array
+) -> tuple[Array, Array, Array]:
+    """Integrals of w, w f' and w f'**2 over [start, stop], elementwise, by quadrature."""
+    half = (stop - start)[..., None] / 2
+    x = start[..., None] + half * (1 + _NODES)
+    slope = curve.slope(x)
+    measure = half * _NODE_WEIGHTS * (1.0 if weight is None else weight(x))
+    return measure.sum(-1), (measure * slope).sum(-1), (measure * slope**2).sum(-1)
+
+
+def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: int) -> Problem:
+    """The problem on an even grid of `cells` cells, with the curve's kinks as grid points.
+
+    Example:
+        >>> from memtrain.compressors.fewbit.functions import CURVES
+        >>> prepare(CURVES["selu"], None, (-1.0, 2.0), 4).grid.tolist()
+        [-1.0, -0.25, 0.0, 0.5, 1.25, 2.0]
+    """
+    low, high = interval
+    # This order of operations makes 0 and other round numbers exact grid points.
+    grid = low + (high - low) * np.arange(cells + 1) / cells
+    for kink in curve.kinks:
+        if low < kink < high:
+            near = np.abs(grid[1:-1] - kink) < 1e-6 * (high - low) / cells
+            inner = grid[1:-1][~near]
+            grid = np.sort(np.concatenate([grid[:1], inner, [kink], grid[-1:]]))
+    mass, moment, energy = _integrate(curve, weight, grid[:-1], grid[1:])
+    if weight is None:
+        prefix = grid - low, curve.value(grid) - curve.value(grid[:1])
+    else:
+        prefix = np.append(0.0, mass.cumsum()), np.append(0.0, moment.cumsum())
+    return Problem(curve, weight, grid, *prefix, float(energy.sum()))
+
+
+def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> list[int]:
+    """Grid indices of the inner boundaries of the best split into exactly `count` intervals.
+
+    The energy is the same for every split, so an interval costs minus its moment**2 / mass. All
+    layers of a few end points are done together, for the costs are the same in each layer.
+
+    These costs do not keep the quadrangle inequality where f' is not monotone (GELU's overshoots
+    at both ends), so divide and conquer or SMAWK would be wrong. What holds for any f' is that
+    splitting an interval never costs more: T(j, i') >= T(j, i) + T(i, i'). So a start j with
+    best[k-1][j] + T(j, i) >= best[k-1][i] is beaten, in layer k, by the start i for every end
+    behind i, and may be dropped for good. Few starts survive: the ones about one interval back.
+
+    Args:
+        mass: Prefix mass, [n + 1].
+        moment: Prefix moment, [n + 1].
+        count: How many intervals, at most n.
+        prune: Whether to drop starts; without, every start is tried.
+
+    Returns:
+        count - 1 indices, ascending.
+
+    Memory:
+        12 bytes per grid point and level; a strip of 128 rows of costs besides.
+
+    Example:
+        >>> search(np.arange(5.0), np.array([0.0, 0.0, 0.0, 1.0, 2.0]), 2)
+        [2]
+    """
+    n = len(mass) - 1
+    best = np.full((count + 1, n + 1), np.inf)
+    best[0, 0] = 0.0
+    start_of = np.zeros((count + 1, n + 1), np.int32)
+    lowest = [0] * (count + 1)  # of each layer, the first start not dropped
+    for first in range(1, n + 1, _ROWS):
+        end = np.arange(first, min(first + _ROWS, n + 1))
+        width, rows = int(end[-1]), np.arange(len(end))
+        left = min(lowest[1:])
+        start = np.arange(left, width)
+        cost = -_gain(mass[end, None] - mass[start], moment[end, None] - moment[start])
+        cost[start >= end[:, None]] = np.inf
+        for layer in range(1, min(count, width) + 1):
+            low = lowest[layer]
+            total = best[layer - 1, low:width] + cost[:, low - left :]
+            winner = total.argmin(1)
+            start_of[layer, end] = winner + low
+            best[layer, end] = total[rows, winner]
+            if prune:
+                kept = total[-1] < best[layer - 1, width]
+                lowest[layer] = low + (int(kept.argmax()) if kept.any() else width - low)
+    cuts = [n]
+    for layer in range(count, 1, -1):
+        cuts.append(int(start_of[layer, cuts[-1]]))
+    return cuts[:0:-1]
+
+
+def _gain(mass: Array, moment: Array) -> Array:
+    """moment**2 / mass; 0 where a far tail has no mass left in float64."""
+    return np.divide(moment**2, mass, out=np.zeros_like(mass), where=mass > 0)
+
+
+def fit(problem: Problem, boundaries: Array) -> tuple[Array, Array]:
+    """Best levels and error for boundaries [..., K - 1]: shapes [..., K] and [...]."""
+    edge = problem.grid[[0, -1]]
+    shape = (*boundaries.shape[:-1], 1)
+    edges = np.concatenate(
+        [np.broadcast_to(edge[0], shape), boundaries, np.broadcast_to(edge[1], shape)], -1
+    )
+    mass, moment = (np.diff(p, axis=-1) for p in problem.prefix(edges))
+    levels = np.divide(moment, mass, out=np.zeros_like(mass), where=mass > 0)
+    return levels, problem.energy - _gain(mass, moment).sum(-1)
+
+
+def gradient(problem: Problem, boundaries: Array) -> Array:
+    """The error's derivative by each boundary, equation 5 of the paper."""
+    levels, _ = fit(problem, boundaries)
+    left, right = levels[..., :-1], levels[..., 1:]
+    slope = problem.curve.slope(boundaries)
+    return (2 * slope - left - right) * (right - left) * problem.density(boundaries)
+
+
+def refine(problem: Problem, boundaries: Array) -> Array:
+    """Damped Newton descent; a step is taken only if the error does not grow."""
+    noise = problem.noise
+    low, high = problem.grid[[0, -1]]
+    slant, error = gradient(problem, boundaries), fit(problem, boundaries)[1]
+    damping = 1e-6
+    for _ in range(100):
+        if damping > 1e9 or error <= noise or not slant.any():
+            break
+        curvature = hessian(problem, boundaries)
+        # Absolute curvature as scale: flat stretches (relu) then give no wild steps.
+        scale = np.diag(np.abs(np.diag(curvature)) + 1e-3)
+        trial = boundaries - np.linalg.solve(curvature + damping * scale, slant)
+        inside = all(a < b for a, b in pairwise([low, *trial, high]))
+        if inside:
+            new_slant, new_error = gradient(problem, trial), fit(problem, trial)[1]
+            smaller = np.abs(new_slant).max() < np.abs(slant).max()
+            if new_error < error - noise or (new_error < error + noise and smaller):
+                boundaries, slant, error = trial, new_slant, new_error
+                damping = max(damping / 10, 1e-12)
+                continue
+        damping *= 10
+    return boundaries
+
+
+def hessian(problem: Problem, boundaries: Array) -> Array:
+    """The error's second derivatives, [K - 1, K - 1]: tridiagonal, for a level sees its two ends.
+
+    f'' and w' are central differences; the rest is analytic.
+    """
+    step = 1e-6
+    levels, _ = fit(problem, boundaries)
+    edges = np.concatenate([problem.grid[:1], boundaries, problem.grid[-1:]])
+    mass = np.maximum(np.diff(problem.prefix(edges)[0]), np.finfo(np.float64).tiny)
+    slope, weight = problem.curve.slope(boundaries), problem.density(boundaries)
+    ahead, behind = boundaries + step, boundaries - step
+    bend = (problem.curve.slope(ahead) - problem.curve.slope(behind)) / (2 * step)
+    tilt = (problem.density(ahead) - problem.density(behind)) / (2 * step)
+    left, right = levels[:-1], levels[1:]
+    off, jump = 2 * slope - left - right, right - left
+    # How a boundary moves the level on its left and the one on its right.
+    d_left = weight * (slope - left) / mass[:-1]
+    d_right = -weight * (slope - right) / mass[1:]
+    diagonal = (
+        (2 * bend - d_left - d_right) * jump * weight
+        + off * (d_right - d_left) * weight
+        + off * jump * tilt
+    )
+    shared = levels[1:-1]  # the level between a boundary and the next
+    coupling = 2 * weight[:-1] * weight[1:] * (slope[:-1] - shared) * (slope[1:] - shared)
+    coupling = coupling / mass[1:-1]
+    return np.diag(diagonal) + np.diag(coupling, 1) + np.diag(coupling, -1)
 
 
 def solve(
@@ -132,7 +333,7 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
 
     if bits < _SLOW_BITS:
         return compute()
-    return files.cached(files.key(VERSION, function, bits, full), compute)
+    return tables.cached(tables.key(VERSION, function, bits, full), compute)
 
 
 def _snap(boundaries: Array, kinks: tuple[float, ...], interval: Interval) -> Array:
