@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.optim.convert import plain_class
 from memtrain.optim.fused.fused import FusedStates, moment_dtype
 from memtrain.optim.states import layout
 from memtrain.optim.states.base import OWN, CompressedStates, on_each

@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from memtrain.kernels.step.rules import AdamWScalars, Number, adamw
-from memtrain.optim.fused.capturable import number
+from memtrain.optim.fused.capturable import check_betas, check_numbers, number
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
-from memtrain.optim.states.group_options import check_betas, check_numbers
 
 
 class AdamW4bit(FusedStates):

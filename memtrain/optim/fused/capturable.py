@@ -1,6 +1,6 @@
-"""What a step needs so that CUDA graphs can repeat it: `capturable=True`."""
+"""Options of parameter groups: allowed numbers, and `capturable=True` for CUDA graphs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,22 @@ def stays_on_device(group: Mapping[str, Any], value: Any) -> bool:
     return bool(
         group.get("capturable") and isinstance(value, Tensor) and value.device.type in DEVICES
     )
+
+
+def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
+    """Raise for options that must not be negative; NaN is refused too."""
+    for name in names:
+        if isinstance(group[name], Tensor) and group[name].numel() != 1:
+            raise ValueError(f"{name} must have one element, got {tuple(group[name].shape)}")
+        if not stays_on_device(group, group[name]) and not float(group[name]) >= 0:
+            raise ValueError(f"{name} must be at least 0, got {group[name]}")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    """Raise for betas outside [0, 1)."""
+    for k, beta in enumerate(group["betas"]):
+        if not stays_on_device(group, beta) and not 0 <= beta < 1:
+            raise ValueError(f"betas[{k}] must be in [0, 1), got {beta}")
 
 
 def number(group: Mapping[str, Any], value: Any) -> Number:

@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.kernels.step.rules import LionScalars, Number, lion
-from memtrain.optim.fused.capturable import number
+from memtrain.optim.fused.capturable import check_betas, check_numbers, number
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
 from memtrain.optim.states.base import closure_loss, refuse_sparse
-from memtrain.optim.states.group_options import check_betas, check_numbers
 
 
 class Lion(Optimizer):

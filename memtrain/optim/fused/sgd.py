@@ -10,10 +10,9 @@ from torch.optim.sgd import sgd as plain_sgd
 from memtrain.kernels.step.rules import Number, Scalars, SGDScalars, sgd
 from memtrain.kernels.step.split import PLAIN
 from memtrain.kernels.step.step import Entry
-from memtrain.optim.fused.capturable import number
+from memtrain.optim.fused.capturable import check_numbers, number
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
-from memtrain.optim.states.group_options import check_numbers
 from memtrain.optim.states.shards import local, local_gradient
 
 
