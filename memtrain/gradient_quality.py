@@ -183,7 +183,7 @@ def measure(
     options: Options = Options(),  # noqa: B008 - a constant
     halves: Sequence[Closure] = (),
 ) -> GradientQuality:
-    """Measure gradients with and without compression; nothing of the model is changed.
+    """Measure gradients with and without compression, as `gradient_quality`.
 
     Args:
         model: Wrapped or not; while this runs, only `choose` decides.
@@ -194,22 +194,8 @@ def measure(
         options: As of the plan.
         halves: The closure on each of two halves of its batch, whose mean is its loss.
 
-    Returns:
-        The quality of the whole and, if asked for, of each site with a compressor.
-
     Raises:
         ValueError: For fewer than two seeds, or a closure that leaves no gradient.
-
-    Memory:
-        One gradient per seed.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
-        >>> x = torch.randn(32, 64)
-        >>> found = measure(model, lambda: model(x).sum().backward(), lambda site: Group(bits=8))
-        >>> found.whole.cosine > 0.999
-        True
     """
     if len(seeds) < 2:
         raise ValueError(f"seeds={list(seeds)}; allowed: two or more")
@@ -219,11 +205,7 @@ def measure(
 
         def run(choice: Choose, seed: int, body: Closure = closure) -> Gradient:
             interception = Interception(
-                model,
-                choice,
-                options=options,
-                seed=seed,
-                on_saved=records.extend,
+                model, choice, options=options, seed=seed, on_saved=records.extend
             )
             with interception.alone():
                 return gradient(body)

@@ -186,7 +186,7 @@ class ForwardRounding:
             self.state.gemms[site] = why
             return func
         back = self.state.low_backward_format(output)
-        note_halved = self.scaler.note_halved if self._counts else _ignore
+        note_halved = self.scaler.note_halved if self._counts else lambda halved: None
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             self.state.gemms[site] = ""
@@ -282,10 +282,6 @@ def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
-
-
-def _ignore(halved: Tensor) -> None:
-    pass
 
 
 def _round_again(parameter: Tensor, version: int, form: FloatFormat, seed: int) -> Tensor:

@@ -133,7 +133,9 @@ class _Fp8Linear(torch.autograd.Function):
         b, scale_b, halved_b = quantize(weight.contiguous(), form)
         note_halved(halved_a)
         note_halved(halved_b)
-        y = _product(a, scale_a, b, scale_b, _result_dtype(x))
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        y = _product(a, scale_a, b, scale_b, dtype)
         if bias is not None:
             y += bias.to(y.dtype)
         return y.view(*x.shape[:-1], -1)
@@ -171,8 +173,3 @@ def _transposed(x: Tensor, form: FloatFormat) -> tuple[Tensor, Tensor]:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _result_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -77,12 +77,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Give a plain dict for `load_state_dict`."""
-        return {
-            "value": self.value,
-            "clean": self.clean,
-            "overflows": self.overflows,
-            "off": self.off,
-        }
+        return {name: getattr(self, name) for name in ("value", "clean", "overflows", "off")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""

@@ -17,7 +17,7 @@ from memtrain.activations.adaptive.replay import (
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.saved.pack import Choose, Watch
+from memtrain.activations.saved.pack import Choose
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 
@@ -72,9 +72,10 @@ class GactAdapter:
 
     def measure(self, closure: Closure) -> None:
         """Measure and allocate the budget now; see `step`."""
+        sizes = _SiteSizes(self.bits)
         with gradient_replay(self.interception.model) as gradient:
-            sizes = _SiteSizes(self.bits)
-            usual = self._pass(gradient, closure, watch=sizes)
+            with self.interception.trial(self.interception.saved.choose, sizes, {}):
+                usual = gradient(closure)
             sites = [site for site in sizes.sizes if site not in self.bits.leaders]
             found = {site: self._sensitivity(site, gradient, closure) for site in sites}
         self.sensitivities = found
@@ -85,27 +86,15 @@ class GactAdapter:
     def _sensitivity(
         self, site: str, gradient: Callable[[Closure], Gradient], closure: Closure
     ) -> float:
-        g0, g1, g2 = (
-            self._pass(gradient, closure, site=site, width=width, draw=draw)
-            for width, draw in ((1, 0), (1, 1), (8, 2))
-        )
+        gradients = []
+        for width, draw in ((1, 0), (1, 1), (8, 2)):
+            with self.interception.trial(self._choose(site, width), None, {site: draw}):
+                gradients.append(gradient(closure))
+        g0, g1, g2 = gradients
         found = max(
             squared_distance(g0, g1), 2 * squared_distance(g0, g2), 2 * squared_distance(g1, g2)
         )
         return min(found, CAP) if found == found else CAP  # NaN is not equal to itself
-
-    def _pass(
-        self,
-        gradient: Callable[[Closure], Gradient],
-        closure: Closure,
-        *,
-        site: str = "",
-        width: int = 0,
-        draw: int = 0,
-        watch: Watch | None = None,
-    ) -> Gradient:
-        with self.interception.trial(self._choose(site, width), watch, {site: draw}):
-            return gradient(closure)
 
     def _choose(self, site: str, width: int) -> Choose:
         """Give one site, and those that share its payload, another width; others as always."""
