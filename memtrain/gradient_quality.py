@@ -23,7 +23,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack import Choose
 from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.fake_forward import arguments
+from memtrain.activations.trace.fake_forward import call_arguments
 from memtrain.api import plan_of
 from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, activation_plan
@@ -163,7 +163,7 @@ def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
         A function of no arguments; the loss is the output's own `loss`, or else a random
         projection of the floats in the output.
     """
-    args, kwargs = arguments(batch)
+    args, kwargs = call_arguments(batch)
 
     def run() -> None:
         output = model(*args, **kwargs)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.site_sets import Groups
+from memtrain.activations.trace.site_sets import DisjointSets
 
 
 def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[list[Site]]:
@@ -29,7 +29,7 @@ def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[list[Site]]
         [['a / gelu / input']]
     """
     left, right = site_bytes(plain, planned)
-    groups = Groups([*left, *right])
+    groups = DisjointSets([*left, *right])
     _join_ops(groups, left, right)
     _join_storages(groups, plain, left, right)
     found = []
@@ -53,7 +53,7 @@ def site_bytes(
     return left, right
 
 
-def _join_ops(groups: Groups, left: dict[Site, int], right: dict[Site, int]) -> None:
+def _join_ops(groups: DisjointSets, left: dict[Site, int], right: dict[Site, int]) -> None:
     """Unite the sites of an op that differ, and the ops of a module that one side lacks."""
     modules: dict[str, dict[str, list[set[Site]]]] = {}
     for side, sums in enumerate((left, right)):
@@ -63,14 +63,14 @@ def _join_ops(groups: Groups, left: dict[Site, int], right: dict[Site, int]) -> 
     for ops in modules.values():
         for before, after in ops.values():
             if before != after:
-                groups.unite(before | after)
+                groups.union(before | after)
         lone = [before | after for before, after in ops.values() if not (before and after)]
         if any(after and not before for before, after in ops.values()):
-            groups.unite(set().union(*lone))
+            groups.union(set().union(*lone))
 
 
 def _join_storages(
-    groups: Groups, plain: Sequence[Record], left: dict[Site, int], right: dict[Site, int]
+    groups: DisjointSets, plain: Sequence[Record], left: dict[Site, int], right: dict[Site, int]
 ) -> None:
     """Unite a group that only the plan counts with the one that plain PyTorch counts it at."""
     counted = {record.storage: record.site for record in plain if record.nbytes}
@@ -81,4 +81,4 @@ def _join_storages(
     for record in plain:
         before, after = sums.get(groups.find(record.site), (1, 1))
         if after and not before and record.storage in counted:
-            groups.unite((record.site, counted[record.storage]))
+            groups.union((record.site, counted[record.storage]))

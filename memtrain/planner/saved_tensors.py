@@ -11,7 +11,7 @@ from torch import nn
 
 from memtrain.activations.saved.cache import SHARED
 from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.site_sets import Groups
+from memtrain.activations.trace.site_sets import DisjointSets
 from memtrain.audit.join import join
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.functions import CURVES
@@ -155,32 +155,32 @@ def _traces(plans: Sequence[Plan], model: nn.Module, batch: Any) -> list[_Trace]
     return found
 
 
-def _united(traces: Sequence[_Trace]) -> Groups:
+def _united(traces: Sequence[_Trace]) -> DisjointSets:
     """Sets of sites whose bytes add up, whatever is chosen for each set."""
     unique = {id(trace): [own.record for own in trace] for trace in traces}
-    plain, groups = unique[id(traces[0])], Groups()
+    plain, groups = unique[id(traces[0])], DisjointSets()
     for records in unique.values():
         for record in records:
             groups.add(record.site)
     for records in unique.values():
         for sites in join(plain, records):
-            groups.unite(sites)
+            groups.union(sites)
         _unite_shared(groups, records)
     return groups
 
 
-def _unite_shared(groups: Groups, records: Sequence[Record]) -> None:
+def _unite_shared(groups: DisjointSets, records: Sequence[Record]) -> None:
     """Unite sites of one storage, and those that are derived with what they are derived from."""
     by_storage: dict[int, Site] = {}
     latest: dict[str, Site] = {}
     for record in records:
         if not record.shape:  # a note, not a tensor
             continue
-        groups.unite((by_storage.setdefault(record.storage, record.site), record.site))
+        groups.union((by_storage.setdefault(record.storage, record.site), record.site))
         if record.compressor == _DERIVED:
             op = _source_of(record)
             if op in latest:
-                groups.unite((latest[op], record.site))
+                groups.union((latest[op], record.site))
         else:
             latest[record.site.op] = record.site
 
@@ -215,7 +215,7 @@ def _followed(wide: Compressor | Keep, narrow: Compressor | Keep) -> str:
 
 
 def _by_item(
-    trace: _Trace, groups: Groups, slopes: Mapping[tuple[Any, ...], tuple[str, int]]
+    trace: _Trace, groups: DisjointSets, slopes: Mapping[tuple[Any, ...], tuple[str, int]]
 ) -> dict[Site, _Trace]:
     """First site of an item -> its saved tensors, each with its width and its root."""
     found: dict[Site, _Trace] = {}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.saved.handles import check_version
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack import SavedTensors
-from memtrain.activations.trace.fake_forward import Given
+from memtrain.activations.trace.fake_forward import CallArguments
 from memtrain.compressors import Compressor, Float, Keep
 from memtrain.kernels.floats.format_names import FORMATS
 from memtrain.kernels.floats.formats import FloatFormat
@@ -100,7 +100,7 @@ class ForwardRounding:
             return
         self._tracing = True
         try:
-            assign(model, tree_map_only(Tensor, _detached, Given(args, kwargs)))
+            assign(model, tree_map_only(Tensor, _detached, CallArguments(args, kwargs)))
         finally:
             self._tracing = False
 

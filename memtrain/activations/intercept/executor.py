@@ -13,8 +13,8 @@ from memtrain.activations.intercept.index_bounds import limit_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.registry import SMOOTH, recognise
+from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
-from memtrain.activations.ops.context import output_again
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack import SavedTensors

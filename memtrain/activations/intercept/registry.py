@@ -10,10 +10,10 @@ from memtrain.activations.ops import (
     conv,
     cross_entropy,
     dropout,
+    leaky_relu,
     nonlinear,
     norm_calls,
     pool,
-    prelu,
     shape_only,
 )
 from memtrain.activations.ops.call import Call
@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Recognise] = {
     "dropout": dropout.recognise,
     **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
     **dict.fromkeys(pool.NAMES, pool.recognise),
-    "prelu": prelu.recognise,
+    "prelu": leaky_relu.recognise,
     **dict.fromkeys(shape_only.NAMES, shape_only.recognise),
 }
 
@@ -69,8 +69,7 @@ def recognise(
     """
     base = name.strip("_")
     if base in conv.NAMES:
-        micro = conv.MicroBatches(threshold=options.backward_bytes)
-        return conv.recognise(name, args, kwargs, micro)
+        return conv.recognise(name, args, kwargs, options.backward_bytes)
     recogniser = FUNCTIONS.get(base)
     if recogniser is None:
         return nonlinear.recognise_registered(name, args)
@@ -84,7 +83,7 @@ def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | 
         >>> recognise_module("Linear"), recognise_module("LlamaRMSNorm").__name__
         (None, 'recognise_module')
     """
-    written = norm_calls.recognise_module if norm_calls.writes_out(name) else None
+    written = norm_calls.recognise_module if name.endswith(norm_calls.SUFFIXES) else None
     return MODULES.get(name, written)
 
 

@@ -1,36 +1,77 @@
-"""`Function.apply` at the price of torch's C++ alone."""
+"""Autograd Functions made of two plain functions, and the payloads that they save for backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as _in_transform
 from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
+from memtrain.activations.saved.flatten import Layout, flatten, layout_of
+from memtrain.activations.saved.handles import Shared, check_version
+from memtrain.compressors import Compressor, Key, Packed
 
-def direct(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` without what torch does around it in Python, unless it is needed.
+Payload = tuple[Packed, Layout | None]
+"""A compressed tensor, and its layout where it was flattened."""
 
-    torch's own looks for a `setup_context`, refuses to run in a transform of functorch without one,
-    and takes what is left of a finished transform off its arguments: as long as a small kernel.
+
+def autograd_function(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    tensors: int = 1,
+    twice: bool = False,
+) -> Callable[..., Any]:
+    """The `apply` of an autograd Function of two functions, at the price of its C++ part alone.
+
+    torch's own looks for a `setup_context`, refuses to run in a transform of torch.func without
+    one, and unwraps the tensors that a finished transform left, all in Python: as long as a small
+    kernel. With one tensor this calls it in a transform or a compilation only.
 
     Args:
-        function: With the context in `forward`; no `setup_context`.
+        forward: `(ctx, x, ...) -> y`. Its name less `_forward` names the graph's node.
+        backward: `(ctx, *grads) -> tuple`, a gradient or None for each of `tensors`.
+        tensors: How many of forward's first arguments are tensors, or None in place of one.
+        twice: Whether the backward is differentiable. If not, it raises a RuntimeError under
+            `create_graph=True`: what was saved is no function of x. (torch's `once_differentiable`
+            raises only where a gradient that comes in requires one; else it leaves the second
+            derivative through x out without a word.)
 
     Returns:
-        A callable of `forward`'s arguments: the first a tensor, others no tensors.
+        A callable of forward's arguments after `ctx`, by position.
 
     Example:
-        >>> import torch
-        >>> class Double(Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return x * 2
-        >>> direct(Double)(torch.ones(2))
-        tensor([2., 2.])
+        >>> def cube_forward(ctx, x):
+        ...     ctx.save_for_backward(x)
+        ...     return x**3
+        >>> def cube_backward(ctx, grad):
+        ...     return (3 * ctx.saved_tensors[0] ** 2 * grad,)
+        >>> cube, x = autograd_function(cube_forward, cube_backward), torch.ones(2).requires_grad_()
+        >>> y = cube(x)
+        >>> type(y.grad_fn).__name__, torch.autograd.grad(y.sum(), x)
+        ('CubeBackward', (tensor([3., 3.]),))
+        >>> torch.autograd.grad(y.sum(), x, create_graph=True)
+        Traceback (most recent call last):
+        ...
+        RuntimeError: memtrain keeps too little of an activation to differentiate it twice ...
     """
+    constants = (None,) * (forward.__code__.co_argcount - 1 - tensors)
+
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if not twice and torch.is_grad_enabled():
+            raise RuntimeError(
+                "memtrain keeps too little of an activation to differentiate it twice "
+                "(once_differentiable): keep this op by an exception rule, compressor: keep"
+            )
+        return backward(ctx, *grads) + constants
+
+    name = forward.__name__.removesuffix("_forward").title().replace("_", "")
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
+    function = cast("type[Function]", type(name, (Function,), methods))
     in_cpp = cast(Any, super(Function, function)).apply
 
     def apply(x: Tensor, *others: Any) -> Any:
@@ -38,4 +79,104 @@ def direct(function: type[Function]) -> Callable[..., Any]:
             return function.apply(x, *others)
         return in_cpp(unwrap_if_dead(x), *others)
 
-    return apply
+    return apply if tensors == 1 else function.apply
+
+
+def compress(x: Tensor, compressor: Compressor, key: Key) -> Payload:
+    """The payload of `x`, flattened in memory order unless the compressor is `shaped`.
+
+    Args:
+        x: What is compressed.
+        compressor: Of the site's rule.
+        key: Feeds its random bits.
+    """
+    flat, layout = (x, None) if compressor.shaped else flatten(x)
+    return compressor.compress(flat, key=key), layout
+
+
+def save_payloads(
+    ctx: Any, payloads: Sequence[Payload], compressor: Compressor, *others: Tensor | None
+) -> None:
+    """Save payloads, and other tensors as they are, through `ctx.save_for_backward`.
+
+    Args:
+        ctx: The Function's context.
+        payloads: As `compress` gives them.
+        compressor: What decompresses them.
+        *others: Parameters and statistics.
+    """
+    parts = [t for packed, _ in payloads for t in packed.tensors.values()]
+    ctx.save_for_backward(*parts, *others)
+    ctx.compressor = compressor
+    ctx.payloads = [
+        (packed._replace(tensors=dict.fromkeys(packed.tensors)), layout)
+        for packed, layout in payloads
+    ]
+
+
+def saved_payloads(ctx: Any) -> tuple[list[tuple[Packed, Any]], list[Any]]:
+    """The payloads that `save_payloads` saved, and the other tensors."""
+    saved = iter(ctx.saved_tensors)
+    payloads = [
+        (packed._replace(tensors={name: next(saved) for name in packed.tensors}), layout)
+        for packed, layout in ctx.payloads
+    ]
+    return payloads, list(saved)
+
+
+def save_compressed(
+    ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor | None
+) -> None:
+    """Save the payload of `x`, and other tensors as they are, through `ctx.save_for_backward`.
+
+    Args:
+        ctx: The Function's context.
+        x: What is compressed.
+        compressor: Of the site's rule.
+        key: Feeds its random bits.
+        *others: Parameters and statistics.
+    """
+    save_payloads(ctx, [compress(x, compressor, key)], compressor, *others)
+
+
+def saved_compressed(ctx: Any) -> tuple[Tensor, list[Any]]:
+    """What `save_compressed` saved: `x` decompressed, in its shape and memory order, and others."""
+    (payload,), others = saved_payloads(ctx)
+    return decompress(payload, ctx.compressor), others
+
+
+def decompress(payload: Payload, compressor: Compressor) -> Tensor:
+    """The tensor of a payload, in its shape and memory order."""
+    packed, layout = payload
+    return Shared(packed, compressor, layout).tensor()
+
+
+def output_again(y: Tensor) -> Callable[[], Tensor] | None:
+    """A function that computes an op's output again from the payload that the op saved, or None.
+
+    An op allows it by setting `ctx.output`, a function of what `saved_compressed` returns.
+
+    Args:
+        y: The op's result.
+    """
+    node: Any = y.grad_fn
+    if not hasattr(node, "output") or node.payloads[0][1] != layout_of(y):
+        return None
+    # Not the node itself: a backward through it frees what it saved, yet who reads the output may
+    # belong to another graph (of `y.detach()`), or have its turn later.
+    (payload,), others = saved_payloads(node)
+    versions = [None if t is None else t._version for t in others]
+    return partial(_output_again, node.output, payload, node.compressor, others, versions)
+
+
+def _output_again(
+    output: Callable[..., Tensor],
+    payload: Payload,
+    compressor: Compressor,
+    others: list[Any],
+    versions: list[int | None],
+) -> Tensor:
+    for t, version in zip(others, versions, strict=True):
+        if t is not None and version is not None:
+            check_version(t, version)
+    return output(decompress(payload, compressor), *others)

@@ -1,16 +1,30 @@
-"""Batch and instance norm that save a compressed normalised input (see `ops.norm`)."""
+"""Batch, instance and group norms that save a compressed normalised input.
 
+With `x_hat = (x - mean) * rstd` every norm has `dx = rstd * (g - mean(g) - x_hat * mean(g *
+x_hat))`, where `g = dy * weight` (an RMS norm without the term `mean(g)`). So `x_hat` and one
+`rstd` per row or channel are enough, whatever the mean was. Compressing `x` instead, by hooks,
+loses a large mean's worth of precision: the bounds of a group are rounded to bfloat16.
+"""
+
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from memtrain.activations.ops.context import keep, kept
-from memtrain.activations.ops.fused_channel_norm import gradients, keep_normalised
-from memtrain.activations.ops.norm import normalised, spread, standard, times, wanted
-from memtrain.activations.ops.once import once_differentiable
-from memtrain.compressors import Compressor, Key
+from memtrain.activations.ops.autograd import (
+    autograd_function,
+    save_compressed,
+    save_payloads,
+    saved_compressed,
+    saved_payloads,
+)
+from memtrain.activations.ops.call import as_autocast
+from memtrain.activations.ops.spatial import memory_format_of
+from memtrain.activations.saved.flatten import layout_of, restore
+from memtrain.compressors import Compressor, Key, Packed
+from memtrain.kernels.norm import channel_norm
+from memtrain.kernels.norm.channel_norm_reference import Channels
 
 
 def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)
@@ -48,8 +62,7 @@ def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)
         Ioffe and Szegedy, Batch Normalization, arXiv:1502.03167; ActNN (arXiv:2104.14129) keeps x
         itself quantised.
     """
-    options = (*running, momentum, eps, compressor, key)
-    return _BatchNorm.apply(x, weight, bias, *options)  # type: ignore[return-value]
+    return _batch_norm(x, weight, bias, *running, momentum, eps, compressor, key)
 
 
 def instance_norm(  # noqa: PLR0913 (torch's own, and the site's)
@@ -104,40 +117,236 @@ def instance_norm(  # noqa: PLR0913 (torch's own, and the site's)
     return y.view(x.shape)
 
 
-class _BatchNorm(Function):
-    @staticmethod
-    def forward(  # noqa: PLR0913 (the norm's own, and the site's)
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        var: Tensor | None,
-        momentum: float,
-        eps: float,
-        compressor: Compressor,
-        key: Key,
-    ) -> Tensor:
-        norm, cudnn = torch._batch_norm_impl_index, torch.backends.cudnn.enabled
-        y, own_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
-        if keep_normalised(ctx, x, (own_mean, rstd), weight, bias, compressor, key):
-            return y
-        x_hat = y
-        if weight is not None or bias is not None:
-            x_hat = normalised(x, own_mean, rstd)
-            if x_hat is None:
-                x_hat = norm(x, None, None, None, None, True, 0.0, eps, cudnn)[0]
-        keep(ctx, x_hat, compressor, key, rstd, weight)
-        ctx.eps = eps
-        return y
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    compressor: Compressor,
+    key: Key = Key(),  # noqa: B008 (a frozen value)
+) -> Tensor:
+    """`F.group_norm`, saving a compressed `x_hat` in place of `x`; the value is torch's own.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if ctx.where is not None:
-            return *gradients(ctx, grads[0]), *[None] * 6
-        x_hat, (rstd, weight) = kept(ctx)
-        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-            grads[0], x_hat, weight, None, None, *standard(rstd), True, ctx.eps, wanted(ctx)
-        )
-        return times(dx, spread(rstd, x_hat)), dw, db, *[None] * 6
+    Args:
+        x: Float, [N, C, ...].
+        groups: How many groups of channels are normalised, each by itself.
+        weight: [C], or None.
+        bias: [C], or None.
+        eps: Added to the variance.
+        compressor: For `x_hat`.
+        key: Feeds the compressor's random bits.
+
+    Returns:
+        Shape of `x`.
+
+    Memory:
+        Kept for backward: the payload of x's elements, and one number per sample and group.
+
+    Reference:
+        Wu and He, Group Normalization, arXiv:1803.08494.
+    """
+    x, weight, bias = as_autocast(
+        lambda t: torch.group_norm(t, groups), (0, *x.shape[1:]), x, weight, bias
+    )
+    return _group_norm(x, weight, bias, groups, eps, compressor, key)
+
+
+def _batch_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
+    compressor: Compressor,
+    key: Key,
+) -> Tensor:
+    norm, cudnn = torch._batch_norm_impl_index, torch.backends.cudnn.enabled
+    y, own_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
+    if _save_channel_codes(ctx, x, (own_mean, rstd), weight, bias, compressor, key):
+        return y
+    x_hat = y
+    if weight is not None or bias is not None:
+        x_hat = _normalised(x, own_mean, rstd)
+        if x_hat is None:
+            x_hat = norm(x, None, None, None, None, True, 0.0, eps, cudnn)[0]
+    save_compressed(ctx, x_hat, compressor, key, rstd, weight)
+    ctx.eps = eps
+    return y
+
+
+def _batch_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if ctx.where is not None:
+        return *_gradients_of_codes(ctx, grad), None, None
+    x_hat, (rstd, weight) = saved_compressed(ctx)
+    wanted = list(ctx.needs_input_grad[:3])
+    dx, dw, db = torch.ops.aten.native_batch_norm_backward(
+        grad, x_hat, weight, None, None, *standard(rstd), True, ctx.eps, wanted
+    )
+    return _scaled(dx, rstd, x_hat), dw, db, None, None
+
+
+def _group_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    eps: float,
+    compressor: Compressor,
+    key: Key,
+) -> Tensor:
+    n, c = x.shape[:2]
+    ctx.sizes = (n, c, x[0, 0].numel() if n and c else 0, groups)
+    # As torch does it: CPU kernels know channels-last, CUDA's do not.
+    on_cpu = x.device.type == "cpu"
+    x = x.contiguous(memory_format=memory_format_of(x) if on_cpu else torch.contiguous_format)
+    y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
+    if _save_channel_codes(ctx, x, (mean, rstd), weight, bias, compressor, key, groups=groups):
+        return y
+    x_hat = y
+    if weight is not None or bias is not None:
+        x_hat = None
+        if x.is_contiguous() and x.numel():  # a batch of one sample, whose channels are groups
+            rows = x.view(1, n * groups, -1)
+            x_hat = _normalised(rows, mean.view(-1), rstd.view(-1))
+        if x_hat is None:
+            x_hat = torch.native_group_norm(x, None, None, *ctx.sizes, eps)[0]
+        x_hat = x_hat.view(x.shape)
+    save_compressed(ctx, x_hat, compressor, key, rstd, weight)
+    return y
+
+
+def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if ctx.where is not None:
+        return _gradients_of_codes(ctx, grad)
+    x_hat, (rstd, weight) = saved_compressed(ctx)
+    dx, dw, db = torch.ops.aten.native_group_norm_backward(
+        grad.contiguous(memory_format=memory_format_of(x_hat)),
+        x_hat,
+        *standard(rstd),
+        weight,
+        *ctx.sizes,
+        list(ctx.needs_input_grad[:3]),
+    )
+    return _scaled(dx, rstd.repeat_interleave(ctx.sizes[1] // ctx.sizes[3], 1), x_hat), dw, db
+
+
+_batch_norm = autograd_function(_batch_norm_forward, _batch_norm_backward, tensors=5)
+_group_norm = autograd_function(_group_norm_forward, _group_norm_backward, tensors=3)
+
+
+def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor | None:
+    """`(x - mean) * rstd` per channel in one pass; None of statistics coarser than float32."""
+    if rstd.dtype in (torch.float16, torch.bfloat16):
+        return None
+    var = rstd.reciprocal().square()
+    return torch.batch_norm(x, None, None, mean, var, False, 0.0, 0.0, False)
+
+
+def _scaled(dx: Tensor | None, rstd: Tensor, like: Tensor) -> Tensor | None:
+    """`dx * rstd`, one number per channel (of a sample), in place; None where there is no `dx`."""
+    return None if dx is None else dx.mul_(rstd.view(*rstd.shape, *[1] * (like.dim() - 2)))
+
+
+def standard(rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean 0 and reciprocal deviation 1, as many as there are statistics."""
+    return torch.zeros_like(rstd), torch.ones_like(rstd)
+
+
+# Where kernels serve, x_hat is known as codes only: it is never there as a tensor.
+
+
+def _save_channel_codes(  # noqa: PLR0913 (a norm's results, and the site's)
+    ctx: Any,
+    x: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    compressor: Compressor,
+    key: Key,
+    *,
+    groups: int = 0,
+) -> bool:
+    """Save the codes of x_hat, the reciprocal deviations and the weight; False where it cannot.
+
+    It can with groups of whole eights of a tensor that is dense in memory, with statistics and
+    parameters in float32 (`channel_norm.fits`). `_gradients_of_codes` reads `ctx.where`.
+    """
+    where, ctx.where = channels_of(x, groups), None
+    exact = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
+    if where and exact and save_codes(ctx, x, statistics, where, compressor, key, weight):
+        ctx.where = where
+    return ctx.where is not None
+
+
+def save_codes(
+    ctx: Any,
+    x: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    where: Channels,
+    compressor: Compressor,
+    key: Key,
+    *others: Tensor | None,
+) -> bool:
+    """Save the codes of `(x - mean) * rstd`, `rstd` and others; False where no kernel serves."""
+    exact = all(t.dtype == torch.float32 for t in statistics)
+    codes = compressor.group_codes(key) if exact else None
+    if codes is None or not channel_norm.fits(x, where, codes.group_size):
+        return False
+    layout = layout_of(x)
+    flat = x.detach().permute(layout.order).view(-1)
+    payload = channel_norm.channel_norm_quantize(flat, *statistics, where, codes)
+    packed = Packed(dict(zip(("codes", "bounds"), payload, strict=True)), flat.shape, x.dtype)
+    save_payloads(ctx, [(packed, layout)], compressor, statistics[1], *others)
+    return True
+
+
+def _gradients_of_codes(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input, weight and bias from the codes of x_hat: those asked for."""
+    ((packed, layout),), (rstd, weight) = saved_payloads(ctx)
+    flat = dy.permute(layout.order).reshape(-1)
+    wanted = ctx.needs_input_grad[:3]
+    dx, dw, db = channel_norm.channel_norm_backward(
+        flat,
+        packed.tensors["codes"],
+        packed.tensors["bounds"],
+        rstd,
+        weight,
+        ctx.where,
+        ctx.compressor.bits,
+        ctx.compressor.group_size,
+        needs_dx=wanted[0],
+    )
+    full = restore(dx, layout) if wanted[0] else None
+    return full, dw if wanted[1] else None, db if wanted[2] else None
+
+
+def channels_of(x: Tensor, groups: int = 0) -> Channels | None:
+    """Where the channels of a dense tensor lie in memory; None for an empty one or one with holes.
+
+    Args:
+        x: [N, C, ...].
+        groups: Of channels, normalised in each sample; 0: each channel over all samples.
+
+    Example:
+        >>> x = torch.ones(2, 6, 4, 4)
+        >>> channels_of(x), channels_of(x.contiguous(memory_format=torch.channels_last), 3)[:4]
+        (Channels(outer=1, middle=2, channels=6, inner=16, together=1), (2, 16, 6, 1))
+    """
+    order = layout_of(x).order
+    if (
+        x.numel() == 0
+        or not x.permute(order).is_contiguous()
+        or (groups and len(x) > 1 and order[0] != 0)
+    ):
+        return None
+    n, c = x.shape[:2]
+    inner = math.prod(x.shape[dim] for dim in order[order.index(1) + 1 :])
+    if groups:
+        return Channels(n, x[0, 0].numel() // inner, c, inner, c // groups)
+    return Channels(1, x.numel() // (c * inner), c, inner)

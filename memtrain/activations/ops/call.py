@@ -1,7 +1,7 @@
 """A call of an op that also exists in a form which saves a compressor's payload."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,37 +22,36 @@ HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
 """With these an op that keeps a tensor of its own making runs as it is, under hooks."""
 
 
-class Call(Protocol):
+class Call(NamedTuple):
     """One call of an op that also exists in a form which saves a compressor's payload."""
 
-    @property
-    def op(self) -> str:
-        """The op's name in sites."""
-        ...
+    op: str  # its name in sites
+    x: Tensor  # its size, dtype and `requires_grad` decide whether the call is worth replacing
+    run: Callable[[Compressor, Key], Any]  # gives the result, and saves the payload
+    accepts: Callable[[Compressor], bool]  # if not, the op runs as it is, under hooks
+    tensor: str = "input"  # the role of its one site: `input` or `saved`
+    plain: Callable[[Tensor], Tensor] | None = None  # for a module: one op with the same value
 
-    @property
-    def tensor(self) -> str:
-        """The role of its one site: `input` or `saved`."""
-        ...
 
-    @property
-    def x(self) -> Tensor:
-        """The tensor whose size, dtype and `requires_grad` decide whether it is worth it."""
-        ...
+def gives_floats(compressor: Compressor) -> bool:
+    """Whether an op may hand it a float tensor of its own making, and take another one back."""
+    return not isinstance(compressor, HOOKED)
 
-    def accepts(self, compressor: Compressor) -> bool:
-        """Whether the replaced form works with this compressor; if not, the op runs as it is."""
-        ...
 
-    def run(self, compressor: Compressor, key: Key) -> Any:
-        """The op's result, its saved tensors replaced by the compressor's payload."""
-        ...
+def is_lossy(compressor: Compressor) -> bool:
+    """Whether it is any but the identity, for which plain PyTorch is the exact reference."""
+    return not compressor.is_identity
+
+
+def has_width(compressor: Compressor) -> bool:
+    """Whether it is a derivative code, whose bits serve, or min/max groups."""
+    return compressor.gives_derivative or compressor.group_codes(Key()) is not None
 
 
 def as_autocast(
     function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor, *others: Tensor | None
 ) -> list[Any]:
-    """The tensors as autocast, where it is on, hands them to `function`.
+    """Cast tensors as autocast, where it is on, does for `function`.
 
     Which functions it runs in float32 differs between devices and versions: torch is asked, on a
     tensor without elements.

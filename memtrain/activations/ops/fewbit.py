@@ -4,10 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from memtrain.activations.ops.autograd import direct
-from memtrain.activations.ops.once import once_differentiable
+from memtrain.activations.ops.autograd import autograd_function
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.fewbit.register import register, registered
 from memtrain.compressors.fewbit.solver import Approximation, solve
@@ -44,7 +42,6 @@ def fewbit(
             order of dimensions is read where it lies; others are copied for the time of the call.
         compressor: Which function, and how many bits.
         inplace: Overwrite `x` with the result, as `F.relu(x, inplace=True)` does.
-
         value: Name and parameters of the function whose value is wanted, a name in
             `pointwise.FUNCTIONS`, where the table is another one's; the compressor's own
             by default.
@@ -88,58 +85,47 @@ def _overwrite(x: Tensor, wanted: Value) -> Tensor:
     return pointwise.overwrite(function, x, parameters)
 
 
-class _FewBit(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
-        step, (function, parameters) = compressor.table(), wanted
-        if function in pointwise.FUNCTIONS:
-            y, codes = derivative.forward(
-                x,
-                function,
-                step.boundaries,
-                parameters=parameters,
-                parity=step.parity,
-                shift=step.shift,
-            )
-        else:
-            dense = x if is_dense(x) else x.clone()
-            y = torch.empty_like(dense).copy_(_plain(x, wanted))
-            codes = _encode(dense, step)
-        ctx.save_for_backward(codes)
-        ctx.told = step.levels, y.shape, y.stride()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # Without create_graph there is nothing to guard, and the guard costs as much as a kernel.
-        return (_once if torch.is_grad_enabled() else _gradient)(ctx, grads[0])
-
-
-class _FewBitInPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
-        step = compressor.table()
-        # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
+def _fewbit_forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
+    step, (function, parameters) = compressor.table(), wanted
+    if function in pointwise.FUNCTIONS:
+        y, codes = derivative.forward(
+            x,
+            function,
+            step.boundaries,
+            parameters=parameters,
+            parity=step.parity,
+            shift=step.shift,
+        )
+    else:
         dense = x if is_dense(x) else x.clone()
-        ctx.save_for_backward(_encode(dense, step))
-        ctx.told = step.levels, dense.shape, dense.stride()
-        ctx.mark_dirty(x)
-        return _overwrite(x, wanted)
+        y = torch.empty_like(dense).copy_(_plain(x, wanted))
+        codes = _encode(dense, step)
+    ctx.save_for_backward(codes)
+    ctx.step = step.levels, y.shape, y.stride()
+    return y
 
-    backward = _FewBit.backward
+
+def _fewbit_inplace_forward(
+    ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value
+) -> Tensor:
+    step = compressor.table()
+    # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
+    dense = x if is_dense(x) else x.clone()
+    ctx.save_for_backward(_encode(dense, step))
+    ctx.step = step.levels, dense.shape, dense.stride()
+    ctx.mark_dirty(x)
+    return _overwrite(x, wanted)
 
 
-_out_of_place, _in_place = direct(_FewBit), direct(_FewBitInPlace)
+def _fewbit_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    (codes,), (levels, shape, stride) = ctx.saved_tensors, ctx.step
+    return (derivative.backward(in_order(grad, shape, stride), codes, levels),)
+
+
+_out_of_place = autograd_function(_fewbit_forward, _fewbit_backward)
+_in_place = autograd_function(_fewbit_inplace_forward, _fewbit_backward)
 
 
 def _encode(dense: Tensor, step: Approximation) -> Tensor:
     flat = memory_order(dense)
     return derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (codes,), (levels, shape, stride) = ctx.saved_tensors, ctx.told
-    return derivative.backward(in_order(grad, shape, stride), codes, levels), None, None
-
-
-_once = once_differentiable(_gradient)

@@ -1,15 +1,17 @@
 """Nonlinearities that save derivative codes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.ops.fewbit import fewbit
-from memtrain.activations.ops.rrelu import RReLU
+from memtrain.activations.ops.call import Call
+from memtrain.activations.ops.fewbit import Value, fewbit
+from memtrain.activations.ops.leaky_relu import rrelu_call
 from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit.functions import FAMILIES, complete
 from memtrain.compressors.fewbit.register import REGISTERED
@@ -66,48 +68,42 @@ _LARGEST = float(np.finfo(np.float32).max)
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-@dataclass(frozen=True, eq=False)
-class Nonlinearity:
-    """A call of a nonlinearity: which, on what, in place or not.
+def _call(
+    op: str,
+    x: Tensor,
+    inplace: bool = False,
+    parameters: tuple[float, ...] = (),
+    table: Value | None = None,
+) -> Call:
+    """A call of a nonlinearity that keeps derivative codes.
 
     `table` is the function whose derivative's table serves, with its parameters, where that is not
     the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not).
     """
-
-    op: str
-    x: Tensor
-    inplace: bool = False
-    parameters: tuple[float, ...] = ()
-    table: tuple[str, tuple[float, ...]] | None = None
-    tensor: str = "input"
-
-    def accepts(self, compressor: Compressor) -> bool:
-        """Derivative codes of any width."""
-        return compressor.gives_derivative
-
-    @property
-    def plain(self) -> Callable[[Tensor], Tensor]:
-        """Torch's own ops for the value, of any input; it does not hold the call's."""
-        op, parameters = self.op, self.parameters
-        return lambda x: pointwise.value(op, x, parameters)
-
-    def run(self, compressor: Compressor, key: Key) -> Tensor:
-        """The value, with codes in place of saved tensors; nothing random."""
-        if not isinstance(compressor, DerivativeCode):
-            raise TypeError(f"{self.op} with {compressor!r}; allowed: a DerivativeCode")
-        function, parameters = self.table or (self.op, self.parameters)
-        # A piecewise-linear function is exact with one bit.
-        bits = 1 if function in EXACT else compressor.bits
-        own = "" if function in EXACT else compressor.table_name
-        code = replace(
-            compressor, function=function, parameters=parameters, bits=bits, table_name=own
-        )
-        return fewbit(self.x, code, inplace=self.inplace, value=(self.op, self.parameters))
+    value = (op, parameters)
+    run = partial(_run, x, value, table or value, inplace)
+    return Call(op, x, run, _is_code, plain=lambda x: pointwise.value(op, x, parameters))
 
 
-def recognise(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> "Nonlinearity | RReLU | None":
+def _is_code(compressor: Compressor) -> bool:
+    return compressor.gives_derivative
+
+
+def _run(
+    x: Tensor, value: Value, table: Value, inplace: bool, compressor: Compressor, key: Key
+) -> Tensor:
+    """The value, with codes in place of saved tensors; nothing random."""
+    (op, _), (function, parameters) = value, table
+    if not isinstance(compressor, DerivativeCode):
+        raise TypeError(f"{op} with {compressor!r}; allowed: a DerivativeCode")
+    # A piecewise-linear function is exact with one bit.
+    bits = 1 if function in EXACT else compressor.bits
+    own = "" if function in EXACT else compressor.table_name
+    code = replace(compressor, function=function, parameters=parameters, bits=bits, table_name=own)
+    return fewbit(x, code, inplace=inplace, value=value)
+
+
+def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """A call of a nonlinearity as function, method or in-place form; None for another op.
 
     Left alone: bounds that are tensors, parameters for which there is no table, and `out=`.
@@ -120,7 +116,7 @@ def recognise(
     x, values, flags = read
     inplace = name.endswith("_") or flags.get("inplace", False)
     if flags.get("training"):  # rrelu, whose slopes are then random
-        return RReLU(x, values.get("lower", 1 / 8), values.get("upper", 1 / 3), inplace)
+        return rrelu_call(x, values.get("lower", 1 / 8), values.get("upper", 1 / 3), inplace)
     if op in ("clamp", "clip", "clamp_min", "clamp_max"):
         return _clamp(x, values.get("min"), values.get("max"), inplace)
     if op == "gelu" and flags.get("approximate") == "tanh":
@@ -129,8 +125,8 @@ def recognise(
     if parameters is None:
         return None
     if op in ("hardshrink", "softshrink"):  # torch compares with lambd in the dtype of x
-        return Nonlinearity(op, x, inplace, parameters, (op, _rounded(parameters, x.dtype)))
-    return Nonlinearity(op, x, inplace, parameters)
+        return _call(op, x, inplace, parameters, (op, _rounded(parameters, x.dtype)))
+    return _call(op, x, inplace, parameters)
 
 
 def _read(
@@ -171,7 +167,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _clamp(x: Tensor, low: Any, high: Any, inplace: bool) -> Nonlinearity | None:
+def _clamp(x: Tensor, low: Any, high: Any, inplace: bool) -> Call | None:
     """A clamp between numbers: its gradient passes where low <= x <= high."""
     bounds = [value for value in (low, high) if value is not None]
     if not bounds or not all(_is_number(value) for value in bounds):
@@ -185,9 +181,9 @@ def _clamp(x: Tensor, low: Any, high: Any, inplace: bool) -> Nonlinearity | None
     if last >= _LARGEST:
         if first <= -_LARGEST:
             return None
-        return Nonlinearity("clamp", x, inplace, parameters, ("threshold", (_next(first, -1), 0.0)))
+        return _call("clamp", x, inplace, parameters, ("threshold", (_next(first, -1), 0.0)))
     inside = (max(_next(first, -1), -_LARGEST), _next(last, 1))
-    return Nonlinearity("clamp", x, inplace, parameters, ("hardtanh", inside))
+    return _call("clamp", x, inplace, parameters, ("hardtanh", inside))
 
 
 def _rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
@@ -203,14 +199,14 @@ def _next(x: float, direction: int) -> float:
     return 0.0 if abs(beside) < _TINY else beside
 
 
-def recognise_registered(name: str, args: Sequence[Any]) -> Nonlinearity | None:
+def recognise_registered(name: str, args: Sequence[Any]) -> Call | None:
     """A call of a user's own function that is registered under `name`."""
     if name in REGISTERED and len(args) == 1 and isinstance(args[0], Tensor):
-        return Nonlinearity(name, args[0])
+        return _call(name, args[0])
     return None
 
 
-def recognise_module(module: nn.Module, x: Tensor) -> Nonlinearity | None:
+def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
     """The call that a module of `MODULES` stands for.
 
     A module that calls torch's own function is left to the mode, which sees that call.
@@ -218,4 +214,4 @@ def recognise_module(module: nn.Module, x: Tensor) -> Nonlinearity | None:
     act = getattr(module, "act", None)
     if act is not None and getattr(act, "__self__", None) is not module:
         return None
-    return Nonlinearity(MODULES[type(module).__name__], x)
+    return _call(MODULES[type(module).__name__], x)

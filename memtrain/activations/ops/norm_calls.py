@@ -3,85 +3,66 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
-from memtrain.activations.ops import batch_norm, norm
-from memtrain.activations.ops.call import HOOKED
-from memtrain.activations.ops.rms_norm import rms_norm
+from memtrain.activations.ops.batch_norm import batch_norm, group_norm, instance_norm
+from memtrain.activations.ops.call import Call, gives_floats
+from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
 from memtrain.compressors import Compressor, Key
 
-NAMES = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm")
-
-_FUNCTIONS = {
-    "layer_norm": norm.layer_norm,
-    "group_norm": norm.group_norm,
-    "batch_norm": batch_norm.batch_norm,
-    "instance_norm": batch_norm.instance_norm,
-    "rms_norm": rms_norm,
-}
-_SIGNATURES = {
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+# The function, and the arguments that it may be given by position.
+_NORMS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "layer_norm": (layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")),
+    "group_norm": (group_norm, ("input", "num_groups", "weight", "bias", "eps")),
+    "rms_norm": (rms_norm, ("input", "normalized_shape", "weight", "eps")),
     # Of torch.nn.functional's: torch's own functions of these names order them differently.
-    "batch_norm": ("input", "running_mean", "running_var"),
-    "instance_norm": ("input",),
+    "batch_norm": (batch_norm, ("input", "running_mean", "running_var")),
+    "instance_norm": (instance_norm, ("input",)),
 }
+NAMES = tuple(_NORMS)
 
 
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A call of a norm: which, on what, and its other arguments."""
+def _call(op: str, x: Tensor, *args: Any, **options: Any) -> Call:
+    """A call of a norm.
 
-    op: str
-    x: Tensor
-    args: tuple[Any, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    tensor: str = "input"
+    Groups that lie within rows of a layer norm would lose as little of x itself (512 rows of 768, 4
+    bits, relative error of dx with x_hat and with x: 0.0080 and 0.0080 up to a mean of 10
+    deviations, 0.0080 and 0.0091 at 100); but from x_hat the output, which the next layers save,
+    can be computed again.
+    """
 
-    def accepts(self, compressor: Compressor) -> bool:
-        """Any that gives back floats, but the identity: plain torch is its exact twin.
+    def run(compressor: Compressor, key: Key) -> Tensor:
+        return _NORMS[op][0](x, *args, **options, compressor=compressor, key=key)
 
-        Groups that lie within rows of a layer norm would lose as little of x itself (512 rows of
-        768, 4 bits, relative error of dx with x_hat and with x: 0.0080 and 0.0080 up to a mean of
-        10 deviations, 0.0080 and 0.0091 at 100); but from x_hat the output, which the next layers
-        save, can be computed again.
-        """
-        return not isinstance(compressor, HOOKED)
-
-    def run(self, compressor: Compressor, key: Key) -> Tensor:
-        """The value, with the payload of x_hat in place of x."""
-        function = _FUNCTIONS[self.op]
-        return function(self.x, *self.args, **self.options, compressor=compressor, key=key)
+    return Call(op, x, run, gives_floats)
 
 
-def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Norm | None:
+def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """A call of a norm that takes the statistics of its input; None for another op.
 
     Evaluation with running statistics is left to hooks: it is a product with constants. So are
     `torch.batch_norm` and `torch.instance_norm` called directly, in their own order of arguments.
     """
-    names = _SIGNATURES[name]
+    _, names = _NORMS[name]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x = values.get("input")
     if not isinstance(x, Tensor) or x.numel() == 0:
         return None
     given = {key: values[key] for key in ("weight", "bias", "eps", "momentum") if key in values}
     if name in ("layer_norm", "rms_norm"):
-        return Norm(name, x, (tuple(values["normalized_shape"]),), given)
+        return _call(name, x, tuple(values["normalized_shape"]), **given)
     if name == "group_norm":
-        return Norm(name, x, (values["num_groups"],), given)
+        return _call(name, x, values["num_groups"], **given)
     own = values.get("training" if name == "batch_norm" else "use_input_stats", False)
     samples = x.numel() // x.shape[1] if name == "batch_norm" else x[0, 0].numel()
     if len(args) > len(names) or "cudnn_enabled" in values or not own or samples < 2:
         return None
     running = (values.get("running_mean"), values.get("running_var"))
-    return Norm(name, x, (running,), given)
+    return _call(name, x, running, **given)
 
 
 # The forms in transformers, as `ast.unparse` writes them: the body of `forward`, its argument
@@ -116,19 +97,13 @@ return self.weight * x""": "t5",
 }
 
 
-def writes_out(name: str) -> bool:
-    """Whether a class of this name may write an RMS norm out.
-
-    Example:
-        >>> writes_out("LlamaRMSNorm"), writes_out("T5LayerNorm"), writes_out("Linear")
-        (True, True, False)
-    """
-    return name.endswith(("RMSNorm", "LayerNorm"))
+SUFFIXES = ("RMSNorm", "LayerNorm")
+"""Of the names of classes that may write an RMS norm out."""
 
 
-def recognise_module(module: nn.Module, x: Tensor) -> Norm | None:
+def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
     """The RMS norm that a module writes out, known by its source; None for any other code."""
-    form = _form(type(module)) if "forward" not in vars(module) else None
+    form = form_of(type(module)) if "forward" not in vars(module) else None
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if form is None or not isinstance(weight, Tensor) or not isinstance(eps, float):
@@ -137,11 +112,12 @@ def recognise_module(module: nn.Module, x: Tensor) -> Norm | None:
         return None
     if x.numel() == 0 or x.element_size() > 4 or weight.element_size() > 4:
         return None
-    return Norm("rms_norm", x, (weight.shape, weight, eps, form))
+    return _call("rms_norm", x, weight.shape, weight, eps, form)
 
 
 @cache
-def _form(cls: type) -> str | None:
+def form_of(cls: type) -> str | None:
+    """The name in `FORMS` of the RMS norm that a class writes out; None for any other code."""
     body = _body(cls, "forward")
     if body is None:
         return None

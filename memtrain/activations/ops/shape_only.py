@@ -1,17 +1,14 @@
 """Ops whose backward needs nothing of their input but its shape, yet which torch lets keep it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from memtrain.activations.ops.context import order_of
-from memtrain.activations.ops.once import once_differentiable
-from memtrain.activations.ops.spatial import per_dimension, strides_of
-from memtrain.compressors import Compressor, Key
+from memtrain.activations.ops.autograd import autograd_function
+from memtrain.activations.ops.call import Call, is_lossy
+from memtrain.activations.ops.spatial import memory_format_of, per_dimension, strides_of
 
 # Of torch 2.13's ops that pool, pad, resize or reduce, these keep their input; interpolate,
 # constant and circular padding, mean and sum keep nothing.
@@ -33,24 +30,8 @@ _POOL = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class ShapeOnly:
-    """A call; `flat`: one spatial dimension, run as two, as torch does."""
-
-    op: str
-    x: Tensor
-    aten: str
-    args: tuple[Any, ...]
-    flat: bool = False
-    tensor: str = "input"
-
-    def accepts(self, compressor: Compressor) -> bool:
-        """Any but the identity: nothing is kept, and nothing is lost."""
-        return not compressor.is_identity
-
-    def run(self, compressor: Compressor, key: Key) -> Tensor:
-        """The value."""
-        return shape_only(self.x, self.aten, self.args, flat=self.flat)
+def _call(op: str, x: Tensor, aten: str, args: tuple[Any, ...], *, flat: bool = False) -> Call:
+    return Call(op, x, lambda compressor, key: shape_only(x, aten, args, flat=flat), is_lossy)
 
 
 def shape_only(x: Tensor, aten: str, args: tuple[Any, ...], *, flat: bool = False) -> Tensor:
@@ -75,31 +56,28 @@ def shape_only(x: Tensor, aten: str, args: tuple[Any, ...], *, flat: bool = Fals
         >>> shape_only(x, "avg_pool2d", ((2, 2), (2, 2), (0, 0), False, True, None)).shape
         torch.Size([1, 2, 2, 2])
     """
-    y = _ShapeOnly.apply(x.unsqueeze(-2) if flat else x, aten, args)
-    return y.squeeze(-2) if flat else y  # type: ignore[return-value]
+    y = _shape_only(x.unsqueeze(-2) if flat else x, aten, args)
+    return y.squeeze(-2) if flat else y
 
 
-class _ShapeOnly(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, aten: str, args: tuple[Any, ...]) -> Tensor:
-        ctx.aten, ctx.args, ctx.shape, ctx.format = aten, args, x.shape, order_of(x)
-        return getattr(torch.ops.aten, aten)(x, *args)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        into = torch.empty(
-            ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.format
-        )
-        backward = getattr(torch.ops.aten, f"{ctx.aten}_backward")
-        if "adaptive" in ctx.aten:  # without its size, and with an out argument of another name
-            return backward.out(grad, into, out=into), None, None
-        # Torch reads nothing but the input's shape and strides: `into` has them.
-        return backward.grad_input(grad, into, *ctx.args, grad_input=into), None, None
+def _shape_only_forward(ctx: Any, x: Tensor, aten: str, args: tuple[Any, ...]) -> Tensor:
+    ctx.aten, ctx.args, ctx.shape, ctx.format = aten, args, x.shape, memory_format_of(x)
+    return getattr(torch.ops.aten, aten)(x, *args)
 
 
-def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShapeOnly | None:
+def _shape_only_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    into = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.format)
+    backward = getattr(torch.ops.aten, f"{ctx.aten}_backward")
+    if "adaptive" in ctx.aten:  # without its size, and with an out argument of another name
+        return (backward.out(grad, into, out=into),)
+    # Torch reads nothing but the input's shape and strides: `into` has them.
+    return (backward.grad_input(grad, into, *ctx.args, grad_input=into),)
+
+
+_shape_only = autograd_function(_shape_only_forward, _shape_only_backward)
+
+
+def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """Average pools, reflecting and replicating pads, interpolation by area; None otherwise."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor) or x.numel() == 0:
@@ -117,7 +95,7 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shap
     return _average(name, x, dict(zip(_POOL, args, strict=False)) | dict(kwargs))
 
 
-def _average(op: str, x: Tensor, values: dict[str, Any]) -> ShapeOnly:
+def _average(op: str, x: Tensor, values: dict[str, Any]) -> Call:
     n = int(op[-2])
     kernel = per_dimension(values["kernel_size"], n)
     strides = strides_of(values.get("stride"), kernel)
@@ -126,28 +104,28 @@ def _average(op: str, x: Tensor, values: dict[str, Any]) -> ShapeOnly:
         sizes = [(fill, *size) for fill, size in zip((1, 1, 0), sizes, strict=True)]
     options = (values.get("ceil_mode", False), values.get("count_include_pad", True))
     arguments = (*sizes, *options, values.get("divisor_override"))
-    return ShapeOnly(op, x, f"avg_pool{max(n, 2)}d", arguments, flat=n == 1)
+    return _call(op, x, f"avg_pool{max(n, 2)}d", arguments, flat=n == 1)
 
 
-def _adaptive(op: str, x: Tensor, outputs: tuple[int | None, ...]) -> ShapeOnly | None:
+def _adaptive(op: str, x: Tensor, outputs: tuple[int | None, ...]) -> Call | None:
     n = len(outputs)
     sizes = x.shape[x.dim() - n :]
     outputs = tuple(s if o is None else o for o, s in zip(outputs, sizes, strict=True))
     if all(size == 1 for size in outputs):
         return None  # torch takes a mean, which keeps nothing
     outputs = (1, *outputs) if n == 1 else outputs
-    return ShapeOnly(op, x, f"_adaptive_avg_pool{max(n, 2)}d", (outputs,), flat=n == 1)
+    return _call(op, x, f"_adaptive_avg_pool{max(n, 2)}d", (outputs,), flat=n == 1)
 
 
-def _pad(x: Tensor, values: dict[str, Any]) -> ShapeOnly | None:
+def _pad(x: Tensor, values: dict[str, Any]) -> Call | None:
     kind, pad = _PADS.get(values.get("mode", "constant")), tuple(values.get("pad", ()))
     n = len(pad) // 2
     if kind is None or n not in (1, 2, 3) or x.dim() not in (n + 1, n + 2):
         return None
-    return ShapeOnly("pad", x, f"{kind}{n}d", (pad,))
+    return _call("pad", x, f"{kind}{n}d", (pad,))
 
 
-def _area(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShapeOnly | None:
+def _area(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     size = args[1] if len(args) > 1 else kwargs.get("size")
     n = x.dim() - 2
     if kwargs.get("mode") != "area" or size is None or n not in (1, 2, 3):

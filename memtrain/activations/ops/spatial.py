@@ -1,7 +1,10 @@
-"""Arguments that torch takes as one number or as one per spatial dimension."""
+"""Spatial dimensions: arguments of one number or one per dimension, and memory formats."""
 
 from operator import index
 from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
 
 
 def per_dimension(value: Any, n: int) -> tuple[Any, ...]:
@@ -32,3 +35,17 @@ def strides_of(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
     if value is None or (isinstance(value, list | tuple) and not value):
         return kernel
     return per_dimension(value, len(kernel))
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """The memory format that `x` has, of those that kernels know.
+
+    Example:
+        >>> x = torch.ones(2, 3, 4, 5)
+        >>> memory_format_of(x.contiguous(memory_format=torch.channels_last))
+        torch.channels_last
+    """
+    for dims, format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and x.is_contiguous(memory_format=format) and not x.is_contiguous():
+            return format
+    return torch.contiguous_format

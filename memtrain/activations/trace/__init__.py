@@ -1,1 +1,1 @@
-"""What a forward would save, found on fake tensors."""
+"""Traces of a forward under fake tensors: the tensors that it would save for backward."""

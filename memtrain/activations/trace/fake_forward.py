@@ -1,4 +1,4 @@
-"""What a model's forward would save, told without its data and without its memory."""
+"""Forwards under fake tensors: the tensors that one would save, without its data or memory."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -30,8 +30,7 @@ def trace(
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
-    Nothing of the model is changed: its parameters are stood in for by fake ones, and no
-    random number is drawn.
+    Nothing of the model is changed: fake parameters replace its own, and no random number is drawn.
 
     Args:
         model: A real model, or one built under a `FakeTensorMode`.
@@ -69,15 +68,15 @@ def trace(
         on_saved=records.extend,
         rounding=rounding,
     )
-    args, kwargs = arguments(batch)
-    with _fake(model) as fake, torch.enable_grad(), one_sequence_per_row(kwargs):
+    args, kwargs = call_arguments(batch)
+    with _fake_mode(model) as fake, torch.enable_grad(), one_sequence_per_row(kwargs):
         state = {
             name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())
         }
         args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
         low = next(iter(dtypes.values()), None) if dtypes else None
-        with _untouched(model), interception.alone(), _casting(model, low):
+        with _attributes_restored(model), interception.alone(), _inputs_cast(model, low):
             functional_call(model, state, args, kwargs, tie_weights=True)
     return records
 
@@ -94,21 +93,21 @@ def _refuse_sharded(model: nn.Module) -> None:
         )
 
 
-class Given(NamedTuple):
-    """A batch as the arguments that a module was called with."""
+class CallArguments(NamedTuple):
+    """A batch that is a module's positional and keyword arguments already."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as positional and keyword arguments of the model.
 
     Example:
-        >>> arguments({"input_ids": 1}), arguments((1, 2)), arguments(1)
+        >>> call_arguments({"input_ids": 1}), call_arguments((1, 2)), call_arguments(1)
         (((), {'input_ids': 1}), ((1, 2), {}), ((1,), {}))
     """
-    if isinstance(batch, Given):
+    if isinstance(batch, CallArguments):
         return batch
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -116,8 +115,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
-def _casting(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Cast the model's float32 inputs inside its forward, as converted weights need."""
+def _inputs_cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast the model's float32 inputs in its forward, as its converted weights need."""
 
     def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(Tensor, lambda x: _converted(x, dtype), (args, kwargs))
@@ -130,8 +129,8 @@ def _casting(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward leaves on modules: a cache that it fills would hold fake tensors."""
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore modules' own attributes: a cache filled in the forward would hold fake tensors."""
     internal = vars(nn.Module())
     before = {
         module: {
@@ -155,11 +154,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     value.extend(content) if isinstance(value, list) else value.update(content)
 
 
-@contextmanager
-def _fake(model: nn.Module) -> Iterator[FakeTensorMode]:
-    mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        yield mode
+def _fake_mode(model: nn.Module) -> FakeTensorMode:
+    found = detect_fake_mode(list(model.parameters()))
+    return found or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:

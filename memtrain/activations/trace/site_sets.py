@@ -1,26 +1,26 @@
-"""Sites that are counted together."""
+"""Disjoint sets of sites: those whose bytes are counted together."""
 
 from collections.abc import Iterable
 
 from memtrain.activations.saved.site import Site
 
 
-class Groups:
-    """Disjoint sets of sites, each known by its earliest (union-find).
+class DisjointSets:
+    """Disjoint sets of sites, each represented by its earliest (union-find).
 
     Args:
         sites: Each a set of its own.
 
     Example:
         >>> sites = [Site("", op, "input") for op in ("relu", "linear", "gelu")]
-        >>> groups = Groups(sites)
-        >>> groups.unite(sites[:2])
-        >>> [len(own) for own in groups.sets().values()]
+        >>> disjoint = DisjointSets(sites)
+        >>> disjoint.union(sites[:2])
+        >>> [len(own) for own in disjoint.sets().values()]
         [2, 1]
     """
 
     def __init__(self, sites: Iterable[Site] = ()) -> None:
-        self._above: dict[Site, Site] = {}
+        self._parent: dict[Site, Site] = {}
         self._rank: dict[Site, int] = {}
         for site in sites:
             self.add(site)
@@ -28,20 +28,20 @@ class Groups:
     def add(self, site: Site) -> None:
         """Make a set of one site, unless it is known."""
         self._rank.setdefault(site, len(self._rank))
-        self._above.setdefault(site, site)
+        self._parent.setdefault(site, site)
 
     def find(self, site: Site) -> Site:
         """The earliest site of its set."""
-        while self._above[site] != site:
-            self._above[site] = self._above[self._above[site]]
-            site = self._above[site]
+        while self._parent[site] != site:
+            self._parent[site] = self._parent[self._parent[site]]
+            site = self._parent[site]
         return site
 
-    def unite(self, sites: Iterable[Site]) -> None:
+    def union(self, sites: Iterable[Site]) -> None:
         """Make one of the sets of these sites."""
-        tops = sorted({self.find(site) for site in sites}, key=self._rank.__getitem__)
-        for top in tops[1:]:
-            self._above[top] = tops[0]
+        roots = sorted({self.find(site) for site in sites}, key=self._rank.__getitem__)
+        for root in roots[1:]:
+            self._parent[root] = roots[0]
 
     def sets(self) -> dict[Site, list[Site]]:
         """Earliest site -> all of its set, both in the order in which they were added."""

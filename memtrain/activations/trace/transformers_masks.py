@@ -1,4 +1,4 @@
-"""Keeps transformers from building, under fake tensors, masks that a real run does not have."""
+"""Patches of transformers: under fake tensors it builds attention masks that no real run has."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +15,16 @@ _IGNORED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextmanager
-def one_sequence_per_row(given: Mapping[str, Any]) -> Iterator[None]:
-    """Take every row of a batch as one whole sequence, as it mostly is.
+def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Treat every row of a batch as one whole sequence, as it mostly is.
 
     transformers reads position ids to find several sequences packed in one row, and the attention
-    mask to find padding. Where it cannot read them it plays safe: it builds a mask of sequence x
-    sequence, which attention then saves. Without transformers, or one that has no such functions,
+    mask to find padding. Where it cannot read them it builds a mask of sequence x sequence to be
+    safe, which attention then saves. Without transformers, or one that has no such functions,
     nothing happens.
 
     Args:
-        given: What the model is called with, by name. An `attention_mask` with data that holds
+        kwargs: The model's keyword arguments. An `attention_mask` with data that holds
             padding is left to transformers: a real run builds that mask too.
 
     Example:
@@ -33,7 +33,7 @@ def one_sequence_per_row(given: Mapping[str, Any]) -> Iterator[None]:
     """
     module: Any = sys.modules.get(_MODULE)
     changes: dict[str, Callable[..., Any]] = {_PACKED: lambda position_ids: None}
-    if not any(_padded(name, value) for name, value in given.items()):
+    if not any(_padded(name, value) for name, value in kwargs.items()):
         changes |= {name: _unpadded(getattr(module, name, None)) for name in _IGNORED}
     originals = {name: getattr(module, name) for name in changes if hasattr(module, name)}
     for name in originals:
@@ -56,7 +56,7 @@ def _padded(name: str, value: Any) -> bool:
 
 
 def _unpadded(original: Any) -> Callable[..., Any]:
-    """The same question of a batch without padding."""
+    """The original function, told of no padding."""
 
     def ignore(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
         return original(None, *args, **kwargs)

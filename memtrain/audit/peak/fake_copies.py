@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.trace.fake_forward import arguments
+from memtrain.activations.trace.fake_forward import call_arguments
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 
 
@@ -31,7 +31,7 @@ def fake_copies(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
-    with mode, one_sequence_per_row(arguments(batch)[1]):
+    with mode, one_sequence_per_row(call_arguments(batch)[1]):
         leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
         for x in (*_tensors(model, optimizer), *leaves):
             if id(x) not in memo:

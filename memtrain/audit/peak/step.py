@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.trace.fake_forward import arguments
+from memtrain.activations.trace.fake_forward import call_arguments
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
@@ -69,7 +69,7 @@ def run_step(
 
     def closure() -> Tensor:
         begin("forward")
-        args, kwargs = arguments(batch)
+        args, kwargs = call_arguments(batch)
         with corrections(), options.autocasting(device):
             loss = (options.loss or default_loss)(model(*args, **kwargs))
         if recorder is not None:

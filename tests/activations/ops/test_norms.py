@@ -10,12 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.ops import norm_calls
-from memtrain.activations.ops.batch_norm import batch_norm, instance_norm
-from memtrain.activations.ops.norm import group_norm, layer_norm
-from memtrain.activations.ops.rms_norm import rms_norm
+from memtrain.activations.ops.batch_norm import batch_norm, group_norm, instance_norm
+from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
 from memtrain.activations.saved.site import Site
 from memtrain.audit.live_storages import LiveStorages
-from memtrain.compressors import DerivativeCode, Group, Identity, Key, Packed
+from memtrain.compressors import Compressor, DerivativeCode, Group, Identity, Key, Packed
 from memtrain.kernels.norm import channel_norm
 from memtrain.kernels.norm import norm as norm_kernel
 
@@ -414,7 +413,7 @@ def test_written_out_rms_norms_are_known_and_equal(form, dtype, weight_dtype):
         x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
         twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
         call = norm_calls.recognise_module(mine, x)
-        assert call.args[-1] == form
+        assert norm_calls.form_of(cls) == form
         y, expected = call.run(Identity(), Key()), plain(twin)
         assert y.dtype == expected.dtype
         assert torch.equal(y, expected)
@@ -576,7 +575,7 @@ def test_a_model_that_writes_its_norm_out_is_intercepted():
 @pytest.mark.parametrize("name", ["layer_norm, one row", "group_norm", "batch_norm 2d"])
 def test_compressors_that_want_the_shape_get_it(name):
     @dataclass(frozen=True)
-    class Shaped:
+    class Shaped(Compressor):
         shaped = True
 
         def compress(self, x, *, key):

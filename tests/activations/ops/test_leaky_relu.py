@@ -8,7 +8,7 @@ from torch import nn
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.registry import recognise
-from memtrain.activations.ops.rrelu import RReLU, rrelu
+from memtrain.activations.ops.leaky_relu import rrelu
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Key
 
@@ -72,5 +72,7 @@ def test_the_interception_finds_it_in_training_and_its_mean_slope_else():
     sizes = (32 * 256 * 3 // 8, 32 * 256 // 256 * 4)  # codes, and a pair of bounds per group
     assert planned["1 / rrelu / input"] <= sum(sizes)
     call = recognise("rrelu", (x,), {"training": True})
-    assert isinstance(call, RReLU)
-    assert recognise("rrelu", (x,), {"training": False}).op == "rrelu"
+    assert call.accepts(Group())  # and a nonlinearity with a table does not
+    mean = recognise("rrelu", (x,), {"training": False})
+    assert call.op == mean.op == "rrelu"
+    assert not mean.accepts(Group())

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import memtrain
 from memtrain.activations.ops import cross_entropy as ours
-from memtrain.activations.ops.cross_entropy import Options, cross_entropy, recognise
+from memtrain.activations.ops.cross_entropy import cross_entropy, recognise
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import Group, Identity
 from memtrain.compressors.base import Compressor, Key, Packed
@@ -66,7 +66,7 @@ def gradient(function, x):
 def test_value_is_torchs_and_the_gradient_as_good(shape, targets, case, dtype):
     x, target, weight, options = made(shape, targets, dtype, case)
     mine, dx = gradient(
-        lambda t: cross_entropy(t, target, weight, Options(**options), compressor=Exact()), x
+        lambda t: cross_entropy(t, target, weight, **options, compressor=Exact()), x
     )
     plain, expected = gradient(lambda t: F.cross_entropy(t, target, weight, **options), x)
     assert torch.equal(mine, plain) or (mine.isnan().all() and plain.isnan().all())
@@ -131,9 +131,7 @@ def test_the_value_by_pieces_is_torchs_to_the_bit(shape, options, dtype, monkeyp
     monkeypatch.setattr(ours, "_PIECE", 4096)
     x, target, _, _ = made(shape, shape[:1], dtype, {})
     target[::5] = options.get("ignore_index", -100)
-    mine, dx = gradient(
-        lambda t: cross_entropy(t, target, None, Options(**options), compressor=Exact()), x
-    )
+    mine, dx = gradient(lambda t: cross_entropy(t, target, None, **options, compressor=Exact()), x)
     plain, expected = gradient(lambda t: F.cross_entropy(t, target, **options), x)
     assert torch.equal(mine, plain)
     _, true = gradient(lambda t: F.cross_entropy(t, target, **options), x.double())

@@ -6,7 +6,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.ops import conv
-from memtrain.activations.ops.conv import MicroBatches
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import DerivativeCode, Group, Identity, Key
 
@@ -27,14 +26,14 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 class _Calls(torch.overrides.TorchFunctionMode):
     def __init__(self, compressor, threshold):
         super().__init__()
-        self.compressor, self.micro, self.count = compressor, MicroBatches(threshold=threshold), 0
+        self.compressor, self.nbytes, self.count = compressor, threshold, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name not in conv.NAMES:
             return func(*args, **(kwargs or {}))
         self.count += 1
-        return conv.recognise(name, args, kwargs or {}, self.micro).run(self.compressor, Key())
+        return conv.recognise(name, args, kwargs or {}, self.nbytes).run(self.compressor, Key())
 
 
 def run(module, x, grad, compressor=None, threshold=None):
@@ -126,17 +125,15 @@ def test_peak_of_backward_is_lower():
 def test_off_by_default_and_where_the_batch_is_small_enough():
     x, weight = torch.randn(4, 3, 8, 8), torch.randn(2, 3, 3, 3)
     assert conv.recognise("conv2d", (x, weight), {}) is None
-    small = conv.recognise("conv2d", (x, weight), {}, MicroBatches(threshold=x.nbytes))
+    small = conv.recognise("conv2d", (x, weight), {}, x.nbytes)
     assert not small.accepts(Group())
-    large = conv.recognise("conv2d", (x, weight), {}, MicroBatches(threshold=x.nbytes - 1))
+    large = conv.recognise("conv2d", (x, weight), {}, x.nbytes - 1)
     assert large.accepts(Group())
     assert not large.accepts(Identity())
     even = torch.randn(2, 3, 4, 4)
-    assert (
-        conv.recognise("conv2d", (x, even), {"padding": "same"}, MicroBatches(threshold=1)) is None
-    )
-    with pytest.raises(ValueError, match=r"threshold=0; allowed: 1 byte or more"):
-        MicroBatches(threshold=0)
+    assert conv.recognise("conv2d", (x, even), {"padding": "same"}, 1) is None
+    with pytest.raises(ValueError, match=r"backward_bytes=0; allowed: 1 byte or more"):
+        conv.recognise("conv2d", (x, weight), {}, 0)
 
 
 def test_autocast_and_fake_tensors():

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.activations.ops import pool
-from memtrain.activations.ops.pool import Adaptive, Window
 from memtrain.compressors import Group, Identity, Key
 
 # function, shape of the input, its options, elements of a window
@@ -172,9 +171,10 @@ def test_calls_that_are_left_alone():
 
 def test_public_function_refuses_wide_windows_and_runs_plainly_without_a_gradient():
     x = torch.randn(1, 1, 40, 40)
+    wide = ((17, 17), (1, 1), (0, 0), (1, 1), False)
     with pytest.raises(ValueError, match=r"289 elements; allowed: up to 256"):
-        pool.max_pool(x, Window((17, 17), (1, 1), (0, 0), (1, 1)))
-    y, indices = pool.max_pool(x, Adaptive((5, 5)), return_indices=True)
+        pool.max_pool(x, "max_pool2d_with_indices", wide)
+    y, indices = pool.max_pool(x, "adaptive_max_pool2d", ((5, 5),))
     expected = F.adaptive_max_pool2d(x, 5, return_indices=True)
     assert torch.equal(y, expected[0])
     assert torch.equal(indices, expected[1])

@@ -1,0 +1,351 @@
+"""Layer and RMS norms that save a compressed normalised input (see `ops.batch_norm`)."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.activations.ops.autograd import (
+    autograd_function,
+    save_compressed,
+    save_payloads,
+    saved_compressed,
+)
+from memtrain.activations.ops.batch_norm import save_codes, standard
+from memtrain.activations.ops.call import as_autocast
+from memtrain.activations.saved.flatten import layout_of
+from memtrain.compressors import Compressor, Key, Packed
+from memtrain.kernels.norm import norm
+from memtrain.kernels.norm.channel_norm_reference import Channels
+
+
+def layer_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    compressor: Compressor,
+    key: Key = Key(),  # noqa: B008 (a frozen value)
+) -> Tensor:
+    """`F.layer_norm`, saving a compressed `x_hat` in place of `x`.
+
+    The value is torch's own; where x_hat is quantised in the same pass by a kernel, up to
+    the rounding of its sums. Under autocast the arithmetic has the dtype that torch gives it.
+
+    Args:
+        x: Float, any shape that ends in `shape`.
+        shape: The dimensions that are normalised together.
+        weight: Of `shape`, or None.
+        bias: Of `shape`, or None.
+        eps: Added to the variance.
+        compressor: For `x_hat`, which has mean 0 and variance 1 per row.
+        key: Feeds the compressor's random bits.
+
+    Returns:
+        Shape of `x`.
+
+    Memory:
+        Kept for backward: the payload of x's elements, and one number per row.
+
+    Example:
+        >>> from memtrain.compressors import Group
+        >>> x = torch.randn(4, 256, requires_grad=True)
+        >>> layer_norm(x, (256,), compressor=Group(bits=4)).shape
+        torch.Size([4, 256])
+
+    Reference:
+        Ba et al., Layer Normalization, arXiv:1607.06450.
+    """
+    size = list(shape)
+    x, weight, bias = as_autocast(lambda t: torch.layer_norm(t, size), (0, *size), x, weight, bias)
+    return _layer_norm(x, weight, bias, size, eps, compressor, key)
+
+
+def rms_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    form: str = "torch",
+    *,
+    compressor: Compressor,
+    key: Key = Key(),  # noqa: B008 (a frozen value)
+) -> Tensor:
+    """`F.rms_norm`, or a form of it that a model writes out, saving a compressed `x_hat`.
+
+    The value is that of the form, bit for bit; where x_hat is quantised in the same pass
+    by a kernel, up to the rounding of its sums. The gradient is computed in float32
+    (float64 for float64) and then rounded: `dx = rstd * (g - x_hat * mean(g * x_hat))`, with
+    g = dy * weight.
+
+    Args:
+        x: Float, any shape that ends in `shape`.
+        shape: The dimensions that are normalised together.
+        weight: Of `shape`; None with the form `"torch"` only.
+        eps: Added to the mean square; None stands for the arithmetic's epsilon.
+        form: A name in `FORMS`: how dtypes and the weight are handled.
+        compressor: For `x_hat`, which has mean square 1 per row and the dtype of `x`.
+        key: Feeds the compressor's random bits.
+
+    Returns:
+        Shape of `x`.
+
+    Raises:
+        ValueError: If `form` is unknown, or needs a weight that is not there.
+
+    Memory:
+        Kept for backward: the payload of x's elements, and one number per row.
+
+    Example:
+        >>> from memtrain.compressors import Group
+        >>> x = torch.randn(4, 256, requires_grad=True)
+        >>> rms_norm(x, (256,), compressor=Group(bits=4)).shape
+        torch.Size([4, 256])
+
+    Reference:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}; allowed: {', '.join(FORMS)}")
+    if weight is None and form != "torch":
+        raise ValueError(f"weight=None; allowed with form='torch' only, not with {form!r}")
+    size = list(shape)
+    if form == "torch":
+        x, weight = as_autocast(lambda t: torch.rms_norm(t, size), (0, *size), x, weight)
+    return _rms_norm(x, weight, size, eps, form, compressor, key)
+
+
+def _llama(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight * x_hat.to(dtype)
+
+
+def _cast_last(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (weight.float() * x_hat).to(dtype)
+
+
+def _gemma(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x_hat * (1.0 + weight.float())).to(dtype)
+
+
+def _t5(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return weight * (x_hat.to(weight.dtype) if half else x_hat)
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor] | None] = {
+    "torch": None,
+    "llama": _llama,
+    "cast_last": _cast_last,
+    "gemma": _gemma,
+    "t5": _t5,
+}
+"""How a form makes its value of x_hat, the weight and x's dtype; None: torch's own function."""
+
+
+def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: list[int],
+    eps: float,
+    compressor: Compressor,
+    key: Key,
+) -> Tensor:
+    ctx.normalized, ctx.output = shape, _layer_norm_output
+    y = _fused(ctx, x, shape, weight, bias, eps, compressor, key, centred=True)
+    if y is not None:
+        return y
+    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    if _save_row_codes(ctx, x, (mean, rstd), compressor, key, weight, bias):
+        return y
+    # x_hat by the same op with other weights: the rounding of these must not enter. Ones and
+    # zeros, since torch's CPU kernel takes 1.7 times as long without any.
+    like = weight if weight is not None else bias
+    x_hat = y
+    if like is not None:
+        ones, zeros = torch.ones_like(like), torch.zeros_like(like)
+        x_hat = torch.native_layer_norm(x, shape, ones, zeros, eps)[0]
+    save_compressed(ctx, x_hat, compressor, key, rstd, weight, bias)
+    return y
+
+
+def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x_hat, (rstd, weight, bias) = saved_compressed(ctx)
+    like = weight if weight is not None else bias
+    # CPU kernels want the statistics in the tensors' dtype where all have one.
+    mixed = x_hat.is_cuda or (like is not None and like.dtype != x_hat.dtype)
+    statistics = standard(rstd.to(torch.float32 if mixed else x_hat.dtype))
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+        grad, x_hat, ctx.normalized, *statistics, weight, bias, list(ctx.needs_input_grad[:3])
+    )
+    return None if dx is None else dx.mul_(rstd), dw, db
+
+
+_layer_norm = autograd_function(_layer_norm_forward, _layer_norm_backward, tensors=3)
+
+
+def _layer_norm_output(
+    x_hat: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """A layer norm's output from its normalised input."""
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias, x_hat, weight).to(x_hat.dtype)  # one pass
+    y = x_hat if weight is None else x_hat * weight
+    return (y if bias is None else y + bias).to(x_hat.dtype)
+
+
+def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    shape: list[int],
+    eps: float | None,
+    form: str,
+    compressor: Compressor,
+    key: Key,
+) -> Tensor:
+    make = FORMS[form]
+    double = make is None and x.dtype == torch.float64
+    arithmetic = torch.float64 if double else torch.float32
+    added = torch.finfo(arithmetic).eps if eps is None else eps
+    ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if form == "gemma" else 0.0
+    if _keeps_dtype(form, x.dtype, weight):
+        ctx.output = partial(_rms_norm_output, form, x.dtype, x.dtype)
+        scale = None if weight is None or not ctx.plus else ctx.plus + weight.float()
+        how: dict[str, Any] = {"scale": scale, "narrow": form in ("llama", "t5")}
+        site = (added, compressor, key)
+        y = _fused(ctx, x, shape, weight, None, *site, centred=False, **how)
+        if y is not None:
+            return y
+    wide = x.to(arithmetic)
+    rstd = torch.rsqrt(wide.pow(2).mean(ctx.dims, keepdim=True) + added)
+    x_hat = wide * rstd
+    if make is None or weight is None:  # others than torch's form have a weight
+        y = torch.rms_norm(x, shape, weight, eps)
+    else:
+        y = make(x_hat, weight, x.dtype)
+    save_compressed(ctx, x_hat.to(x.dtype), compressor, key, rstd, weight)
+    ctx.output = partial(_rms_norm_output, form, x.dtype, y.dtype)
+    return y
+
+
+def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x_hat, (rstd, weight) = saved_compressed(ctx)
+    dtype, grad, x_hat = x_hat.dtype, _wide(grad), _wide(x_hat)
+    dx = dw = None
+    if weight is not None and ctx.needs_input_grad[1]:
+        dw = (grad * x_hat).sum_to_size(weight.shape).to(weight.dtype)
+    if ctx.needs_input_grad[0]:
+        g = grad if weight is None else grad * (_wide(weight) + ctx.plus)
+        projection = (g * x_hat).mean(ctx.dims, keepdim=True)
+        dx = torch.addcmul(g, x_hat, projection, value=-1).mul_(rstd).to(dtype)
+    return dx, dw
+
+
+_rms_norm = autograd_function(_rms_norm_forward, _rms_norm_backward, tensors=2)
+
+
+def _keeps_dtype(form: str, dtype: torch.dtype, weight: Tensor | None) -> bool:
+    """Whether the value of a form has the dtype of `x`, as one pass makes it."""
+    if weight is None or form in ("cast_last", "gemma"):
+        return True
+    if form == "t5":
+        return weight.dtype == dtype
+    return torch.promote_types(weight.dtype, dtype) == dtype
+
+
+def _rms_norm_output(
+    form: str,
+    dtype: torch.dtype,
+    result: torch.dtype,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+) -> Tensor:
+    """The output from the normalised input."""
+    make, x_hat = FORMS[form], _wide(x_hat)
+    if weight is None or make is None:
+        return (x_hat if weight is None else x_hat * weight).to(result)
+    return make(x_hat, weight, dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the arithmetic's dtype: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
+    ctx: Any,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    compressor: Compressor,
+    key: Key,
+    *,
+    centred: bool,
+    scale: Tensor | None = None,
+    narrow: bool = False,
+) -> Tensor | None:
+    """The norm's value, its payload saved by `ctx`; None where the norm runs in several passes.
+
+    One pass serves groups that lie within a row, of a contiguous float32 or 16-bit tensor
+    (`norm.fits`). The value then is torch's up to its rounding: sums are added in another order.
+    A norm that is not `centred` is an RMS norm, which may multiply x_hat by a `scale` in place of
+    its weight, and make it `narrow` first: round it to the dtype of `x`.
+    """
+    size = math.prod(shape)
+    codes = compressor.group_codes(key)
+    if codes is None or not norm.fits(x, size, codes.group_size):
+        return None
+    if not all(_usual(x, shape, p) for p in (weight, bias)):
+        return None  # torch's to refuse
+    by = weight if scale is None else scale
+    y, rstd, *payload = norm.norm_quantize(
+        x.detach(),
+        size,
+        by,
+        bias,
+        eps,
+        centred=centred,
+        narrow=narrow,
+        codes=codes,
+    )
+    packed = Packed(
+        dict(zip(("codes", "bounds"), payload, strict=True)), torch.Size([x.numel()]), x.dtype
+    )
+    rstd = rstd.view(*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+    others = (rstd, weight, bias) if centred else (rstd, weight)
+    save_payloads(ctx, [(packed, layout_of(x))], compressor, *others)
+    return y
+
+
+def _usual(x: Tensor, shape: Sequence[int], parameter: Tensor | None) -> bool:
+    own = x.shape[-len(shape) :]
+    if parameter is None:
+        return own == torch.Size(shape)
+    same = own == parameter.shape == torch.Size(shape) and parameter.device == x.device
+    return same and parameter.dtype in (x.dtype, torch.float32)
+
+
+def _save_row_codes(
+    ctx: Any,
+    x: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    compressor: Compressor,
+    key: Key,
+    *others: Tensor | None,
+) -> bool:
+    """Save the codes of the rows of x_hat, of any length, as `save_codes` does."""
+    rows = statistics[1].numel()
+    if not rows or not x.is_contiguous():
+        return False
+    where = Channels(1, 1, rows, x.numel() // rows)
+    return save_codes(ctx, x, statistics, where, compressor, key, *others)
