@@ -20,13 +20,7 @@ from memtrain.activations.saved.origin import (
     storage_id,
 )
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Op, Record, Site
-from memtrain.compressors import (
-    Compressor,
-    Integers,
-    Keep,
-    Key,
-    Mask,
-)
+from memtrain.compressors import Compressor, Integers, Keep, Key, Mask
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
