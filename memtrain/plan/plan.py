@@ -260,11 +260,11 @@ def make_plan(
     if batch is not None:
         asked: set[Site] = set()
 
-        def choose(site: Site) -> Compressor | Keep:
+        def ask(site: Site) -> Compressor | Keep:
             asked.add(site)
             return plan.choose_activation(site)
 
-        plan.settle(plan.trace(model, batch, choose))
+        plan.settle(plan.trace(model, batch, ask))
         known = {site.name for site in asked}
         known.update(entry.site for entry in plan.entries("activation"))
         strangers = [name for name in config.activations.sites if name not in known]
