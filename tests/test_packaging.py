@@ -23,6 +23,10 @@ from memtrain.cli.report import main as report
 assert train.main(["experiment=smoke", "training.steps=2", "output.folder=runs"]) == 0
 assert train.main(["experiment=precision_tradeoff"]) == 2
 assert report.main(["--help"]) == fewbit.main(["relu"]) == 0
+from memtrain.audit.report import Report
+from memtrain.cli.render.outcome import Outcome
+from memtrain.cli.render.page import as_html
+assert "</html>" in as_html(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {{}}))
 """
 
 

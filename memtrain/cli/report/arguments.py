@@ -99,7 +99,8 @@ options:
   --json FILE  write the report as JSON (docs/guides/report.md describes it)
   --csv FILE   write its rows; - instead of a file is the standard output, and
                then no table is printed
-  --html FILE  write a page that stands alone: bars, treemap, timeline
+  --html FILE  write a page that stands alone: bars, treemap, timeline (needs
+               matplotlib and squarify)
   --png FILE   draw bars, and the timeline of the peak (needs matplotlib)
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
   --measure-rates FILE  time copies, matrix products and codes on this device
