@@ -12,9 +12,9 @@ from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
 from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
+from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE
-from memtrain.plan.weights import sum_compressor
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrapped import (
     ATTRIBUTE,

@@ -11,7 +11,7 @@ from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.config.sources import GRADIENTS, WEIGHTS, Config
 from memtrain.optim.wrappers.release import CLIPS, ReleaseGradients
 from memtrain.optim.wrappers.weights import FORMATS
-from memtrain.plan.weights import WORKSPACE
+from memtrain.plan.entries import WORKSPACE
 from memtrain.training.data import build_source
 from memtrain.training.run import Run
 from memtrain.training.settings import compose, from_mapping

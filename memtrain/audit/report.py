@@ -26,7 +26,7 @@ from memtrain.audit.peak.step import StepOptions, check_batch
 from memtrain.audit.peak.timeline import Timeline
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.config.sources import Config
-from memtrain.plan.entry import UNKNOWN, Entry
+from memtrain.plan.entries import UNKNOWN, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE, expand
 
@@ -272,14 +272,14 @@ def _planned_trace(
     return plan.trace(model, batch, choose)
 
 
-def _buffers(model: nn.Module) -> list[Entry]:
+def _buffers(model: nn.Module) -> list[PlanEntry]:
     return [
-        Entry(name, "weight", buffer.nbytes, buffer.nbytes, reason=_BUFFER)
+        PlanEntry(name, "weight", buffer.nbytes, buffer.nbytes, reason=_BUFFER)
         for name, buffer in model.named_buffers()
     ]
 
 
-def _entry_row(entry: Entry) -> Row:
+def _entry_row(entry: PlanEntry) -> Row:
     return Row(
         name=entry.site,
         kind=entry.kind,
@@ -329,7 +329,7 @@ def activation_rows(
     return found
 
 
-def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[KeptTensors]:
+def _kept(entries: Iterable[PlanEntry], planned: Iterable[Record]) -> list[KeptTensors]:
     """Tensors that are kept as they are, by kind and reason."""
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     rows = [(e.kind, e.reason, e.planned, e.site) for e in entries if not e.compressor]
@@ -350,7 +350,7 @@ def _kept(entries: Iterable[Entry], planned: Iterable[Record]) -> list[KeptTenso
 
 
 def _unmatched(
-    config: Config, asked: Iterable[Site], entries: Iterable[Entry], records: Iterable[Record]
+    config: Config, asked: Iterable[Site], entries: Iterable[PlanEntry], records: Iterable[Record]
 ) -> list[str]:
     """Rules that won at no site, and sites of a plan file that the forward does not have."""
     states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]

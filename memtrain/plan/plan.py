@@ -20,7 +20,16 @@ from memtrain.compressors.auto import Auto
 from memtrain.config.sources import KEEP, Config
 from memtrain.optim.states.layout import is_unsigned
 from memtrain.plan import file
-from memtrain.plan.entry import UNKNOWN, Entry, merge
+from memtrain.plan.entries import (
+    NO_COUNTER,
+    UNKNOWN,
+    PlanEntry,
+    merge,
+    predict_gradients,
+    predict_states,
+    predict_weights,
+    training_dtypes,
+)
 from memtrain.plan.file import load
 from memtrain.plan.rules import (
     NO_RULE,
@@ -32,8 +41,6 @@ from memtrain.plan.rules import (
     state_rules,
     state_site,
 )
-from memtrain.plan.states import NO_COUNTER, predict_states
-from memtrain.plan.weights import predict_gradients, predict_weights, training_dtypes
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.precision.graph import check, graph_of
 from memtrain.precision.state import PrecisionState
@@ -57,7 +64,7 @@ class Plan:
     config: Config
     activation_rules: Rules
     state_rules: Rules
-    _entries: dict[str, list[Entry]] = field(default_factory=dict)
+    _entries: dict[str, list[PlanEntry]] = field(default_factory=dict)
     _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
     bits: BitWidths | None = None
     """The widths of the sites with `bits: auto`, if a rule has it."""
@@ -149,7 +156,7 @@ class Plan:
             "optim": self.state_rules.unused(),
         }
 
-    def entries(self, kind: str = "") -> list[Entry]:
+    def entries(self, kind: str = "") -> list[PlanEntry]:
         """The plan's rows, of one kind or all; no activations before they are settled."""
         kinds = [kind] if kind else ["weight", "gradient", "state", "activation"]
         return [entry for name in kinds for entry in self._entries.get(name, [])]

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config, Optim
 from memtrain.plan.build import spec
-from memtrain.plan.entry import Entry
+from memtrain.plan.entries import NO_COUNTER, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import state_site
-from memtrain.plan.states import NO_COUNTER
 from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import Goal
 from memtrain.planner.knapsack import Item, Option, Segment, Solution, shrinking, solve, thinned
@@ -126,7 +125,7 @@ def _options(
     plan: Plan, optimizer: Optimizer, variant: str, params: dict[str, Tensor], rates: Rates
 ) -> dict[str, Option]:
     """Parameter -> what the plan does to its states."""
-    entries: dict[str, list[Entry]] = {name: [] for name in params}
+    entries: dict[str, list[PlanEntry]] = {name: [] for name in params}
     for entry in plan.entries("state"):
         name = state_site(entry.site)[0]
         if name in entries:

@@ -1,0 +1,341 @@
+"""The entries of a plan: bytes of weights, gradients, states and saved tensors."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from memtrain import optim
+from memtrain.activations.saved.site import Record, Site
+from memtrain.compressors import Compressor, Identity, Keep
+from memtrain.compressors.base import GRADIENT_SUM
+from memtrain.compressors.registry import check_seat
+from memtrain.optim.states.first_step import first_states, twin
+from memtrain.optim.states.layout import check_state
+from memtrain.optim.states.shards import local
+from memtrain.optim.wrappers.accumulate import sum_bytes
+from memtrain.optim.wrappers.apply import KEEP, RELEASE
+from memtrain.optim.wrappers.weights import keeps_float32, parse
+from memtrain.plan.build import build
+
+UNKNOWN = "unknown: "
+"""Begins the reason of an entry whose bytes cannot be told before the run."""
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """A site, its bytes, and its compressor or the reason to keep it.
+
+    Example:
+        >>> PlanEntry("wte.weight / adamw / exp_avg", "state", 4096, 544, "Block()").planned
+        544
+    """
+
+    site: str
+    kind: str
+    """`activation`, `state`, `weight` or `gradient`."""
+    nbytes: int
+    """Bytes without memtrain."""
+    planned: int
+    """Bytes with the plan."""
+    compressor: str = ""
+    """Empty where the site is kept as it is."""
+    reason: str = ""
+    """Why it is kept, or a note."""
+
+    @property
+    def comment(self) -> str:
+        """Bytes, and the reason to keep, for people.
+
+        Example:
+            >>> PlanEntry("h.0 / gelu / input", "activation", 4096, 544, "Group()").comment
+            '4,096 B -> 544 B'
+        """
+        replaced = self.nbytes == self.planned
+        sides = f"{self.planned:,} B" if replaced else f"{self.nbytes:,} B -> {self.planned:,} B"
+        return f"{sides}; {self.reason}" if self.reason else sides
+
+
+def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
+    """One entry for each site of a forward: the sums over its saves.
+
+    Args:
+        records: What the forward saved; a site may be in them several times.
+
+    Returns:
+        Entries of kind `activation`, in the order in which sites came first.
+    """
+    sites: dict[Site, list[Record]] = {}
+    for record in records:
+        sites.setdefault(record.site, []).append(record)
+    for site, rows in sites.items():
+        shown = next((row for row in rows if row.compressor), rows[0])
+        yield PlanEntry(
+            site.name,
+            "activation",
+            sum(row.nbytes for row in rows),
+            sum(row.planned for row in rows),
+            shown.compressor,
+            "" if shown.compressor else shown.reason,
+        )
+
+
+NOT_REQUESTED = "not requested"
+NOT_HELD = "not the optimizer's: no correction"
+WORKSPACE = "(the largest gradient, while it is applied)"
+BUCKETS = "(buckets of DistributedDataParallel)"
+IN_BUCKETS = "kept: its bucket holds it until step()"
+
+
+def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list[PlanEntry]:
+    """One entry per parameter: its bytes now, and as `config.weights` keeps it.
+
+    Args:
+        model: Real or fake.
+        optimizer: Its optimizer.
+        config: `weights` is read.
+
+    Returns:
+        Entries of kind `weight`, corrections among the planned bytes; of sharded parameters this
+        process's part, here and in `predict_gradients`.
+    """
+    dtypes, held = training_dtypes(model, config), _held(optimizer)
+    kept = keeps_float32(model)
+    entries = []
+    for name, p in model.named_parameters():
+        if config.weights == KEEP:
+            entries.append(
+                PlanEntry(name, "weight", local(p).nbytes, local(p).nbytes, reason=NOT_REQUESTED)
+            )
+        elif p not in dtypes:
+            why = kept.get(p, f"kept: {p.dtype}")
+            entries.append(PlanEntry(name, "weight", local(p).nbytes, local(p).nbytes, reason=why))
+        else:
+            size = parse(config.weights).nbytes if p in held else dtypes[p].itemsize
+            why = "" if p in held else NOT_HELD
+            planned = local(p).numel() * size
+            entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, config.weights, why))
+    return entries
+
+
+def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Any) -> list[PlanEntry]:
+    """One entry per trained parameter, and the workspace of released ones.
+
+    Args:
+        model: Real or fake.
+        optimizer: Its optimizer.
+        config: `weights` (a gradient has its weight's dtype), `gradients`,
+            `release.accumulate` and `release.sums` are read.
+
+    Returns:
+        Entries of kind `gradient`. Of a DistributedDataParallel gradients stay, in buckets that are
+        listed where they are a second copy (`gradient_as_bucket_view=False`); one that is put
+        around the model later is not known here.
+    """
+    dtypes, held = training_dtypes(model, config), _held(optimizer)
+    parallel = isinstance(model, DistributedDataParallel)
+    sums = sum_compressor(config)
+    entries, largest = [], 0
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        planned = local(p).numel() * dtypes.get(p, p.dtype).itemsize
+        if config.gradients == RELEASE and p in held and parallel:
+            entries.append(PlanEntry(name, "gradient", local(p).nbytes, planned, reason=IN_BUCKETS))
+        elif config.gradients == RELEASE and p in held:
+            largest = max(largest, planned)
+            entries.append(_released(name, p, config.release.accumulate, sums))
+        elif planned < local(p).nbytes:
+            why = "in its weight's dtype"
+            entries.append(
+                PlanEntry(name, "gradient", local(p).nbytes, planned, config.weights, why)
+            )
+        else:
+            entries.append(
+                PlanEntry(name, "gradient", local(p).nbytes, planned, reason=NOT_REQUESTED)
+            )
+    if largest:
+        entries.append(PlanEntry(WORKSPACE, "gradient", 0, largest, RELEASE, "workspace"))
+    if parallel and not model.gradient_as_bucket_view:
+        total = sum(local(p).nbytes for p in model.parameters() if p.requires_grad)
+        why = "a second copy: gradient_as_bucket_view=True spares it"
+        entries.append(PlanEntry(BUCKETS, "gradient", total, total, reason=why))
+    return entries
+
+
+def sum_compressor(config: Any) -> Compressor:
+    """The compressor of gradients that wait for the last of several backward passes.
+
+    Raises:
+        ValueError: For one that cannot hold them: `release.sums` is named.
+    """
+    asked = config.release.sums
+    built = build(asked)
+    if isinstance(built, Keep):
+        raise ValueError(f"release.sums={asked!r}; allowed: a compressor, such as identity")
+    check_seat(built, GRADIENT_SUM, f"release.sums={asked!r}")
+    return built
+
+
+def _released(name: str, param: Tensor, passes: int, sums: Compressor) -> PlanEntry:
+    if passes == 1:
+        return PlanEntry(name, "gradient", local(param).nbytes, 0, RELEASE)
+    why = f"the sum of up to {passes - 1} backward passes"
+    return PlanEntry(name, "gradient", local(param).nbytes, sum_bytes(param, sums), repr(sums), why)
+
+
+def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
+    """Parameters that are kept in two bytes, with their dtype in the forward.
+
+    Example:
+        >>> from memtrain.config.sources import Config
+        >>> [*training_dtypes(nn.Linear(1, 1), Config(weights="bf16+8")).values()]
+        [torch.bfloat16, torch.bfloat16]
+    """
+    if config.weights == KEEP:
+        return {}
+    low, kept = parse(config.weights).dtype, keeps_float32(model)
+    fits = (torch.float32, low)
+    return {p: low for p in model.parameters() if p not in kept and p.dtype in fits}
+
+
+def _held(optimizer: Optimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+NO_COUNTER = "a counter: not of the parameter's shape"
+NO_RULES = "no rule matches"
+
+
+def predict_states(
+    model: nn.Module,
+    optimizer: Optimizer,
+    choose: Callable[[str, str], Compressor | Keep] | None,
+    *,
+    min_elements: int,
+) -> list[PlanEntry]:
+    """List every optimizer state with its bytes, as it is and as the plan keeps it.
+
+    States that exist are read; others are those that the optimizer's own first step makes for a
+    parameter on the meta device. What the plan makes of them is told by the optimizer that
+    `memtrain.wrap` would build, on the same shapes. Nothing is changed.
+
+    Args:
+        model: Names the parameters; real or fake.
+        optimizer: Any torch optimizer.
+        choose: The names of a parameter and a state -> what is done to it; None: no rules.
+        min_elements: States of parameters with no more are kept.
+
+    Raises:
+        ValueError: For a compressor that cannot serve the state that it was chosen for.
+
+    Returns:
+        One entry of kind `state` per state, `parameter / optimizer / state`. Where bytes cannot
+        be told: one of 0 bytes whose reason begins with `unknown: `.
+
+    Memory:
+        No tensor is allocated besides step counters.
+
+    Example:
+        >>> import torch
+        >>> from memtrain.compressors import Block
+        >>> model = nn.Linear(128, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> block = lambda parameter, state: Block(bits=4, signed=state == "exp_avg")
+        >>> entries = predict_states(model, optimizer, block, min_elements=4096)
+        >>> [(entry.site, entry.nbytes, entry.planned) for entry in entries][:2]
+        [('weight / adamw / step', 4, 4), ('weight / adamw / exp_avg', 32768, 4352)]
+    """
+    title = type(optimizer).__name__
+    names = {p: name for name, p in model.named_parameters()}
+    try:
+        plain = list(_plain_states(optimizer, names))
+    # Whatever a foreign optimizer's step raises on meta tensors, the rest of the audit stands.
+    except Exception as error:  # noqa: BLE001
+        return [_unknown(title, error)]
+    if choose is not None:
+        _check(plain, choose, min_elements)
+    try:
+        rows = {} if choose is None else _planned(optimizer, names, choose, min_elements)
+    except Exception as error:  # noqa: BLE001
+        return [_unknown(title, error)]
+    entries = []
+    for param, name, states in plain:
+        for state, value in states.items():
+            kept = ""
+            if value.shape != local(param).shape:
+                kept = NO_COUNTER
+            elif choose is None:
+                kept = NO_RULES
+            elif param.numel() <= min_elements:
+                kept = f"of {min_elements:,} elements or fewer"
+            elif isinstance(chosen := choose(name, state), Keep):
+                kept = chosen.reason
+            site = f"{name} / {title.lower()} / {state}"
+            entries.append(_entry(site, value, rows.get((param, state)), kept))
+    return entries
+
+
+def _unknown(title: str, error: Exception) -> PlanEntry:
+    why = f"{UNKNOWN}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return PlanEntry(f"(all parameters) / {title.lower()}", "state", 0, 0, reason=why)
+
+
+def _check(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
+    """Raise for a compressor that cannot serve the state that it was chosen for."""
+    for param, name, states in plain:
+        for state, value in states.items():
+            if param.numel() <= min_elements or value.shape != local(param).shape:
+                continue
+            if not isinstance(chosen := choose(name, state), Keep):
+                check_state(chosen, state)
+
+
+def _entry(site: str, value: Tensor, row: optim.StateRow | None, kept: str) -> PlanEntry:
+    if row is None:
+        return PlanEntry(site, "state", value.nbytes, value.nbytes, reason=kept)
+    if row.compressor.is_identity:
+        name = "" if kept else repr(row.compressor)
+        return PlanEntry(site, "state", value.nbytes, row.nbytes, name, kept)
+    return PlanEntry(site, "state", value.nbytes, row.nbytes, repr(row.compressor), row.reason)
+
+
+def _plain_states(
+    optimizer: Optimizer, names: dict[Any, str]
+) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
+    """Parameters that get states, with their names and what plain PyTorch keeps for them."""
+    known: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for number, param in enumerate(group["params"]):
+            state = optimizer.state.get(param)
+            if not state and not param.requires_grad:
+                continue
+            own = local(param)
+            key = (index, tuple(own.shape), param.dtype)
+            if not state and key not in known:
+                known[key] = _tensors(first_states(optimizer, own, group))
+            plain = _tensors(state) if state else known[key]
+            yield param, names.get(param, f"{index}.{number}"), plain
+
+
+def _planned(
+    optimizer: Optimizer,
+    names: dict[Any, str],
+    choose: Callable[[str, str], Compressor | Keep],
+    min_elements: int,
+) -> dict[tuple[Tensor, str], optim.StateRow]:
+    def by_parameter(param: Tensor, state: str) -> Compressor:
+        chosen = choose(names[param], state)
+        return Identity() if isinstance(chosen, Keep) else chosen
+
+    compressed = optim.compress(twin(optimizer), by_parameter, min_elements=min_elements)
+    return {(row.param, row.state): row for row in optim.describe(compressed)}
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A parameter's states that are tensors; of sharded ones this process's part."""
+    return {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
