@@ -17,12 +17,13 @@ UNSIGNED = {"block": {"signed": False}, "group": {"bits": 8}, "samples": {"bits"
 UNSIGNED |= {"float": {"format": "fp16"}}
 SIGNED = {"rank1": {"signed": True}, "scaled": {"signed": True}}
 
-FLOATS = {"identity", "group", "samples", "block", "patch", "rank1", "scaled", "float", "sign"}
+FLOATS = {"identity", "group", "samples", "block", "patch", "rank1", "scaled", "float", "one_bit"}
+NOT_SECOND = {"one_bit"}  # one bit cannot tell small numbers from zero
 ALLOWED = {
     "activation": FLOATS | {"derivative", "host", "projection"},
     "recompute": FLOATS | {"host", "projection"},
     "exp_avg": FLOATS,
-    "exp_avg_sq": (FLOATS - {"sign"}) | {"factored"},
+    "exp_avg_sq": (FLOATS - NOT_SECOND) | {"factored"},
     "momentum_buffer": FLOATS,
     "gradient": FLOATS,
     "weight": set(),
@@ -30,7 +31,7 @@ ALLOWED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign(Compressor):
+class OneBit(Compressor):
     """A new compressor: signs and the mean magnitude. This file and one line make it known."""
 
     parts = ("signs", "scale")
@@ -46,7 +47,7 @@ class Sign(Compressor):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    monkeypatch.setitem(COMPRESSORS, "sign", Sign)
+    monkeypatch.setitem(COMPRESSORS, "one_bit", OneBit)
 
 
 def spec(name, seat):
@@ -114,7 +115,7 @@ SEATS = [
 
 
 @pytest.mark.parametrize(("seat", "kind"), SEATS)
-@pytest.mark.parametrize("name", [*COMPRESSORS, "sign"])
+@pytest.mark.parametrize("name", [*COMPRESSORS, "one_bit"])
 def test_trains_or_is_refused_by_name(name, seat, kind):
     model, optimizer, x, target = task(OPTIMIZERS[kind])
     if name not in ALLOWED[seat]:
