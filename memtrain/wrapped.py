@@ -183,7 +183,7 @@ def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ValueError: If the model is not wrapped, or its optimizer is gone.
 
     Example:
-        >>> import memtrain
+        >>> import memtrain, torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> torch.nn.init.constant_(model.weight, 0.1)
         Parameter containing: tensor([[0.1000]], requires_grad=True)
