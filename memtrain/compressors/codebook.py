@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.kernels.codebook import block
+from memtrain.kernels.codebook.quantize import dequantize_blocks, quantize_blocks
+from memtrain.kernels.codebook.values import Codebook, codebook
 
 ROUNDINGS = ("nearest", "stochastic")
 MAX_VECTOR_BYTES = 0.08
@@ -55,7 +56,8 @@ class Block(Compressor):
 
     Attributes:
         block_size: Elements per scale: a multiple of 8.
-        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see `codebooks.codebook`.
+        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see
+            `codebook.values.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept; unsigned maps round them to the lowest value.
         rounding: `"nearest"`, ties to the lower value, or `"stochastic"`: to one of the two
@@ -93,7 +95,7 @@ class Block(Compressor):
         if self.block_size < 8 or self.block_size % 8:
             raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
         check_rounding(self.rounding)
-        block.codebook(self.map, bits=self.bits, signed=self.signed)
+        codebook(self.map, bits=self.bits, signed=self.signed)
 
     @property
     def second_moment(self) -> bool:
@@ -102,24 +104,15 @@ class Block(Compressor):
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
-        codes, scale = block.quantize(
-            x,
-            map=self.map,
-            bits=self.bits,
-            signed=self.signed,
-            block_size=self.block_size,
-            seed=seed_of(key, self.rounding),
-        )
+        seed = seed_of(key, self.rounding)
+        codes, scale = quantize_blocks(x, self._book(), block_size=self.block_size, seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """A contiguous tensor of the original shape and dtype."""
-        flat = block.dequantize(
-            packed.tensors["codes"],
-            packed.tensors["scale"],
-            map=self.map,
-            bits=self.bits,
-            signed=self.signed,
-            numel=packed.shape.numel(),
-        )
+        codes, scale = packed.tensors["codes"], packed.tensors["scale"]
+        flat = dequantize_blocks(codes, scale, self._book(), numel=packed.shape.numel())
         return flat.view(packed.shape).to(packed.dtype)
+
+    def _book(self) -> Codebook:
+        return Codebook(self.map, self.bits, self.signed)

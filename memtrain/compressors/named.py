@@ -9,17 +9,22 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.scaled import NORMALISATIONS, Scaled
-from memtrain.kernels.codebook.codebooks import MAPS, float_bits
+from memtrain.kernels.codebook.values import CODEBOOKS, float_bits
 
 _FIXED = ("identity", "factored")
 _SCALES = ("B128", "B2048", "Rank-1", *NORMALISATIONS)
 _KNOWN = (
     *_FIXED,
-    *(f"{scale}/{map}{end}" for scale in _SCALES for map in (*MAPS, "E2M1") for end in ("", "+SR")),
+    *(
+        f"{scale}/{map}{end}"
+        for scale in _SCALES
+        for map in (*CODEBOOKS, "E2M1")
+        for end in ("", "+SR")
+    ),
 )
 _NAME = re.compile(
     rf"(?P<scale>Rank-1|{'|'.join(NORMALISATIONS)}|B(?P<size>\d+))"
-    rf"/(?P<map>E\dM\d|{'|'.join(sorted(MAPS, key=len, reverse=True))})"
+    rf"/(?P<map>E\dM\d|{'|'.join(sorted(CODEBOOKS, key=len, reverse=True))})"
     r"(?P<bits>[2-8])?(?P<sr>\+SR)?"
 )
 
@@ -56,7 +61,7 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
         raise ValueError(
             f"compressor {name!r} is unknown; the nearest valid name is {near[0]!r}; allowed: "
             f"identity, factored and <scale>/<map>[bits][+SR] with scale B<block size>, Rank-1, "
-            f"{', '.join(NORMALISATIONS)} and map {', '.join(MAPS)}, E<1-5>M<0-6>"
+            f"{', '.join(NORMALISATIONS)} and map {', '.join(CODEBOOKS)}, E<1-5>M<0-6>"
         )
     scale = match["scale"]
     map = "DE" if match["map"] == "DE-0" and signed else match["map"]

@@ -13,8 +13,9 @@ from memtrain.compressors.codebook import (
     seed_of,
     why_blocks,
 )
-from memtrain.kernels.codebook import block, rank1, row_column
-from memtrain.kernels.codebook.codes import Book
+from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook.quantize import MATRIX_BLOCK, quantize_matrix
+from memtrain.kernels.codebook.values import Codebook, codebook
 from memtrain.kernels.step.shard import Shard, all_reduce, of_maxima
 
 
@@ -27,7 +28,7 @@ class Rank1(Compressor):
     or Inf; the others stay within their usual error.
 
     Attributes:
-        map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `codebooks.codebook`.
+        map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `codebook.values.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept.
         rounding: `"nearest"` or `"stochastic"`, as in `Block`.
@@ -60,7 +61,7 @@ class Rank1(Compressor):
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
-        block.codebook(self.map, bits=self.bits, signed=self.signed)
+        codebook(self.map, bits=self.bits, signed=self.signed)
 
     @property
     def second_moment(self) -> bool:
@@ -77,9 +78,7 @@ class Rank1(Compressor):
         if x.dim() < 2:
             return self._block().compress(x, key=key)
         seed = seed_of(key, self.rounding)
-        codes, scale = rank1.quantize(
-            x, map=self.map, bits=self.bits, signed=self.signed, seed=seed
-        )
+        codes, scale = rank1.quantize(x, self._book(), seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
@@ -88,28 +87,23 @@ class Rank1(Compressor):
             return self.compress(x, key=key)
         scale = rank1.maxima(x)
         all_reduce(of_maxima(scale, x.shape, shard), "max")
-        book = Book(self.map, self.bits, self.signed)
-        sides = rank1.inverses(scale, x.shape)
-        codes = row_column.quantize(x, sides, book, seed_of(key, self.rounding))
+        row, col = rank1.inverses(scale, x.shape)
+        codes = quantize_matrix(x, row, col, self._book(), seed_of(key, self.rounding))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """A contiguous tensor of the original shape and dtype."""
         if len(packed.shape) < 2:
             return self._block().decompress(packed)
-        x = rank1.dequantize(
-            packed.tensors["codes"],
-            packed.tensors["scale"],
-            map=self.map,
-            bits=self.bits,
-            signed=self.signed,
-            shape=packed.shape,
-        )
-        return x.to(packed.dtype)
+        codes, scale = packed.tensors["codes"], packed.tensors["scale"]
+        return rank1.dequantize(codes, scale, self._book(), shape=packed.shape).to(packed.dtype)
+
+    def _book(self) -> Codebook:
+        return Codebook(self.map, self.bits, self.signed)
 
     def _block(self) -> Block:
         return Block(
-            block_size=rank1.BLOCK,
+            block_size=MATRIX_BLOCK,
             map=self.map,
             bits=self.bits,
             signed=self.signed,

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.codebook import Block, check_rounding, holds_second_moment, seed_of
-from memtrain.kernels.codebook import block, row_column
-from memtrain.kernels.codebook.codes import Book
-from memtrain.kernels.codebook.row_column import Sides, inverse
+from memtrain.kernels.codebook.quantize import dequantize_matrix, inverse, quantize_matrix
+from memtrain.kernels.codebook.values import Codebook, codebook
 
 NORMALISATIONS = ("tensor", "dim0", "dim1", "dim01", "dim10", "rank1-group")
 
@@ -29,7 +28,7 @@ class Scaled(Compressor):
             a column of what that leaves (the scales are multiplied), `"dim10"` the other way
             round; `"rank1-group"`, the lesser of the maxima of `group_size` elements along the row
             and along the column (dimensions after the first are flattened).
-        map: `"Linear"`, `"DE"`, ..., see `kernels.codebook.codebooks.codebook`.
+        map: `"Linear"`, `"DE"`, ..., see `kernels.codebook.values.codebook`.
         bits: 2 to 8.
         signed: Whether negative values are kept.
         rounding: `"nearest"` or `"stochastic"`, as in `Block`.
@@ -70,7 +69,7 @@ class Scaled(Compressor):
         if self.group_size < 1:
             raise ValueError(f"group_size={self.group_size}; allowed: 1 or more")
         check_rounding(self.rounding)
-        block.codebook(self.map, bits=self.bits, signed=self.signed)
+        codebook(self.map, bits=self.bits, signed=self.signed)
 
     @property
     def second_moment(self) -> bool:
@@ -84,11 +83,12 @@ class Scaled(Compressor):
         matrix = _matrix(x)
         if self.normalisation in ("tensor", "dim0", "dim1"):
             scales = {"scale": self._maxima(x)}
-            by = _inverse(self._sides(scales["scale"], x.shape))
+            row, col = map(inverse, self._row_and_col(scales["scale"], x.shape))
         else:
             scales, matrix = self._normalised(matrix.float(), x.shape)
-            by = Sides(matrix.new_ones(matrix.shape[0]), matrix.new_ones(matrix.shape[1]))
-        codes = row_column.quantize(matrix, by, self._book(), seed_of(key, self.rounding))
+            row, col = map(matrix.new_ones, matrix.shape)
+        seed = seed_of(key, self.rounding)
+        codes = quantize_matrix(matrix, row, col, self._book(), seed)
         return Packed({"codes": codes, **scales}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -97,17 +97,16 @@ class Scaled(Compressor):
         if len(shape) < 2 and self.normalisation != "tensor":
             return self._block().decompress(packed)
         if "scale" in tensors:
-            by = self._sides(tensors["scale"], shape)
-            x = row_column.dequantize(tensors["codes"], by, self._book())
+            row, col = self._row_and_col(tensors["scale"], shape)
+            x = dequantize_matrix(tensors["codes"], row, col, self._book())
         else:
-            rows, cols = _matrix_shape(shape)
-            ones = tensors["row"].new_ones
-            x = row_column.dequantize(tensors["codes"], Sides(ones(rows), ones(cols)), self._book())
+            row, col = map(tensors["row"].new_ones, _matrix_shape(shape))
+            x = dequantize_matrix(tensors["codes"], row, col, self._book())
             x = self._denormalised(x, tensors["row"], tensors["col"], shape)
         return x.view(shape).to(packed.dtype)
 
-    def _book(self) -> Book:
-        return Book(self.map, self.bits, self.signed)
+    def _book(self) -> Codebook:
+        return Codebook(self.map, self.bits, self.signed)
 
     def _block(self) -> Block:
         return Block(map=self.map, bits=self.bits, signed=self.signed, rounding=self.rounding)
@@ -117,14 +116,14 @@ class Scaled(Compressor):
             return _amax(x.float().abs().reshape(1, -1))
         return _maxima(x, int(self.normalisation == "dim1"))
 
-    def _sides(self, scale: Tensor, shape: torch.Size) -> Sides:
+    def _row_and_col(self, scale: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """The scales of rows and columns; Inf, which is no scale, on the other side."""
         rows, cols = _matrix_shape(shape)
         if self.normalisation == "tensor":
-            return Sides(scale.expand(rows), _none(scale, cols))
+            return scale.expand(rows), _none(scale, cols)
         if self.normalisation == "dim0":
-            return Sides(scale, _none(scale, cols))
-        return Sides(_none(scale, rows), _spread(scale, shape))
+            return scale, _none(scale, cols)
+        return _none(scale, rows), _spread(scale, shape)
 
     def _normalised(self, x: Tensor, shape: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
         if self.normalisation == "rank1-group":
@@ -184,7 +183,3 @@ def _spread(col: Tensor, shape: torch.Size) -> Tensor:
 
 def _none(like: Tensor, n: int) -> Tensor:
     return like.new_full((1,), torch.inf).expand(n)
-
-
-def _inverse(both: Sides) -> Sides:
-    return Sides(inverse(both.row), inverse(both.col))

@@ -5,7 +5,7 @@ import torch
 
 from memtrain.compressors import Block, Factored, Identity, Key, Rank1
 from memtrain.compressors.named import named
-from memtrain.kernels.codebook.block import codebook
+from memtrain.kernels.codebook.values import codebook
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])

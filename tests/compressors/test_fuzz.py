@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import COMPRESSORS, Group, Identity, Key, Patch, Samples
-from memtrain.kernels.codebook.block import codebook
+from memtrain.kernels.codebook.values import codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.precision import FORMATS, FloatFormat
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from memtrain.kernels import cpu
-from memtrain.kernels.codebook import block, rank1
+from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook.quantize import quantize_blocks_reference
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import rules
 from memtrain.kernels.step.codecs import EXACT, FACTORED, Codec
@@ -39,14 +41,14 @@ def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
     if kind == "exact":
         states = ({"tensor": m}, {"tensor": v})
         return Entry(param, grad, states, CODECS[kind], "adamw", numbers)
-    first = coded(block.quantize_reference(m, "DE", 4, True, 128))
+    first = coded(quantize_blocks_reference(m, Codebook("DE", 4, True), 128))
     if kind == "factored":
         matrix = v.reshape(shape[0], math.prod(shape[1:]))
         second = {"row": matrix.mean(1), "col": matrix.mean(0)}
     elif kind == "rank1":
-        second = coded(rank1.quantize_reference(v, "Linear", 4, False))
+        second = coded(rank1.quantize_reference(v, Codebook("Linear", 4, False)))
     else:
-        second = coded(block.quantize_reference(v, "Linear", 4, False, 128))
+        second = coded(quantize_blocks_reference(v, Codebook("Linear", 4, False), 128))
     return Entry(param, grad, (first, second), CODECS[kind], "adamw", numbers)
 
 
@@ -97,8 +99,8 @@ def run(name, before):
 def test_worked_case():
     # step 1 from zero: m = 0.1 g, v = 0.001 g^2, so the corrected update is lr * sign(g)
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
-    first = coded(block.quantize_reference(torch.zeros(2), "DE", 4, True, 128))
-    second = coded(block.quantize_reference(torch.zeros(2), "Linear", 4, False, 128))
+    first = coded(quantize_blocks_reference(torch.zeros(2), Codebook("DE", 4, True), 128))
+    second = coded(quantize_blocks_reference(torch.zeros(2), Codebook("Linear", 4, False), 128))
     numbers = rules.adamw(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
     for name in ("reference", "cpu", "triton"):
         before = [Entry(param, grad, (first, second), CODECS["block"], "adamw", numbers)]
@@ -194,7 +196,9 @@ def test_bad_gradients_stay_in_their_block(name, bad, kind):
     if kind == "block":
         assert torch.equal(a.states[1]["codes"][others], b.states[1]["codes"][others])
     else:
-        back = rank1.dequantize_reference(*b.states[1].values(), "Linear", 4, False, (6, 128))
+        back = rank1.dequantize_reference(
+            *b.states[1].values(), Codebook("Linear", 4, False), (6, 128)
+        )
         assert back[fine].isfinite().all()
         assert not back[2, 3].isfinite()
 

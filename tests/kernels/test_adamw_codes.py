@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from memtrain.kernels import cpu
-from memtrain.kernels.codebook import block, codebooks, rank1
+from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook.quantize import quantize_blocks_reference
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.codecs import Codec
 from memtrain.kernels.step.rules import AdamWScalars
@@ -28,7 +30,7 @@ def near(x, steps):
 def first_moments(map, scale):
     """Values at, just below and just above each bound, in rows of 128 that hold the scale."""
     scale = torch.tensor(scale)
-    bounds = codebooks.midpoints(map, 4, True, CPU)
+    bounds = Codebook(map, 4, True).midpoints(CPU)
     bounds = bounds[bounds > 0]
     values = near(torch.cat([bounds, -bounds]) * scale, 2)
     values = torch.cat([values[values.abs() <= scale], torch.tensor([0.0, -0.0])])
@@ -39,18 +41,18 @@ def first_moments(map, scale):
 def second_moments(map, scale):
     """Values whose squares are at, just below and just above each bound."""
     root = torch.tensor(scale).sqrt()
-    values = near((codebooks.midpoints(map, 4, False, CPU).double() * scale).sqrt(), 4)
+    values = near((Codebook(map, 4, False).midpoints(CPU).double() * scale).sqrt(), 4)
     values = torch.cat([values[values <= root], root.view(1)])
     return torch.cat([values, values.new_zeros(-len(values) % 128)]).view(-1, 128)
 
 
 def entry(g, kind, first_map, second_map):
     zeros = torch.zeros_like(g)
-    first = block.quantize_reference(zeros, first_map, 4, True, 128)
+    first = quantize_blocks_reference(zeros, Codebook(first_map, 4, True), 128)
     if kind == "rank1":
-        second = rank1.quantize_reference(zeros, second_map, 4, False)
+        second = rank1.quantize_reference(zeros, Codebook(second_map, 4, False))
     else:
-        second = block.quantize_reference(zeros, second_map, 4, False, 128)
+        second = quantize_blocks_reference(zeros, Codebook(second_map, 4, False), 128)
     states = tuple({"codes": codes, "scale": scale} for codes, scale in (first, second))
     codecs = (Codec("block", 4, first_map), Codec(kind, 4, second_map, signed=False))
     return Entry(zeros + 1, g, states, codecs, "adamw", NUMBERS)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from memtrain.kernels import cpu
-from memtrain.kernels.codebook import block
+from memtrain.kernels.codebook.quantize import quantize_blocks_reference
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, Codec, buckets
 from memtrain.kernels.step.rules import adamw, lion, sgd
@@ -39,7 +40,7 @@ def codec(bits, map="DE", signed=True):
 def payload(x, map, bits, signed) -> dict[str, torch.Tensor]:
     if bits == 32:
         return {"tensor": x}
-    codes = block.quantize_reference(x, map, bits, signed, BLOCKS[bits])
+    codes = quantize_blocks_reference(x, Codebook(map, bits, signed), BLOCKS[bits])
     return {"codes": codes[0], "scale": codes[1]}
 
 
@@ -148,7 +149,7 @@ def test_a_bucket_holds_at_most_one_bound(map, signed):
     if signed and map == "DE-0":
         pytest.skip("DE-0 has no sign")
     starts = buckets(map, signed)
-    bounds = block.midpoints(map, 8, signed, torch.device("cpu"))
+    bounds = Codebook(map, 8, signed).midpoints(torch.device("cpu"))
     half = (len(starts) - 4) // 2
     bits = torch.arange(0x3280, 0x3280 + half + 1, dtype=torch.int32) << 16
     edges = bits.view(torch.float32) * (1 + 2.0**-21)
@@ -162,7 +163,7 @@ def test_a_bucket_holds_at_most_one_bound(map, signed):
 @pytest.mark.parametrize("exponent", [-140, -100, -30, 0, 30, 100, 126])
 def test_8_bit_codes_at_every_bound_and_scale(exponent):
     # a state that is kept as it is (b1 = 1) and quantised again: every bound, and its neighbours
-    bounds = block.midpoints("DE", 8, True, torch.device("cpu"))
+    bounds = Codebook("DE", 8, True).midpoints(torch.device("cpu"))
     near = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([1.0])])
     x = (near.double() * 2.0**exponent).float()
     h = sgd(lr=0.0, momentum=0.0)
@@ -183,7 +184,7 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
     before = Entry(zeros, zeros.clone(), states, codecs, "adamw", h)
     after = run_at(level, [before])[0]
     for k, (name, signed) in enumerate([("DE", True), (map, False)]):
-        values = block.qmap(name, 8, signed, torch.device("cpu"))
+        values = Codebook(name, 8, signed).values(torch.device("cpu"))
         assert torch.equal(after.states[k]["scale"], values.abs())
 
 
@@ -191,7 +192,7 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
 def test_unsigned_8_bit_codes_around_every_bound(map, level):
     # the second moment becomes the gradient's square: a few on each side of every bound
-    bounds = block.midpoints(map, 8, False, torch.device("cpu"))
+    bounds = Codebook(map, 8, False).midpoints(torch.device("cpu"))
     steps = 1 + torch.arange(-4, 5) * 2.0**-23
     grad = torch.ones(9, 256)
     grad[:, 1:] = steps[:, None] * bounds.sqrt()

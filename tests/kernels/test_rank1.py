@@ -7,11 +7,12 @@ import torch
 
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.packing import bits as bitpack
 
 ALL = ["reference", "cpu", "triton"]
-LINEAR = {"map": "Linear", "bits": 4, "signed": False}
+LINEAR = Codebook("Linear", 4, False)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -19,8 +20,8 @@ def test_worked_case(name):
     # row maxima 4 and 1, column maxima 4 and 2: scales [[4, 2], [1, 1]]
     x = torch.tensor([[4.0, 2.0], [0.25, 1.0]])
     with backend(name):
-        codes, scale = rank1.quantize(x, **LINEAR)
-        back = rank1.dequantize(codes, scale, **LINEAR, shape=(2, 2))
+        codes, scale = rank1.quantize(x, LINEAR)
+        back = rank1.dequantize(codes, scale, LINEAR, shape=(2, 2))
     assert scale.tolist() == [4, 1, 4, 2]
     # normalised 1, 1, 1/4, 1 on the map (k + 1) / 16
     assert bitpack.unpack(codes, 4)[0, :4].tolist() == [15, 15, 3, 15]
@@ -47,28 +48,28 @@ def test_three_dimensions_take_the_least_of_three():
 def test_kernels_equal_the_reference(name, map, signed, shape):
     x = torch.randn(shape) * torch.rand(shape) ** 3
     x = x if signed else x.abs()
-    want = rank1.quantize_reference(x, map, 4, signed)
+    want = rank1.quantize_reference(x, Codebook(map, 4, signed))
     with backend(name):
-        codes, scale = rank1.quantize(x, map=map, bits=4, signed=signed)
-        back = rank1.dequantize(*want, map=map, bits=4, signed=signed, shape=shape)
+        codes, scale = rank1.quantize(x, Codebook(map, 4, signed))
+        back = rank1.dequantize(*want, Codebook(map, 4, signed), shape=shape)
     assert torch.equal(codes, want[0])
     assert torch.equal(scale, want[1])
-    assert torch.equal(back, rank1.dequantize_reference(*want, map, 4, signed, shape))
+    assert torch.equal(back, rank1.dequantize_reference(*want, Codebook(map, 4, signed), shape))
 
 
 @pytest.mark.parametrize("level", [0, 1], ids=["portable", "avx2"])
 def test_other_instruction_sets_equal_the_reference(level):
     x = torch.rand(50, 77)
-    want = rank1.quantize_reference(x, "Linear", 4, False)
+    want = rank1.quantize_reference(x, LINEAR)
     try:
         cpu.call("mt_limit_isa", level)
         with backend("cpu"):
-            codes, _ = rank1.quantize(x, **LINEAR)
-            back = rank1.dequantize(*want, **LINEAR, shape=x.shape)
+            codes, _ = rank1.quantize(x, LINEAR)
+            back = rank1.dequantize(*want, LINEAR, shape=x.shape)
     finally:
         cpu.call("mt_limit_isa", 2)
     assert torch.equal(codes, want[0])
-    assert torch.equal(back, rank1.dequantize_reference(*want, "Linear", 4, False, x.shape))
+    assert torch.equal(back, rank1.dequantize_reference(*want, LINEAR, x.shape))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
@@ -78,7 +79,7 @@ def test_nan_and_inf_spoil_one_element(name, bad):
     x = torch.rand(10, 20) + 0.5
     x[3, 4] = bad
     with backend(name):
-        back = rank1.dequantize(*rank1.quantize(x, **LINEAR), **LINEAR, shape=x.shape)
+        back = rank1.dequantize(*rank1.quantize(x, LINEAR), LINEAR, shape=x.shape)
     fine = torch.ones_like(x, dtype=torch.bool)
     fine[3, 4] = False
     assert not back[3, 4].isfinite()
@@ -92,11 +93,11 @@ def test_zero_rows_and_subnormals_decode_to_nothing_big(name):
     x[1] = 1.0
     x[2] = 1e-42
     with backend(name):
-        back = rank1.dequantize(*rank1.quantize(x, **LINEAR), **LINEAR, shape=x.shape)
+        back = rank1.dequantize(*rank1.quantize(x, LINEAR), LINEAR, shape=x.shape)
     assert torch.equal(back[[0, 1, 3]], x[[0, 1, 3]])
     assert back[2].max() <= 1e-42
 
 
 def test_one_dimension_is_refused():
     with pytest.raises(ValueError, match="at least 2 dimensions"):
-        rank1.quantize(torch.ones(5), **LINEAR)
+        rank1.quantize(torch.ones(5), LINEAR)

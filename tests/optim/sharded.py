@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import memtrain
 from memtrain import optim
 from memtrain.compressors.codebook import Block
-from memtrain.kernels.codebook import block
+from memtrain.kernels.codebook.values import codebook
 from memtrain.kernels.packing import bits
 from memtrain.optim.states import layout, shards
 from memtrain.plan.plan import make_plan
@@ -474,7 +474,7 @@ def load(rank, world, path):
 
 def in_steps(compressor, was, now):
     """The largest move, and the largest in steps of its block."""
-    values = block.codebook(compressor.map, bits=compressor.bits, signed=compressor.signed)
+    values = codebook(compressor.map, bits=compressor.bits, signed=compressor.signed)
     gap = max(b - a for a, b in itertools.pairwise(values))
     scale = bits.blocks(was, compressor.block_size).abs().amax(1)
     step = gap * scale.repeat_interleave(compressor.block_size)[: was.numel()]

@@ -1,15 +1,22 @@
-"""Rank-1 normalisation: an element's scale is the least of the maxima of its dimensions."""
+"""Rank-1 normalisation: an element's scale is the least of the maxima of its dimensions.
+
+The codes are `quantize.quantize_matrix`'s, whose kernels serve: a tensor is seen as a matrix of its
+first dimension and all others.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook import row_column
-from memtrain.kernels.codebook.codes import Book
-from memtrain.kernels.codebook.row_column import BLOCK, Sides, inverse
-
-__all__ = ["BLOCK", "columns", "dequantize", "inverse", "inverses", "maxima", "quantize"]
+from memtrain.kernels.codebook.quantize import (
+    dequantize_matrix,
+    dequantize_matrix_reference,
+    inverse,
+    quantize_matrix,
+    quantize_matrix_reference,
+)
+from memtrain.kernels.codebook.values import Codebook
 
 
 def maxima(x: Tensor) -> Tensor:
@@ -56,15 +63,13 @@ def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> T
     return out.expand(tuple(shape[1:])).reshape(-1) if out is not None else scale[:0]
 
 
-def inverses(scale: Tensor, shape: Sequence[int]) -> Sides:
-    """What a tensor is multiplied by before it is encoded: reciprocals of its maxima."""
-    return Sides(inverse(scale[: shape[0]]), columns(scale, shape, inverted=True))
+def inverses(scale: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The reciprocals that rows and columns are multiplied by before they are encoded."""
+    return inverse(scale[: shape[0]]), columns(scale, shape, inverted=True)
 
 
-def quantize(
-    x: Tensor, *, map: str, bits: int, signed: bool, seed: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Quantise `x` by a code book, each element scaled by the least maximum of its dimensions.
+def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise `x` by a codebook, each element scaled by the least maximum of its dimensions.
 
     The scale is `min over d of maxima_d`; the normalised value is `x * max over d of 1/maxima_d`
     (a maximum that is 0, subnormal or not finite counts as reciprocal 0), and its code is the
@@ -74,10 +79,8 @@ def quantize(
 
     Args:
         x: At least 2 dimensions, any float type, any device.
-        map: A name of `maps.codebook`.
-        bits: 2 to 8.
-        signed: Which form of the map.
-        seed: 64 bits for stochastic rounding, see `book.encode`; None rounds to the nearest.
+        book: The codebook.
+        seed: 64 bits for stochastic rounding, see `quantize.encode`; None rounds to the nearest.
 
     Returns:
         codes: uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says.
@@ -90,7 +93,7 @@ def quantize(
         bits / 8 + 4 * sum(shape) / numel bytes per element (0.002 of scales at 4096 x 4096).
 
     Example:
-        >>> codes, scale = quantize(torch.ones(2, 3), map="Linear", bits=4, signed=False)
+        >>> codes, scale = quantize(torch.ones(2, 3), Codebook("Linear", 4, signed=False))
         >>> codes.shape, scale
         (torch.Size([1, 64]), tensor([1., 1., 1., 1., 1.]))
 
@@ -101,48 +104,40 @@ def quantize(
     if x.dim() < 2:
         raise ValueError(f"rank-1 needs at least 2 dimensions, got shape {tuple(x.shape)}")
     scale = maxima(x)
-    return row_column.quantize(x, inverses(scale, x.shape), Book(map, bits, signed), seed), scale
+    return quantize_matrix(x, *inverses(scale, x.shape), book, seed), scale
 
 
-def dequantize(
-    codes: Tensor, scale: Tensor, *, map: str, bits: int, signed: bool, shape: Sequence[int]
-) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[int]) -> Tensor:
     """The inverse of `quantize`: `value[code] * min over d of maxima_d`.
 
     Args:
         codes: uint8, [n_blocks, 128 * bits / 8].
         scale: float32, [sum(shape)].
-        map: As in `quantize`.
-        bits: As in `quantize`.
-        signed: As in `quantize`.
+        book: The codebook.
         shape: The tensor's shape.
 
     Returns:
         float32 of that shape.
 
     Example:
-        >>> x = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
-        >>> codes, scale = quantize(x, map="Linear", bits=4, signed=False)
-        >>> dequantize(codes, scale, map="Linear", bits=4, signed=False, shape=(2, 2))
+        >>> x, book = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), Codebook("Linear", 4, signed=False)
+        >>> dequantize(*quantize(x, book), book, shape=(2, 2))
         tensor([[1., 2.],
                 [2., 4.]])
     """
-    both = Sides(scale[: shape[0]], columns(scale, shape))
-    return row_column.dequantize(codes, both, Book(map, bits, signed)).view(tuple(shape))
+    both = (scale[: shape[0]], columns(scale, shape))
+    return dequantize_matrix(codes, *both, book).view(tuple(shape))
 
 
-def quantize_reference(
-    x: Tensor, map: str, bits: int, signed: bool, seed: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """`quantize` in pure torch."""
+def quantize_reference(x: Tensor, book: Codebook, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """`quantize` in pure torch: the definition."""
     scale = maxima(x)
-    book = Book(map, bits, signed)
-    return row_column.quantize_reference(x, inverses(scale, x.shape), book, seed), scale
+    return quantize_matrix_reference(x, *inverses(scale, x.shape), book, seed), scale
 
 
 def dequantize_reference(
-    codes: Tensor, scale: Tensor, map: str, bits: int, signed: bool, shape: Sequence[int]
+    codes: Tensor, scale: Tensor, book: Codebook, shape: Sequence[int]
 ) -> Tensor:
-    """`dequantize` in pure torch."""
-    both = Sides(scale[: shape[0]], columns(scale, shape))
-    return row_column.dequantize_reference(codes, both, Book(map, bits, signed)).view(tuple(shape))
+    """`dequantize` in pure torch: the definition."""
+    both = (scale[: shape[0]], columns(scale, shape))
+    return dequantize_matrix_reference(codes, *both, book).view(tuple(shape))

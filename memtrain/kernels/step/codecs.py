@@ -7,8 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook import block, rank1, row_column
-from memtrain.kernels.codebook.codes import Book
+from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook import values as codebooks
+from memtrain.kernels.codebook.quantize import (
+    dequantize_blocks_reference,
+    quantize_blocks_reference,
+    quantize_matrix_reference,
+)
+from memtrain.kernels.codebook.values import Codebook
 
 FORMS = ("exact", "block", "rank1", "factored")
 ROWS_AND_COLUMNS = ("rank1", "factored")
@@ -71,7 +77,7 @@ class Codec(NamedTuple):
                 f"{', '.join(map(str, widths))}"
             )
         if self.bits == 4 and self.form != "factored":
-            block.codebook(self.codebook, bits=4, signed=self.signed)
+            codebooks.codebook(self.codebook, bits=4, signed=self.signed)
         if self.bits == 8 and self.codebook not in CODEBOOKS8:
             raise ValueError(
                 f"codebook {self.codebook!r} has no fast encoder of 8 bits; allowed: "
@@ -82,10 +88,10 @@ class Codec(NamedTuple):
         """The state as it is kept, float32 (exact: as it is), of the parameter's shape."""
         if self.form == "exact":
             return state["tensor"]
-        book = (self.codebook, self.bits, self.signed)
+        book = Codebook(self.codebook, self.bits, self.signed)
         if self.form == "rank1":
-            return rank1.dequantize_reference(state["codes"], state["scale"], *book, shape)
-        flat = block.dequantize_reference(state["codes"], state["scale"], *book, shape.numel())
+            return rank1.dequantize_reference(state["codes"], state["scale"], book, shape)
+        flat = dequantize_blocks_reference(state["codes"], state["scale"], book, shape.numel())
         return flat.view(shape)
 
     def encode(self, state: Payload, new: Tensor, scale: Tensor | None = None) -> None:
@@ -93,12 +99,12 @@ class Codec(NamedTuple):
         if self.form == "exact":
             state["tensor"].copy_(new)
             return
-        book = Book(self.codebook, self.bits, self.signed)
+        book = Codebook(self.codebook, self.bits, self.signed)
         if scale is None:
-            codes, scale = block.quantize_reference(new, *book, self.block)
+            codes, scale = quantize_blocks_reference(new, book, self.block)
         else:
-            sides = rank1.inverses(scale, new.shape)
-            codes = row_column.quantize_reference(new, sides, book)
+            row, col = rank1.inverses(scale, new.shape)
+            codes = quantize_matrix_reference(new, row, col, book)
         state["codes"].copy_(codes)
         state["scale"].copy_(scale)
 
@@ -114,10 +120,10 @@ def ratio(row: Tensor, mean: Tensor) -> Tensor:
 
 @cache
 def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
-    """What the kernels read of a codebook: float32, 2**bits values, the bounds between, +Inf."""
-    book = (codec.codebook, codec.bits, codec.signed, device)
+    """The codebook as kernels read it: float32, 2**bits values, the bounds between, +Inf."""
+    book = Codebook(codec.codebook, codec.bits, codec.signed)
     end = torch.tensor([float("inf")], device=device)
-    return torch.cat([block.qmap(*book), block.midpoints(*book), end])
+    return torch.cat([book.values(device), book.midpoints(device), end])
 
 
 @cache
@@ -140,7 +146,7 @@ def buckets(codebook: str, signed: bool) -> Tensor:
         >>> buckets("DE", True).unique().numel() > 250
         True
     """
-    bounds = block.midpoints(codebook, 8, signed, torch.device("cpu")).double()
+    bounds = Codebook(codebook, 8, signed).midpoints(torch.device("cpu")).double()
     bits = torch.arange(_LOWEST, _LOWEST + _BUCKETS + 1, dtype=torch.int32) << 16
     edges = bits.view(torch.float32).double()
     edges[0] = 0.0

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook import block
+from memtrain.kernels.codebook.quantize import dequantize_blocks, quantize_blocks
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.step import rules
 from memtrain.kernels.step.codecs import ratio
 from memtrain.kernels.step.rules import AdamWScalars
@@ -84,11 +85,11 @@ def _step_piece(part: Entry, h: AdamWScalars, v: Tensor) -> None:
     p, numel = part.master.read(part.param), part.param.numel()
     g = rules.gradient(h, part.grad, p)
     codec, codes, scale = part.codecs[0], part.states[0]["codes"], part.states[0]["scale"]
-    book = {"map": codec.codebook, "bits": codec.bits, "signed": True}
-    m = block.dequantize(codes, scale, **book, numel=numel)
+    book = Codebook(codec.codebook, codec.bits)
+    m = dequantize_blocks(codes, scale, book, numel=numel)
     m += g.sub_(m).mul_(h.w1)
     root = v.sqrt_().add_(h.eps)
     part.master.write((p * h.decay).sub_((h.step_size * m).div_(root)), part.param)
-    new = block.quantize(m, **book, block_size=codec.block)
+    new = quantize_blocks(m, book, block_size=codec.block)
     codes.copy_(new[0])
     scale.copy_(new[1])

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memtrain.kernels.codebook.block_triton import encode, magnitude
-from memtrain.kernels.codebook.rank1_triton import least, place
+from memtrain.kernels.codebook.quantize_triton import encode, least, magnitude, place
 from memtrain.kernels.step.split_triton import DRAWN, draws, read_weight, ticked, write_weight
 
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
@@ -223,7 +222,9 @@ def _half(
         m = _decoded(table_ptr, tensor, FIRST, at, inside, block, real, m_code, BITS)
     v = m
     if SECOND != AS_FIRST:
-        row, col = place(block * (SIZE // 128), lane, _field(table_ptr, tensor, N_COLS))
+        row, col = place(
+            (block * (SIZE // 128))[:, None], lane[None, :], 128, _field(table_ptr, tensor, N_COLS)
+        )
         inv = tl.load(_floats(table_ptr, tensor, ROW_INV) + row, mask=inside, other=0.0)
         if SECOND == RANK1:
             a = tl.load(_floats(table_ptr, tensor, ROW_OLD) + row, mask=inside, other=0.0)

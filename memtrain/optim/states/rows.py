@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor
-from memtrain.kernels.codebook.codes import Book, encode
+from memtrain.kernels.codebook.quantize import encode
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.optim.states.shards import is_sharded, local, own_rows, sharded_like, splits_rows_only
 
@@ -157,8 +158,8 @@ def _blocks(codes: Tensor, size: int, compressor: Any, scale: Tensor) -> Tensor:
     return bitpack.pack(blocks, compressor.bits)
 
 
-def _book(compressor: Any) -> Book:
-    return Book(compressor.map, compressor.bits, compressor.signed)
+def _book(compressor: Any) -> Codebook:
+    return Codebook(compressor.map, compressor.bits, compressor.signed)
 
 
 def _join(mine: dict[str, Tensor]) -> Tensor:

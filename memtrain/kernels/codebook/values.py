@@ -1,33 +1,55 @@
-"""Code books: the values in [-1, 1] that codes stand for, before a scale; and what kernels read."""
+"""Codebooks: the values in [-1, 1] that codes stand for, before they are scaled."""
 
 import re
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MAPS = ("DE", "DE-0", "Linear", "Power-2", "Power-3")
+CODEBOOKS = ("DE", "DE-0", "Linear", "Power-2", "Power-3")
 _FLOAT = re.compile(r"E([1-5])M([0-6])")
 
 
-def float_bits(map: str, *, signed: bool) -> int | None:
-    """The bits that a small-float map takes, or None for the other maps.
+class Codebook(NamedTuple):
+    """The meaning of codes: a codebook's name, bits per code, and whether values are signed.
+
+    Example:
+        >>> Codebook("Linear", 2, signed=False).values(torch.device("cpu"))
+        tensor([0.2500, 0.5000, 0.7500, 1.0000])
+    """
+
+    name: str
+    bits: int = 4
+    signed: bool = True
+
+    def values(self, device: torch.device) -> Tensor:
+        """The ascending values, float32 [2**bits], on a device; made once."""
+        return _values(self, device)
+
+    def midpoints(self, device: torch.device) -> Tensor:
+        """The bounds between neighbouring values, float32 [2**bits - 1]; made once."""
+        return _midpoints(self, device)
+
+
+def float_bits(name: str, *, signed: bool) -> int | None:
+    """The bits that a small-float codebook takes, or None for the other codebooks.
 
     Example:
         >>> float_bits("E2M1", signed=True), float_bits("DE", signed=True)
         (4, None)
     """
-    match = _FLOAT.fullmatch(map)
+    match = _FLOAT.fullmatch(name)
     return int(match[1]) + int(match[2]) + signed if match else None
 
 
 @cache
-def codebook(map: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
+def codebook(name: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
     """The ascending values that codes stand for, before the scale.
 
     Args:
-        map: `"DE"` (dynamic exponent: each decade below 1 holds twice the values of the decade
+        name: `"DE"` (dynamic exponent: each decade below 1 holds twice the values of the decade
             under it), `"DE-0"` (unsigned DE whose zero is replaced by the smallest value),
             `"Linear"` (unsigned: k / 2**bits from k = 1, so no zero; signed: even on [-1, 1]),
             `"Power-2"` and `"Power-3"` (Linear's magnitudes to that power), or a small float such
@@ -40,7 +62,7 @@ def codebook(map: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
         2**bits values.
 
     Raises:
-        ValueError: If the map is unknown, DE-0 is asked for with a sign, or a small float with
+        ValueError: If the name is unknown, DE-0 is asked for with a sign, or a small float with
             other bits than its own.
 
     Example:
@@ -52,24 +74,25 @@ def codebook(map: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
     Reference:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861 (DE);
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507 (DE-0, Linear);
-        its code's `power-2`, `power-3`. Its `float-point` is another table than ours.
+        its code's `power-2`, `power-3`. Its `float-point` is another codebook than ours.
     """
-    own = float_bits(map, signed=signed)
-    if map not in MAPS and own is None:
-        raise ValueError(f"map {map!r} is unknown; allowed: {', '.join(MAPS)}, E<1-5>M<0-6>")
+    own = float_bits(name, signed=signed)
+    if name not in CODEBOOKS and own is None:
+        allowed = ", ".join(CODEBOOKS)
+        raise ValueError(f"map {name!r} is unknown; allowed: {allowed}, E<1-5>M<0-6>")
     if not 2 <= bits <= 8:
         raise ValueError(f"bits must be 2 to 8, got {bits}")
     if own is not None:
         if own != bits:
             sign = "signed" if signed else "unsigned"
-            raise ValueError(f"map {map!r} has {own} bits {sign}: allowed with bits={own} only")
-        return _small_float(map, signed)
-    if map == "DE-0" and signed:
+            raise ValueError(f"map {name!r} has {own} bits {sign}: allowed with bits={own} only")
+        return _small_float(name, signed)
+    if name == "DE-0" and signed:
         raise ValueError("map 'DE-0' has no sign: allowed with signed=False only")
-    if map in ("DE", "DE-0"):
+    if name in ("DE", "DE-0"):
         values = _dynamic_exponent(bits, signed)
-        return values if map == "DE" else (values[1], *values[1:])
-    return _power(1 if map == "Linear" else int(map[-1]), bits, signed)
+        return values if name == "DE" else (values[1], *values[1:])
+    return _power(1 if name == "Linear" else int(name[-1]), bits, signed)
 
 
 def _power(exponent: int, bits: int, signed: bool) -> tuple[float, ...]:
@@ -94,8 +117,8 @@ def _dynamic_exponent(bits: int, signed: bool) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-def _small_float(map: str, signed: bool) -> tuple[float, ...]:
-    exponent, mantissa = map[1:].split("M")
+def _small_float(name: str, signed: bool) -> tuple[float, ...]:
+    exponent, mantissa = name[1:].split("M")
     steps = 2 ** int(mantissa)
     # Exponent 0 is subnormal, k / steps; the others are 1 + k / steps, doubled each time.
     octaves = range(2 ** int(exponent) - 1)
@@ -108,36 +131,11 @@ def _small_float(map: str, signed: bool) -> tuple[float, ...]:
 
 
 @cache
-def qmap(map: str, bits: int, signed: bool, device: torch.device) -> Tensor:
-    """The code book as float32 [2**bits] on a device; made once."""
-    return torch.tensor(codebook(map, bits=bits, signed=signed), device=device)
+def _values(book: Codebook, device: torch.device) -> Tensor:
+    return torch.tensor(codebook(book.name, bits=book.bits, signed=book.signed), device=device)
 
 
 @cache
-def midpoints(map: str, bits: int, signed: bool, device: torch.device) -> Tensor:
-    """The bounds between neighbouring values, float32 [2**bits - 1], on a device; made once."""
-    values = codebook(map, bits=bits, signed=signed)
-    middle = [(a + b) / 2 for a, b in pairwise(values)]
-    return torch.tensor(middle, device=device)
-
-
-@cache
-def table(map: str, signed: bool, device: torch.device) -> Tensor:
-    """What the 4-bit kernels read: float32 [32], the 16 values, then the 15 midpoints and +Inf."""
-    end = torch.tensor([float("inf")], device=device)
-    return torch.cat([qmap(map, 4, signed, device), midpoints(map, 4, signed, device), end])
-
-
-def count_above(x: Tensor, bounds: Tensor) -> Tensor:
-    """How many of the ascending `bounds` are below each x: the nearest code, ties to the lower.
-
-    Args:
-        x: float32, [n, m].
-        bounds: float32, [k] or [n, k]. NaN in `x` or `bounds` gives 0.
-
-    Returns:
-        int64, [n, m].
-    """
-    codes = torch.searchsorted(bounds, x.contiguous())
-    nan = x.isnan() | bounds.isnan().any(-1, keepdim=True)
-    return codes.masked_fill(nan, 0)
+def _midpoints(book: Codebook, device: torch.device) -> Tensor:
+    values = codebook(book.name, bits=book.bits, signed=book.signed)
+    return torch.tensor([(a + b) / 2 for a, b in pairwise(values)], device=device)

@@ -1,4 +1,4 @@
-"""Code books of 2 to 8 bits, nearest and stochastic: kernels equal to the reference."""
+"""Codebooks of 2 to 8 bits, nearest and stochastic: kernels equal to the reference."""
 
 import math
 
@@ -6,26 +6,31 @@ import pytest
 import torch
 
 from memtrain.kernels import cpu
-from memtrain.kernels.codebook import block as codebook
-from memtrain.kernels.codebook import codes as book
-from memtrain.kernels.codebook import rank1, row_column
-from memtrain.kernels.codebook.codes import Book
-from memtrain.kernels.codebook.row_column import Sides
+from memtrain.kernels.codebook import quantize, rank1
+from memtrain.kernels.codebook.quantize import (
+    dequantize_blocks,
+    dequantize_blocks_reference,
+    quantize_blocks,
+    quantize_blocks_reference,
+    quantize_matrix,
+    quantize_matrix_reference,
+)
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.packing import bits as bitpack
 
 KERNELS = ["cpu", "triton"]
 BOOKS = [
-    Book("DE", 2, True),
-    Book("Power-3", 3, True),
-    Book("Linear", 4, True),
-    Book("DE-0", 5, False),
-    Book("E3M2", 6, True),
-    Book("Power-2", 7, False),
-    Book("DE", 8, True),
-    Book("DE", 8, False),
+    Codebook("DE", 2, True),
+    Codebook("Power-3", 3, True),
+    Codebook("Linear", 4, True),
+    Codebook("DE-0", 5, False),
+    Codebook("E3M2", 6, True),
+    Codebook("Power-2", 7, False),
+    Codebook("DE", 8, True),
+    Codebook("DE", 8, False),
 ]
-every_book = pytest.mark.parametrize("case", BOOKS, ids=lambda b: f"{b.map}-{b.bits}")
+every_book = pytest.mark.parametrize("case", BOOKS, ids=lambda b: f"{b.name}-{b.bits}")
 
 
 def sample(case, shape):
@@ -41,16 +46,16 @@ def sample(case, shape):
 def test_nearest_by_hand():
     # 2 bits unsigned DE: 0, 0.325, 0.775, 1; bounds 0.1625, 0.55, 0.8875
     x = torch.tensor([[0.1625, 0.1626, 0.55, 0.8, 0.9, 1.0]])
-    codes = book.encode(x, torch.ones(1, 1), Book("DE", 2, False))
+    codes = quantize.encode(x, torch.ones(1, 1), Codebook("DE", 2, False))
     assert codes.tolist() == [[0, 1, 1, 2, 3, 3]]
 
 
 def test_stochastic_by_hand(monkeypatch):
     u = torch.tensor([[0.25, 0.75, 0.25, 0.75, 0.25, 0.25, 0.25, 0.75]])
-    monkeypatch.setattr(book, "uniform_blocks", lambda *_: u)
+    monkeypatch.setattr(quantize, "uniform_blocks", lambda *_: u)
     # Linear of 2 bits: 1/4, 1/2, 3/4, 1. 0.375 * 2 lies half way between the lower two.
     x = 2 * torch.tensor([[0.375, 0.375, 0.25, 0.5, 1.0, 0.1, 0.0, 0.99]])
-    codes = book.encode(x, torch.full((1, 1), 2.0), Book("Linear", 2, False), seed=0)
+    codes = quantize.encode(x, torch.full((1, 1), 2.0), Codebook("Linear", 2, False), seed=0)
     assert codes.tolist() == [[1, 0, 0, 1, 3, 0, 0, 3]]
 
 
@@ -63,12 +68,11 @@ def test_stochastic_by_hand(monkeypatch):
 def test_blocks_equal_the_reference(name, seed, size, case):
     for n in (0, 1, 777) if name == "cpu" else (333,):
         x = sample(case, (n,))
-        want = codebook.quantize_reference(x, *case, size, seed)
-        back = codebook.dequantize_reference(*want, *case, n)
-        options = case._asdict()
+        want = quantize_blocks_reference(x, case, size, seed)
+        back = dequantize_blocks_reference(*want, case, n)
         with backend(name):
-            codes, scale = codebook.quantize(x, **options, block_size=size, seed=seed)
-            decoded = codebook.dequantize(*want, **options, numel=n)
+            codes, scale = quantize_blocks(x, case, block_size=size, seed=seed)
+            decoded = dequantize_blocks(*want, case, numel=n)
         assert torch.equal(scale, want[1])
         assert torch.equal(codes, want[0])
         assert torch.equal(decoded, back)
@@ -83,45 +87,44 @@ def test_rank1_equals_the_reference(name, seed, case):
         shapes += ((1, 1), (0, 5), (300, 2), (2, 301))
     for shape in shapes:
         x = sample(case, shape)
-        want = rank1.quantize_reference(x, *case, seed)
-        options = case._asdict()
+        want = rank1.quantize_reference(x, case, seed)
         with backend(name):
-            codes, scale = rank1.quantize(x, **options, seed=seed)
-            back = rank1.dequantize(*want, **options, shape=shape)
+            codes, scale = rank1.quantize(x, case, seed=seed)
+            back = rank1.dequantize(*want, case, shape=shape)
         assert torch.equal(codes, want[0])
         assert torch.equal(scale, want[1])
-        assert torch.equal(back, rank1.dequantize_reference(*want, *case, shape))
+        assert torch.equal(back, rank1.dequantize_reference(*want, case, shape))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_instruction_sets_equal_the_reference(level, seed):
-    case, x = Book("DE", 8, True), sample(Book("DE", 8, True), (4099,))
-    want = codebook.quantize_reference(x, *case, 128, seed)
+    case, x = Codebook("DE", 8, True), sample(Codebook("DE", 8, True), (4099,))
+    want = quantize_blocks_reference(x, case, 128, seed)
     try:
         cpu.call("mt_limit_isa", level)
         with backend("cpu"):
-            got = codebook.quantize(x, **case._asdict(), block_size=128, seed=seed)
-            back = codebook.dequantize(*want, **case._asdict(), numel=4099)
+            got = quantize_blocks(x, case, block_size=128, seed=seed)
+            back = dequantize_blocks(*want, case, numel=4099)
     finally:
         cpu.call("mt_limit_isa", 2)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    assert torch.equal(back, codebook.dequantize_reference(*want, *case, 4099))
+    assert torch.equal(back, dequantize_blocks_reference(*want, case, 4099))
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("power", [-149, -130, -61, 61, 127])
 def test_scales_at_the_ends_of_the_range(name, seed, power):
-    case = Book("Power-2", 5, True)
+    case = Codebook("Power-2", 5, True)
     x = sample(case, (128,)).double() * 2.0**power
     x = (x / x.abs().max() * 2.0**power).float()
-    want = codebook.quantize_reference(x, *case, 64, seed)
+    want = quantize_blocks_reference(x, case, 64, seed)
     with backend(name):
-        codes, scale = codebook.quantize(x, **case._asdict(), block_size=64, seed=seed)
+        codes, scale = quantize_blocks(x, case, block_size=64, seed=seed)
     assert torch.equal(codes, want[0])
-    back = codebook.dequantize(codes, scale, **case._asdict(), numel=128)
+    back = dequantize_blocks(codes, scale, case, numel=128)
     # the widest gap, 1 - (29 / 31)**2, and a rounding of subnormals
     room = scale.double().repeat_interleave(64) * 0.13 + 2.0**-149
     assert ((back - x).abs().double() <= room).all()
@@ -132,14 +135,14 @@ def test_scales_at_the_ends_of_the_range(name, seed, power):
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_numbers_stay_in_their_block(name, seed, bad):
-    options = {"map": "E4M3", "bits": 8, "signed": True}
+    case = Codebook("E4M3", 8, True)
     x = torch.randn(384)
     spoilt = x.clone()
     spoilt[130] = bad
     with backend(name):
-        clean = codebook.quantize(x, **options, block_size=128, seed=seed)
-        codes, scale = codebook.quantize(spoilt, **options, block_size=128, seed=seed)
-        back = codebook.dequantize(codes, scale, **options, numel=384)
+        clean = quantize_blocks(x, case, block_size=128, seed=seed)
+        codes, scale = quantize_blocks(spoilt, case, block_size=128, seed=seed)
+        back = dequantize_blocks(codes, scale, case, numel=384)
     assert not back[128:256].isfinite().any()
     for block in (0, 2):
         assert torch.equal(codes[block], clean[0][block])
@@ -151,26 +154,26 @@ def test_bad_numbers_stay_in_their_block(name, seed, bad):
 def test_zero_blocks_have_code_zero_and_decode_to_zero(name, seed):
     x = torch.zeros(64)
     x[32:] = 1.0
-    options = {"map": "Linear", "bits": 8, "signed": False}
+    case = Codebook("Linear", 8, False)
     with backend(name):
-        codes, scale = codebook.quantize(x, **options, block_size=32, seed=seed)
-        back = codebook.dequantize(codes, scale, **options, numel=64)
+        codes, scale = quantize_blocks(x, case, block_size=32, seed=seed)
+        back = dequantize_blocks(codes, scale, case, numel=64)
     assert not codes[0].any()
     assert torch.equal(back, x)
 
 
-@pytest.mark.parametrize(("map", "bits", "signed"), [("DE", 4, True), ("Power-2", 3, False)])
-def test_stochastic_rounding_is_unbiased(map, bits, signed):
+@pytest.mark.parametrize(("name", "bits", "signed"), [("DE", 4, True), ("Power-2", 3, False)])
+def test_stochastic_rounding_is_unbiased(name, bits, signed):
     """The mean of n draws is within 5 standard deviations of the value."""
-    values = codebook.qmap(map, bits, signed, torch.device("cpu"))
+    case = Codebook(name, bits, signed)
+    values = case.values(torch.device("cpu"))
     x = torch.linspace(values[0].item(), 1.0, 257)[:256]
     x[0] = 1.0  # the block's scale
     draws = 400
     total = torch.zeros(256, dtype=torch.float64)
-    options = {"map": map, "bits": bits, "signed": signed}
     for seed in range(draws):
-        codes, scale = codebook.quantize(x, **options, block_size=256, seed=seed)
-        total += codebook.dequantize(codes, scale, **options, numel=256).double()
+        codes, scale = quantize_blocks(x, case, block_size=256, seed=seed)
+        total += dequantize_blocks(codes, scale, case, numel=256).double()
     low = torch.searchsorted(values, x, right=True).clamp(1, len(values) - 1) - 1
     gap = (values[low + 1] - values[low]).double()
     p = (x - values[low]).double() / gap
@@ -182,8 +185,7 @@ def test_stochastic_rounding_is_unbiased(map, bits, signed):
 
 def test_seeds_repeat_and_differ():
     x = torch.randn(1000)
-    options = {"map": "DE", "bits": 4, "signed": True, "block_size": 128}
-    codes = [codebook.quantize(x, **options, seed=seed)[0] for seed in (1, 1, 2)]
+    codes = [quantize_blocks(x, Codebook("DE"), block_size=128, seed=seed)[0] for seed in (1, 1, 2)]
     assert torch.equal(codes[0], codes[1])
     assert (bitpack.unpack(codes[0], 4) != bitpack.unpack(codes[2], 4)).float().mean() > 0.1
 
@@ -192,13 +194,13 @@ def test_seeds_repeat_and_differ():
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 def test_other_dtypes_and_strides_are_converted(name, dtype):
     x = torch.randn(20, 30).to(dtype).t()
-    case = Book("DE", 8, True)
-    want = codebook.quantize_reference(x.float().contiguous(), *case, 128, 3)
-    side = Sides(torch.full((30,), 0.25), torch.zeros(20))
-    also = row_column.quantize_reference(x.float(), side, case, 3)
+    case = Codebook("DE", 8, True)
+    want = quantize_blocks_reference(x.float().contiguous(), case, 128, 3)
+    side = (torch.full((30,), 0.25), torch.zeros(20))
+    also = quantize_matrix_reference(x.float(), *side, case, 3)
     with backend(name):
-        got = codebook.quantize(x, **case._asdict(), block_size=128, seed=3)
-        same = row_column.quantize(x, side, case, 3)
+        got = quantize_blocks(x, case, block_size=128, seed=3)
+        same = quantize_matrix(x, *side, case, 3)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert torch.equal(same, also)
@@ -206,9 +208,9 @@ def test_other_dtypes_and_strides_are_converted(name, dtype):
 
 def test_ops_have_right_fakes():
     check = ("test_schema", "test_faketensor")
-    ops, case, x = torch.ops.memtrain, Book("DE", 5, True), torch.randn(20, 30)
-    torch.library.opcheck(ops.codebook_quantize, (x, *case, 128, 7), test_utils=check)
-    side = Sides(torch.rand(20), torch.rand(30))
-    torch.library.opcheck(ops.sides_quantize, (x, *side, *case, 7), test_utils=check)
-    codes = row_column.quantize(x, side, case)
-    torch.library.opcheck(ops.sides_dequantize, (codes, *side, *case), test_utils=check)
+    ops, case, x = torch.ops.memtrain, Codebook("DE", 5, True), torch.randn(20, 30)
+    torch.library.opcheck(ops.codebook_quantize_blocks, (x, *case, 128, 7), test_utils=check)
+    side = (torch.rand(20), torch.rand(30))
+    torch.library.opcheck(ops.codebook_quantize_matrix, (x, *side, *case, 7), test_utils=check)
+    codes = quantize_matrix(x, *side, case)
+    torch.library.opcheck(ops.codebook_dequantize_matrix, (codes, *side, *case), test_utils=check)

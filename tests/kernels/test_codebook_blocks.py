@@ -1,4 +1,4 @@
-"""The code book quantiser: the published maps, worked cases, and kernels equal to the reference."""
+"""The codebook quantiser: published codebooks, worked cases, kernels equal to the reference."""
 
 import math
 
@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from memtrain.kernels import cpu
-from memtrain.kernels.codebook import block as codebook
+from memtrain.kernels.codebook.quantize import (
+    dequantize_blocks,
+    dequantize_blocks_reference,
+    quantize_blocks,
+    quantize_blocks_reference,
+)
+from memtrain.kernels.codebook.values import Codebook, codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.packing import bits as bitpack
 
@@ -23,21 +29,19 @@ UNSIGNED_DE = [
 MAPS = [("DE", True), ("DE", False), ("DE-0", False), ("Linear", False), ("Linear", True)]
 
 
-def test_maps_have_the_published_values():
-    assert codebook.codebook("DE", signed=True) == pytest.approx(SIGNED_DE, abs=1e-15)
-    assert codebook.codebook("DE", signed=False) == pytest.approx(UNSIGNED_DE, abs=1e-15)
-    assert codebook.codebook("DE-0", signed=False) == pytest.approx(
-        [0.00325, *UNSIGNED_DE[1:]], abs=1e-15
-    )
-    assert codebook.codebook("Linear", signed=False) == tuple(k / 16 for k in range(1, 17))
-    linear = codebook.codebook("Linear", signed=True)
+def test_codebooks_have_the_published_values():
+    assert codebook("DE", signed=True) == pytest.approx(SIGNED_DE, abs=1e-15)
+    assert codebook("DE", signed=False) == pytest.approx(UNSIGNED_DE, abs=1e-15)
+    assert codebook("DE-0", signed=False) == pytest.approx([0.00325, *UNSIGNED_DE[1:]], abs=1e-15)
+    assert codebook("Linear", signed=False) == tuple(k / 16 for k in range(1, 17))
+    linear = codebook("Linear", signed=True)
     assert linear == pytest.approx(torch.linspace(-1, 1, 16, dtype=torch.float64).tolist())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize(("name", "signed"), MAPS)
-def test_maps_fill_their_bits_and_ascend(name, signed, bits):
-    values = codebook.codebook(name, bits=bits, signed=signed)
+def test_codebooks_fill_their_bits_and_ascend(name, signed, bits):
+    values = codebook(name, bits=bits, signed=signed)
     assert len(values) == 2**bits
     assert list(values) == sorted(values)
     assert values[-1] == 1.0
@@ -47,9 +51,9 @@ def test_maps_fill_their_bits_and_ascend(name, signed, bits):
 @pytest.mark.parametrize(
     ("name", "bits", "signed"), [("de", 4, True), ("DE", 1, True), ("DE-0", 4, True)]
 )
-def test_bad_maps_raise(name, bits, signed):
+def test_bad_codebooks_raise(name, bits, signed):
     with pytest.raises(ValueError, match=r"allowed|must be 2 to 8"):
-        codebook.codebook(name, bits=bits, signed=signed)
+        codebook(name, bits=bits, signed=signed)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
@@ -58,7 +62,7 @@ def test_worked_case(name):
     # 0.145 is the midpoint of 0.0775 and 0.2125
     x = torch.tensor([2.0, -1.6, 0.2, 0.0, -2.0, 0.28])
     with backend(name):
-        codes, scale = codebook.quantize(x, map="DE", bits=4, signed=True, block_size=128)
+        codes, scale = quantize_blocks(x, Codebook("DE", 4, True), block_size=128)
     assert scale.tolist() == [2.0]
     assert bitpack.unpack(codes, 4)[0, :7].tolist() == [15, 0, 10, 7, 0, 10, 7]
 
@@ -68,7 +72,7 @@ def test_ties_go_to_the_lower_index(name):
     # Linear: values k / 16, so the midpoints (2 k + 1) / 32 are exact
     x = torch.tensor([1.0, 3 / 32, 5 / 32, 31 / 32])
     with backend(name):
-        codes, _ = codebook.quantize(x, map="Linear", bits=4, signed=False, block_size=128)
+        codes, _ = quantize_blocks(x, Codebook("Linear", 4, False), block_size=128)
     assert bitpack.unpack(codes, 4)[0, :4].tolist() == [15, 0, 1, 14]
 
 
@@ -77,11 +81,11 @@ def test_ties_go_to_the_lower_index(name):
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (127,), (4099,), (64, 3, 7, 7), (3, 1000)])
 def test_kernels_equal_the_reference(name, map, signed, shape):
     x = torch.randn(shape) * torch.rand(shape) ** 3
-    want = codebook.quantize_reference(x, map, 4, signed, 128)
-    back = codebook.dequantize_reference(*want, map, 4, signed, x.numel())
+    want = quantize_blocks_reference(x, Codebook(map, 4, signed), 128)
+    back = dequantize_blocks_reference(*want, Codebook(map, 4, signed), x.numel())
     with backend(name):
-        got = codebook.quantize(x, map=map, bits=4, signed=signed, block_size=128)
-        decoded = codebook.dequantize(*want, map=map, bits=4, signed=signed, numel=x.numel())
+        got = quantize_blocks(x, Codebook(map, 4, signed), block_size=128)
+        decoded = dequantize_blocks(*want, Codebook(map, 4, signed), numel=x.numel())
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert torch.equal(decoded, back)
@@ -90,17 +94,17 @@ def test_kernels_equal_the_reference(name, map, signed, shape):
 @pytest.mark.parametrize("level", [0, 1], ids=["portable", "avx2"])
 def test_other_instruction_sets_equal_the_reference(level):
     x = torch.randn(4099)
-    want = codebook.quantize_reference(x, "DE", 4, True, 128)
+    want = quantize_blocks_reference(x, Codebook("DE", 4, True), 128)
     try:
         cpu.call("mt_limit_isa", level)
         with backend("cpu"):
-            got = codebook.quantize(x, map="DE", bits=4, signed=True, block_size=128)
-            back = codebook.dequantize(*want, map="DE", bits=4, signed=True, numel=4099)
+            got = quantize_blocks(x, Codebook("DE", 4, True), block_size=128)
+            back = dequantize_blocks(*want, Codebook("DE", 4, True), numel=4099)
     finally:
         cpu.call("mt_limit_isa", 2)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    assert torch.equal(back, codebook.dequantize_reference(*want, "DE", 4, True, 4099))
+    assert torch.equal(back, dequantize_blocks_reference(*want, Codebook("DE", 4, True), 4099))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
@@ -108,13 +112,12 @@ def test_other_instruction_sets_equal_the_reference(level):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_inf_stay_in_their_block(name, bad):
     x = torch.randn(384)
-    options = {"map": "DE", "bits": 4, "signed": True}
     with backend(name):
-        clean = codebook.quantize(x, **options, block_size=128)
+        clean = quantize_blocks(x, Codebook("DE"), block_size=128)
         spoilt = x.clone()
         spoilt[130] = bad
-        codes, scale = codebook.quantize(spoilt, **options, block_size=128)
-        back = codebook.dequantize(codes, scale, **options, numel=384)
+        codes, scale = quantize_blocks(spoilt, Codebook("DE"), block_size=128)
+        back = dequantize_blocks(codes, scale, Codebook("DE"), numel=384)
     assert not back[128:256].isfinite().any()
     for block in (0, 2):
         assert torch.equal(codes[block], clean[0][block])
@@ -126,8 +129,8 @@ def test_zero_and_subnormal_blocks(name):
     x = torch.zeros(256)
     x[128:] = 1e-42
     with backend(name):
-        codes, scale = codebook.quantize(x, map="DE", bits=4, signed=True, block_size=128)
-        back = codebook.dequantize(codes, scale, map="DE", bits=4, signed=True, numel=256)
+        codes, scale = quantize_blocks(x, Codebook("DE", 4, True), block_size=128)
+        back = dequantize_blocks(codes, scale, Codebook("DE", 4, True), numel=256)
     assert torch.equal(back[:128], torch.zeros(128))
     assert torch.equal(back[128:], x[128:])
 
@@ -136,9 +139,9 @@ def test_zero_and_subnormal_blocks(name):
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 def test_other_dtypes_and_strides_are_converted(name, dtype):
     x = torch.randn(40, 30).to(dtype).t()
-    want = codebook.quantize_reference(x.float().contiguous(), "Linear", 4, True, 128)
+    want = quantize_blocks_reference(x.float().contiguous(), Codebook("Linear", 4, True), 128)
     with backend(name):
-        got = codebook.quantize(x, map="Linear", bits=4, signed=True, block_size=128)
+        got = quantize_blocks(x, Codebook("Linear", 4, True), block_size=128)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
 
@@ -147,8 +150,8 @@ def test_ops_have_right_fakes():
     x = torch.randn(300)
     check = ("test_schema", "test_faketensor")
     quantize, dequantize = (
-        torch.ops.memtrain.codebook_quantize,
-        torch.ops.memtrain.codebook_dequantize,
+        torch.ops.memtrain.codebook_quantize_blocks,
+        torch.ops.memtrain.codebook_dequantize_blocks,
     )
     torch.library.opcheck(quantize, (x, "DE", 4, True, 128), test_utils=check)
     codes, scale = quantize(x, "DE", 4, True, 128)

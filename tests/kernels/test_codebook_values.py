@@ -1,4 +1,4 @@
-"""Code books against values worked by hand, and what all of them have in common."""
+"""Codebooks against values worked by hand, and what all of them have in common."""
 
 import itertools
 import math
@@ -6,18 +6,18 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels.codebook import codes
-from memtrain.kernels.codebook.codebooks import MAPS, codebook, float_bits
+from memtrain.kernels.codebook.quantize import buckets
+from memtrain.kernels.codebook.values import CODEBOOKS, Codebook, codebook, float_bits
 
 FLOATS = ("E2M1", "E3M0", "E1M2", "E2M2", "E4M3", "E5M2", "E3M4")
 
 
 def every_book():
-    """Each map at each number of bits, with and without a sign, that there is."""
-    for name, bits, signed in itertools.product((*MAPS, *FLOATS), range(2, 9), (False, True)):
+    """Each codebook at each number of bits, with and without a sign, that there is."""
+    for name, bits, signed in itertools.product((*CODEBOOKS, *FLOATS), range(2, 9), (False, True)):
         if (name, signed) == ("DE-0", True) or float_bits(name, signed=signed) not in (None, bits):
             continue
-        yield codes.Book(name, bits, signed)
+        yield Codebook(name, bits, signed)
 
 
 def test_dynamic_exponents_of_two_and_three_bits():
@@ -77,10 +77,10 @@ def test_the_eight_bit_float_is_torchs():
     assert len(ours) == len(finite) + 4
 
 
-@pytest.mark.parametrize("case", list(every_book()), ids=lambda b: f"{b.map}-{b.bits}-{b.signed}")
+@pytest.mark.parametrize("case", list(every_book()), ids=lambda b: f"{b.name}-{b.bits}-{b.signed}")
 def test_books_fill_their_bits_and_ascend(case):
-    values = codebook(case.map, bits=case.bits, signed=case.signed)
-    repeated = case.map == "DE-0" or (case.map in FLOATS and case.signed)
+    values = codebook(case.name, bits=case.bits, signed=case.signed)
+    repeated = case.name == "DE-0" or (case.name in FLOATS and case.signed)
     assert len(values) == 2**case.bits
     assert list(values) == sorted(values)
     assert len(set(values)) == 2**case.bits - repeated
@@ -88,15 +88,14 @@ def test_books_fill_their_bits_and_ascend(case):
     assert values[0] >= (-1 if case.signed else 0)
 
 
-@pytest.mark.parametrize("case", list(every_book()), ids=lambda b: f"{b.map}-{b.bits}-{b.signed}")
+@pytest.mark.parametrize("case", list(every_book()), ids=lambda b: f"{b.name}-{b.bits}-{b.signed}")
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_buckets_hold_at_most_one_bound(case, stochastic):
-    found = codes.buckets(case, stochastic)
-    half = len(found.base) // 2
-    bounds = found.bounds[:-1].double()
-    assert len(bounds) == found.count == 2**case.bits - 1 - stochastic
-    for sign, base in ((1, found.base[:half]), (-1, found.base[half:])):
-        keys = (torch.arange(half) + found.lowest) << found.shift
+    bounds, bases, shift, lowest = buckets(case, stochastic)
+    half, bounds = len(bases) // 2, bounds[:-1].double()
+    assert len(bounds) == 2**case.bits - 1 - stochastic
+    for sign, base in ((1, bases[:half]), (-1, bases[half:])):
+        keys = (torch.arange(half) + lowest) << shift
         edge = keys.int().view(torch.float32).double()
         edge[0] = 0
         ends = torch.cat([edge[1:], torch.tensor([math.inf])])
@@ -117,6 +116,6 @@ def test_buckets_hold_at_most_one_bound(case, stochastic):
         ("Power-4", 4, 0),
     ],
 )
-def test_bad_maps_raise(name, bits, signed):
+def test_bad_codebooks_raise(name, bits, signed):
     with pytest.raises(ValueError, match="allowed"):
         codebook(name, bits=bits, signed=signed)

@@ -9,19 +9,21 @@ namespace memtrain {
 
 constexpr int64_t lanes_of(int64_t bits) { return bits % 2 ? 8 : bits % 4 ? 4 : bits % 8 ? 2 : 1; }
 
-// One lane's part: its low bits go to byte `lane * bits / 8`, the rest to the next one.
+// One lane's part: its low bits go to byte `lane * bits / 8`, the rest to the next
+// one. Only the low `bits` bits of a code count.
 MT_INLINE void pack(const uint8_t* __restrict codes, uint8_t* __restrict out, int64_t size,
                     int64_t bits) {
   const int64_t lanes = lanes_of(bits), width = size / lanes;
+  const uint8_t mask = static_cast<uint8_t>((1 << bits) - 1);
   std::memset(out, 0, size / 8 * bits);
   for (int64_t l = 0; l < lanes; ++l) {
     const int shift = static_cast<int>(l * bits % 8);
     const uint8_t* from = codes + l * width;
     uint8_t* to = out + l * bits / 8 * width;
-    for (int64_t c = 0; c < width; ++c) to[c] |= static_cast<uint8_t>(from[c] << shift);
+    for (int64_t c = 0; c < width; ++c) to[c] |= static_cast<uint8_t>((from[c] & mask) << shift);
     if (shift + bits > 8)
       for (int64_t c = 0; c < width; ++c)
-        to[width + c] |= static_cast<uint8_t>(from[c] >> (8 - shift));
+        to[width + c] |= static_cast<uint8_t>((from[c] & mask) >> (8 - shift));
   }
 }
 

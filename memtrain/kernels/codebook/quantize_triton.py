@@ -1,4 +1,4 @@
-"""Triton twin of `kernels.codebook.codes`: any code book of 2 to 8 bits, nearest or stochastic.
+"""Triton kernels of `codebook/quantize.py`: any codebook, and pieces that the fused steps share.
 
 A block is eight slices of `block_size / 8` elements, one tile each: the slices share their Philox
 counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
@@ -8,10 +8,40 @@ import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels.codebook.block_triton import magnitude
-from memtrain.kernels.codebook.codebooks import midpoints
-from memtrain.kernels.codebook.codes import Book, Sides
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.group.group_triton import tile
+
+
+@triton.jit
+def encode(x, bounds_ptr, scale):
+    """How many of 15 ascending bounds (times the scale) are below x; NaN, a scale of Inf: 0."""
+    scale += scale - scale  # Inf becomes NaN
+    code = tl.zeros(x.shape, dtype=tl.int32)
+    for k in tl.static_range(15):
+        bound = tl.load(bounds_ptr + k) * scale
+        code = tl.where(x > bound, k + 1, code)
+    return code
+
+
+@triton.jit
+def magnitude(x):
+    """|x| as an integer that sorts like it: NaN above Inf above every number."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def least(a, b):
+    """The smaller of two maxima; NaN only where both are."""
+    return tl.minimum(magnitude(a), magnitude(b)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def place(block, offset, size, cols):
+    """Row and column of the elements at `offset` of blocks of `size`; int64 only once a block."""
+    first = block * size
+    row = first // cols
+    at = (first - row * cols) + offset
+    return row + at // cols, at % cols
 
 
 @triton.jit
@@ -26,14 +56,6 @@ def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
             passed = x >= bound
         code += tl.where(passed, 2 ** (BITS - 1 - k), 0)
     return code
-
-
-@triton.jit
-def _place(block, offset, size, cols):
-    first = block * size
-    row = first // cols
-    at = (first - row * cols) + offset
-    return row + at // cols, at % cols
 
 
 @triton.jit
@@ -53,7 +75,7 @@ def _quantize_kernel(
     WIDTH: tl.constexpr,  # elements of a slice
     WIDTH_PAD: tl.constexpr,  # the power of two not below
     GROUPS: tl.constexpr,
-    SIDES: tl.constexpr,
+    MATRIX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
@@ -68,14 +90,14 @@ def _quantize_kernel(
     for s in tl.static_range(8):
         valid = inside & (start + s * WIDTH < n)
         x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        if SIDES:
-            i, j = _place(block, s * WIDTH + column, WIDTH * 8, cols)
+        if MATRIX:
+            i, j = place(block, s * WIDTH + column, WIDTH * 8, cols)
             a = tl.load(row_ptr + i, mask=valid, other=0.0)
             x = x * tl.maximum(a, tl.load(col_ptr + j, mask=valid, other=0.0))
         else:
             tops = tl.maximum(tops, magnitude(x))
         xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
-    if SIDES:
+    if MATRIX:
         scale = 1.0
         usable = inside
     else:
@@ -130,7 +152,7 @@ def _dequantize_kernel(
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
-    SIDES: tl.constexpr,
+    MATRIX: tl.constexpr,
 ):
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
@@ -139,7 +161,7 @@ def _dequantize_kernel(
     inside = (block < n_blocks) & (column < WIDTH)
     start = block * (WIDTH * 8) + column
     source = codes_ptr + block * (WIDTH * BITS) + column
-    if not SIDES:
+    if not MATRIX:
         scale = tl.load(scale_ptr + block, mask=block < n_blocks, other=0.0)
     for h in tl.static_range(PER_LANE):
         loaded = ()
@@ -153,28 +175,28 @@ def _dequantize_kernel(
             code = (word >> (lane * BITS % 8)) & (2**BITS - 1)
             offset = (lane * PER_LANE + h) * WIDTH
             valid = inside & (start + offset < n)
-            if SIDES:
-                i, j = _place(block, offset + column, WIDTH * 8, cols)
-                a = magnitude(tl.load(row_ptr + i, mask=valid, other=0.0))
-                b = magnitude(tl.load(col_ptr + j, mask=valid, other=0.0))
-                scale = tl.minimum(a, b).to(tl.float32, bitcast=True)
+            if MATRIX:
+                i, j = place(block, offset + column, WIDTH * 8, cols)
+                a = tl.load(row_ptr + i, mask=valid, other=0.0)
+                scale = least(a, tl.load(col_ptr + j, mask=valid, other=0.0))
             tl.store(out_ptr + start + offset, tl.load(values_ptr + code) * scale, mask=valid)
 
 
-def _bounds(book: Book, device: torch.device, stochastic: bool) -> torch.Tensor:
+def _bounds(book, device, stochastic):
     if not stochastic:
-        return midpoints(*book, device)
+        return book.midpoints(device)
     end = torch.tensor([float("inf")], device=device)
     return torch.cat([book.values(device)[1:-1], end])
 
 
-def quantize(x, book: Book, seed: int | None, codes, scale, sides: Sides | None):
-    """`book.quantize` into `codes` (and `scale`, unless there are sides)."""
+def quantize(x, book: Codebook, seed, codes, scale, row, col):
+    """Codes of `x` into `codes`, and their blocks' scales into `scale` where there are no rows."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
     if n_blocks == 0:
         return
     values = book.values(x.device)
-    row, col = sides or (values, values)
+    matrix = scale is None
+    row, col, scale = (row, col, values) if matrix else (values, values, scale)
     options = tile(width * 8)
     # Without contraction the results equal the reference's bit for bit.
     _quantize_kernel[(triton.cdiv(n_blocks, options["GROUPS"]),)](
@@ -184,31 +206,32 @@ def quantize(x, book: Book, seed: int | None, codes, scale, sides: Sides | None)
         _bounds(book, x.device, seed is not None),
         values,
         codes,
-        values if scale is None else scale,
+        scale,
         x.numel(),
         col.numel(),
         n_blocks,
         seed or 0,
         BITS=book.bits,
         WIDTH=width,
-        SIDES=sides is not None,
+        MATRIX=matrix,
         STOCHASTIC=seed is not None,
         enable_fp_fusion=False,
         **options,
     )
 
 
-def dequantize(codes, book: Book, out, scale, sides: Sides | None):
-    """`book.dequantize` into `out`."""
+def dequantize(codes, book: Codebook, out, scale, row, col):
+    """The values of codes into `out`."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
     if n_blocks == 0:
         return
     values = book.values(codes.device)
-    row, col = sides or (values, values)
+    matrix = scale is None
+    row, col, scale = (row, col, values) if matrix else (values, values, scale)
     options = tile(width * 8)
     _dequantize_kernel[(triton.cdiv(n_blocks, options["GROUPS"]),)](
         codes,
-        values if scale is None else scale,
+        scale,
         row,
         col,
         values,
@@ -218,7 +241,7 @@ def dequantize(codes, book: Book, out, scale, sides: Sides | None):
         n_blocks,
         BITS=book.bits,
         WIDTH=width,
-        SIDES=sides is not None,
+        MATRIX=matrix,
         enable_fp_fusion=False,
         **options,
     )
@@ -237,9 +260,9 @@ def _case(bits, size, dtype=None, **more):
 
 # 4, 8, 2 and 1 lanes: every form of the layout.
 AOT_CASES = [
-    *(_case(b, 256, "*fp32", SIDES=False, STOCHASTIC=b != 8) for b in (2, 3, 4, 8)),
-    *(_case(b, 128, "*bf16", SIDES=True, STOCHASTIC=b == 4) for b in (4, 8)),
-    _case(8, 2048, "*fp16", SIDES=False, STOCHASTIC=True),
-    *(_case(b, 256, SIDES=False) for b in (2, 3, 4, 8)),
-    _case(8, 128, SIDES=True),
+    *(_case(b, 256, "*fp32", MATRIX=False, STOCHASTIC=b != 8) for b in (2, 3, 4, 8)),
+    *(_case(b, 128, "*bf16", MATRIX=True, STOCHASTIC=b == 4) for b in (4, 8)),
+    _case(8, 2048, "*fp16", MATRIX=False, STOCHASTIC=True),
+    *(_case(b, 256, MATRIX=False) for b in (2, 3, 4, 8)),
+    _case(8, 128, MATRIX=True),
 ]

@@ -1,6 +1,6 @@
-// Codes of any code book, 2 to 8 bits, to the nearest value or stochastically (contract:
-// kernels/codebook/codes.py, layout of codes: kernels/packing/bits.py). 4 bits to the nearest: block.cpp, rank1.cpp.
-#include "codebook/codes.h"
+// Codes of any codebook, 2 to 8 bits, to the nearest value or stochastically (contract:
+// kernels/codebook/quantize.py, layout of codes: kernels/packing/bits.py).
+#include "packing/codes.h"
 #include "philox.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -33,14 +33,14 @@ MT_INLINE float from_raw(uint32_t b) {
 
 // The bounds in ascending order, then +Inf. A number's sign and first bits name a bucket, `base`
 // holds the bounds below the bucket, and at most one lies inside it.
-struct Book {
+struct Codebook {
   const float *bounds, *values;  // values: only of stochastic codes, whose bounds are values too
   const int32_t* base;
   int64_t shift, lowest, buckets, count, bits;
   bool wide;
 };
 
-// What one book quantises: blocks with a scale each, or 128 elements of a matrix with a vector of
+// One call: blocks with a scale each, or 128 elements of a matrix with a vector of
 // reciprocals for its rows and one for its columns.
 struct Task {
   const float *x, *row, *col;
@@ -56,7 +56,7 @@ MT_INLINE bool passes(float x, float bound) {
 
 // How many bounds (times the scale) x passes.
 template <bool STOCHASTIC>
-MT_INLINE int32_t find(float x, float scale, float inverse, const Book& book) {
+MT_INLINE int32_t find(float x, float scale, float inverse, const Codebook& book) {
   const uint32_t bits = raw(x * inverse);
   int32_t key = static_cast<int32_t>((bits & 0x7FFFFFFF) >> book.shift);
   key -= static_cast<int32_t>(book.lowest);
@@ -69,7 +69,7 @@ MT_INLINE int32_t find(float x, float scale, float inverse, const Book& book) {
 }
 
 template <bool STOCHASTIC>
-MT_INLINE int32_t search(float x, float scale, const Book& book) {
+MT_INLINE int32_t search(float x, float scale, const Codebook& book) {
   int32_t below = 0;
   for (int64_t k = 0; k < book.count; ++k)
     below += passes<STOCHASTIC>(x, book.bounds[k] * scale);
@@ -80,7 +80,7 @@ MT_INLINE int32_t search(float x, float scale, const Book& book) {
 // `find` for sixteen at a time; NaN gives 0.
 template <bool STOCHASTIC>
 MT_WIDE_ISA static void find_wide(const float* __restrict x, uint8_t* __restrict codes,
-                                  int64_t size, float scale, float inverse, const Book& book) {
+                                  int64_t size, float scale, float inverse, const Codebook& book) {
   constexpr int kPasses = STOCHASTIC ? _CMP_GE_OQ : _CMP_GT_OQ;
   const __m128i shift = _mm_cvtsi64_si128(book.shift);
   const __m512i lowest = _mm512_set1_epi32(static_cast<int>(book.lowest));
@@ -115,7 +115,7 @@ MT_WIDE_ISA static void decode_wide(const uint8_t* __restrict codes, const float
 }
 #endif
 
-MT_INLINE uint8_t round_up(int32_t low, float x, float u, float scale, const Book& book) {
+MT_INLINE uint8_t round_up(int32_t low, float x, float u, float scale, const Codebook& book) {
   const float from = book.values[low], gap = book.values[low + 1] - from;
   return static_cast<uint8_t>(low + (x > (from + u * gap) * scale));
 }
@@ -123,7 +123,7 @@ MT_INLINE uint8_t round_up(int32_t low, float x, float u, float scale, const Boo
 // Codes of `size` elements, a byte each. `hard`: the reciprocal of the scale says too little.
 template <bool STOCHASTIC>
 MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
-                      float scale, const Book book) {
+                      float scale, const Codebook book) {
   const bool hard = !(scale >= kLow && scale <= kHigh);
   const float inverse = 1.0f / scale;
   if (hard) {
@@ -151,7 +151,7 @@ MT_INLINE void decode(const uint8_t* __restrict codes, const float* __restrict v
 // One code up where the random number says so: eight slices share their counters
 // (kernels/random/philox.py).
 MT_INLINE void draw(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
-                    uint32_t first, float scale, uint64_t seed, const Book book) {
+                    uint32_t first, float scale, uint64_t seed, const Codebook book) {
   const int64_t width = size / 8;
   uint32_t words[4][kDraw];
   for (int64_t c = 0; c < width; c += kDraw) {
@@ -170,10 +170,10 @@ MT_INLINE void draw(const float* __restrict x, uint8_t* __restrict codes, int64_
   }
 }
 
-// The rows' and the columns' numbers of the `size` elements from `from` on (0 past the end),
+// The rows' and the columns' scales of the `size` elements from `from` on (0 past the end),
 // put together by `join`.
 template <typename Join>
-MT_INLINE void join_sides(const Task& task, int64_t from, int64_t size, float* __restrict to,
+MT_INLINE void join_scales(const Task& task, int64_t from, int64_t size, float* __restrict to,
                           const Join& join) {
   const int64_t n = std::min(size, task.n - from);
   int64_t i = from / task.cols, j = from % task.cols;
@@ -196,14 +196,14 @@ MT_INLINE float abs_max(const float* x, int64_t size) {
   return from_raw(static_cast<uint32_t>(top));
 }
 
-MT_CLONES static void quantize_range(const Task& task, const Book& book, int64_t begin, int64_t end,
+MT_CLONES static void quantize_range(const Task& task, const Codebook& book, int64_t begin, int64_t end,
                                      float* buffer, uint8_t* codes) {
   const int64_t size = task.block;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t at = b * size, n = std::min(size, task.n - at);
     const float* x = task.x + at;
     if (task.row != nullptr) {
-      join_sides(task, at, size, buffer, [](float r, float c) __attribute__((always_inline)) {
+      join_scales(task, at, size, buffer, [](float r, float c) __attribute__((always_inline)) {
         return r > c ? r : c;
       });
       for (int64_t i = 0; i < n; ++i) buffer[i] *= x[i];
@@ -229,7 +229,7 @@ MT_CLONES static void quantize_range(const Task& task, const Book& book, int64_t
   }
 }
 
-MT_CLONES static void dequantize_range(const Task& task, const Book& book, int64_t begin,
+MT_CLONES static void dequantize_range(const Task& task, const Codebook& book, int64_t begin,
                                        int64_t end, float* buffer, uint8_t* codes) {
   const int64_t size = task.block;
   const float* __restrict values = book.values;
@@ -243,7 +243,7 @@ MT_CLONES static void dequantize_range(const Task& task, const Book& book, int64
       decode(from, values, task.scale[b], out, n, book.wide);
       continue;
     }
-    join_sides(task, at, size, buffer, [](float r, float c) __attribute__((always_inline)) {
+    join_scales(task, at, size, buffer, [](float r, float c) __attribute__((always_inline)) {
       const uint32_t a = raw(r) & 0x7FFFFFFF, b = raw(c) & 0x7FFFFFFF;
       return from_raw(a < b ? a : b);
     });
@@ -252,7 +252,7 @@ MT_CLONES static void dequantize_range(const Task& task, const Book& book, int64
 }
 
 template <typename Range>
-void over_blocks(const Task& task, const Book& book, int64_t threads, const Range& range) {
+void over_blocks(const Task& task, const Codebook& book, int64_t threads, const Range& range) {
   const int64_t blocks = (task.n + task.block - 1) / task.block;
   parallel_for(blocks, std::max<int64_t>(kGrain / task.block, 1), threads,
                [&](int64_t begin, int64_t end) {
@@ -264,23 +264,24 @@ void over_blocks(const Task& task, const Book& book, int64_t threads, const Rang
 
 }  // namespace memtrain
 
-// `values`, null: to the nearest; else the 2**bits values, and the bounds are those but the ends.
+// `values`, null: to the nearest; else the 2**bits values, and the bounds are those but the
+// lowest and the highest.
 // `row` and `col`, null: blocks with a scale each; else the reciprocals of [rows], [cols].
-MT_EXPORT void mt_book_quantize(const float* x, const float* row, const float* col,
+MT_EXPORT void mt_codebook_quantize(const float* x, const float* row, const float* col,
                                 const float* bounds, const float* values, const int32_t* base,
                                 int64_t shift, int64_t lowest, int64_t buckets, int64_t count,
                                 uint8_t* codes, float* scale, int64_t n, int64_t cols,
                                 int64_t block, int64_t bits, int64_t seed, int64_t threads) {
   memtrain::Task task{x, row, col, codes, scale, nullptr, n, cols, block, seed};
-  memtrain::Book book{bounds, values, base, shift, lowest, buckets, count, bits, mt_isa() >= 2};
+  memtrain::Codebook book{bounds, values, base, shift, lowest, buckets, count, bits, mt_isa() >= 2};
   memtrain::over_blocks(task, book, threads, memtrain::quantize_range);
 }
 
-MT_EXPORT void mt_book_dequantize(const uint8_t* codes, const float* scale, const float* row,
+MT_EXPORT void mt_codebook_dequantize(const uint8_t* codes, const float* scale, const float* row,
                                   const float* col, const float* values, float* out, int64_t n,
                                   int64_t cols, int64_t block, int64_t bits, int64_t threads) {
   memtrain::Task task{nullptr, row, col, const_cast<uint8_t*>(codes), const_cast<float*>(scale),
                       out, n, cols, block, 0};
-  memtrain::Book book{nullptr, values, nullptr, 0, 0, 0, 0, bits, mt_isa() >= 2};
+  memtrain::Codebook book{nullptr, values, nullptr, 0, 0, 0, 0, bits, mt_isa() >= 2};
   memtrain::over_blocks(task, book, threads, memtrain::dequantize_range);
 }

@@ -1,0 +1,371 @@
+"""Quantisation by a codebook of 2**bits values in [-1, 1]: contract, reference, dispatch.
+
+An element's scale is its block's abs-max (`quantize_blocks`), or the lesser of its row's and its
+column's (`quantize_matrix`, which rank-1 and its kin are made of). Codes are packed in blocks
+(layout: `packing.bits`).
+
+Reference:
+    Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from memtrain.kernels import cpu
+from memtrain.kernels.codebook.values import Codebook
+from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.packing import bits as bitpack
+from memtrain.kernels.random.philox import uniform_blocks
+
+MATRIX_BLOCK = 128  # of the layout of a matrix's codes; there is no scale per block
+MAX_TRITON_BLOCK = 16384  # a program holds a whole block
+_TINY = torch.finfo(torch.float32).tiny
+
+Scales = Tensor | tuple[Tensor, Tensor]  # of blocks, or of rows and columns
+
+
+def quantize_blocks(
+    x: Tensor, book: Codebook, *, block_size: int, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise `x` to the values of a codebook, with one abs-max scale per block.
+
+    `x` is flattened and padded with zeros to whole blocks. An element's code is the number of
+    midpoints with `x > midpoint * scale`: nearest, ties to the lower index; with a seed it is one
+    of the two neighbouring values', unbiased. A block of zeros gets scale 0 and codes 0, which
+    decode to 0. NaN or Inf makes its block's scale NaN or Inf and all codes of that block 0: it
+    decodes to NaN, or to the codebook's lowest value times Inf (-Inf where it is negative, NaN
+    where it is 0, else Inf). No other block notices.
+
+    Args:
+        x: Any shape and device; float32, or any float type (converted).
+        book: The codebook.
+        block_size: Elements per scale, a multiple of 8.
+        seed: 64 bits for stochastic rounding, see `encode`; None rounds to the nearest.
+
+    Returns:
+        codes: uint8, [n_blocks, block_size * bits / 8], packed as `bits.pack` says.
+        scale: float32, [n_blocks].
+
+    Memory:
+        bits / 8 + 4 / block_size bytes per element, plus the padding of the last block.
+
+    Example:
+        >>> codes, scale = quantize_blocks(torch.ones(256), Codebook("DE"), block_size=128)
+        >>> codes.shape, scale
+        (torch.Size([2, 64]), tensor([1., 1.]))
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 2.2.
+    """
+    return _quantize_blocks_op(x, *book, block_size, seed)
+
+
+def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: int) -> Tensor:
+    """The inverse of `quantize_blocks`: `value[code] * scale`.
+
+    Args:
+        codes: uint8, [n_blocks, block_size * bits / 8].
+        scale: float32, [n_blocks].
+        book: The codebook.
+        numel: Elements without the padding.
+
+    Returns:
+        float32, [numel].
+
+    Example:
+        >>> book = Codebook("Linear", signed=False)
+        >>> codes, scale = quantize_blocks(torch.tensor([0.5, 2.0]), book, block_size=128)
+        >>> dequantize_blocks(codes, scale, book, numel=2)
+        tensor([0.5000, 2.0000])
+    """
+    return _dequantize_blocks_op(codes, scale, *book, numel)
+
+
+def quantize_matrix(
+    x: Tensor, row: Tensor, col: Tensor, book: Codebook, seed: int | None = None
+) -> Tensor:
+    """The codes of `x[i, j] * max(row[i], col[j])`.
+
+    Args:
+        x: Any float type; `len(row) * len(col)` elements in row-major order, of any shape.
+        row: Reciprocals of the rows' scales (`inverse`), float32, 0 where rows have none.
+        col: Reciprocals of the columns' scales, alike.
+        book: The codebook.
+        seed: 64 bits for stochastic rounding (see `encode`); None rounds to the nearest, ties to
+            the lower index.
+
+    Returns:
+        uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says; what is
+        missing in the last one has the code of 0.
+
+    Memory:
+        bits / 8 bytes per element.
+
+    Example:
+        >>> x, row, col = torch.ones(2, 3), torch.tensor([1.0, 0.5]), torch.zeros(3)
+        >>> quantize_matrix(x, row, col, Codebook("Linear", 8, False))[0, :6].tolist()
+        [255, 255, 255, 127, 127, 127]
+    """
+    return _quantize_matrix_op(x, row, col, *book, seed)
+
+
+def dequantize_matrix(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:
+    """The values of codes, times the lesser of their row's and their column's scale.
+
+    Args:
+        codes: uint8, [n_blocks, 128 * bits / 8].
+        row: Scales of rows, float32, Inf where rows have none; an element of two scales of which
+            one is NaN or Inf takes the other.
+        col: Scales of columns, alike.
+        book: The codebook.
+
+    Returns:
+        float32, [rows, cols].
+
+    Example:
+        >>> codes = torch.full((1, 128), 255, dtype=torch.uint8)
+        >>> row, col = torch.tensor([1.0, 4.0]), torch.tensor([2.0, 3.0])
+        >>> dequantize_matrix(codes, row, col, Codebook("Linear", 8, False))
+        tensor([[1., 1.],
+                [2., 3.]])
+    """
+    return _dequantize_matrix_op(codes, row, col, *book)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 where that says nothing: scale 0, subnormal, Inf or NaN."""
+    usable = (scale >= _TINY) & (scale < torch.inf)
+    return (1 / scale).masked_fill(~usable, 0.0)
+
+
+def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
+    """The codes of `x / scale`, before they are packed.
+
+    To the nearest: the number of midpoints with `x > midpoint * scale`, ties to the lower index.
+    Stochastic: with `lo` and `hi` the neighbouring values, `hi` with probability
+    `(x / scale - lo) / (hi - lo)`, to 2**-16; below the lowest value and above the highest one,
+    that value. NaN gives code 0, as do all elements whose scale is Inf or NaN (or 0, where the
+    rounding is stochastic).
+
+    Args:
+        x: float32, [n_blocks, block_size].
+        scale: float32, [n_blocks, 1], or [1, 1] for all.
+        book: The codebook.
+        seed: 64 bits for stochastic rounding; None rounds to the nearest.
+
+    Returns:
+        int64, [n_blocks, block_size].
+
+    Example:
+        >>> x = torch.tensor([[0.25, 0.5, 0.9, 1.0]])
+        >>> encode(x, torch.ones(1, 1), Codebook("Linear", 2, False))
+        tensor([[0, 1, 3, 3]])
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, appendix E.3.
+    """
+    if seed is None:
+        defined = scale + (scale - scale)  # NaN in place of Inf: no bound is passed
+        bounds = book.midpoints(x.device) * defined
+        bounds = bounds[0] if scale.numel() == 1 else bounds
+        nan = x.isnan() | bounds.isnan().any(-1, keepdim=True)
+        return torch.searchsorted(bounds, x.contiguous()).masked_fill(nan, 0)
+    values = book.values(x.device)
+    usable = (scale > 0) & scale.isfinite()
+    inner = (values[1:-1] * torch.where(usable, scale, 1.0)).expand(x.shape[0], -1)
+    low = torch.searchsorted(inner.contiguous(), x.contiguous(), right=True)
+    u = uniform_blocks(x.shape[0], x.shape[1], seed, x.device)
+    bound = (values[low] + u * (values[low + 1] - values[low])) * scale
+    return (low + (x > bound)).masked_fill(x.isnan() | ~usable, 0)
+
+
+def quantize_blocks_reference(
+    x: Tensor, book: Codebook, block_size: int, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`quantize_blocks` in pure torch: the definition."""
+    blocks = bitpack.blocks(x.float(), block_size)
+    scale = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(blocks.shape[0])
+    return bitpack.pack(encode(blocks, scale.unsqueeze(1), book, seed), book.bits), scale
+
+
+def dequantize_blocks_reference(codes: Tensor, scale: Tensor, book: Codebook, numel: int) -> Tensor:
+    """`dequantize_blocks` in pure torch: the definition."""
+    values = book.values(codes.device)[bitpack.unpack(codes, book.bits)]
+    return (values * scale.unsqueeze(1)).view(-1)[:numel]
+
+
+def quantize_matrix_reference(
+    x: Tensor, row: Tensor, col: Tensor, book: Codebook, seed: int | None = None
+) -> Tensor:
+    """`quantize_matrix` in pure torch: the definition."""
+    scaled = x.float().reshape(len(row), len(col)) * torch.maximum(row.unsqueeze(1), col)
+    blocks = bitpack.blocks(scaled, MATRIX_BLOCK)
+    return bitpack.pack(encode(blocks, blocks.new_ones(1, 1), book, seed), book.bits)
+
+
+def dequantize_matrix_reference(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:
+    """`dequantize_matrix` in pure torch: the definition."""
+    least = torch.fmin(row.unsqueeze(1), col)
+    values = book.values(codes.device)[bitpack.unpack(codes, book.bits)]
+    return values.view(-1)[: least.numel()].view(least.shape) * least
+
+
+@cache
+def buckets(book: Codebook, stochastic: bool) -> tuple[Tensor, Tensor, int, int]:
+    """Bounds between codes, found by a number's first bits: what the C++ kernel searches.
+
+    A bucket is all numbers that share a sign, an exponent and the first bits of the mantissa:
+    fine enough that at most one bound lies in it, with room for the rounding of a division.
+
+    Args:
+        book: The codebook.
+        stochastic: Whether the bounds are the values but the lowest and the highest (stochastic
+            codes), else the midpoints.
+
+    Returns:
+        bounds: float32, [count + 1], with +Inf at the end.
+        below: int32, [2 * buckets], the bounds below each bucket, those of negative numbers last.
+        shift: A number's bits are shifted right by so many ...
+        lowest: ... and this is the first bucket's.
+    """
+    device = torch.device("cpu")
+    bounds = book.values(device)[1:-1] if stochastic else book.midpoints(device)
+    least = bounds.abs()[bounds != 0].min().item()
+    exponent = math.floor(math.log2(least)) - 1
+    for mantissa in range(2, 12):
+        shift = 23 - mantissa
+        lowest = ((127 + exponent) << mantissa) - 1
+        n = (127 << mantissa) - lowest + 1
+        keys = (torch.arange(n + 1) + lowest) << shift
+        edges = keys.to(torch.int32).view(torch.float32).double()
+        edges[0], edges[-1] = 0.0, math.inf
+        lo, hi = edges[:-1] * (1 - 2.0**-18), edges[1:] * (1 + 2.0**-18)
+        lo, hi = torch.cat([lo, -hi]), torch.cat([hi, -lo])
+        below = torch.searchsorted(bounds.double(), lo)
+        if (torch.searchsorted(bounds.double(), hi, right=True) - below).max() <= 1:
+            break
+    return torch.cat([bounds, torch.tensor([math.inf])]), below.int(), shift, lowest
+
+
+def _quantize(
+    x: Tensor, book: Codebook, seed: int | None, backend: str, codes: Tensor, scales: Scales
+) -> None:
+    """Codes by a kernel; the scales of blocks are written too, those of rows and columns read."""
+    by_block = isinstance(scales, Tensor)
+    row, col = (None, None) if by_block else scales
+    scale = scales if by_block else None
+    if backend == "triton":
+        from memtrain.kernels.codebook import quantize_triton
+
+        quantize_triton.quantize(x, book, seed, codes, scale, row, col)
+        return
+    bounds, below, shift, lowest = buckets(book, seed is not None)
+    values = book.values(x.device) if seed is not None else None
+    searched = (bounds, values, below, shift, lowest, len(below) // 2, len(bounds) - 1)
+    n, block = x.numel(), codes.shape[1] * 8 // book.bits
+    sizes = (n, len(col) if col is not None else 1, block, book.bits, seed or 0)
+    cpu.call("mt_codebook_quantize", x.float(), row, col, *searched, codes, scale, *sizes)
+
+
+def _dequantize(codes: Tensor, book: Codebook, backend: str, out: Tensor, scales: Scales) -> None:
+    """Values by a kernel, written to `out`."""
+    by_block = isinstance(scales, Tensor)
+    row, col = (None, None) if by_block else scales
+    scale = scales if by_block else None
+    if backend == "triton":
+        from memtrain.kernels.codebook import quantize_triton
+
+        quantize_triton.dequantize(codes, book, out, scale, row, col)
+        return
+    values, cols = book.values(codes.device), len(col) if col is not None else 1
+    sizes = (out.numel(), cols, codes.shape[1] * 8 // book.bits, book.bits)
+    cpu.call("mt_codebook_dequantize", codes, scale, row, col, values, out, *sizes)
+
+
+def _fits(backend: str, block_size: int) -> bool:
+    return backend == "cpu" or (backend == "triton" and block_size <= MAX_TRITON_BLOCK)
+
+
+def _new_codes(x: Tensor, block_size: int, bits: int) -> Tensor:
+    n_blocks = (x.numel() + block_size - 1) // block_size
+    return x.new_empty(n_blocks, block_size * bits // 8, dtype=torch.uint8)
+
+
+def _quantize_blocks(
+    x: Tensor, name: str, bits: int, signed: bool, block_size: int, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
+    backend, book = choose(x), Codebook(name, bits, signed)
+    if not _fits(backend, block_size):
+        return quantize_blocks_reference(x, book, block_size, seed)
+    codes, scale = _empty_blocks(x, name, bits, signed, block_size, seed)
+    _quantize(x.contiguous(), book, seed, backend, codes, scale)
+    return codes, scale
+
+
+def _dequantize_blocks(
+    codes: Tensor, scale: Tensor, name: str, bits: int, signed: bool, numel: int
+) -> Tensor:
+    backend, book = choose(codes), Codebook(name, bits, signed)
+    if not _fits(backend, codes.shape[1] * 8 // bits):
+        return dequantize_blocks_reference(codes, scale, book, numel)
+    out = scale.new_empty(numel)
+    _dequantize(codes.contiguous(), book, backend, out, scale.contiguous())
+    return out
+
+
+def _quantize_matrix(
+    x: Tensor, row: Tensor, col: Tensor, name: str, bits: int, signed: bool, seed: int | None
+) -> Tensor:
+    backend, book = choose(x), Codebook(name, bits, signed)
+    if backend == "reference":
+        return quantize_matrix_reference(x, row, col, book, seed)
+    codes = _new_codes(x, MATRIX_BLOCK, bits)
+    _quantize(x.contiguous(), book, seed, backend, codes, (row.contiguous(), col.contiguous()))
+    return codes
+
+
+def _dequantize_matrix(
+    codes: Tensor, row: Tensor, col: Tensor, name: str, bits: int, signed: bool
+) -> Tensor:
+    backend, book = choose(codes), Codebook(name, bits, signed)
+    if backend == "reference":
+        return dequantize_matrix_reference(codes, row, col, book)
+    out = row.new_empty(len(row), len(col))
+    _dequantize(codes.contiguous(), book, backend, out, (row.contiguous(), col.contiguous()))
+    return out
+
+
+def _empty_blocks(
+    x: Tensor, name: str, bits: int, signed: bool, block_size: int, seed: int | None = None
+) -> tuple[Tensor, Tensor]:
+    codes = _new_codes(x, block_size, bits)
+    return codes, x.new_empty(codes.shape[0], dtype=torch.float32)
+
+
+_quantize_blocks_op = register(
+    "codebook_quantize_blocks(Tensor x, str name, int bits, bool signed, SymInt block_size, "
+    "int? seed=None) -> (Tensor, Tensor)",
+    _quantize_blocks,
+    _empty_blocks,
+)
+_dequantize_blocks_op = register(
+    "codebook_dequantize_blocks(Tensor codes, Tensor scale, str name, int bits, bool signed, "
+    "SymInt numel) -> Tensor",
+    _dequantize_blocks,
+    lambda codes, scale, name, bits, signed, numel: scale.new_empty(numel),
+)
+_quantize_matrix_op = register(
+    "codebook_quantize_matrix(Tensor x, Tensor row, Tensor col, str name, int bits, bool signed, "
+    "int? seed) -> Tensor",
+    _quantize_matrix,
+    lambda x, row, col, name, bits, signed, seed: _new_codes(x, MATRIX_BLOCK, bits),
+)
+_dequantize_matrix_op = register(
+    "codebook_dequantize_matrix(Tensor codes, Tensor row, Tensor col, str name, int bits, "
+    "bool signed) -> Tensor",
+    _dequantize_matrix,
+    lambda codes, row, col, name, bits, signed: row.new_empty(row.shape[0], col.shape[0]),
+)

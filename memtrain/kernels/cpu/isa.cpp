@@ -1,0 +1,22 @@
+// The instruction set that kernels choose at run time.
+#include "common.h"
+
+namespace {
+int isa_limit = 2;
+}
+
+MT_EXPORT int mt_isa() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  static const int best = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                                  __builtin_cpu_supports("avx512vl")
+                              ? 2
+                          : __builtin_cpu_supports("avx2") ? 1
+                                                           : 0;
+  return std::min(best, isa_limit);
+#else
+  return 0;
+#endif
+}
+
+// Tests run the AVX2 and portable forms on an AVX-512 machine by it.
+MT_EXPORT void mt_limit_isa(int64_t level, int64_t) { isa_limit = static_cast<int>(level); }
