@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.kernels.floats.format_names import named_format
-from memtrain.kernels.floats.formats import FloatFormat
-from memtrain.kernels.floats.rounding_reference import limits
+from memtrain.kernels.floats.formats import FloatFormat, named_format
+from memtrain.kernels.floats.rounding import limits
 
 
 @dataclass(frozen=True, kw_only=True)

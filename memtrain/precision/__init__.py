@@ -1,15 +1,16 @@
 """Mixed precision: float formats, and which tensors of training are rounded to which."""
 
-from memtrain.kernels.floats.format_names import FORMATS, named_format
 from memtrain.kernels.floats.formats import (
     BF16,
     E4M3FN,
     E5M2,
+    FORMATS,
     FP8_BACKWARD,
     FP8_FORWARD,
     FP16,
     IEEE_FP16,
     FloatFormat,
+    named_format,
 )
 from memtrain.precision.assignment import Precision
 

@@ -4,8 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memtrain.kernels.floats.format_names import named_format
-from memtrain.kernels.floats.formats import FloatFormat
+from memtrain.kernels.floats.formats import FloatFormat, named_format
 from memtrain.precision.graph import Graph, GraphTensor
 
 FP32 = "fp32"

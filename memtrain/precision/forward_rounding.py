@@ -15,8 +15,7 @@ from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack import SavedTensors
 from memtrain.activations.trace.fake_forward import CallArguments
 from memtrain.compressors import Compressor, Float, Keep
-from memtrain.kernels.floats.format_names import FORMATS
-from memtrain.kernels.floats.formats import FloatFormat
+from memtrain.kernels.floats.formats import FORMATS, FloatFormat
 from memtrain.precision import fp8_gemm
 from memtrain.precision.graph import refuse_shards
 from memtrain.precision.loss_scaling import (

@@ -8,8 +8,12 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.group import group
 from memtrain.kernels.norm import channel_norm
-from memtrain.kernels.norm.channel_norm import channel_norm_backward, channel_norm_quantize
-from memtrain.kernels.norm.channel_norm_reference import Channels, backward_reference
+from memtrain.kernels.norm.channel_norm import (
+    Channels,
+    backward_reference,
+    channel_norm_backward,
+    channel_norm_quantize,
+)
 from memtrain.kernels.norm.norm import Codes
 
 PLACES = {

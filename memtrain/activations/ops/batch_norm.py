@@ -24,7 +24,7 @@ from memtrain.activations.ops.spatial import memory_format_of
 from memtrain.activations.saved.flatten import layout_of, restore
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.norm import channel_norm
-from memtrain.kernels.norm.channel_norm_reference import Channels
+from memtrain.kernels.norm.channel_norm import Channels
 
 
 def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)

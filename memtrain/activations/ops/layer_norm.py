@@ -19,7 +19,7 @@ from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.norm import norm
-from memtrain.kernels.norm.channel_norm_reference import Channels
+from memtrain.kernels.norm.channel_norm import Channels
 
 
 def layer_norm(

@@ -4,30 +4,38 @@ The side of x is x - shift (parity `"plain"`) or |x - shift| (`"even"`), in floa
 number of boundaries below it, so that a value equal to a boundary goes left; with parity `"band"`
 there are two boundaries and one bit, 1 where low < x - shift <= high. NaN gets code 0. Codes are
 packed in blocks of 256 (layout: `packing.bits`); the last is filled up with the code of 0.
+
+Contract, reference (at the end) and dispatch. A small tensor costs what runs around its kernel: for
+C++ what depends on no tensor is found once (`_encoder`, `_decoder`).
+
+Reference:
+    Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441.
 """
 
-from collections.abc import Sequence
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels.derivative import native as in_cpp
-from memtrain.kernels.derivative.definition import (
-    BLOCK_SIZE,
-    backward_reference,
-    bits_of,
-    check_dtype,
-    check_side,
-    code_bits,
-    decode_reference,
-    encode_reference,
-    numbers,
-    wide,
-)
-from memtrain.kernels.derivative.definition import DTYPES as DTYPES
+from memtrain.kernels import cpu
 from memtrain.kernels.derivative.pointwise import check_function, one_pass, value
 from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
+from memtrain.kernels.packing import bits as bit_layout
 from memtrain.kernels.strides import is_dense, memory_order
+
+BLOCK_SIZE = 256
+PARITIES = ("plain", "even", "band")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
+_SIZES = tuple(2**bits for bits in range(1, 9))
+
+# Value and codes in one pass: C++ functions that equal torch's to the bit.
+_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3, "silu": 4}
+_TORCHS_PART = 32768  # torch shares a tensor out among threads in parts of so many elements or more
+_TORCHS_RUN = 32  # and works on so many at a time; what is left of a part has another exp()
 
 
 def encode(
@@ -104,8 +112,7 @@ def forward(
         (tensor([0., 2.]), tensor([0., 1.]))
     """
     if is_plain_cpu(x):
-        told = (function, tuple(parameters), tuple(boundaries), parity, shift)
-        return in_cpp.encoder(*told, x.dtype).forward(x)
+        return _forward_cpu(x, function, tuple(parameters), tuple(boundaries), parity, shift)
     check_side(x.dtype, boundaries, parity)
     check_function(function)
     run = _forward if is_plain(x) else _forward_op
@@ -166,7 +173,7 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
         tensor([0.5000, 1.0000])
     """
     if is_plain_cpu(grad):
-        return in_cpp.decoder(tuple(levels), grad.dtype).backward(grad, codes)
+        return _decoder(tuple(levels), grad.dtype)(grad, codes, torch.empty_like(grad))
     check_dtype(grad.dtype)
     bits_of(len(levels), 0)
     run = _backward if is_plain(grad) else _backward_op
@@ -178,11 +185,12 @@ def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -
     if choice == "reference":
         return encode_reference(x, boundaries, parity, shift)
     if choice == "triton":
-        from memtrain.kernels.derivative import forward_triton as kernels
+        from memtrain.kernels.derivative import derivative_triton
 
         table = tuple(numbers(tuple(boundaries)).tolist())
-        return kernels.encode(x, table, parity, shift)
-    return in_cpp.encoder("", (), tuple(boundaries), parity, shift, x.dtype).codes(x)
+        return derivative_triton.encode(x, table, parity, shift)
+    run, _ = _encoder("", (), tuple(boundaries), parity, shift, x.dtype)
+    return run(x, 0)
 
 
 def _forward(
@@ -195,17 +203,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     choice = choose(x)
     if choice == "cpu":
-        told = (function, tuple(parameters), tuple(boundaries), parity, shift)
-        return in_cpp.encoder(*told, x.dtype).forward(x)
+        return _forward_cpu(x, function, tuple(parameters), tuple(boundaries), parity, shift)
     dense = x if is_dense(x) else x.clone()
     if choice == "triton" and x.dtype != torch.float64:
-        from memtrain.kernels.derivative import forward_triton as kernels
+        from memtrain.kernels.derivative import derivative_triton
 
-        if function in kernels.FUSED:
+        if function in derivative_triton.FUSED:
             scalars = one_pass(function, parameters, x.dtype)
             table = tuple(numbers(tuple(boundaries)).tolist())
             y = torch.empty_like(dense)
-            codes = kernels.forward(dense, y, (function, *scalars), table, (parity, shift))
+            run = derivative_triton.forward
+            codes = run(dense, y, (function, *scalars), table, (parity, shift))
             return y, codes
     y = value(function, x, parameters)
     if y.stride() != dense.stride():
@@ -234,17 +242,200 @@ def _to_levels(
 ) -> Tensor:
     """The levels, times `grad` where there is one, written to `out`."""
     if choice == "triton":
-        from memtrain.kernels.derivative import backward_triton as kernels
+        from memtrain.kernels.derivative import derivative_triton
 
         table = numbers(tuple(levels), wide(out.dtype))
-        return kernels.backward(grad, codes, tuple(table.tolist()), out)
-    return in_cpp.decoder(tuple(levels), out.dtype).write(grad, codes, out)
+        return derivative_triton.backward(grad, codes, tuple(table.tolist()), out)
+    return _decoder(tuple(levels), out.dtype)(grad, codes, out)
 
 
 def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
     width = BLOCK_SIZE // 8 * code_bits(boundaries, parity)
     n_blocks = (x.numel() + BLOCK_SIZE - 1) // BLOCK_SIZE
     return torch.empty((n_blocks, width), dtype=torch.uint8, device=x.device)
+
+
+# -- C++ ------------------------------------------------------------------------------------------
+
+
+@cache  # the buffer must outlive the calls that are given its address
+def _settings(
+    table: int, kind: tuple[int, int, int, int], shift: float, a: float, b: float
+) -> ctypes.Array[ctypes.c_char]:
+    """`Settings` of derivative.cpp: what a kernel takes besides the tensors."""
+    floats = (ctypes.c_float(x).value for x in (shift, a, b))  # Inf where float32 ends
+    return ctypes.create_string_buffer(struct.pack("5q3f4x", table, *kind, *floats))
+
+
+@cache
+def _encoder(
+    function: str,
+    parameters: tuple[float, ...],
+    boundaries: tuple[float, ...],
+    parity: str,
+    shift: float,
+    dtype: torch.dtype,
+) -> tuple[Callable[[Tensor, int], Tensor], bool]:
+    """The kernel of tensors of one dtype: their codes, and a function's value if one is named.
+
+    Returns:
+        run: Given a dense tensor and the address of its value (0: none wanted), the codes in memory
+            order.
+        is_fused: Whether the kernel knows the function's value.
+    """
+    check_side(dtype, boundaries, parity)
+    if function:
+        check_function(function)
+    is_fused = function in _FUSED and dtype != torch.float64
+    scalars = one_pass(function, parameters, dtype) if is_fused else (0.0, 0.0)
+    bits, table = code_bits(boundaries, parity), numbers(boundaries).data_ptr()
+    kind = (DTYPES.index(dtype), bits, PARITIES.index(parity), _FUSED.get(function, 0))
+    settings = ctypes.addressof(_settings(table, kind, shift, *scalars))
+    kernel, pack = cpu.packed("mt_derivative_encode", 6)
+    width = BLOCK_SIZE // 8 * bits
+
+    def run(x: Tensor, y: int) -> Tensor:
+        n = x.numel()
+        codes = torch.empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, width, dtype=torch.uint8)
+        threads = torch.get_num_threads()
+        kernel(pack(settings, x.data_ptr(), y, codes.data_ptr(), n, threads))
+        return codes
+
+    return run, is_fused
+
+
+@cache
+def _decoder(
+    levels: tuple[float, ...], dtype: torch.dtype
+) -> Callable[[Tensor | None, Tensor, Tensor], Tensor]:
+    """The kernel that writes levels of one dtype, times a gradient where there is one."""
+    check_dtype(dtype)
+    kind = (DTYPES.index(dtype), bits_of(len(levels), 0), 0, 0)
+    table = numbers(levels, wide(dtype)).data_ptr()
+    settings = ctypes.addressof(_settings(table, kind, 0.0, 0.0, 0.0))
+    kernel, pack = cpu.packed("mt_derivative_decode", 6)
+
+    def run(grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
+        at, threads = 0 if grad is None else grad.data_ptr(), torch.get_num_threads()
+        kernel(pack(settings, at, codes.data_ptr(), out.data_ptr(), out.numel(), threads))
+        return out
+
+    return run
+
+
+def _forward_cpu(
+    x: Tensor,
+    function: str,
+    parameters: tuple[float, ...],
+    boundaries: tuple[float, ...],
+    parity: str,
+    shift: float,
+) -> tuple[Tensor, Tensor]:
+    """The value and the codes of `x`, in memory order; of a clone where it is not dense."""
+    run, is_fused = _encoder(function, parameters, boundaries, parity, shift, x.dtype)
+    dense = x if is_dense(x) else x.clone()
+    if is_fused and (function != "silu" or _is_torchs_silu(x)):
+        y = torch.empty_like(dense)
+        return y, run(dense, y.data_ptr())
+    y = value(function, x, parameters)  # of x: its last bit depends on the strides
+    if y.stride() != dense.stride():
+        y = torch.empty_like(dense).copy_(y)
+    return y, run(dense, 0)
+
+
+def _is_torchs_silu(x: Tensor) -> bool:
+    """Whether one pass gives torch's own SiLU of all of `x`, to the bit."""
+    if x.dtype == torch.float32:  # 16 bits do not tell torch's two kinds of exp() apart
+        if not is_dense(x):  # torch works on its rows
+            return False
+        n, threads = x.numel(), torch.get_num_threads()
+        parts = max(1, min(threads, (n + _TORCHS_PART - 1) // _TORCHS_PART))
+        if n % (parts * _TORCHS_RUN) != 0:
+            return False
+    return _has_torchs_exp(x.dtype)
+
+
+@cache
+def _has_torchs_exp(dtype: torch.dtype) -> bool:
+    """Whether this library's SiLU is torch's to the bit, as torch was built and runs here."""
+    if cast(ctypes.CDLL, cpu.library()).mt_isa() == 0:  # without fused multiply-adds: slow
+        return False
+    x = torch.linspace(-20, 20, 2048, device="cpu").to(dtype)
+    y = torch.empty_like(x)
+    _encoder("silu", (), (0.0,), "plain", 0.0, dtype)[0](x, y.data_ptr())
+    return torch.equal(y, value("silu", x))
+
+
+# -- the definition -------------------------------------------------------------------------------
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `TypeError` where codes are not made of such tensors."""
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype {dtype} is not allowed; allowed: {', '.join(map(str, DTYPES))}")
+
+
+def check_side(dtype: torch.dtype, boundaries: Sequence[float], parity: str) -> None:
+    """Raise where codes cannot be made of such a tensor so."""
+    check_dtype(dtype)
+    if parity not in PARITIES:
+        raise ValueError(f"parity {parity!r} is unknown; allowed: {', '.join(PARITIES)}")
+    code_bits(boundaries, parity)
+
+
+def code_bits(boundaries: Sequence[float], parity: str) -> int:
+    """Bits of the codes that these boundaries give."""
+    if parity != "band":
+        return bits_of(len(boundaries), 1)
+    if len(boundaries) != 2:
+        raise ValueError(f"{len(boundaries)} boundaries given; allowed with parity 'band': 2")
+    return 1
+
+
+def bits_of(count: int, missing: int) -> int:
+    """Bits of the codes behind 2**bits - `missing` numbers."""
+    if count + missing not in _SIZES:
+        allowed = ", ".join(str(size - missing) for size in _SIZES)
+        raise ValueError(f"{count} boundaries or levels given; allowed: {allowed}")
+    return (count + missing).bit_length() - 1
+
+
+@cache
+def numbers(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A table on the CPU; float32's subnormals become 0, so that no unit can flush them."""
+    table = torch.tensor(values, dtype=dtype, device="cpu")
+    return torch.where(table.abs() < torch.finfo(torch.float32).tiny, 0.0, table)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What products with a tensor of `dtype` are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def encode_reference(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
+    """The codes of `x`, in logical order."""
+    side = bit_layout.blocks(x.float(), BLOCK_SIZE) - shift
+    side = side.abs() if parity == "even" else side
+    table = numbers(tuple(boundaries)).tolist()
+    if parity == "band":
+        codes = ((side > table[0]) & (side <= table[1])).long()
+    else:
+        codes = torch.zeros_like(side, dtype=torch.int64)
+        for boundary in table:
+            codes += side > boundary
+    return bit_layout.pack(codes, code_bits(boundaries, parity))
+
+
+def decode_reference(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
+    """The level of each code."""
+    index = bit_layout.unpack(codes, bits_of(len(levels), 0)).view(-1)[:n]
+    return numbers(tuple(levels), wide(dtype)).to(codes.device)[index].to(dtype)
+
+
+def backward_reference(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """`grad` times the level of each code."""
+    level = decode_reference(codes, levels, grad.numel(), wide(grad.dtype)).view_as(grad)
+    return (grad.to(level.dtype) * level).to(grad.dtype)
 
 
 _encode_op = register(

@@ -1,5 +1,6 @@
-"""Floating-point formats of 3 to 16 bits: what they hold, and rounding to them."""
+"""Floating-point formats of 3 to 16 bits by name: their range, and rounding to them."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import frexp
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from memtrain.kernels.floats import rounding as floats
 
+_WIDTHS = re.compile(r"1-(\d{1,2})-(\d{1,2})(?:\+(\d{1,3}))?")
 ROUNDINGS = ("away", "even", "stochastic")
 _CHOICES = {
     "overflow": ("saturate", "inf"), "rounding": ROUNDINGS, "specials": ("none", "nan", "ieee")
@@ -296,3 +298,51 @@ E4M3FN = FloatFormat(4, 3, rounding="even", specials="nan")
 """torch.float8_e4m3fn: up to 448, saturating; `overflow="inf"` gives NaN past it."""
 E5M2 = FloatFormat(5, 2, overflow="inf", rounding="even", specials="ieee")
 """torch.float8_e5m2: up to 57344, then Inf."""
+
+FORMATS = {
+    "fp8_forward": FP8_FORWARD,
+    "fp8_backward": FP8_BACKWARD,
+    "fp16": FP16,
+    "ieee_fp16": IEEE_FP16,
+    "bf16": BF16,
+    "e4m3fn": E4M3FN,
+    "e5m2": E5M2,
+}
+"""name in a config -> format"""
+
+
+def named_format(name: str) -> FloatFormat:
+    """The format of a name.
+
+    Args:
+        name: One of `FORMATS`, or `1-E-M` or `1-E-M+bias`, as papers write widths: E exponent and M
+            mantissa bits, without special codes, saturating, ties away from zero. `:away`, `:even`
+            or `:stochastic` after any of these is another rounding.
+
+    Returns:
+        The format.
+
+    Raises:
+        ValueError: If the name is unknown, or the widths are not allowed.
+
+    Example:
+        >>> named_format("1-4-3+4") == named_format("fp8_forward") == FP8_FORWARD
+        True
+        >>> named_format("fp8_forward:stochastic").rounding
+        'stochastic'
+    """
+    form, colon, rounding = name.partition(":")
+    if colon:
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"format {name!r}: {rounding!r}; allowed: {', '.join(ROUNDINGS)}")
+        return replace(named_format(form), rounding=rounding)
+    if name in FORMATS:
+        return FORMATS[name]
+    if not (match := _WIDTHS.fullmatch(name)):
+        allowed = ", ".join(FORMATS)
+        raise ValueError(
+            f"format {name!r} is unknown; allowed: {allowed}, 1-E-M, 1-E-M+bias; "
+            "with :even or :stochastic"
+        )
+    exponent_bits, mantissa_bits, bias = (int(number or 0) for number in match.groups())
+    return FloatFormat(exponent_bits, mantissa_bits, bias)

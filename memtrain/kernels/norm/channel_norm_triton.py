@@ -1,14 +1,17 @@
-"""Triton twin of `kernels.norm.channel_norm`: from an input and its statistics to codes.
+"""Triton kernels of `channel_norm.py`: from an input to codes, from codes to the gradients.
 
-A program takes some groups, as in `group_triton`, and looks the channel of every element up.
+Forward a program takes some groups, as in `group_triton`, and looks the channel of every element
+up. Backward the sums go over channels and look the code of every element up, so that no two
+programs add to one number; dx goes over elements.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels.group.group_triton import encode, tile
-from memtrain.kernels.norm.channel_norm_reference import Channels
+from memtrain.kernels.group.group_triton import _half_step, _load_bounds, encode, tile
+from memtrain.kernels.norm.channel_norm import Channels
+from memtrain.kernels.norm.norm_triton import _rounded
 
 
 @triton.jit
@@ -23,7 +26,7 @@ def _over(x, size, magic, shift, ONE: tl.constexpr, BIG: tl.constexpr):
 
 
 @triton.jit
-def channel_of(
+def _channel_of(
     at,
     middle,
     channels,
@@ -87,7 +90,7 @@ def _quantize_kernel(
     for s in tl.static_range(8):
         at = start + s * WIDTH
         valid = here & (column < WIDTH) & (at < n)
-        c = channel_of(
+        c = _channel_of(
             at, middle, channels, inner, inner_magic, inner_shift, channels_magic, channels_shift,
             PARTS, INNER, CHANNELS, BIG,
         )  # fmt: skip
@@ -101,6 +104,136 @@ def _quantize_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _decoded(
+    codes_ptr,
+    bounds_ptr,
+    at,
+    inside,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    # x_hat of elements one by one: `encode` lays a group's codes out in lanes.
+    LANES: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else (2 if BITS % 8 else 1))
+    LANE: tl.constexpr = WIDTH * 8 // LANES
+    group = at // (WIDTH * 8)
+    place = (at - group * (WIDTH * 8)).to(tl.int32)
+    lane = place // LANE
+    bit = lane * BITS
+    first = codes_ptr + group * (WIDTH * BITS) + bit // 8 * LANE + (place - lane * LANE)
+    word = tl.load(first, mask=inside, other=0).to(tl.int32)
+    if LANES * BITS > 8:
+        two = inside & (bit % 8 + BITS > 8)
+        word |= tl.load(first + LANE, mask=two, other=0).to(tl.int32) << 8
+    code = (word >> (bit % 8)) & (2**BITS - 1)
+    lo, hi = _load_bounds(bounds_ptr, group, inside, WIDE)
+    step = _half_step(lo, hi, float(2**BITS - 1))
+    return 2.0 * (0.5 * lo + code.to(tl.float32) * step)
+
+
+@triton.jit
+def _gradient_kernel(
+    dy_ptr,
+    codes_ptr,
+    bounds_ptr,
+    scale_ptr,
+    slope_ptr,
+    shift_ptr,
+    dx_ptr,
+    n,
+    middle,
+    channels,
+    inner,
+    inner_magic,
+    inner_shift,
+    channels_magic,
+    channels_shift,
+    PARTS: tl.constexpr,
+    INNER: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BIG: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    BF16: tl.constexpr,  # dx_ptr is int16: bfloat16's bits, rounded here
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    c = _channel_of(
+        at, middle, channels, inner, inner_magic, inner_shift, channels_magic, channels_shift,
+        PARTS, INNER, CHANNELS, BIG,
+    )  # fmt: skip
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    hat = _decoded(codes_ptr, bounds_ptr, at, inside, BITS, WIDTH, WIDE)
+    scale = tl.load(scale_ptr + c, mask=inside, other=0.0)
+    slope = tl.load(slope_ptr + c, mask=inside, other=0.0)
+    shift = tl.load(shift_ptr + c, mask=inside, other=0.0)
+    dx = scale * dy + (slope * hat + shift)
+    if BF16:
+        tl.store(dx_ptr + at, (_rounded(dx) >> 16).to(tl.int16), mask=inside)
+    else:
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sums_kernel(
+    dy_ptr,
+    codes_ptr,
+    bounds_ptr,
+    sums_ptr,  # [2, splits, outer * channels]
+    middle,
+    channels,
+    inner,
+    all_channels,
+    rows_each,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACROSS: tl.constexpr,  # a column is a channel (inner is 1), else an element of a run
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    last = tl.minimum((split + 1) * rows_each, middle)
+    first_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    second_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    if ACROSS:
+        blocks = (channels + BLOCK - 1) // BLOCK
+        outer = program // blocks
+        channel = program % blocks * BLOCK + column
+    else:
+        outer = program // channels
+        channel = program % channels
+    for m in range(split * rows_each, last, ROWS):
+        start = ((outer * middle + m + row) * channels + channel) * inner
+        for k in range(0, inner, BLOCK):
+            if ACROSS:
+                at = start
+                inside = (m + row < last) & (channel < channels)
+            else:
+                at = start + k + column
+                inside = (m + row < last) & (k + column < inner)
+            dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            hat = _decoded(codes_ptr, bounds_ptr, at, inside, BITS, WIDTH, WIDE)
+            first_sum += dy
+            second_sum += tl.where(inside, dy * hat, 0.0)
+    splits = tl.num_programs(1)
+    to = sums_ptr + split * all_channels + outer * channels + channel
+    if ACROSS:
+        first = tl.sum(first_sum, axis=0)[None, :]
+        second = tl.sum(second_sum, axis=0)[None, :]
+        tl.store(to, first, mask=channel < channels)
+        tl.store(to + splits * all_channels, second, mask=channel < channels)
+    else:
+        tl.store(to, tl.sum(tl.sum(first_sum, axis=1), axis=0))
+        tl.store(to + splits * all_channels, tl.sum(tl.sum(second_sum, axis=1), axis=0))
+
+
 def quantize(x, mean, rstd, packed, bounds, where, codes):
     if where.together > 1:
         mean, rstd = (t.view(-1).repeat_interleave(where.together) for t in (mean, rstd))
@@ -108,7 +241,7 @@ def quantize(x, mean, rstd, packed, bounds, where, codes):
     n_groups = packed.shape[0]
     if n_groups == 0:
         return
-    sizes, kinds = places(where)
+    sizes, kinds = _places(where)
     _quantize_kernel[(triton.cdiv(n_groups, options["GROUPS"]),)](
         x,
         mean,
@@ -129,7 +262,7 @@ def quantize(x, mean, rstd, packed, bounds, where, codes):
     )
 
 
-def places(where):
+def _places(where):
     """What `_channel` takes: sizes with what divides by them, and which divisions there are."""
     outer, middle, channels, inner = where[:4]
     kinds = {
@@ -152,31 +285,108 @@ def _magic(size):
     return 2 ** (32 + shift) // max(size, 2) + 1, shift
 
 
-def place_types(where):
-    """Types of `places(where)`'s sizes, for AOT cases."""
+def _place_types(where):
+    """Types of `_places(where)`'s sizes, for AOT cases."""
     types = dict.fromkeys(("middle", "channels", "inner"), "i32")
     for name in ("inner", "channels"):
         types |= {f"{name}_magic": "i64", f"{name}_shift": "i32"}
-    return {"n": "i64" if places(where)[1]["BIG"] else "i32"}, types
+    return {"n": "i64" if _places(where)[1]["BIG"] else "i32"}, types
+
+
+def sums(dy, codes, bounds, where, bits, group_size):
+    """Of dy and of dy * x_hat: float64, [2, outer, channels]."""
+    all_channels = where.outer * where.channels
+    options = _sum_options(where)
+    programs = all_channels
+    if options["ACROSS"]:
+        programs = where.outer * triton.cdiv(where.channels, options["BLOCK"])
+    # Enough programs for a GPU, and no more bytes of sums than an eighth of what is read.
+    rows = options["ROWS"] * 4
+    splits = max(1, min(triton.cdiv(where.middle, rows), triton.cdiv(1024, max(1, programs))))
+    rows_each = triton.cdiv(where.middle, splits)
+    out = dy.new_empty(2, splits, where.outer, where.channels, dtype=torch.float32)
+    wide = bounds.dtype == torch.float32
+    _sums_kernel[(programs, splits)](
+        dy,
+        codes,
+        bounds if wide else bounds.view(torch.int16),
+        out,
+        where.middle,
+        where.channels,
+        where.inner,
+        all_channels,
+        rows_each,
+        BITS=bits,
+        WIDTH=group_size // 8,
+        WIDE=wide,
+        **options,
+    )
+    return out.double().sum(1)
+
+
+def gradient(dy, dx, codes, bounds, lines, where, bits, group_size):
+    wide, bf16 = bounds.dtype == torch.float32, dx.dtype == torch.bfloat16
+    sizes, kinds = _places(where)
+    _gradient_kernel[(triton.cdiv(dy.numel(), 1024),)](
+        dy,
+        codes,
+        bounds if wide else bounds.view(torch.int16),
+        *lines,
+        dx.view(torch.int16) if bf16 else dx,
+        dy.numel(),
+        *sizes,
+        **kinds,
+        BITS=bits,
+        WIDTH=group_size // 8,
+        WIDE=wide,
+        BF16=bf16,
+        BLOCK=1024,
+        enable_fp_fusion=False,
+    )
+
+
+def _sum_options(where):
+    across = where.inner == 1 and where.channels > 1
+    block = min(1024, triton.next_power_of_2(where.channels if across else where.inner))
+    block = min(64, block) if across else block
+    rows = max(1, (512 if across else 1024) // block)
+    return {"ACROSS": across, "BLOCK": block, "ROWS": rows, "num_warps": 4}
 
 
 def _case(x, where, bits, wide, group_size=256):
-    count, types = place_types(where)
+    count, types = _place_types(where)
     pointers = {
         "x_ptr": x, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "codes_ptr": "*u8",
         "bounds_ptr": "*fp32" if wide else "*i16",
     }  # fmt: skip
     options = {"BITS": bits, "WIDTH": group_size // 8, "WIDE": wide, "STOCHASTIC": True}
     signature = pointers | count | {"n_groups": "i32", "seed": "i64"} | types
-    constants = options | places(where)[1] | tile(group_size) | {"enable_fp_fusion": False}
+    constants = options | _places(where)[1] | tile(group_size) | {"enable_fp_fusion": False}
     return _quantize_kernel, signature, constants
 
 
+def _backward_case(kernel, x, where, bits, wide, group_size=256):
+    payload = {"codes_ptr": "*u8", "bounds_ptr": "*fp32" if wide else "*i16"}
+    count, types = _place_types(where)
+    options = {"BITS": bits, "WIDTH": group_size // 8, "WIDE": wide}
+    if kernel is _sums_kernel:
+        names = ("middle", "channels", "inner", "all_channels", "rows_each")
+        signature = {"dy_ptr": x, **payload, "sums_ptr": "*fp32", **dict.fromkeys(names, "i32")}
+        return kernel, signature, options | _sum_options(where)
+    lines = dict.fromkeys(("scale_ptr", "slope_ptr", "shift_ptr"), "*fp32")
+    bf16 = x == "*bf16"
+    pointers = {"dy_ptr": x, **payload, **lines, "dx_ptr": "*i16" if bf16 else x}
+    options |= {"BF16": bf16, "BLOCK": 1024, "enable_fp_fusion": False}
+    return kernel, pointers | count | types, options | _places(where)[1]
+
+
 # Of images, of images whose channels are last, of groups, and with 2**31 elements.
-CASES = [
+_CASES = [
     ("*fp32", Channels(1, 32, 64, 3136), 4, False),
     ("*bf16", Channels(1, 100352, 64, 1), 3, False),
     ("*fp16", Channels(32, 1, 64, 3136, 2), 2, True),
     ("*bf16", Channels(64, 4096, 64, 256, 4), 8, False),
 ]
-AOT_CASES = [_case(*case) for case in CASES]
+AOT_CASES = [_case(*case) for case in _CASES] + [
+    _backward_case(kernel, *case) for kernel in (_gradient_kernel, _sums_kernel) for case in _CASES
+]

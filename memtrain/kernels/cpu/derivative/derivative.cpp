@@ -360,8 +360,8 @@ void decode(const uint8_t* codes, const uint32_t* levels, uint32_t* out, int64_t
 
 // -- passes --------------------------------------------------------------------------------------
 
-// What a pass is told besides its tensors.
-struct Told {
+// What a pass takes besides its tensors.
+struct Settings {
   const void* table;  // boundaries, or levels; levels of doubles are doubles
   int64_t dtype, bits, parity, function;
   float shift, a, b;
@@ -370,7 +370,7 @@ struct Told {
 };
 
 struct Forward {
-  const Told* told;
+  const Settings* settings;
   const void* x;
   void* y;  // null: codes alone are wanted
   uint8_t* codes;
@@ -385,23 +385,23 @@ using Raw = std::conditional_t<std::is_same_v<T, float>, float, uint16_t>;
 #ifdef MT_DERIVATIVE_BIT
 // One bit in one pass; whether it did.
 template <typename T>
-bool forward_bit(const Told& told, const T* x, T* y, uint8_t* codes, int64_t n) {
-  const float high = told.parity == kBand ? told.boundaries()[1] : INFINITY;
-  const float kept = float_of(told.parity == kEven ? 0x7FFFFFFFu : 0xFFFFFFFFu);
-  const bit::Above above{_mm_set1_ps(told.boundaries()[0])};
-  const bit::Within within{above.low, _mm_set1_ps(high), _mm_set1_ps(told.shift),
+bool forward_bit(const Settings& settings, const T* x, T* y, uint8_t* codes, int64_t n) {
+  const float high = settings.parity == kBand ? settings.boundaries()[1] : INFINITY;
+  const float kept = float_of(settings.parity == kEven ? 0x7FFFFFFFu : 0xFFFFFFFFu);
+  const bit::Above above{_mm_set1_ps(settings.boundaries()[0])};
+  const bit::Within within{above.low, _mm_set1_ps(high), _mm_set1_ps(settings.shift),
                            _mm_set1_ps(kept)};
   const auto go = [&](auto value) {
-    if (told.parity == kPlain && told.shift == 0.0f)
+    if (settings.parity == kPlain && settings.shift == 0.0f)
       bit::encode(x, y, value, above, codes, n);
     else
       bit::encode(x, y, value, within, codes, n);
     return true;
   };
-  if (told.function == kNone) return go(bit::NoValue(0.0f, 0.0f));
-  if (told.function == kRelu) return go(bit::Relu(0.0f, 0.0f));
-  if (told.function == kLeakyRelu) return go(bit::LeakyRelu(told.a, told.b));
-  if (told.function == kHardtanh) return go(bit::Hardtanh(told.a, told.b));
+  if (settings.function == kNone) return go(bit::NoValue(0.0f, 0.0f));
+  if (settings.function == kRelu) return go(bit::Relu(0.0f, 0.0f));
+  if (settings.function == kLeakyRelu) return go(bit::LeakyRelu(settings.a, settings.b));
+  if (settings.function == kHardtanh) return go(bit::Hardtanh(settings.a, settings.b));
   return false;
 }
 #endif
@@ -409,19 +409,19 @@ bool forward_bit(const Told& told, const T* x, T* y, uint8_t* codes, int64_t n) 
 #ifdef MT_DERIVATIVE_AVX512
 // Two to four bits, or SiLU, in one pass; whether it did.
 template <typename T>
-bool forward_avx512(const Told& told, const T* x, T* y, uint8_t* codes, int64_t n) {
-  if (!in_register(told.bits) || told.parity == kBand) return false;
-  const avx512::Side side{told.shift, told.parity == kEven ? INT32_MAX : -1};
-  const bool aside = told.shift != 0.0f || told.parity == kEven;
+bool forward_avx512(const Settings& settings, const T* x, T* y, uint8_t* codes, int64_t n) {
+  if (!in_register(settings.bits) || settings.parity == kBand) return false;
+  const avx512::Side side{settings.shift, settings.parity == kEven ? INT32_MAX : -1};
+  const bool aside = settings.shift != 0.0f || settings.parity == kEven;
   const auto go = [&](auto value, auto is_aside) {
-    avx512::encode_any<decltype(value), is_aside.value>(x, y, told.boundaries(), side, codes, n,
-                                                        told.bits);
+    avx512::encode_any<decltype(value), is_aside.value>(x, y, settings.boundaries(), side, codes, n,
+                                                        settings.bits);
     return true;
   };
-  if (told.function == kNone && aside) return go(avx512::NoValue(), std::true_type());
-  if (told.function == kNone) return go(avx512::NoValue(), std::false_type());
-  if (told.function == kSilu && !aside) return go(avx512::Silu(), std::false_type());
-  if (told.function == kRelu && !aside) return go(avx512::Relu(), std::false_type());
+  if (settings.function == kNone && aside) return go(avx512::NoValue(), std::true_type());
+  if (settings.function == kNone) return go(avx512::NoValue(), std::false_type());
+  if (settings.function == kSilu && !aside) return go(avx512::Silu(), std::false_type());
+  if (settings.function == kRelu && !aside) return go(avx512::Relu(), std::false_type());
   return false;
 }
 #endif
@@ -430,16 +430,16 @@ bool forward_avx512(const Told& told, const T* x, T* y, uint8_t* codes, int64_t 
 template <typename T>
 bool forward_at_once(const Forward& job, int64_t begin, int64_t end) {
   if constexpr (kVectors<T>) {
-    const Told& told = *job.told;
+    const Settings& settings = *job.settings;
     const int64_t first = begin * kBlock, n = std::min(end * kBlock, job.n) - first;
     const auto* x = static_cast<const Raw<T>*>(job.x) + first;
-    auto* y = static_cast<Raw<T>*>(job.y) + (told.function == kNone ? 0 : first);
-    uint8_t* codes = job.codes + begin * (kBlock / 8 * told.bits);
+    auto* y = static_cast<Raw<T>*>(job.y) + (settings.function == kNone ? 0 : first);
+    uint8_t* codes = job.codes + begin * (kBlock / 8 * settings.bits);
 #ifdef MT_DERIVATIVE_BIT
-    if (told.bits == 1 && forward_bit(told, x, y, codes, n)) return true;
+    if (settings.bits == 1 && forward_bit(settings, x, y, codes, n)) return true;
 #endif
 #ifdef MT_DERIVATIVE_AVX512
-    if (forward_avx512(told, x, y, codes, n)) return true;
+    if (forward_avx512(settings, x, y, codes, n)) return true;
 #endif
   }
   return false;
@@ -448,39 +448,39 @@ bool forward_at_once(const Forward& job, int64_t begin, int64_t end) {
 template <typename T>
 void forward_range(const Forward& job, int64_t begin, int64_t end) {
   if (forward_at_once<T>(job, begin, end)) return;
-  const Told& told = *job.told;
+  const Settings& settings = *job.settings;
   float value[kChunk * kBlock], side[kChunk * kBlock];
-  const int64_t bytes = kBlock / 8 * told.bits;
+  const int64_t bytes = kBlock / 8 * settings.bits;
   for (int64_t block = begin; block < end; block += kChunk) {
     const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
     const int64_t count = std::min(blocks * kBlock, job.n - first);
     const T* x = static_cast<const T*>(job.x) + first;
     const float* in = value;
-    T* y = told.function == kNone ? nullptr : static_cast<T*>(job.y) + first;
+    T* y = settings.function == kNone ? nullptr : static_cast<T*>(job.y) + first;
     if constexpr (std::is_same_v<T, float>) {  // read and written where it lies
       if (count == blocks * kBlock)
         in = x;
       else
         std::memcpy(value, x, 4 * count);
-      if (told.function != kNone) apply(x, y, count, told.function, told.a, told.b);
+      if (settings.function != kNone) apply(x, y, count, settings.function, settings.a, settings.b);
     } else {
       widen(x, value, count);
-      if (told.function != kNone) apply(value, side, count, told.function, told.a, told.b);
+      if (settings.function != kNone) apply(value, side, count, settings.function, settings.a, settings.b);
       if constexpr (!std::is_same_v<T, double>)
-        if (told.function != kNone) narrow(side, y, count);
+        if (settings.function != kNone) narrow(side, y, count);
     }
     if (count < blocks * kBlock) std::memset(value + count, 0, 4 * (blocks * kBlock - count));
     const float* compared = in;
-    if (told.parity == kEven || told.shift != 0.0f) {
-      to_side(in, side, blocks * kBlock, told.parity, told.shift);
+    if (settings.parity == kEven || settings.shift != 0.0f) {
+      to_side(in, side, blocks * kBlock, settings.parity, settings.shift);
       compared = side;
     }
-    encode(compared, told.boundaries(), job.codes + block * bytes, blocks, told.bits, told.parity);
+    encode(compared, settings.boundaries(), job.codes + block * bytes, blocks, settings.bits, settings.parity);
   }
 }
 
 struct Backward {
-  const Told* told;
+  const Settings* settings;
   const void* grad;  // null: the levels themselves are wanted
   const uint8_t* codes;
   void* out;
@@ -491,22 +491,22 @@ struct Backward {
 template <typename T>
 int64_t multiply_at_once(const Backward& job, int64_t begin, int64_t end) {
   if constexpr (kVectors<T>) {
-    const Told& told = *job.told;
+    const Settings& settings = *job.settings;
     if (job.grad == nullptr) return 0;
     const int64_t first = begin * kBlock, n = std::min(end * kBlock, job.n) - first;
     const auto* grad = static_cast<const Raw<T>*>(job.grad) + first;
     auto* out = static_cast<Raw<T>*>(job.out) + first;
-    const uint8_t* codes = job.codes + begin * (kBlock / 8 * told.bits);
+    const uint8_t* codes = job.codes + begin * (kBlock / 8 * settings.bits);
 #ifdef MT_DERIVATIVE_BIT
     // Rounding to bfloat16 takes steps enough for wide vectors to pay.
-    if (told.bits == 1 && (sizeof(T) == 4 || job.n < kLarge || !in_register(1))) {
-      bit::multiply(codes, static_cast<const float*>(told.table), grad, out, n);
+    if (settings.bits == 1 && (sizeof(T) == 4 || job.n < kLarge || !in_register(1))) {
+      bit::multiply(codes, static_cast<const float*>(settings.table), grad, out, n);
       return end - begin;
     }
 #endif
 #ifdef MT_DERIVATIVE_AVX512
-    if (in_register(told.bits)) {
-      avx512::multiply(codes, told.table, grad, out, n / kBlock, told.bits);
+    if (in_register(settings.bits)) {
+      avx512::multiply(codes, settings.table, grad, out, n / kBlock, settings.bits);
       return n / kBlock;
     }
 #endif
@@ -518,14 +518,14 @@ template <typename T>
 void backward_range(const Backward& job, int64_t begin, int64_t end) {
   using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
   Bits level[kChunk * kBlock];
-  const Told& told = *job.told;
-  const int64_t bytes = kBlock / 8 * told.bits;
+  const Settings& settings = *job.settings;
+  const int64_t bytes = kBlock / 8 * settings.bits;
   begin += multiply_at_once<T>(job, begin, end);
   for (int64_t block = begin; block < end; block += kChunk) {
     const int64_t blocks = std::min(kChunk, end - block), first = block * kBlock;
     const int64_t count = std::min(blocks * kBlock, job.n - first);
-    decode(job.codes + block * bytes, static_cast<const Bits*>(told.table), level, blocks,
-           told.bits);
+    decode(job.codes + block * bytes, static_cast<const Bits*>(settings.table), level, blocks,
+           settings.bits);
     const T* grad = job.grad == nullptr ? nullptr : static_cast<const T*>(job.grad) + first;
     multiply(grad, level, static_cast<T*>(job.out) + first, count);
   }
@@ -542,15 +542,15 @@ void over_blocks(int64_t n, int64_t threads, const Work& work) {
 // Codes of `x` and, where `y` is not null (no doubles), the function's value in it.
 MT_EXPORT void mt_derivative_encode(const memtrain::Forward* call) {
   using namespace memtrain;
-  Told told = *call->told;
-  if (call->y == nullptr) told.function = kNone;
+  Settings settings = *call->settings;
+  if (call->y == nullptr) settings.function = kNone;
   Forward job = *call;
-  job.told = &told;
+  job.settings = &settings;
   over_blocks(job.n, job.threads, [&job](int64_t begin, int64_t end) {
-    if (job.told->dtype == kF32) forward_range<float>(job, begin, end);
-    if (job.told->dtype == kBf16) forward_range<Bf16>(job, begin, end);
-    if (job.told->dtype == kF16) forward_range<Half>(job, begin, end);
-    if (job.told->dtype == kF64) forward_range<double>(job, begin, end);
+    if (job.settings->dtype == kF32) forward_range<float>(job, begin, end);
+    if (job.settings->dtype == kBf16) forward_range<Bf16>(job, begin, end);
+    if (job.settings->dtype == kF16) forward_range<Half>(job, begin, end);
+    if (job.settings->dtype == kF64) forward_range<double>(job, begin, end);
   });
 }
 
@@ -559,9 +559,9 @@ MT_EXPORT void mt_derivative_decode(const memtrain::Backward* call) {
   using namespace memtrain;
   const Backward job = *call;
   over_blocks(job.n, job.threads, [&job](int64_t begin, int64_t end) {
-    if (job.told->dtype == kF32) backward_range<float>(job, begin, end);
-    if (job.told->dtype == kBf16) backward_range<Bf16>(job, begin, end);
-    if (job.told->dtype == kF16) backward_range<Half>(job, begin, end);
-    if (job.told->dtype == kF64) backward_range<double>(job, begin, end);
+    if (job.settings->dtype == kF32) backward_range<float>(job, begin, end);
+    if (job.settings->dtype == kBf16) backward_range<Bf16>(job, begin, end);
+    if (job.settings->dtype == kF16) backward_range<Half>(job, begin, end);
+    if (job.settings->dtype == kF64) backward_range<double>(job, begin, end);
   });
 }

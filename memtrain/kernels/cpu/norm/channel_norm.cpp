@@ -1,4 +1,4 @@
-// From a norm's input and its statistics to codes (definition: kernels/norm/channel_norm_reference.py).
+// From a norm's input and its statistics to codes (definition: kernels/norm/channel_norm.py).
 #include "norm/channel_norm.h"
 
 namespace memtrain {

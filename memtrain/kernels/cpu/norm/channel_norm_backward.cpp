@@ -1,5 +1,5 @@
 // From codes and an output's gradient to the gradients of a norm over channels (definition:
-// kernels/norm/channel_norm_reference.py).
+// kernels/norm/channel_norm.py).
 #include "norm/channel_norm.h"
 
 namespace memtrain {

@@ -1,7 +1,9 @@
-"""Triton twin of the forward half of derivative codes: value and codes in one pass."""
+"""Triton kernels of `derivative.py`: value and codes in one pass; a gradient times levels.
+
+A position's word holds the codes of all lanes of a block (layout: `packing.bits`).
+"""
 
 from functools import cache
-from math import gcd
 
 import torch
 import triton
@@ -9,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memtrain.kernels.derivative.pointwise import FUNCTIONS
+from memtrain.kernels.packing.bits import lanes
 
 BLOCK_SIZE = 256
 POSITIONS = 512  # four a thread, and one element of each lane per position
@@ -155,7 +158,7 @@ def _code(
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr):
+def _rounded(x, DTYPE: tl.constexpr):
     """To the stored type; bfloat16 to nearest-even by integers: the interpreter would truncate."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
@@ -203,7 +206,7 @@ def _forward_kernel(
         code = _code(side, table_ptr, BOUNDARIES, BITS, PARITY == "band")
         word |= code.to(WORD) << (BITS * lane)
         if FUNCTION != "":
-            y = rounded(_value(x, FUNCTION, a, b), y_ptr.dtype.element_ty)
+            y = _rounded(_value(x, FUNCTION, a, b), y_ptr.dtype.element_ty)
             tl.store(y_ptr + at, y, mask=at < left)
     for byte in tl.static_range(LANES * BITS // 8):
         at = row * (32 * BITS) + byte * WIDTH + position
@@ -211,18 +214,86 @@ def _forward_kernel(
         tl.store(codes_ptr + at, part, mask=row < left_blocks)
 
 
-def lanes(bits: int) -> int:
-    """Lanes of a block."""
-    return 8 // gcd(8, bits)
+@triton.jit
+def _pair(code, LEVELS: tl.constexpr, FIRST: tl.constexpr):
+    return tl.where((code & 1) != 0, LEVELS[FIRST + 1], LEVELS[FIRST])
 
 
-def tile(bits: int) -> int:
+@triton.jit
+def _quad(code, LEVELS: tl.constexpr, FIRST: tl.constexpr):
+    return tl.where((code & 2) != 0, _pair(code, LEVELS, FIRST + 2), _pair(code, LEVELS, FIRST))
+
+
+@triton.jit
+def _octet(code, LEVELS: tl.constexpr, FIRST: tl.constexpr):
+    return tl.where((code & 4) != 0, _quad(code, LEVELS, FIRST + 4), _quad(code, LEVELS, FIRST))
+
+
+@triton.jit
+def _level(code, table_ptr, LEVELS: tl.constexpr, BITS: tl.constexpr, GATHER: tl.constexpr):
+    """Up to 4 bits a tree of selects over the code's bits: no gather, every level exact."""
+    if GATHER:
+        level = tl.load(table_ptr + (code & ((1 << BITS) - 1)))
+    elif BITS == 1:
+        level = _pair(code, LEVELS, 0)
+    elif BITS == 2:
+        level = _quad(code, LEVELS, 0)
+    elif BITS == 3:
+        level = _octet(code, LEVELS, 0)
+    else:
+        level = tl.where((code & 8) != 0, _octet(code, LEVELS, 8), _octet(code, LEVELS, 0))
+    return level
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr,  # not read where not MULTIPLY
+    codes_ptr,
+    out_ptr,
+    table_ptr,  # the levels, read where GATHER
+    n,
+    n_blocks,
+    LEVELS: tl.constexpr,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    GATHER: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    WIDTH: tl.constexpr = 256 // LANES
+    WORD: tl.constexpr = tl.uint64 if LANES * BITS > 32 else tl.uint32
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * TILE  # block; inside the tile 32 bits do
+    left = tl.minimum(n - first * 256, TILE * 256).to(tl.int32)
+    left_blocks = tl.minimum(n_blocks - first, TILE).to(tl.int32)
+    row = tl.arange(0, TILE)[:, None]
+    position = tl.arange(0, WIDTH)[None, :]
+    grad_ptr += first * 256
+    out_ptr += first * 256
+    codes_ptr += first * (32 * BITS)
+    word = tl.zeros([TILE, WIDTH], WORD)
+    for byte in tl.static_range(LANES * BITS // 8):
+        at = row * (32 * BITS) + byte * WIDTH + position
+        part = tl.load(codes_ptr + at, mask=row < left_blocks, other=0)
+        word |= part.to(WORD) << (8 * byte)
+    for lane in tl.static_range(LANES):
+        at = row * 256 + lane * WIDTH + position
+        code = (word >> (BITS * lane)).to(tl.uint32)
+        level = _level(code, table_ptr, LEVELS, BITS, GATHER)
+        if MULTIPLY:
+            grad = tl.load(grad_ptr + at, mask=at < left, other=0.0)
+            level = grad.to(level.dtype) * level
+        out = level if DTYPE == tl.float64 else _rounded(level, DTYPE)  # noqa: SIM300
+        tl.store(out_ptr + at, out, mask=at < left)
+
+
+def _tile(bits: int) -> int:
     """Blocks of 256 a program."""
     return POSITIONS * lanes(bits) // BLOCK_SIZE
 
 
 @cache
-def table(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table on the device, made once."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
@@ -242,11 +313,11 @@ def forward(
     n_blocks = triton.cdiv(x.numel(), BLOCK_SIZE)
     codes = torch.empty((n_blocks, 32 * bits), dtype=torch.uint8, device=x.device)
     if n_blocks:
-        _forward_kernel[(triton.cdiv(n_blocks, tile(bits)),)](
+        _forward_kernel[(triton.cdiv(n_blocks, _tile(bits)),)](
             x,
             y,
             codes,
-            codes if bits <= 4 else table(boundaries, torch.float32, x.device),
+            codes if bits <= 4 else _table(boundaries, torch.float32, x.device),
             x.numel(),
             n_blocks,
             float(side[1]),
@@ -257,7 +328,7 @@ def forward(
             BITS=bits,
             LANES=lanes(bits),
             PARITY=side[0],
-            TILE=tile(bits),
+            TILE=_tile(bits),
         )
     return codes
 
@@ -265,6 +336,30 @@ def forward(
 def encode(x: Tensor, boundaries: tuple[float, ...], parity: str, shift: float) -> Tensor:
     """The codes of a contiguous `x`."""
     return forward(x, x, ("", 0.0, 0.0), boundaries, (parity, shift))
+
+
+def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out: Tensor) -> Tensor:
+    """The level of each code, times `grad` where there is one, written to `out`."""
+    bits = len(levels).bit_length() - 1
+    n_blocks = codes.shape[0]
+    gather = bits > 4 or out.dtype == torch.float64
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    if n_blocks:
+        _backward_kernel[(triton.cdiv(n_blocks, _tile(bits)),)](
+            out if grad is None else grad,
+            codes,
+            out,
+            _table(levels, wide, codes.device) if gather else codes,
+            out.numel(),
+            n_blocks,
+            LEVELS=() if gather else levels,
+            BITS=bits,
+            LANES=lanes(bits),
+            GATHER=gather,
+            MULTIPLY=grad is not None,
+            TILE=_tile(bits),
+        )
+    return out
 
 
 def _forward_cases() -> list[tuple[object, dict[str, str], dict[str, object]]]:
@@ -276,7 +371,7 @@ def _forward_cases() -> list[tuple[object, dict[str, str], dict[str, object]]]:
         scalars = {"n": "i64", "n_blocks": "i64", "shift": "fp32", "a": "fp32", "b": "fp32"}
         count = 0 if bits > 4 else 2 if parity == "band" else (1 << bits) - 1
         steps = tuple(float(k) for k in range(count))
-        sizes = {"BITS": bits, "LANES": lanes(bits), "TILE": tile(bits)}
+        sizes = {"BITS": bits, "LANES": lanes(bits), "TILE": _tile(bits)}
         constants = {"FUNCTION": function, "BOUNDARIES": steps, "PARITY": parity}
         cases.append((_forward_kernel, pointers | scalars, constants | sizes))
 
@@ -293,4 +388,21 @@ def _forward_cases() -> list[tuple[object, dict[str, str], dict[str, object]]]:
     return cases
 
 
-AOT_CASES = _forward_cases()
+def _backward_cases() -> list[tuple[object, dict[str, str], dict[str, object]]]:
+    """Every width and dtype; levels alone at 3 bits."""
+    cases: list[tuple[object, dict[str, str], dict[str, object]]] = []
+    for bits in range(1, 9):
+        for dtype in ("*fp32", "*bf16", "*fp16", "*fp64"):
+            gather = bits > 4 or dtype == "*fp64"
+            kind = "*fp64" if dtype == "*fp64" else "*fp32"
+            pointers = {"grad_ptr": dtype, "codes_ptr": "*u8", "out_ptr": dtype, "table_ptr": kind}
+            steps = () if gather else tuple(float(k) for k in range(1 << bits))
+            shared = {"BITS": bits, "LANES": lanes(bits), "TILE": _tile(bits), "LEVELS": steps}
+            for multiply in (True, False) if bits == 3 else (True,):
+                constants = shared | {"GATHER": gather, "MULTIPLY": multiply}
+                signature = pointers | {"n": "i64", "n_blocks": "i64"}
+                cases.append((_backward_kernel, signature, constants))
+    return cases
+
+
+AOT_CASES = _forward_cases() + _backward_cases()
