@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.kernels.packing import mask
+from memtrain.kernels.packing import pack
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NARROW = (torch.uint8, torch.int16, torch.int32)
@@ -45,12 +45,12 @@ class Mask(Compressor):
         """
         if x.dtype != torch.bool:
             raise TypeError(f"dtype {x.dtype}; allowed: torch.bool")
-        return Packed({"bits": mask.pack_mask(x)}, x.shape, x.dtype)
+        return Packed({"bits": pack.pack_mask(x)}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """The same tensor, contiguous."""
         numel = packed.shape.numel()
-        return mask.unpack_mask(packed.tensors["bits"], numel).view(packed.shape)
+        return pack.unpack_mask(packed.tensors["bits"], numel).view(packed.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

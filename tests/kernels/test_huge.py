@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtrain import kernels
 from memtrain.compressors import COMPRESSORS, Group, Key
 from memtrain.kernels.derivative import derivative
-from memtrain.kernels.packing.mask import pack_mask, unpack_mask
-from memtrain.kernels.packing.pack import pack_codes, unpack_codes
+from memtrain.kernels.packing.pack import pack_codes, pack_mask, unpack_codes, unpack_mask
 
 N = 2**31 + 300
 KERNELS = Path(kernels.__file__).parent

@@ -53,15 +53,18 @@ BOOKS = (("DE", 4, True), ("Linear", 3, False), ("DE", 8, True))
 FORMATS = (FP8_FORWARD.layout, FloatFormat(6, 9, rounding="stochastic").layout)
 
 
-def sides():
+def row_and_col():
     return torch.rand(20), torch.rand(31)
 
 
 CASES = {
-    "pack_mask": lambda: [(x > 0,) for x in views()] + [(torch.ones(9, dtype=torch.uint8),)],
-    "unpack_mask": lambda: [(called("pack_mask", x > 0), x.numel()) for x in views()],
     "pack_codes": lambda: [
-        (torch.randint(2**bits, (300,), dtype=torch.uint8), bits) for bits in range(1, 9)
+        (x, bits)
+        for bits in range(1, 9)
+        for x in (
+            torch.randint(2**bits, (300,), dtype=torch.uint8),
+            torch.randint(2**bits, (20, 31), dtype=torch.uint8).t(),
+        )
     ],
     "unpack_codes": lambda: [
         (pack.pack_codes(torch.ones(300, dtype=torch.uint8), bits), bits, 300)
@@ -95,22 +98,26 @@ CASES = {
     ],
     "patch_quantize": lambda: [(x, 7, stochastic) for x in maps() for stochastic in (False, True)],
     "patch_dequantize": lambda: [(patch.patch_quantize(x), *x.shape[1:3], x.dtype) for x in maps()],
-    "codebook_quantize": lambda: [
+    "codebook_quantize_blocks": lambda: [
         (x, *book, 128, seed) for x in views() for book in BOOKS for seed in (None, 5)
     ],
-    "codebook_dequantize": lambda: [
-        (*called("codebook_quantize", x, *book, 128), *book, x.numel())
+    "codebook_dequantize_blocks": lambda: [
+        (*called("codebook_quantize_blocks", x, *book, 128), *book, x.numel())
         for x in views()
         for book in BOOKS
     ],
-    "sides_quantize": lambda: [
-        (torch.randn(20, 31).to(dtype), *sides(), *book, seed)
+    "codebook_quantize_matrix": lambda: [
+        (torch.randn(20, 31).to(dtype), *row_and_col(), *book, seed)
         for dtype in DTYPES
         for book in BOOKS
         for seed in (None, 5)
     ],
-    "sides_dequantize": lambda: [
-        (called("sides_quantize", torch.randn(20, 31), *sides(), *book, None), *sides(), *book)
+    "codebook_dequantize_matrix": lambda: [
+        (
+            called("codebook_quantize_matrix", torch.randn(20, 31), *row_and_col(), *book, None),
+            *row_and_col(),
+            *book,
+        )
         for book in BOOKS
     ],
     "floats_round": lambda: [

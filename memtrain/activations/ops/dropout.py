@@ -10,7 +10,7 @@ from torch import Tensor
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, is_lossy
 from memtrain.kernels.derivative import derivative
-from memtrain.kernels.packing.mask import BLOCK, pack_mask
+from memtrain.kernels.packing.pack import BLOCK, pack_mask
 from memtrain.kernels.strides import in_order, is_dense, memory_order
 
 

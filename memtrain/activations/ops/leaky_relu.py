@@ -10,7 +10,7 @@ from memtrain.activations.ops.autograd import autograd_function, save_compressed
 from memtrain.activations.ops.call import Call, has_width
 from memtrain.activations.saved.flatten import flatten, restore
 from memtrain.compressors import Compressor, Group, Key
-from memtrain.kernels.packing.mask import pack_mask, unpack_mask
+from memtrain.kernels.packing.pack import pack_mask, unpack_mask
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:

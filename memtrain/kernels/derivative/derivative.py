@@ -408,7 +408,7 @@ def numbers(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Te
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What products with a tensor of `dtype` are taken in."""
+    """The dtype that products with a tensor of `dtype` are taken in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

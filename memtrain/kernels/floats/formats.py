@@ -244,11 +244,11 @@ class FloatFormat:
         return floats.decode(codes, self.layout, dtype)
 
     @cached_property
-    def layout(self) -> floats.Layout:
+    def layout(self) -> floats.FormatFields:
         """The format as the kernels take it."""
         mark, limit = 1 << (self.bits - 1), self._limit()
         top = mark - (1 << self.mantissa_bits) // 2  # IEEE's NaN
-        return floats.Layout(
+        return floats.FormatFields(
             width=self.bits,
             mantissa_bits=self.mantissa_bits,
             least=self._least(),

@@ -28,7 +28,7 @@ _INF, _NAN = 0x7F800000, 0x7FC00000
 _PRECISION = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
-class Layout(NamedTuple):
+class FormatFields(NamedTuple):
     """A format as the kernels take it.
 
     A code is a sign bit above a magnitude code, which counts the magnitudes upwards from 0.
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     rounding: int
 
 
-def round_count(x: Tensor, layout: Layout, seed: int = 0) -> tuple[Tensor, Tensor]:
+def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Round `x` to a format, and count what overflows, in one pass.
 
     Magnitudes are rounded as if the format had no largest number; what then lies past it overflows.
@@ -86,7 +86,7 @@ def round_count(x: Tensor, layout: Layout, seed: int = 0) -> tuple[Tensor, Tenso
         One tensor like `x`.
 
     Example:
-        >>> y, count = round_count(torch.tensor([1.0625, 31.0]), Layout(8, 3, -10, 127, -1, 128, 1, 0))
+        >>> y, count = round_count(torch.tensor([1.0625, 31.0]), FormatFields(8, 3, -10, 127, -1, 128, 1, 0))
         >>> y, count
         (tensor([ 1.1250, 30.0000]), tensor(1))
 
@@ -98,7 +98,7 @@ def round_count(x: Tensor, layout: Layout, seed: int = 0) -> tuple[Tensor, Tenso
     return run(x, layout, seed)
 
 
-def round_count_(x: Tensor, layout: Layout, seed: int = 0) -> Tensor:
+def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
     """`round_count` in place: half of the memory's traffic, and no second tensor.
 
     Args:
@@ -114,7 +114,7 @@ def round_count_(x: Tensor, layout: Layout, seed: int = 0) -> Tensor:
 
     Example:
         >>> x = torch.tensor([1.0625, 31.0])
-        >>> round_count_(x, Layout(8, 3, -10, 127, -1, 128, 1, 0)), x
+        >>> round_count_(x, FormatFields(8, 3, -10, 127, -1, 128, 1, 0)), x
         (tensor(1), tensor([ 1.1250, 30.0000]))
     """
     _check(x, DTYPES)
@@ -122,7 +122,7 @@ def round_count_(x: Tensor, layout: Layout, seed: int = 0) -> Tensor:
     return run(x, layout, seed)
 
 
-def encode_count(x: Tensor, layout: Layout, seed: int = 0) -> tuple[Tensor, Tensor]:
+def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Round `x` to a format's codes, and count what overflows, in one pass.
 
     Rounds as `round_count` does, but to all of the format's numbers, whatever the dtype of `x`.
@@ -144,7 +144,7 @@ def encode_count(x: Tensor, layout: Layout, seed: int = 0) -> tuple[Tensor, Tens
         1 or 2 bytes per element.
 
     Example:
-        >>> encode_count(torch.tensor([1.0, -30.0]), Layout(8, 3, -10, 127, -1, 128, 1, 0))[0]
+        >>> encode_count(torch.tensor([1.0, -30.0]), FormatFields(8, 3, -10, 127, -1, 128, 1, 0))[0]
         tensor([ 88, 255], dtype=torch.uint8)
     """
     _check(x, DTYPES)
@@ -152,7 +152,7 @@ def encode_count(x: Tensor, layout: Layout, seed: int = 0) -> tuple[Tensor, Tens
     return run(x, layout, seed)
 
 
-def decode(codes: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that codes stand for.
 
     Args:
@@ -172,7 +172,7 @@ def decode(codes: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) ->
 
     Example:
         >>> codes = torch.tensor([88, 255, 128], dtype=torch.uint8)
-        >>> decode(codes, Layout(8, 3, -10, 127, -1, 128, 1, 0))
+        >>> decode(codes, FormatFields(8, 3, -10, 127, -1, 128, 1, 0))
         tensor([  1., -30.,  nan])
     """
     _check(codes, (code_dtype(layout.width),))
@@ -187,7 +187,7 @@ def code_dtype(width: int) -> torch.dtype:
     return torch.uint8 if width <= 8 else torch.int16
 
 
-def _bits_of(code: int, layout: Layout) -> int:
+def _bits_of(code: int, layout: FormatFields) -> int:
     """`_value_bits` of one code; without a tensor, so that a fake mode does not see it."""
     exponent, mantissa = divmod(code, 1 << layout.mantissa_bits)
     leading = 1 << layout.mantissa_bits if exponent else 0
@@ -196,7 +196,7 @@ def _bits_of(code: int, layout: Layout) -> int:
 
 
 @lru_cache
-def limits(layout: Layout, dtype: torch.dtype) -> tuple[int, int, int]:
+def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int, int]:
     """The largest magnitude code that `dtype` holds too; overflow's float32 bits and code."""
     mantissa_bits, limit = layout.mantissa_bits, layout.limit
     if dtype == torch.float16:
@@ -215,8 +215,8 @@ def limits(layout: Layout, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 @lru_cache
-def _numbers(layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
-    """What the kernels take of a layout, in their order."""
+def _numbers(layout: FormatFields, dtype: torch.dtype) -> tuple[int, ...]:
+    """The fields of a layout that the kernels take, in their order."""
     return (
         *layout[1:3],
         *limits(layout, dtype),
@@ -228,7 +228,7 @@ def _numbers(layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 @lru_cache
-def _table(layout: Layout, dtype: torch.dtype) -> Tensor:
+def _table(layout: FormatFields, dtype: torch.dtype) -> Tensor:
     """The same as C++ reads it."""
     return torch.tensor(_numbers(layout, dtype), device="cpu")  # whatever the default is
 
@@ -239,24 +239,24 @@ def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
 
 
 def _round(x: Tensor, layout: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    return _run(x, Layout(*layout), seed, x.dtype)
+    return _run(x, FormatFields(*layout), seed, x.dtype)
 
 
 def _encode(x: Tensor, layout: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    return _run(x, Layout(*layout), seed, code_dtype(layout[0]))
+    return _run(x, FormatFields(*layout), seed, code_dtype(layout[0]))
 
 
 def _round_inplace(x: Tensor, layout: Sequence[int], seed: int) -> Tensor:
     if is_dense(x) and choose(x) != "reference":
         increment_version(x)  # autograd does not see what a kernel writes
-        return _run(x, Layout(*layout), seed, x.dtype, out=x)[1]
+        return _run(x, FormatFields(*layout), seed, x.dtype, out=x)[1]
     y, count = _round(x, layout, seed)
     x.copy_(y)
     return count
 
 
 def _run(
-    x: Tensor, layout: Layout, seed: int, dtype: torch.dtype, out: Tensor | None = None
+    x: Tensor, layout: FormatFields, seed: int, dtype: torch.dtype, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """To `dtype`: codes if it is not that of `x`."""
     x = x if is_dense(x) else x.clone()
@@ -280,7 +280,7 @@ def _run(
 
 
 def _decode(codes: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    form = Layout(*layout)
+    form = FormatFields(*layout)
     codes = codes if is_dense(codes) else codes.clone()
     choice = choose(codes)
     if choice == "reference":
@@ -302,7 +302,7 @@ def _fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.int64)
 
 
-def round_reference(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tensor]:
+def round_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
     """`round_count` of a dense tensor in plain torch: the definition."""
     bits, code = _magnitude_codes(x, layout, seed)
     limit, over, _ = limits(layout, x.dtype)
@@ -311,7 +311,7 @@ def round_reference(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tenso
     return _signed(torch.where(nan, _NAN, value), bits).to(x.dtype), (past & ~nan).sum()
 
 
-def encode_reference(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tensor]:
+def encode_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
     """`encode_count` of a dense tensor in plain torch: the definition."""
     bits, code = _magnitude_codes(x, layout, seed)
     _, _, over = limits(layout, torch.float32)
@@ -322,7 +322,7 @@ def encode_reference(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tens
     return _to_codes(torch.where(signed, code | mark, code), layout), (past & ~nan).sum()
 
 
-def decode_reference(codes: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) -> Tensor:
     """`decode` in plain torch: the definition."""
     mark = 1 << (layout.width - 1)
     code = codes.to(torch.int64) & (2 * mark - 1)
@@ -335,7 +335,7 @@ def decode_reference(codes: Tensor, layout: Layout, dtype: torch.dtype) -> Tenso
     return _signed(bits, -(code & mark)).to(dtype)
 
 
-def _magnitude_codes(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tensor]:
+def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
     """The bits of `x` as float32, negative below zero; and the codes, rounded without a limit."""
     bits = x.float().view(torch.int32).to(torch.int64)
     magnitude = bits & 0x7FFFFFFF
@@ -356,7 +356,7 @@ def _magnitude_codes(x: Tensor, layout: Layout, seed: int) -> tuple[Tensor, Tens
     return bits, base + ((significand + part) >> shift)
 
 
-def _value_bits(code: Tensor, layout: Layout) -> Tensor:
+def _value_bits(code: Tensor, layout: FormatFields) -> Tensor:
     """The bits of the float32 numbers that finite magnitude codes stand for."""
     normal = (code << (23 - layout.mantissa_bits)) + ((layout.least + 126) << 23)
     if layout.least == -126:  # float32's own subnormals
@@ -380,7 +380,7 @@ def _draws(x: Tensor, seed: int) -> Tensor:
     return draws
 
 
-def _to_codes(code: Tensor, layout: Layout) -> Tensor:
+def _to_codes(code: Tensor, layout: FormatFields) -> Tensor:
     if layout.width > 8:
         code = torch.where(code > 0x7FFF, code - 0x10000, code)
     return code.to(code_dtype(layout.width))

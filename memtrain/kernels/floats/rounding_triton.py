@@ -1,4 +1,7 @@
-"""Triton twin of `kernels.floats.rounding`."""
+"""Triton kernels of `rounding.py`: rounding, encoding with a count of overflows, decoding.
+
+Floats pass as integers (float32, bfloat16): the interpreter would spoil subnormals.
+"""
 
 import torch
 import triton
@@ -171,14 +174,14 @@ def _as_bits(out):
 
 
 _NUMBERS = {"least": "i32", "limit": "i32", "nan_code": "i32", "mark": "i32"}
-_ENDS = {"count_ptr": "*i64", "n": "i32", "over": "i32"} | _NUMBERS
+_ROUNDED = {"count_ptr": "*i64", "n": "i32", "over": "i32"} | _NUMBERS
 _FLOATS = ("*i32", "*i16", "*fp16")  # float32, bfloat16, float16
 _MANTISSA = {"*u8": 3, "*i16": 9}
 AOT_CASES = [
     *(
         (
             _nearest_kernel,
-            {"x_ptr": x, "out_ptr": out} | _ENDS,
+            {"x_ptr": x, "out_ptr": out} | _ROUNDED,
             {"MANTISSA": _MANTISSA[out] if encode else 2, "ROUNDING": rounding, "ENCODE": encode},
         )
         for x in _FLOATS
@@ -188,7 +191,7 @@ AOT_CASES = [
     *(
         (
             _stochastic_kernel,
-            {"x_ptr": x, "out_ptr": out, "seed": "i64"} | _ENDS,
+            {"x_ptr": x, "out_ptr": out, "seed": "i64"} | _ROUNDED,
             {"MANTISSA": _MANTISSA[out] if encode else 2, "ENCODE": encode},
         )
         for x in _FLOATS

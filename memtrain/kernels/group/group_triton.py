@@ -1,4 +1,4 @@
-"""Triton twin of `kernels.group.group`.
+"""Triton kernels of `group.py`.
 
 A group is eight slices of `group_size / 8` elements, one tile each: the slices share their Philox
 counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.

@@ -263,7 +263,7 @@ def quantize(x, mean, rstd, packed, bounds, where, codes):
 
 
 def _places(where):
-    """What `_channel` takes: sizes with what divides by them, and which divisions there are."""
+    """The arguments of `_channel_of`: sizes, magic numbers to divide by them, and which divide."""
     outer, middle, channels, inner = where[:4]
     kinds = {
         "PARTS": "own" if middle == 1 else "one" if outer == 1 else "many",

@@ -1,4 +1,4 @@
-"""Triton twin of `kernels.norm.norm`.
+"""Triton kernel of `norm.py`.
 
 A program takes a row, or a part of a long one: it reads the row twice for the sums and its part
 once more, from memory only the first time.

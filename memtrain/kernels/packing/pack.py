@@ -1,10 +1,13 @@
-"""Small unsigned integers at 1 to 8 bits each: contract, reference, dispatch."""
+"""Small unsigned integers and masks at 1 to 8 bits each: contract, reference, dispatch.
+
+Blocks of 256 elements in the layout of `packing.bits`, whatever the width.
+"""
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.packing import bits as bit_codes
 
 BLOCK = 256  # elements per block; the layout is that of `kernels.packing.bits`
@@ -32,6 +35,8 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
         >>> packed.shape, packed[:4].tolist()
         (torch.Size([64]), [1, 2, 3, 0])
     """
+    if is_plain_cpu(x) and x.is_contiguous():
+        return _pack_in_cpp(x, _empty_packed(x, bits), bits)
     return (_pack if is_plain(x) else _pack_op)(x, bits)
 
 
@@ -58,6 +63,51 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
         tensor([1, 2, 3], dtype=torch.uint8)
     """
     return (_unpack if is_plain(packed) else _unpack_op)(packed, bits, numel)
+
+
+def pack_mask(x: Tensor) -> Tensor:
+    """Pack a mask to one bit per element; each element that is not 0 is 1.
+
+    Args:
+        x: Any shape, bool or uint8, read in its logical order.
+
+    Returns:
+        uint8, [ceil(numel / 256) * 32]; the last block's padding is 0.
+
+    Raises:
+        TypeError: If `x` is neither bool nor uint8.
+
+    Memory:
+        1 / 8 byte per element, in whole blocks of 32 bytes.
+
+    Example:
+        >>> packed = pack_mask(torch.tensor([True, False, True]))
+        >>> packed.shape, packed[:4].tolist()
+        (torch.Size([32]), [1, 0, 1, 0])
+    """
+    if x.dtype not in (torch.bool, torch.uint8):
+        raise TypeError(f"dtype {x.dtype}; allowed: torch.bool, torch.uint8")
+    return pack_codes((x if x.dtype == torch.bool else x != 0).view(torch.uint8), 1)
+
+
+def unpack_mask(packed: Tensor, numel: int) -> Tensor:
+    """The inverse of `pack_mask`.
+
+    Args:
+        packed: uint8, [ceil(numel / 256) * 32].
+        numel: Number of elements to return.
+
+    Returns:
+        bool, [numel].
+
+    Raises:
+        ValueError: If `packed` is not what `numel` elements were packed to.
+
+    Example:
+        >>> unpack_mask(pack_mask(torch.tensor([True, False, True])), 3)
+        tensor([ True, False,  True])
+    """
+    return unpack_codes(packed, 1, numel).view(torch.bool)
 
 
 def pack_reference(x: Tensor, bits: int) -> Tensor:
@@ -94,7 +144,13 @@ def _pack(x: Tensor, bits: int) -> Tensor:
 
         pack_triton.pack(flat, packed, bits)
     else:
-        cpu.call("mt_pack_codes", flat, packed, flat.numel(), bits)
+        _pack_in_cpp(flat, packed, bits)
+    return packed
+
+
+def _pack_in_cpp(x: Tensor, packed: Tensor, bits: int) -> Tensor:
+    run, pack = cpu.packed("mt_pack_codes", 5)
+    run(pack(x.data_ptr(), packed.data_ptr(), x.numel(), bits, torch.get_num_threads()))
     return packed
 
 

@@ -1,4 +1,4 @@
-"""Triton twin of `kernels.packing.pack`."""
+"""Triton kernels of `pack.py` (layout: `bits.py`)."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""4x4 patches at 2 bits a value between each patch's own ends: contract, reference, dispatch."""
+"""4x4 patches at 2 bits a value between their own bounds: contract, reference, dispatch."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
     A patch that reaches over the edge of the map uses only its own values. A word is, from its
     lowest bit, 16 bits minimum, 16 bits maximum, and the codes row by row.
 
-    Denormals and any range keep their four levels; a patch of one 16-bit value is exact. No end
+    Denormals and any range keep their four levels; a patch of one 16-bit value is exact. No bound
     exceeds bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. A patch with
     a NaN or an Inf decodes to NaN throughout; other patches do not notice. -0 is 0.
 
@@ -101,14 +101,14 @@ def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     patches = _patches(x if x.dtype in _KINDS else x.float())
     n, kind = patches.shape[:-1], _kind(x.dtype)
     values = patches.float().reshape(-1, SIDE * SIDE)
-    ends = _ends(values, kind)
-    level = _levels(ends, kind)
+    bounds = _bounds(values, kind)
+    level = _levels(bounds, kind)
     u = _uniform(len(values), seed, x.device) if stochastic else torch.full_like(values, 0.5)
     codes = torch.zeros_like(values, dtype=torch.int64)
     # Halves, since a difference may overflow.
     for below, above in pairwise(level):
         codes += 0.5 * values - 0.5 * below >= u * (0.5 * above - 0.5 * below)
-    lo, hi = _bits(ends, kind).unbind(1)
+    lo, hi = _bits(bounds, kind).unbind(1)
     shift = torch.arange(32, 64, 2, device=x.device)
     return (lo | hi << 16 | (codes << shift).sum(1)).view(n)
 
@@ -133,7 +133,7 @@ def _kind(dtype: torch.dtype) -> torch.dtype:
 
 
 def _half(kind: torch.dtype) -> torch.dtype:
-    """The dtype of the ends."""
+    """The dtype of the bounds."""
     return torch.float16 if kind == torch.float16 else torch.bfloat16
 
 
@@ -148,7 +148,7 @@ def _patches(x: Tensor) -> Tensor:
     return cells.permute(0, 1, 3, 5, 2, 4).flatten(4)
 
 
-def _ends(values: Tensor, kind: torch.dtype) -> Tensor:
+def _bounds(values: Tensor, kind: torch.dtype) -> Tensor:
     """Minimum and maximum of each patch as float32, rounded outwards to 16 bits: [n, 2]."""
     if len(values) == 0:
         return values.new_zeros(0, 2)
@@ -156,19 +156,19 @@ def _ends(values: Tensor, kind: torch.dtype) -> Tensor:
     if kind == torch.float32:
         lo, hi = _outward(lo, up=False), _outward(hi, up=True)
     # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
-    ends = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
-    return torch.where(values.isfinite().all(1, keepdim=True), ends, torch.nan)
+    bounds = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
+    return torch.where(values.isfinite().all(1, keepdim=True), bounds, torch.nan)
 
 
-def _bits(ends: Tensor, kind: torch.dtype) -> Tensor:
-    """The ends' 16 bits as int64, and one pattern for NaN (torch's own casts have several)."""
-    bits = ends.to(_half(kind)).view(torch.int16).long() & 0xFFFF
-    return torch.where(ends.isnan(), 0x7E00 if kind == torch.float16 else 0x7FC0, bits)
+def _bits(bounds: Tensor, kind: torch.dtype) -> Tensor:
+    """The bounds' 16 bits as int64, and one pattern for NaN (torch's own casts have several)."""
+    bits = bounds.to(_half(kind)).view(torch.int16).long() & 0xFFFF
+    return torch.where(bounds.isnan(), 0x7E00 if kind == torch.float16 else 0x7FC0, bits)
 
 
-def _levels(ends: Tensor, kind: torch.dtype) -> list[Tensor]:
+def _levels(bounds: Tensor, kind: torch.dtype) -> list[Tensor]:
     """The four levels as float32, [n, 1] each; of halves, since the range may overflow."""
-    lo, hi = ends.split(1, dim=1)
+    lo, hi = bounds.split(1, dim=1)
     third = (0.5 * hi - 0.5 * lo) * _TWO_THIRDS
     return [lo, (lo + third).to(kind).float(), (hi - third).to(kind).float(), hi]
 

@@ -1,4 +1,4 @@
-"""Triton twin of `kernels.patch.patch`: one lane a patch, sixteen values a lane.
+"""Triton kernels of `patch.py`: one lane a patch, sixteen values a lane.
 
 With `INNER` 1 (NCHW) a lane reads its four rows as runs of four, which one wide load serves where
 `WHOLE`; else (NHWC) neighbouring lanes are neighbouring channels.
@@ -24,7 +24,7 @@ def _outward(x, UP: tl.constexpr):
 
 
 @triton.jit
-def _end(x, KIND: tl.constexpr, UP: tl.constexpr):
+def _bound(x, KIND: tl.constexpr, UP: tl.constexpr):
     if KIND == 0:
         x = _outward(x, UP)
     # Adding 0 turns -0 into 0, as in the reference.
@@ -58,7 +58,7 @@ def _inner_levels(lo, hi, KIND: tl.constexpr):
 
 
 @triton.jit
-def _end_bits(x, KIND: tl.constexpr):
+def _bound_bits(x, KIND: tl.constexpr):
     if KIND == 2:
         bits = x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     else:
@@ -67,7 +67,7 @@ def _end_bits(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _end_value(bits, KIND: tl.constexpr):
+def _bound_value(bits, KIND: tl.constexpr):
     if KIND == 2:
         return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return (bits << 16).to(tl.float32, bitcast=True)
@@ -136,14 +136,14 @@ def _quantize_kernel(
         magnitude = xs[k].to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         top = tl.where(magnitude > top, magnitude, top)
     finite = top < 0x7F800000
-    lo = tl.where(finite, _end(lo, KIND, False), float("nan"))
-    hi = tl.where(finite, _end(hi, KIND, True), float("nan"))
+    lo = tl.where(finite, _bound(lo, KIND, False), float("nan"))
+    hi = tl.where(finite, _bound(hi, KIND, True), float("nan"))
     second, third = _inner_levels(lo, hi, KIND)
 
     # Halves, since a difference may overflow.
     base0, base1, base2 = 0.5 * lo, 0.5 * second, 0.5 * third
     width0, width1, width2 = base1 - base0, base2 - base1, 0.5 * hi - base2
-    ends = _end_bits(lo, KIND) | (_end_bits(hi, KIND) << 16)
+    bounds = _bound_bits(lo, KIND) | (_bound_bits(hi, KIND) << 16)
     codes = tl.zeros((LANES,), tl.uint32)
     for half in tl.static_range(2):
         if STOCHASTIC:
@@ -160,7 +160,7 @@ def _quantize_kernel(
             code += (x - base1 >= u * width1).to(tl.uint32)
             code += (x - base2 >= u * width2).to(tl.uint32)
             codes |= code << (half * 16 + k * 2)
-    words = ends.to(tl.int64) | (codes.to(tl.int64) << 32)
+    words = bounds.to(tl.int64) | (codes.to(tl.int64) << 32)
     tl.store(words_ptr + patch, words, mask=inside)
 
 
@@ -181,10 +181,10 @@ def _dequantize_kernel(
     inside = patch < n_patches
     plane, row, column, channel = _corner(patch, rows, columns, inner, INNER_ONE)
     word = tl.load(words_ptr + patch, mask=inside, other=0)
-    ends = (word & 0xFFFFFFFF).to(tl.uint32)
+    bounds = (word & 0xFFFFFFFF).to(tl.uint32)
     codes = ((word >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    lo = _end_value(ends & 0xFFFF, KIND)
-    hi = _end_value(ends >> 16, KIND)
+    lo = _bound_value(bounds & 0xFFFF, KIND)
+    hi = _bound_value(bounds >> 16, KIND)
     second, third = _inner_levels(lo, hi, KIND)
     for r in tl.static_range(4):
         start = (plane.to(tl.int64) * rows + row + r) * columns + column

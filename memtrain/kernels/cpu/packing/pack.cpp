@@ -1,4 +1,4 @@
-// Small unsigned integers at 1 to 8 bits (definition: kernels/packing/pack.py, layout:
+// Small unsigned integers and masks at 1 to 8 bits (definition: kernels/packing/pack.py, layout:
 // kernels/packing/bits.py).
 #include "packing/codes.h"
 
@@ -28,10 +28,16 @@ MT_CLONES static void unpack_range(const uint8_t* packed, uint8_t* x, int64_t n,
 
 }  // namespace memtrain
 
-MT_EXPORT void mt_pack_codes(const uint8_t* x, uint8_t* out, int64_t n, int64_t bits,
-                             int64_t threads) {
-  memtrain::parallel_for((n + 255) / 256, 1024, threads, [=](int64_t begin, int64_t end) {
-    memtrain::pack_range(x, out, n, bits, begin, end);
+struct PackCodes {
+  const uint8_t* x;
+  uint8_t* out;
+  int64_t n, bits, threads;
+};
+
+MT_EXPORT void mt_pack_codes(const PackCodes* call) {
+  const PackCodes c = *call;
+  memtrain::parallel_for((c.n + 255) / 256, 1024, c.threads, [&c](int64_t begin, int64_t end) {
+    memtrain::pack_range(c.x, c.out, c.n, c.bits, begin, end);
   });
 }
 
