@@ -2,7 +2,7 @@
 
 With folders of two checkouts (`python -m benchmarks.structure ../before/memtrain memtrain`) their
 figures stand side by side. Nothing is imported from them: the figures are read from the source.
-Below them stands the way of a saved tensor, in the memtrain that Python imports.
+Below them stand the ways of a saved tensor and of a parameter, in the memtrain that Python imports.
 """
 
 import ast
@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+import memtrain
 from memtrain import wrap
 
 SOURCES = (".py", ".cpp", ".h", ".yaml")
@@ -233,6 +234,45 @@ def saved_tensor_way() -> dict[str, str]:
     return found
 
 
+def optimizer_step_way() -> dict[str, str]:
+    """The way of a parameter through memtrain: one `AdamW4bit.step()` of a model of one parameter.
+
+    Returns:
+        Distinct functions in which the parameter stands, or a tuple, list, set or dict that holds
+        it; their variables under which it does; and these variables' distinct names.
+    """
+    root = str(Path(memtrain.__file__).parent)
+    param = nn.Parameter(torch.randn(128, 64))
+    optimizer = memtrain.optim.AdamW4bit([param])
+    way: set[tuple[str, str]] = set()
+
+    def holds(value: Any) -> bool:
+        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        many = isinstance(inner, tuple | list | set)
+        return value is param or (many and any(each is param for each in inner))
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(root):
+            return None
+        place = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
+        way.update((place, name) for name, value in frame.f_locals.items() if holds(value))
+        return look
+
+    for traced in (False, True):  # the first step makes the states
+        param.grad = torch.randn_like(param)
+        before = sys.gettrace()
+        sys.settrace(look if traced else before)
+        try:
+            optimizer.step()
+        finally:
+            sys.settrace(before)
+    return {
+        "parameter's way in AdamW4bit.step: functions": str(len({place for place, _ in way})),
+        "parameter's way in AdamW4bit.step: variables": str(len(way)),
+        "parameter's way in AdamW4bit.step: names": str(len({name for _, name in way})),
+    }
+
+
 def main(folders: list[str]) -> None:
     roots = [Path(folder) for folder in folders or ["memtrain"]]
     found = [figures(root) for root in roots]
@@ -241,7 +281,7 @@ def main(folders: list[str]) -> None:
         table.add_row(name, *(column[name] for column in found))
     Console().print(table)
     way = Table("figure", "now")
-    for row in saved_tensor_way().items():
+    for row in (saved_tensor_way() | optimizer_step_way()).items():
         way.add_row(*row)
     Console().print(way)
 
