@@ -13,7 +13,11 @@ from memtrain.compressors import COMPRESSORS, Compressor, Key, Packed
 # What a compressor needs besides its name; one that is not listed has defaults for all fields.
 FIELDS = {"host": {"inner": {"name": "group"}}}
 # ... and in a seat: a second moment has no sign, and wants 8 bits or a scale that never is zero.
-UNSIGNED = {"block": {"signed": False}, "group": {"bits": 8}, "samples": {"bits": [8]}}
+UNSIGNED = {
+    "block": {"signed": False, "map": "DE-0"},
+    "group": {"bits": 8},
+    "samples": {"bits": [8]},
+}
 UNSIGNED |= {"float": {"format": "fp16"}}
 SIGNED = {"rank1": {"signed": True}, "scaled": {"signed": True}}
 
