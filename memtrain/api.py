@@ -51,7 +51,7 @@ class _ChooseState:
 
     @property
     def seed(self) -> int:
-        """What feeds the stochastic rounding of states."""
+        """Seed of the stochastic rounding of states."""
         return self.plan.config.seed
 
 

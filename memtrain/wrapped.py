@@ -1,4 +1,4 @@
-"""What `wrap` leaves on a model, and what can be asked of a wrapped one."""
+"""State of a wrapped model, and functions that read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ ATTRIBUTE = "_memtrain"
 
 @dataclass
 class Wrapped:
-    """What `wrap` leaves on the model."""
+    """Attributes that `wrap` sets on the model."""
 
     plan: Plan
     interception: Interception | None
@@ -30,7 +30,7 @@ class Wrapped:
 
 
 def wrapped_of(model: nn.Module) -> Wrapped:
-    """What `wrap` left on a model.
+    """State that `wrap` left on a model.
 
     Raises:
         ValueError: If the model is not wrapped.
@@ -54,7 +54,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint needs besides the model's and the optimizer's own `state_dict`.
+    """State for a checkpoint besides the model's and the optimizer's own `state_dict`.
 
     Args:
         model: A model that `wrap` returned.
@@ -110,7 +110,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 
 def precision_state(model: nn.Module) -> PrecisionState:
-    """What is low now, what was promoted and when, the low-precision ratio and the loss scale.
+    """State of a precision run: low tensors, promotions by step, low-precision ratio, loss scale.
 
     Args:
         model: A model that `wrap` returned, with a `precision` in its config.
@@ -138,7 +138,7 @@ def precision_state(model: nn.Module) -> PrecisionState:
 
 
 def adapter(model: nn.Module) -> GactAdapter:
-    """What measures again, for a config with `bits: auto` and `sensitivity=passes`.
+    """Adapter of bit widths, for a config with `bits: auto` and `sensitivity=passes`.
 
     Args:
         model: A model that `wrap` returned.

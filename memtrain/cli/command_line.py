@@ -1,4 +1,4 @@
-"""What command-line programs share: arguments, consoles for pipes and files, whole files."""
+"""Command-line programs' common parts: arguments, consoles for pipes and files, whole files."""
 
 import argparse
 import io

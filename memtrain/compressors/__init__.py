@@ -1,4 +1,4 @@
-"""What can be done to a tensor: one file a compressor."""
+"""Compressors of tensors: one file each."""
 
 from memtrain.compressors.base import Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block

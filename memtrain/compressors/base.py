@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 class Key(NamedTuple):
-    """What feeds every random bit: equal keys give equal payloads.
+    """Key of the random bits: equal keys give equal payloads.
 
     `site` is a number made from the site's name; `rank` is 0 for replicated tensors; a
     recomputation reuses its key.
@@ -157,5 +157,5 @@ class Compressor(Protocol):
         return self.decompress(packed)
 
     def for_shape(self, shape: torch.Size) -> "tuple[Compressor, str]":
-        """What serves a state of this shape, and why if it is another compressor."""
+        """Compressor for a state of this shape, and the reason if it is another one."""
         return self, ""

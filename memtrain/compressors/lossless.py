@@ -1,4 +1,4 @@
-"""What can be kept in fewer bytes without loss: masks and integers."""
+"""Lossless compressors: masks and integers in fewer bytes."""
 
 from dataclasses import dataclass
 

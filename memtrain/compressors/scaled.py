@@ -146,7 +146,7 @@ class Scaled(Compressor):
         return x * row.unsqueeze(1) * _spread(col, shape)
 
     def _of_groups(self, row: Tensor, col: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """What the groups along rows and those along columns have, for each element."""
+        """Values of the groups along rows and of those along columns, for each element."""
         wide = row.repeat_interleave(self.group_size, dim=1)[:, : shape[1]]
         return wide, col.repeat_interleave(self.group_size, dim=1)[:, : shape[0]].t()
 

@@ -1,4 +1,4 @@
-"""What optimizer states take: live bytes, and how each state is or will be kept."""
+"""Optimizer states' memory: live bytes, and how each state is or will be kept."""
 
 from collections.abc import Iterator
 from typing import Any

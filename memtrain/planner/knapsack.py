@@ -35,7 +35,7 @@ class Option:
     calls: int = 0
     """Of compressors, and of ops that run again, besides those in ops that are replaced."""
     choices: Mapping[Any, Compressor | Keep] = field(default_factory=dict)
-    """What is done to each site."""
+    """Choice for each site."""
 
     @property
     def families(self) -> str:
@@ -55,7 +55,7 @@ class Item:
     """Of its first site."""
     sites: frozenset[Any] = frozenset()
     balanced: Option = field(default_factory=Option)
-    """What the preset `balanced` does to it."""
+    """Choice of the preset `balanced`."""
 
 
 @dataclass

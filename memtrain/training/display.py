@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress bars in a terminal, a line now and then elsewhere."""
+"""Progress of a run: bars in a terminal, a line now and then elsewhere."""
 
 import time
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""What runs leave behind: metrics as CSV, a summary as JSON, one table and one picture."""
+"""Results of runs: metrics as CSV, a summary as JSON, one table and one picture."""
 
 import csv
 import json

@@ -25,7 +25,7 @@ from memtrain.training.networks import build_model
 from memtrain.training.settings import OptimizerConfig, TrainConfig
 
 BYTES = ("weights", "gradients", "states", "saved", "peak")
-"""What is counted on a real step: parameters and buffers, `.grad` after the backward, what the
+"""Quantities counted on a real step: parameters and buffers, `.grad` after the backward, what the
 optimizer holds, what the forward and the loss leave alive besides the loss, and the most alive at
 once at any moment, temporaries included."""
 

@@ -140,7 +140,7 @@ class PlannerConfig:
         return replace(self, rates=asdict(found))
 
     def _rates(self) -> Rates:
-        """What is known of them before anything is measured."""
+        """Rates as configured; the defaults if they are to be measured."""
         if self.rates is None or self.rates == MEASURE:
             return Rates()
         if isinstance(self.rates, str):
@@ -150,7 +150,7 @@ class PlannerConfig:
         return Rates(**self.rates)
 
     def goal(self, options: StepOptions = StepOptions()) -> Goal:  # noqa: B008 (a frozen value)
-        """What the planner is asked; its errors come before anything runs."""
+        """The planner's goal; its errors come before anything runs."""
         return Goal(
             allow=self.allow,
             max_error=self.max_error,

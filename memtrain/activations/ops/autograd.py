@@ -140,7 +140,7 @@ def save_compressed(
 
 
 def saved_compressed(ctx: Any) -> tuple[Tensor, list[Any]]:
-    """What `save_compressed` saved: `x` decompressed, in its shape and memory order, and others."""
+    """Tensors of `save_compressed`: `x` decompressed, in its shape and memory order, and others."""
     (payload,), others = saved_payloads(ctx)
     return decompress(payload, ctx.compressor), others
 

@@ -31,7 +31,7 @@ class StepOptions:
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` around the forward; None without."""
     loss: Callable[[Any], Tensor] | None = None
-    """What the model returned -> the loss; by default `default_loss`."""
+    """Loss of a model's output; by default `default_loss`."""
 
     def __post_init__(self) -> None:
         if self.device not in (None, *DEVICES):

@@ -47,7 +47,7 @@ class Moment:
     """
 
     label: str
-    """What runs: `forward of h.3.mlp.act / gelu`, `backward of h.3.mlp.act / gelu`, `step`."""
+    """Op that runs: `forward of h.3.mlp.act / gelu`, `backward of h.3.mlp.act / gelu`, `step`."""
     phase: Phase
     """`forward`, `backward` or `step`."""
     nbytes: int

@@ -66,7 +66,7 @@ def build(request: Request, *, real: bool = False) -> Built:
 
 
 def known_models() -> list[str]:
-    """What `model=` can be."""
+    """Values that `model=` allows."""
     return [*NAMED_MODELS, "hf:<config.json or its folder>", "py:<module>:<builder>"]
 
 

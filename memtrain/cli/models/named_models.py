@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TASKS = ("CausalLM", "MaskedLM", "Seq2SeqLM", "ImageClassification")
-"""What transformers' `AutoModelFor` classes are taken of."""
+"""Tasks of transformers' `AutoModelFor` classes."""
 
 
 @dataclass(frozen=True, kw_only=True)

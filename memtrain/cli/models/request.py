@@ -1,4 +1,4 @@
-"""What `memtrain-report` is asked for: a model by name, its batch, its optimizer."""
+"""Request of `memtrain-report`: a model by name, its batch, its optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _ALLOWED = {
 
 @dataclass(kw_only=True)
 class Request:
-    """What `memtrain-report` is asked for, besides memtrain's own keys."""
+    """Keys of `memtrain-report` besides memtrain's own."""
 
     model: str = ""
     """A name of `NAMED_MODELS`, `hf:<config.json or its folder>` or `py:<module>:<builder>`."""
@@ -63,11 +63,11 @@ class Request:
     budget: str | None = None
     """A size such as 24GiB: plan so that the peak fits."""
     allow: str = "quantise,recompute"
-    """What such a plan may do: names of `memtrain.planner.ALLOWED`."""
+    """Techniques that such a plan may use: names of `memtrain.planner.ALLOWED`."""
     max_error: float = 1.0
     """The most noise that it may bring, in units of the preset `balanced`'s."""
     objective: str = "time"
-    """What it is for: `time` or `error`."""
+    """Objective of such a plan: `time` or `error`."""
     rates: str | None = None
     """A file of a device's throughputs (`--measure-rates` writes it), or `measure`: of this one."""
     plan: str | None = None

@@ -92,7 +92,7 @@ def bars_svg(report: Report) -> str:
 
 
 def timeline_svg(report: Report, side: str) -> str:
-    """What is alive over a step as an SVG element; each column tells its moment.
+    """Live bytes over a step as an SVG element; each column tells its moment.
 
     Args:
         report: The audit, with timelines.

@@ -78,7 +78,7 @@ def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
 
 
 def _planner(fit: Fit) -> dict[str, Any]:
-    """What a plan for a budget promises, and what it chose."""
+    """Predictions of a plan for a budget, and its choices."""
     names = (
         "budget", "seconds", "plain_seconds", "error", "states", "chosen", "rates", "sensitivity",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run of `memtrain-report` finds, and what is told of it: sums, peaks, advice, limits."""
+"""Findings of a run of `memtrain-report`: sums, peaks, advice, limits."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from memtrain.config.sizes import format_size
 from memtrain.planner import Fit
 
 BY = ("pattern", "site", "module", "op")
-"""What rows can be summed by."""
+"""Columns that rows can be summed by."""
 SIDES = ("plain", "planned")
 MOST = 400
 """Moments of a step that are drawn or written, at most."""
@@ -45,7 +45,7 @@ class Outcome:
     memory: int = 0
     """Bytes of `memory=`."""
     fit: Fit | None = None
-    """What the planner found, if there was a budget."""
+    """The planner's result, if there was a budget."""
 
 
 def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, int]]:
@@ -128,7 +128,7 @@ def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
 
 
 def at_peak(report: Report) -> dict[str, Total]:
-    """What is alive at the two peaks, and `total`; nothing if the report has no timelines.
+    """Live bytes at the two peaks, and `total`; nothing if the report has no timelines.
 
     Each side at its own peak, which may be another moment of the step.
 
@@ -188,7 +188,7 @@ def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
 
 
 def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
-    """What was searched for `memory=`, in lines.
+    """Sizes found for `memory=`, in lines.
 
     Example:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)

@@ -1,4 +1,4 @@
-"""What `memtrain-report` prints: tables that fit 80 columns."""
+"""Tables that `memtrain-report` prints, within 80 columns."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -61,7 +61,7 @@ def show(
 
 
 def heading(settings: Mapping[str, Any]) -> list[str]:
-    """What the report was made for, in lines."""
+    """Model, batch and optimizer of the report, in lines."""
     shown = [f"{name}={value}" for name, value in settings.items() if name not in HIDDEN]
     return [" ".join(shown), *settings.get("overrides", ())]
 
@@ -78,7 +78,7 @@ def _categories(report: Report) -> Table:
 
 
 def _peak(outcome: Outcome) -> Table:
-    """What is alive at the peak, plain and planned."""
+    """Live bytes at the peak, plain and planned."""
     device = outcome.settings.get("device")
     table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
     for name, pair in at_peak(outcome.report).items():
@@ -87,7 +87,7 @@ def _peak(outcome: Outcome) -> Table:
 
 
 def remarks(report: Report) -> list[str]:
-    """What the sums leave out."""
+    """Notes on what the sums leave out."""
     lines = [
         f"{name}: unknown, left out: {total.unknown}"
         for name, total in report.totals().items()
@@ -109,7 +109,7 @@ def _largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
 
 
 def _kept(groups: Iterable[KeptTensors]) -> RenderableType:
-    """What the plan left as it is, by reason."""
+    """Sites that the plan left as they are, by reason."""
     table = Table(title="\nnot compressed, and why", title_justify="left", box=None, pad_edge=False)
     table.add_column("why", overflow="fold")
     table.add_column("kind")

@@ -262,7 +262,7 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
 
 
 def _no_key(word: str) -> str:
-    """What may be meant by a word without a key: a model, a preset, the unit of a size."""
+    """Suggest keys for a word without one: a model, a preset, the unit of a size."""
     if word in UNITS:
         return f"no key=value: {word!r}; a size is one word: budget=8{word}"
     kinds = {"preset": options("preset"), "model": known_models()}
@@ -271,7 +271,7 @@ def _no_key(word: str) -> str:
 
 
 def of_device(overrides: Sequence[str]) -> Request:
-    """What `--measure-rates` is asked for: `device` and `dtype`.
+    """Read the arguments of `--measure-rates`: `device` and `dtype`.
 
     Args:
         overrides: key=value, each.
@@ -293,12 +293,12 @@ def of_device(overrides: Sequence[str]) -> Request:
 
 
 def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str, Any]:
-    """What the report is made for, as shown and as written.
+    """Describe the model, batch and overrides of a report, as shown and as written.
 
     Args:
         request: The model and its batch.
         overrides: As given.
-        batch: What the model is called with: its sizes stand for those that were left open.
+        batch: The model's arguments: its sizes stand for those that were left open.
 
     Returns:
         Key -> value; what was left open and has no size is missing.

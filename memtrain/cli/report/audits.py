@@ -1,4 +1,4 @@
-"""What `memtrain-report` knows about a model: predicted, and measured where that is asked for."""
+"""Audits of `memtrain-report`: predicted, and measured where that is asked for."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,7 +43,7 @@ def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) ->
 
 
 def explained(error: Exception) -> str:
-    """What went wrong with a model under fake tensors, in a line.
+    """Explain an error of a model under fake tensors, in a line.
 
     Example:
         >>> explained(RuntimeError("shapes differ")), explained(ValueError("no weights"))

@@ -1,4 +1,4 @@
-"""What fits: the plan for `budget=`, the sizes for `memory=`, plan files and rates."""
+"""Plans that fit `budget=`, sizes that fit `memory=`, plan files and rates."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -44,7 +44,7 @@ def chosen(request: Request, config: Config) -> Config:
 
 
 def goal(request: Request, step: StepOptions) -> Goal | None:
-    """What a plan is asked for, checked before a model is built.
+    """The planner's goal, checked before a model is built.
 
     Args:
         request: Its `budget`, `allow`, `max_error`, `objective` and `rates`.

@@ -48,7 +48,7 @@ def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
 
 
 def _held(entry: Entry) -> Hashable:
-    """What a launch's tables hold of an entry, besides its gradient."""
+    """Key of an entry in a launch's tables: its tensors, besides its gradient."""
     tensors = [entry.param, *(part for state in entry.states for part in state.values())]
     own = (entry.codecs, tuple(entry.param.shape), *entry.master.device_fields())
     return (*own, *(tensor.data_ptr() for tensor in tensors))
@@ -130,7 +130,7 @@ class Launch:
             _join_maxima(self.entries, self._vectors)
 
     def sums(self) -> list[Sums]:
-        """What pass 1 found, by entry."""
+        """Maxima or sums of pass 1, by entry."""
         if self.form == "rank1":
             return [{"scale": vectors["scale"]} for vectors in self._vectors]
         return [

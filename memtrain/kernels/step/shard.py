@@ -50,7 +50,7 @@ def all_reduce(pending: Iterable[tuple[Any, Tensor]], op: str) -> None:
 
 
 def of_maxima(scale: Tensor, part_shape: torch.Size, shard: Shard) -> Pending:
-    """What makes `rank1.maxima` of a part those of the whole.
+    """Reduction that makes `rank1.maxima` of a part those of the whole.
 
     The maxima of a dimension are the whole's over the parts that share its indices.
 
@@ -69,12 +69,12 @@ def of_maxima(scale: Tensor, part_shape: torch.Size, shard: Shard) -> Pending:
 
 
 def of_rows(sums: Tensor, shard: Shard) -> Pending:
-    """What makes the row sums of a part, seen as [dimension 0, the rest], those of the whole."""
+    """Reduction of a part's row sums, seen as [dimension 0, the rest], to those of the whole."""
     return [(group, sums) for split, group in shard.groups if split != 0]
 
 
 def of_columns(sums: Tensor, shard: Shard) -> Pending:
-    """What makes the column sums of a part, seen as [dimension 0, the rest], those of the whole."""
+    """Reduction of a part's column sums, seen as [dimension 0, the rest], to those of the whole."""
     return [(group, sums) for split, group in shard.groups if split == 0]
 
 

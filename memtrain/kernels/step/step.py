@@ -28,7 +28,7 @@ SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the f
 FIELDS, _MAX_DIMS = 32, 8
 
 Sums = dict[str, Tensor]
-"""What the first pass finds: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
+"""Results of the first pass: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
 `mean` (of the new factors); nothing for other forms."""
 
 

@@ -31,7 +31,7 @@ REFUSED = {
 
 
 class FusedStates(CompressedStates):
-    """What the fused optimizers share: the loop of `step`, first states, checks.
+    """Base of the fused optimizers: the loop of `step`, first states, checks.
 
     A subclass names its kernel's rule, the plain optimizer that it stands for and the states of a
     parameter, and gives the scalars of a step.

@@ -1,4 +1,4 @@
-"""What optimizers with compressed states share: checkpoints, groups shared with the original."""
+"""Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ class CompressedStates(Optimizer):
     choose: layout.Choose
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
-        """What keeps state `name` of `param`, and the reason if it is not what was chosen."""
+        """Compressor of state `name` of `param`, and the reason if it is not the chosen one."""
         param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
         decided = self.__dict__.setdefault("_decided", {})
         if (param, name) not in decided:

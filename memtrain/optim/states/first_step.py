@@ -1,4 +1,4 @@
-"""What a plain optimizer's first step would make, without data."""
+"""States that a plain optimizer's first step would make, without data."""
 
 from collections import OrderedDict, defaultdict
 from typing import Any

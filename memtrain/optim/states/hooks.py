@@ -30,7 +30,7 @@ def held(optimizer: Optimizer, names: tuple[str, str]) -> Iterator[None]:
 
 
 def saved(outer: Optimizer, inner: Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives, with the outer optimizer's hooks run before and after, and no others.
+    """Call `make` with the outer optimizer's hooks run before and after, and no others.
 
     Args:
         outer: Whose `state_dict` was called.

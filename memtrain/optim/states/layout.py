@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def instead(self) -> Block | None:
-        """What takes the place of factors that cannot pay, beside a first moment of 8 bits."""
+        """Substitute for factors that cannot pay, beside a first moment of 8 bits."""
         if self.second != "factored" or self.bits != 8:
             return None
         return Block(block_size=256, map="DE", bits=8, signed=False)
@@ -93,7 +93,7 @@ def is_unsigned(state_name: str) -> bool:
 
 
 def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
-    """What serves a state, and the reason where that is not what was chosen.
+    """Compressor of a state, and the reason where it is not the chosen one.
 
     Raises:
         ValueError: For a compressor that cannot serve this state.
@@ -182,7 +182,7 @@ def state_key(
     name: str,
     state: dict[str, Any],
 ) -> Key:
-    """What feeds the stochastic rounding of one state at its present step.
+    """Key of the stochastic rounding of one state at its present step.
 
     It is made of the seed, the parameter's number, the state's name and the step, so it repeats
     in a run with the same seed or resumed from a checkpoint, and differs at each step.

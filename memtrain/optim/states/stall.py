@@ -27,7 +27,7 @@ class StallWatch:
     def before(
         self, groups: list[dict[str, Any]], masters: Collection[Tensor] = ()
     ) -> tuple[Tensor, Tensor, float] | None:
-        """What `after` compares with, on the steps that are looked at; `masters` cannot stall."""
+        """Copies for `after` to compare with, on the steps examined; `masters` cannot stall."""
         self.steps += 1
         if self.warned or self.steps < FIRST_LOOK or self.steps & (self.steps - 1):
             return None

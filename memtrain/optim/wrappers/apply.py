@@ -1,4 +1,4 @@
-"""What `wrap` does to weights and gradients: an optimizer around the optimizer, and hooks."""
+"""Weights and gradients under `wrap`: an optimizer around the optimizer, and hooks."""
 
 from functools import partial
 from typing import Any

@@ -29,7 +29,7 @@ class WeakRef(Generic[T]):
         self._target = None if target is None else weakref.ref(target)
 
     def __call__(self) -> T | None:
-        """What it refers to, if that still lives."""
+        """The referent, if it still lives."""
         return None if self._target is None else self._target()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class OptimizerWrapper(Optimizer):
             inner = getattr(inner, "inner", None) or getattr(inner, "original", None)
 
     def own_state(self) -> dict[str, Any]:
-        """What belongs under `state_dict()["memtrain"]`."""
+        """Entry of `state_dict()["memtrain"]`."""
         return {}
 
     def check_own_state(self, own: Mapping[str, Any]) -> None:
