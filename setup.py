@@ -69,6 +69,7 @@ setup(
                 "-fvisibility=hidden",
                 "-pthread",
                 "-Wall",
+                "-Wno-psabi",  # vectors never cross a library boundary
             ],
             extra_link_args=["-pthread"],
             language="c++",

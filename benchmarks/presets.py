@@ -65,7 +65,7 @@ def _row(name: str, preset: str, options: Options) -> list[Row]:
     quality = memtrain.gradient_quality(ours.model, ours.step, preset, seeds=seeds, per_site=False)
     optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.0)
     memtrain.wrap(ours.model, optimizer, [f"preset={preset}", "optim=none"])
-    ours.step()  # settles the plan
+    ours.step()  # records the plan's sites
 
     def gate() -> None:
         loss, expected = ours.step(), plain.step()

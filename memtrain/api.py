@@ -74,8 +74,8 @@ def wrap(
             `"optimizer_only"`, `"activations_only"`), the YAML path of a config or of a plan
             (`Plan.save`), a list of Hydra overrides, a dict, a DictConfig, a `Config` or a `Plan`.
         batch: What the model is called with (a tensor, a tuple of arguments or a dict of keyword
-            arguments): settles the plan's activation sites at once, without running the model on
-            it. Without it the first training forward settles them.
+            arguments): records the plan's activation sites at once, without running the model on
+            it. Without it the first training forward records them.
 
     Returns:
         The same model, and the optimizer to use from now on.
@@ -109,7 +109,7 @@ def wrap(
             plan.choose_activation,
             options=plan.options,
             seed=plan.config.seed,
-            on_saved=plan.settle,
+            on_saved=plan.record,
             rounding=rounding,
         )
         interception.saved.watch = _watch(model, plan)

@@ -60,7 +60,7 @@ CORE = ("balanced", "smallest", "exact", "optimizer_only", "activations_only", "
 
 
 # One batch again and again: the bits are all that varies, and automatic ones say so.
-@pytest.mark.filterwarnings("ignore:the saved activations' bits bring:UserWarning")
+@pytest.mark.filterwarnings("ignore:quantisation noise of the saved activations:UserWarning")
 @pytest.mark.parametrize(
     ("preset", "name"),
     [("balanced", name) for name in OPTIMIZERS]

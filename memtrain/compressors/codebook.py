@@ -1,4 +1,4 @@
-"""Block compressors: one abs-max scale a block, and a code book."""
+"""Block compressors: one abs-max scale a block, and a codebook."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,14 +105,14 @@ class Block(Compressor):
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
         seed = seed_of(key, self.rounding)
-        codes, scale = quantize_blocks(x, self._book(), block_size=self.block_size, seed=seed)
+        codes, scale = quantize_blocks(x, self._codebook(), block_size=self.block_size, seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """A contiguous tensor of the original shape and dtype."""
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
-        flat = dequantize_blocks(codes, scale, self._book(), numel=packed.shape.numel())
+        flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
         return flat.view(packed.shape).to(packed.dtype)
 
-    def _book(self) -> Codebook:
+    def _codebook(self) -> Codebook:
         return Codebook(self.map, self.bits, self.signed)

@@ -78,7 +78,7 @@ class Rank1(Compressor):
         if x.dim() < 2:
             return self._block().compress(x, key=key)
         seed = seed_of(key, self.rounding)
-        codes, scale = rank1.quantize(x, self._book(), seed=seed)
+        codes, scale = rank1.quantize(x, self._codebook(), seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
@@ -88,7 +88,7 @@ class Rank1(Compressor):
         scale = rank1.maxima(x)
         all_reduce(of_maxima(scale, x.shape, shard), "max")
         row, col = rank1.inverses(scale, x.shape)
-        codes = quantize_matrix(x, row, col, self._book(), seed_of(key, self.rounding))
+        codes = quantize_matrix(x, row, col, self._codebook(), seed_of(key, self.rounding))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -96,9 +96,9 @@ class Rank1(Compressor):
         if len(packed.shape) < 2:
             return self._block().decompress(packed)
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
-        return rank1.dequantize(codes, scale, self._book(), shape=packed.shape).to(packed.dtype)
+        return rank1.dequantize(codes, scale, self._codebook(), shape=packed.shape).to(packed.dtype)
 
-    def _book(self) -> Codebook:
+    def _codebook(self) -> Codebook:
         return Codebook(self.map, self.bits, self.signed)
 
     def _block(self) -> Block:

@@ -88,7 +88,7 @@ class Scaled(Compressor):
             scales, matrix = self._normalised(matrix.float(), x.shape)
             row, col = map(matrix.new_ones, matrix.shape)
         seed = seed_of(key, self.rounding)
-        codes = quantize_matrix(matrix, row, col, self._book(), seed)
+        codes = quantize_matrix(matrix, row, col, self._codebook(), seed)
         return Packed({"codes": codes, **scales}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -98,14 +98,14 @@ class Scaled(Compressor):
             return self._block().decompress(packed)
         if "scale" in tensors:
             row, col = self._row_and_col(tensors["scale"], shape)
-            x = dequantize_matrix(tensors["codes"], row, col, self._book())
+            x = dequantize_matrix(tensors["codes"], row, col, self._codebook())
         else:
             row, col = map(tensors["row"].new_ones, _matrix_shape(shape))
-            x = dequantize_matrix(tensors["codes"], row, col, self._book())
+            x = dequantize_matrix(tensors["codes"], row, col, self._codebook())
             x = self._denormalised(x, tensors["row"], tensors["col"], shape)
         return x.view(shape).to(packed.dtype)
 
-    def _book(self) -> Codebook:
+    def _codebook(self) -> Codebook:
         return Codebook(self.map, self.bits, self.signed)
 
     def _block(self) -> Block:

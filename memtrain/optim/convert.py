@@ -30,9 +30,9 @@ def compress(
 ) -> CompressedStates:
     """Take over an optimizer: same groups, same hyperparameters, its states compressed.
 
-    A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused twin (`AdamW4bit`; with choices of
+    A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused form (`AdamW4bit`; with choices of
     8 bits `AdamW8bit`) where each parameter's choice has a fused kernel; everything else, and
-    options that the twins lack (amsgrad), becomes a `CompressedOptimizer`. The list of
+    options that the fused ones lack (amsgrad), becomes a `CompressedOptimizer`. The list of
     parameter groups is shared with the original, so LR schedulers made before keep working. Keep
     using the returned optimizer; `restore` gives the original back.
 

@@ -14,7 +14,7 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.compressors.base import GRADIENT_SUM
 from memtrain.compressors.registry import check_seat
-from memtrain.optim.states.first_step import first_states, twin
+from memtrain.optim.states.first_step import first_states, without_states
 from memtrain.optim.states.layout import check_state
 from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import sum_bytes
@@ -332,7 +332,7 @@ def _planned(
         chosen = choose(names[param], state)
         return Identity() if isinstance(chosen, Keep) else chosen
 
-    compressed = optim.compress(twin(optimizer), by_parameter, min_elements=min_elements)
+    compressed = optim.compress(without_states(optimizer), by_parameter, min_elements=min_elements)
     return {(row.param, row.state): row for row in optim.describe(compressed)}
 
 

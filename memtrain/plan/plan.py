@@ -50,8 +50,8 @@ from memtrain.precision.state import PrecisionState
 class Plan:
     """Site -> compressor, or keep with the reason.
 
-    Without a batch, activation sites are settled by the first training forward; what a site was
-    settled to stays.
+    Without a batch, the first training forward records the activation sites; a recorded
+    site stays as it is.
 
     Example:
         >>> import torch
@@ -107,10 +107,10 @@ class Plan:
         alternatives = [(name, state) for name in names]
         return self.state_rules.choose_any(alternatives, signed=not is_unsigned(state))
 
-    def settle(self, records: Iterable[Record]) -> None:
-        """Add the activation sites of a forward; those that are settled already stay.
+    def record(self, records: Iterable[Record]) -> None:
+        """Add the activation sites of a forward; those that are recorded already stay.
 
-        A site whose automatic bits have changed since is settled again.
+        A site whose automatic bits have changed since is recorded again.
         """
         new = {entry.site: entry for entry in merge(records)}
         stale = self.bits.stale if self.bits is not None else set()
@@ -157,7 +157,7 @@ class Plan:
         }
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
-        """The plan's rows, of one kind or all; no activations before they are settled."""
+        """The plan's rows, of one kind or all; no activations before they are recorded."""
         kinds = [kind] if kind else ["weight", "gradient", "state", "activation"]
         return [entry for name in kinds for entry in self._entries.get(name, [])]
 
@@ -166,7 +166,7 @@ class Plan:
 
         Returns:
             A config that is complete, with a line for each site that is known so far (those of
-            activations once they are settled): `memtrain.plan.file` describes it.
+            activations once they are recorded): `memtrain.plan.file` describes it.
 
         Raises:
             ValueError: For a compressor that is not in memtrain's registry.
@@ -234,8 +234,8 @@ def make_plan(
         model: The model.
         optimizer: Its optimizer.
         cfg: Anything that `memtrain.config.load` takes, a plan file's path, or a plan.
-        batch: What the model is called with: settles the activation sites by a forward on fake
-            tensors. Without it the first training forward of a wrapped model settles them.
+        batch: What the model is called with: records the activation sites by a forward on fake
+            tensors. Without it the first training forward of a wrapped model records them.
 
     Returns:
         The plan.
@@ -271,7 +271,7 @@ def make_plan(
             asked.add(site)
             return plan.choose_activation(site)
 
-        plan.settle(plan.trace(model, batch, ask))
+        plan.record(plan.trace(model, batch, ask))
         known = {site.name for site in asked}
         known.update(entry.site for entry in plan.entries("activation"))
         strangers = [name for name in config.activations.sites if name not in known]
@@ -287,7 +287,7 @@ def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
         cfg: Anything that `memtrain.config.load` takes.
 
     Returns:
-        A plan whose activation sites are not settled yet.
+        A plan whose activation sites are not recorded yet.
 
     Raises:
         ValueError: As `make_plan`.

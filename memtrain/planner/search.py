@@ -63,8 +63,8 @@ def make_plan(
         model: The model; not changed.
         optimizer: Its optimizer; not changed.
         cfg: Anything that `memtrain.wrap` takes. With a budget its rules do not count.
-        batch: What the model is called with: settles the activation sites by a forward on fake
-            tensors. Without it the first training forward of a wrapped model settles them. A
+        batch: What the model is called with: records the activation sites by a forward on fake
+            tensors. Without it the first training forward of a wrapped model records them. A
             budget needs it.
         budget: Bytes that the peak of a training step may take: `"24GiB"`. None: by rules.
         goal: With a budget: `allow`, of `quantise`, `recompute` (both by default), `release` and

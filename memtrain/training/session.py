@@ -61,7 +61,7 @@ class Session:
         if config.budget is not None:
             training = config.training
             device = pick_device(training.device).type
-            own = config.planner.settled(device, autocast=training.autocast)
+            own = config.planner.with_rates(device, autocast=training.autocast)
             config = replace(config, planner=own)
         self.config, self.state, self.console = config, state, console or Console(quiet=True)
         self.source = build_source(config.data, config.seed)

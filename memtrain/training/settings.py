@@ -123,7 +123,7 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         self.goal()
 
-    def settled(self, device: str, *, autocast: bool) -> "PlannerConfig":
+    def with_rates(self, device: str, *, autocast: bool) -> "PlannerConfig":
         """The same with the rates' values, so that a run that is resumed gets the same plan.
 
         Args:

@@ -52,7 +52,7 @@ def test_rates_are_settled_once_so_that_a_resumed_run_gets_the_same_plan(monkeyp
     saved = OmegaConf.load(session.folder / "config.yaml")
     again = from_mapping(saved)
     assert again.planner.goal().rates == rates
-    assert again.planner.settled("cpu", autocast=True) == again.planner
+    assert again.planner.with_rates("cpu", autocast=True) == again.planner
     write_rates(rates, tmp_path / "rates.yaml")
     assert PlannerConfig(rates=str(tmp_path / "rates.yaml")).goal().rates == rates
     with pytest.raises(FileNotFoundError, match=r"'none.yaml' do not exist"):

@@ -91,7 +91,7 @@ def predict(
         corrections = cuda.CudaForms if on_cuda else nullcontext
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
-            with first:  # settles automatic widths too
+            with first:  # assigns automatic widths too
                 run_step(model, optimizer, batch, options, first)
         else:
             _first_update(optimizer, first)

@@ -10,7 +10,7 @@
 #define MT_EXPORT extern "C" __attribute__((visibility("default")))
 #define MT_INLINE static inline __attribute__((always_inline))
 
-// Defined in codebook/block.cpp: 0 portable, 1 AVX2, 2 AVX-512; the best of the machine unless limited.
+// Defined in isa.cpp: 0 portable, 1 AVX2, 2 AVX-512; the best of the machine unless limited.
 MT_EXPORT int mt_isa();
 
 // One source, three compiled forms; the loader picks the best that the machine runs. Put it on

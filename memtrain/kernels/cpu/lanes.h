@@ -80,16 +80,16 @@ MT_HELPER F root(F x) {
 #endif
 }
 
-// A code book of 16 values and the 15 bounds between them (times the scale, where one scale
+// A codebook of 16 values and the 15 bounds between them (times the scale, where one scale
 // serves a block).
-struct Book {
+struct Codebook {
   F values, t;
 #ifdef MT_AVX512
   F t7, t3, t1;
 #endif
 };
 
-MT_INLINE Book with_bounds(F values, F t) {
+MT_INLINE Codebook with_bounds(F values, F t) {
 #ifdef MT_AVX512
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   auto shifted = [&](int by) __attribute__((always_inline)) {
@@ -102,7 +102,7 @@ MT_INLINE Book with_bounds(F values, F t) {
 }
 
 // A scale of Inf makes every bound NaN, as a NaN does: the codes are 0.
-MT_INLINE Book scaled(const float* table, float scale) {
+MT_INLINE Codebook scaled(const float* table, float scale) {
   return with_bounds(load(table), load(table + 16) * (scale + (scale - scale)));
 }
 
@@ -122,7 +122,7 @@ MT_HELPER F decode(F values, I index) {
 }
 
 // The number of bounds below x; NaN gives 0. The bounds ascend, so halving finds it in 4 steps.
-MT_HELPER I encode(const Book& book, F x) {
+MT_HELPER I encode(const Codebook& book, F x) {
 #ifdef MT_AVX512
   const __m512 v = (__m512)x;
   const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2);

@@ -1,4 +1,4 @@
-"""Triton twin of `split`, for bfloat16; and the weights of the fused steps, of any form."""
+"""Triton kernels of `split`, for bfloat16; and the weights of the fused steps, of any form."""
 
 import torch
 import triton

@@ -16,7 +16,7 @@ def raw_step(optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def twin(optimizer: Optimizer) -> Optimizer:
+def without_states(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same kind and groups, without states or hooks."""
     alone = object.__new__(type(optimizer))
     vars(alone).update(vars(optimizer))
@@ -49,7 +49,7 @@ def first_states(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> 
     """
     like = torch.empty(param.shape, dtype=param.dtype, device="meta", requires_grad=True)
     like.grad = torch.empty_like(like)
-    alone = twin(optimizer)
+    alone = without_states(optimizer)
     # Fused and capturable steps keep the same states, but refuse this device.
     options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
     alone.param_groups = [{**group, **options, "params": [like]}]

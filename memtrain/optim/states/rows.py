@@ -109,7 +109,7 @@ def from_rows(
         scale[block[used]] = mine["scale"][used]
         return {"codes": _blocks(codes, size, compressor, scale), "scale": scale}
     at = (mine["start"].long().unsqueeze(1) + torch.arange(cols, device=part.device)) // size
-    values = _book(compressor).values(part.device)[codes]
+    values = _codebook(compressor).values(part.device)[codes]
     return values * mine["scale"].gather(1, at)
 
 
@@ -154,11 +154,11 @@ def _blocks(codes: Tensor, size: int, compressor: Any, scale: Tensor) -> Tensor:
     if missing := blocks.numel() - codes.numel():
         zero = torch.zeros(1, 1, device=codes.device)
         last = scale[-1:].view(1, 1).to(codes.device)
-        blocks[-1, -missing:] = encode(zero, last, _book(compressor)).item()
+        blocks[-1, -missing:] = encode(zero, last, _codebook(compressor)).item()
     return bitpack.pack(blocks, compressor.bits)
 
 
-def _book(compressor: Any) -> Codebook:
+def _codebook(compressor: Any) -> Codebook:
     return Codebook(compressor.map, compressor.bits, compressor.signed)
 
 

@@ -33,9 +33,9 @@ def in_groups(groups, site):
 
 
 def intercept(model, choose=lossy, records=None):
-    settle = list.copy if records is None else records.extend
+    on_saved = list.copy if records is None else records.extend
     interception = Interception(
-        model, choose, options=Options(min_elements=64), seed=0, on_saved=settle
+        model, choose, options=Options(min_elements=64), seed=0, on_saved=on_saved
     )
     interception.attach()
     return interception
@@ -532,7 +532,7 @@ def test_ctrl_c_then_detach_leaves_other_models_alone():
     assert stack_is_clean()
 
 
-def test_submodules_called_in_turn_are_all_settled():
+def test_submodules_called_in_turn_are_all_recorded():
     model = nn.ModuleDict({"enc": nn.Linear(64, 64), "dec": nn.Linear(64, 64)})
     records = []
     intercept(model, lossy, records)

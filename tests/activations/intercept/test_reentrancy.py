@@ -30,9 +30,9 @@ CHOICES = {"identity": identity, "lossy": lossy}
 
 
 def intercept(model, choose=lossy, records=None):
-    settle = list.copy if records is None else records.extend
+    on_saved = list.copy if records is None else records.extend
     options = Options(min_elements=64)
-    Interception(model, choose, options=options, seed=0, on_saved=settle).attach()
+    Interception(model, choose, options=options, seed=0, on_saved=on_saved).attach()
 
 
 def stack_is_clean():

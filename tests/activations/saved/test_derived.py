@@ -39,13 +39,13 @@ class GEGLU(SwiGLU):
 
 
 def attached(model, choose, *, derive=True, records=None):
-    settle = list.copy if records is None else records.extend
+    on_saved = list.copy if records is None else records.extend
     interception = Interception(
         model,
         choose,
         options=Options(min_elements=64, derive_outputs=derive),
         seed=0,
-        on_saved=settle,
+        on_saved=on_saved,
     )
     interception.attach()
     return interception

@@ -20,7 +20,7 @@ namespace {
 constexpr int kTogether = 16;  // groups: one lane each
 
 // Lane g: the least and the greatest number of group g, and whether all its numbers are finite.
-struct Ends {
+struct MinMax {
   __m512 lo, hi;
   __mmask16 finite;
 };
@@ -52,7 +52,7 @@ MT_INLINE __m512 reduce_each(const __m512* v) {
 
 // A group's minima and maxima, and whether all its numbers are finite. Four runs side by side hide
 // each other's waits.
-MT_INLINE bool lanes_ends(const float* x, int64_t size, __m512& lo, __m512& hi) {
+MT_INLINE bool lanes_min_max(const float* x, int64_t size, __m512& lo, __m512& hi) {
   __m512 los[4], his[4], zero[4];  // x * 0 is NaN where x is Inf or NaN
   for (int k = 0; k < 4; ++k) {
     los[k] = his[k] = _mm512_loadu_ps(x);
@@ -73,17 +73,18 @@ MT_INLINE bool lanes_ends(const float* x, int64_t size, __m512& lo, __m512& hi) 
   return _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) == 0;
 }
 
-MT_INLINE Ends ends_of(const float* x, int64_t size, int count) {
+MT_INLINE MinMax min_max_of(const float* x, int64_t size, int count) {
   __m512 los[kTogether], his[kTogether];
-  Ends ends;
-  ends.finite = 0;
+  MinMax found;
+  found.finite = 0;
   for (int g = 0; g < kTogether; ++g)
     if (g < count)
-      ends.finite |= static_cast<__mmask16>(lanes_ends(x + g * size, size, los[g], his[g]) << g);
+      found.finite |=
+          static_cast<__mmask16>(lanes_min_max(x + g * size, size, los[g], his[g]) << g);
     else
       los[g] = his[g] = _mm512_setzero_ps();
-  ends.lo = reduce_each<Smaller>(los), ends.hi = reduce_each<Larger>(his);
-  return ends;
+  found.lo = reduce_each<Smaller>(los), found.hi = reduce_each<Larger>(his);
+  return found;
 }
 
 // Sixteen-bit integers in the order of the bfloat16s with these bits, and back.
@@ -135,7 +136,7 @@ MT_INLINE __m512 number_of(__m256i keys) {
 }
 
 // As integers: thirty-two at a time.
-MT_INLINE Ends ends_of(const uint16_t* x, int64_t size, int count) {
+MT_INLINE MinMax min_max_of(const uint16_t* x, int64_t size, int count) {
   __m512i keys[kTogether];
   for (int g = 0; g < kTogether; ++g)
     keys[g] = g < count ? lanes_keys(x + g * size, size) : _mm512_setzero_si512();
@@ -189,13 +190,13 @@ MT_INLINE void store_bounds(__m512 lo, __m512 hi, bool wide, int count, void* to
 template <typename T>
 MT_INLINE Scales scales_of(const T* x, int64_t size, int count, bool wide, float levels,
                            void* bounds) {
-  const Ends ends = ends_of(x, size, count);
+  const MinMax found = min_max_of(x, size, count);
   Scales s;
-  s.finite = ends.finite;
+  s.finite = found.finite;
   const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
   const __m512 limit = _mm512_set1_ps(0x1.FEp127f), half = _mm512_set1_ps(0.5f);
-  __m512 lo = outward(ends.lo, false, wide);
-  __m512 hi = outward(ends.hi, true, wide);
+  __m512 lo = outward(found.lo, false, wide);
+  __m512 hi = outward(found.hi, true, wide);
   lo = _mm512_mask_mov_ps(nan, s.finite, lo), hi = _mm512_mask_mov_ps(nan, s.finite, hi);
   s.inside = _mm512_cmp_ps_mask(_mm512_abs_ps(lo), limit, _CMP_LT_OQ) &
              _mm512_cmp_ps_mask(_mm512_abs_ps(hi), limit, _CMP_LT_OQ);

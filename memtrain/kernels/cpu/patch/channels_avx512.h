@@ -23,11 +23,11 @@ struct Channels {
 
 // Goes through the positions of patches, and at each through its channels by sixteens.
 template <typename Job>
-struct ChannelWalk {
+struct ChannelIterator {
   const Job& job;
   int64_t pieces, piece, column, row, at, patch;
 
-  ChannelWalk(const Job& of, int64_t from) : job(of), pieces((of.inner + 15) / 16) {
+  ChannelIterator(const Job& of, int64_t from) : job(of), pieces((of.inner + 15) / 16) {
     const int64_t place = from / pieces, band = place / job.across();
     piece = from % pieces, column = place % job.across(), row = band % job.down();
     at = ((band / job.down() * job.rows + row * 4) * job.columns + column * 4) * job.inner;
@@ -100,36 +100,36 @@ MT_INLINE __m512i encode_channels(const __m512 (*x)[4], const Steps& steps, cons
   return codes;
 }
 
-MT_INLINE void store_words(uint64_t* to, const Channels& c, __m512i ends, __m512i codes) {
+MT_INLINE void store_words(uint64_t* to, const Channels& c, __m512i bounds, __m512i codes) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high = _mm512_add_epi32(low, splat(8));
   _mm512_mask_storeu_epi64(to + c.patch, static_cast<__mmask8>(c.mask),
-                           _mm512_permutex2var_epi32(ends, low, codes));
+                           _mm512_permutex2var_epi32(bounds, low, codes));
   _mm512_mask_storeu_epi64(to + c.patch + 8, static_cast<__mmask8>(c.mask >> 8),
-                           _mm512_permutex2var_epi32(ends, high, codes));
+                           _mm512_permutex2var_epi32(bounds, high, codes));
 }
 
 template <typename F, bool kStochastic, typename Job>
 void quantize_channels(const Job& job, int64_t begin, int64_t end) {
   const Keys keys = keys_of(job.seed);
   const uint32_t patches = static_cast<uint32_t>(job.patches());
-  ChannelWalk<Job> walk(job, begin);
+  ChannelIterator<Job> it(job, begin);
   Patches p[kTogether];
   Channels c[kTogether];
   while (begin < end) {
     int count = 0;
     for (; count < kTogether && begin < end; ++count, ++begin) {
       Patches& some = p[count];
-      c[count] = walk.next();
+      c[count] = it.next();
       load_channels<F>(job, c[count], some.x);
       some.lo = reduce_channels(some.x, smaller), some.hi = reduce_channels(some.x, larger);
       some.nan = nan_channels(some.x);
     }
-    for (int k = 0; k < count; ++k) find_ends<F>(p[k], kStochastic);
+    for (int k = 0; k < count; ++k) find_bounds<F>(p[k], kStochastic);
     for (int k = 0; k < count; ++k) {
       const Draws draws = kStochastic ? draw_channels(c[k].patch, keys, patches) : Draws();
       const __m512i codes = encode_channels<F, kStochastic>(p[k].x, p[k].steps, draws);
-      store_words(static_cast<uint64_t*>(job.to), c[k], p[k].ends, codes);
+      store_words(static_cast<uint64_t*>(job.to), c[k], p[k].bounds, codes);
     }
   }
 }
@@ -138,17 +138,17 @@ template <typename F, typename Job>
 void dequantize_channels(const Job& job, int64_t begin, int64_t end) {
   const auto* from = static_cast<const uint64_t*>(job.from);
   const __m512i even = _mm512_slli_epi32(lanes(), 1), odd = _mm512_add_epi32(even, splat(1));
-  ChannelWalk<Job> walk(job, begin);
+  ChannelIterator<Job> it(job, begin);
   for (; begin < end; ++begin) {
-    const Channels c = walk.next();
+    const Channels c = it.next();
     auto* to = static_cast<typename F::T*>(job.to) + c.at;
     const __m512i a = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(c.mask), from + c.patch);
     const __m512i b =
         _mm512_maskz_loadu_epi64(static_cast<__mmask8>(c.mask >> 8), from + c.patch + 8);
-    const __m512i ends = _mm512_permutex2var_epi32(a, even, b);
+    const __m512i bounds = _mm512_permutex2var_epi32(a, even, b);
     const __m512i codes = _mm512_permutex2var_epi32(a, odd, b);
-    const Levels l = levels_between<F>(F::end_value(_mm512_and_si512(ends, splat(0xFFFF))),
-                                       F::end_value(_mm512_srli_epi32(ends, 16)));
+    const Levels l = levels_between<F>(F::bound_value(_mm512_and_si512(bounds, splat(0xFFFF))),
+                                       F::bound_value(_mm512_srli_epi32(bounds, 16)));
     __m512i raw[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) raw[k] = F::raw(l.of[k]);

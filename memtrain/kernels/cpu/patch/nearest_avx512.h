@@ -54,7 +54,7 @@ constexpr float part_of(Halves) { return 0x1p-11f; }
 struct KeyPatches {
   __m512i row[2][4];
   __m512i lo, hi;    // keys
-  __m512i ends;      // as words have them
+  __m512i bounds;    // as words have them
   __m512i below[3];  // the greatest keys that stay below the next level
   bool known;        // whether `below` is surely right
 };
@@ -122,10 +122,10 @@ MT_INLINE void find_limits(KeyPatches& p) {
   const __mmask16 nan = _mm512_cmpge_epi32_mask(p.hi, splat(infinity_of(F()))) |
                         _mm512_cmple_epi32_mask(p.lo, splat(-infinity_of(F())));
   const __m512 none = as_floats(splat(0x7FC00000)), half = splat(0.5f), zero = splat(0.0f);
-  const __m512 lo = _mm512_mask_mov_ps(F::end_value(half_of_key(p.lo)), nan, none);
-  const __m512 hi = _mm512_mask_mov_ps(F::end_value(half_of_key(p.hi)), nan, none);
+  const __m512 lo = _mm512_mask_mov_ps(F::bound_value(half_of_key(p.lo)), nan, none);
+  const __m512 hi = _mm512_mask_mov_ps(F::bound_value(half_of_key(p.hi)), nan, none);
   const Levels l = levels_between<F>(lo, hi);
-  p.ends = _mm512_or_si512(F::end_bits(lo), _mm512_slli_epi32(F::end_bits(hi), 16));
+  p.bounds = _mm512_or_si512(F::bound_bits(lo), _mm512_slli_epi32(F::bound_bits(hi), 16));
   const __m512 range = _mm512_sub_ps(_mm512_mul_ps(half, hi), _mm512_mul_ps(half, lo));
   const __m512 part = _mm512_mul_ps(range, splat(part_of(F())));
   int small = 0;
@@ -183,9 +183,9 @@ MT_INLINE __m512i encode_keys(const KeyPatches& p) {
                          as_bits(_mm512_shuffle_ps(pair[0], pair[1], 0xDD)));
 }
 
-MT_INLINE void store_pairs(uint64_t* to, const Quads& q, __m512i ends, __m512i codes) {
-  const __m512i low = _mm512_unpacklo_epi32(ends, codes);
-  store_quads(to, q, low, _mm512_unpackhi_epi32(ends, codes));
+MT_INLINE void store_pairs(uint64_t* to, const Quads& q, __m512i bounds, __m512i codes) {
+  const __m512i low = _mm512_unpacklo_epi32(bounds, codes);
+  store_quads(to, q, low, _mm512_unpackhi_epi32(bounds, codes));
 }
 
 // As `quantize_quads` does it.
@@ -193,26 +193,26 @@ template <typename F, typename Job>
 __attribute__((noinline)) void quantize_four(const Job& job, const Quads& q) {
   Patches p;
   load_patches<F>(job, q, p);
-  find_ends<F>(p, false);
-  store_words(static_cast<uint64_t*>(job.to), q, p.ends,
+  find_bounds<F>(p, false);
+  store_words(static_cast<uint64_t*>(job.to), q, p.bounds,
               encode_quads<F, false>(p.x, p.steps, Draws()));
 }
 
 template <typename F, typename Job>
 void quantize_nearest(const Job& job, int64_t begin, int64_t end) {
-  Walk<Job> walk(job, begin);
+  QuadIterator<Job> it(job, begin);
   KeyPatches p[kTogether];
   Quads q[kTogether];
   while (begin < end) {
     int count = 0;
     for (; count < kTogether && begin < end; ++count, begin += 4) {
-      q[count] = walk.four(end - begin);
+      q[count] = it.four(end - begin);
       load_keys<typename F::T>(job, q[count], p[count]);
     }
     for (int k = 0; k < count; ++k) find_limits<F>(p[k]);
     for (int k = 0; k < count; ++k)
       if (p[k].known)
-        store_pairs(static_cast<uint64_t*>(job.to), q[k], p[k].ends, encode_keys(p[k]));
+        store_pairs(static_cast<uint64_t*>(job.to), q[k], p[k].bounds, encode_keys(p[k]));
       else
         quantize_four<F>(job, q[k]);
   }

@@ -61,8 +61,8 @@ struct Float32 {
   MT_INLINE float widen(Raw b) { return float_of(b); }
   MT_INLINE Raw narrow(float x) { return bits_of(x); }
   MT_INLINE float end(float x, bool up) { return outward(x, up); }
-  MT_INLINE uint32_t end_bits(float x) { return bits_of(x) >> 16; }
-  MT_INLINE float end_value(uint32_t b) { return float_of(b << 16); }
+  MT_INLINE uint32_t bound_bits(float x) { return bits_of(x) >> 16; }
+  MT_INLINE float bound_value(uint32_t b) { return float_of(b << 16); }
 };
 
 struct BFloat16 : Float32 {
@@ -78,9 +78,9 @@ struct Float16 {
   MT_INLINE float widen(Raw b) { return widen_fp16(b); }
   MT_INLINE Raw narrow(float x) { return static_cast<Raw>(narrow_fp16(x)); }
   MT_INLINE float end(float x, bool) { return x; }
-  MT_INLINE uint32_t end_bits(float x) { return narrow_fp16(x); }
+  MT_INLINE uint32_t bound_bits(float x) { return narrow_fp16(x); }
   // A NaN end must stay one.
-  MT_INLINE float end_value(uint32_t b) {
+  MT_INLINE float bound_value(uint32_t b) {
     return (b & 0x7FFF) > 0x7C00 ? float_of(0x7FC00000) : widen_fp16(b);
   }
 };
@@ -201,9 +201,9 @@ MT_INLINE void inner_levels(Levels& l) {
   }
 }
 
-// The ends of each lane's patch, as the words keep them and as floats.
+// The bounds of each lane's patch, as the words keep them and as floats.
 template <typename F>
-MT_INLINE void find_ends(const float (*__restrict cells)[kLanes], Levels& l,
+MT_INLINE void find_bounds(const float (*__restrict cells)[kLanes], Levels& l,
                          uint64_t* __restrict words) {
   float lo[kLanes], hi[kLanes];
   uint32_t top[kLanes];
@@ -225,7 +225,7 @@ MT_INLINE void find_ends(const float (*__restrict cells)[kLanes], Levels& l,
     l.level[3][i] = finite ? b : float_of(0x7FC00000);
   }
   MT_LOOP for (int i = 0; i < kLanes; ++i)
-    words[i] = F::end_bits(l.level[0][i]) | F::end_bits(l.level[3][i]) << 16;
+    words[i] = F::bound_bits(l.level[0][i]) | F::bound_bits(l.level[3][i]) << 16;
 }
 
 // Codes of cells [8 * HALF, 8 * HALF + 8), 16 bits a lane: how many levels lie far enough below.
@@ -268,7 +268,7 @@ MT_INLINE void quantize(const Job& job, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; at += kLanes) {
     const int64_t count = std::min<int64_t>(end - at, kLanes);
     load<F>(job, cursor, count, cells);
-    find_ends<F>(cells, levels, words);
+    find_bounds<F>(cells, levels, words);
     inner_levels<F>(levels);
     const uint32_t counter = static_cast<uint32_t>(at);
     encode(cells, levels, job.stochastic, counter, job.seed, upper);
@@ -331,10 +331,10 @@ MT_INLINE void dequantize(const Job& job, int64_t begin, int64_t end) {
     const int64_t count = std::min<int64_t>(end - at, kLanes);
     std::memcpy(words, static_cast<const uint64_t*>(job.from) + at, count * sizeof(uint64_t));
     MT_LOOP for (int i = 0; i < kLanes; ++i) {
-      const uint32_t ends = static_cast<uint32_t>(words[i]);
+      const uint32_t bounds = static_cast<uint32_t>(words[i]);
       codes[i] = static_cast<uint32_t>(words[i] >> 32);
-      l.level[0][i] = F::end_value(ends & 0xFFFF);
-      l.level[3][i] = F::end_value(ends >> 16);
+      l.level[0][i] = F::bound_value(bounds & 0xFFFF);
+      l.level[3][i] = F::bound_value(bounds >> 16);
     }
     inner_levels<F>(l);
     for (int j = 0; j < 4; ++j)

@@ -52,8 +52,8 @@ struct Floats {
     const __m512 limit = splat(0x1.FEp127f);
     return _mm512_min_ps(_mm512_max_ps(x, splat(-0x1.FEp127f)), limit);
   }
-  MT_INLINE __m512i end_bits(__m512 x) { return _mm512_srli_epi32(as_bits(x), 16); }
-  MT_INLINE __m512 end_value(__m512i bits) { return as_floats(_mm512_slli_epi32(bits, 16)); }
+  MT_INLINE __m512i bound_bits(__m512 x) { return _mm512_srli_epi32(as_bits(x), 16); }
+  MT_INLINE __m512 bound_value(__m512i bits) { return as_floats(_mm512_slli_epi32(bits, 16)); }
   MT_INLINE __m512 rounded(__m512 x) { return x; }
   MT_INLINE __m512i raw(__m512 x) { return as_bits(x); }
   MT_INLINE __m512 half_less(__m512 x, __m512 base) {
@@ -68,10 +68,10 @@ MT_INLINE __m256i load_halves(const uint16_t* from) {
 struct Bfloats : Floats {
   using T = uint16_t;
   MT_INLINE __m512 load(const T* from, __mmask16 mask) {
-    return end_value(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)));
+    return bound_value(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)));
   }
   MT_INLINE __m512 load(const T* from) {
-    return end_value(_mm512_cvtepu16_epi32(load_halves(from)));
+    return bound_value(_mm512_cvtepu16_epi32(load_halves(from)));
   }
   MT_INLINE void store(T* to, __mmask16 mask, __m512i raw) {
     _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(raw));
@@ -96,14 +96,16 @@ struct Halves : Bfloats {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
   }
   MT_INLINE __m512 load(const T* from) { return _mm512_cvtph_ps(load_halves(from)); }
-  MT_INLINE __m512i end_bits(__m512 x) {
+  MT_INLINE __m512i bound_bits(__m512 x) {
     return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   }
-  MT_INLINE __m512 end_value(__m512i bits) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)); }
+  MT_INLINE __m512 bound_value(__m512i bits) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits));
+  }
   MT_INLINE __m512 rounded(__m512 x) {
     return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   }
-  MT_INLINE __m512i raw(__m512 x) { return end_bits(x); }
+  MT_INLINE __m512i raw(__m512 x) { return bound_bits(x); }
 };
 
 // -- levels and codes ----------------------------------------------------------------------------
@@ -189,14 +191,14 @@ constexpr int kTogether = 4;
 struct Patches {
   __m512 x[4][4], lo, hi;
   __mmask16 nan;
-  __m512i ends;
+  __m512i bounds;
   Steps steps;
 };
 
 template <typename F>
-MT_INLINE void find_ends(Patches& p, bool stochastic) {
+MT_INLINE void find_bounds(Patches& p, bool stochastic) {
   const Levels l = levels_of<F>(p.lo, p.hi, p.nan);
-  p.ends = _mm512_or_si512(F::end_bits(l.of[0]), _mm512_slli_epi32(F::end_bits(l.of[3]), 16));
+  p.bounds = _mm512_or_si512(F::bound_bits(l.of[0]), _mm512_slli_epi32(F::bound_bits(l.of[3]), 16));
   p.steps = steps_of(l, stochastic);
 }
 

@@ -1,9 +1,9 @@
 // 4x4 patches of maps with one channel. Values stay in memory order: a quad is a row's up to four
-// patches side by side, and in the numbers that each patch has one of (ends, levels, codes) lane
+// patches side by side, and in the numbers that each patch has one of (bounds, levels, codes) lane
 // 4 q + j is patch q of quad j.
 #pragma once
 
-#include "patch/walk_avx512.h"
+#include "patch/quad_iterator_avx512.h"
 
 #ifdef MT_PATCH_AVX512
 #pragma GCC push_options
@@ -154,9 +154,9 @@ MT_INLINE void store_quads(uint64_t* to, const Quads& q, __m512i low, __m512i hi
   _mm256_mask_storeu_epi64(to + q.first[3], q.patches[3], _mm512_extracti64x4_epi64(high, 1));
 }
 
-MT_INLINE void store_words(uint64_t* to, const Quads& q, __m512i ends, __m512i codes) {
-  store_quads(to, q, _mm512_permutex2var_epi32(ends, words_of_quads(0), codes),
-              _mm512_permutex2var_epi32(ends, words_of_quads(2), codes));
+MT_INLINE void store_words(uint64_t* to, const Quads& q, __m512i bounds, __m512i codes) {
+  store_quads(to, q, _mm512_permutex2var_epi32(bounds, words_of_quads(0), codes),
+              _mm512_permutex2var_epi32(bounds, words_of_quads(2), codes));
 }
 
 template <typename F, typename Job>
@@ -171,20 +171,20 @@ template <typename F, bool kStochastic, typename Job>
 void quantize_quads(const Job& job, int64_t begin, int64_t end) {
   const Keys keys = keys_of(job.seed);
   const uint32_t patches = static_cast<uint32_t>(job.patches());
-  Walk<Job> walk(job, begin);
+  QuadIterator<Job> it(job, begin);
   Patches p[kTogether];
   Quads q[kTogether];
   while (begin < end) {
     int count = 0;
     for (; count < kTogether && begin < end; ++count, begin += 4) {
-      q[count] = walk.four(end - begin);
+      q[count] = it.four(end - begin);
       load_patches<F>(job, q[count], p[count]);
     }
-    for (int k = 0; k < count; ++k) find_ends<F>(p[k], kStochastic);
+    for (int k = 0; k < count; ++k) find_bounds<F>(p[k], kStochastic);
     for (int k = 0; k < count; ++k) {
       const Draws draws = kStochastic ? draw_quads(q[k], keys, patches) : Draws();
       const __m512i codes = encode_quads<F, kStochastic>(p[k].x, p[k].steps, draws);
-      store_words(static_cast<uint64_t*>(job.to), q[k], p[k].ends, codes);
+      store_words(static_cast<uint64_t*>(job.to), q[k], p[k].bounds, codes);
     }
   }
 }
@@ -259,16 +259,16 @@ MT_INLINE void decode_quads(const Job& job, const Quads& q, const __m512i* words
 
 template <typename F, typename Job>
 void dequantize_quads(const Job& job, int64_t begin, int64_t end) {
-  const __m512i ends_of =
+  const __m512i bounds_of_words =
       _mm512_setr_epi32(0, 8, 16, 24, 2, 10, 18, 26, 4, 12, 20, 28, 6, 14, 22, 30);
   const auto* from = static_cast<const uint64_t*>(job.from);
-  Walk<Job> walk(job, begin);
+  QuadIterator<Job> it(job, begin);
   for (; begin < end; begin += 4) {
-    const Quads q = walk.four(end - begin);
+    const Quads q = it.four(end - begin);
     const __m512i words[2] = {load_words(from, q, 0), load_words(from, q, 2)};
-    const __m512i ends = _mm512_permutex2var_epi32(words[0], ends_of, words[1]);
-    const Levels l = levels_between<F>(F::end_value(_mm512_and_si512(ends, splat(0xFFFF))),
-                                       F::end_value(_mm512_srli_epi32(ends, 16)));
+    const __m512i bounds = _mm512_permutex2var_epi32(words[0], bounds_of_words, words[1]);
+    const Levels l = levels_between<F>(F::bound_value(_mm512_and_si512(bounds, splat(0xFFFF))),
+                                       F::bound_value(_mm512_srli_epi32(bounds, 16)));
     __m512 table[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) table[k] = as_floats(F::raw(l.of[k]));

@@ -158,7 +158,7 @@ inline void keep(const State& s, int64_t b, int64_t n, const float* x, float sca
   }
   uint8_t* codes = static_cast<uint8_t*>(s.data) + b * 64;
   s.scale[b] = scale;
-  const Book book = scaled(s.codebook, scale);
+  const Codebook book = scaled(s.codebook, scale);
   MT_UNROLL(1)
   for (int64_t i = 0; i < 64; i += 16)
     narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);

@@ -1,9 +1,9 @@
 // 4-bit codes of 128 values that wait in a buffer. Included per instruction set, so it has no
 // include guard. A search in the bounds serves every map; the usual two have shortcuts in AVX-512,
-// where the first guess is one off at most and one compare with the very bound settles it.
+// where the first guess is one off at most and one compare with the very bound corrects it.
 
 // The codes of 128 values, elements j and j + 64 to a byte.
-MT_INLINE void search(const Book& book, const float* x, uint8_t* codes) {
+MT_INLINE void search(const Codebook& book, const float* x, uint8_t* codes) {
   MT_UNROLL(4)
   for (int i = 0; i < 64; i += 16)
     narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
@@ -14,7 +14,7 @@ struct UnsignedMap {
   const float* table;
   bool even;
   float unit;
-  Book book;
+  Codebook book;
 };
 
 #ifdef MT_AVX512

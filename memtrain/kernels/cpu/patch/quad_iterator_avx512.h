@@ -28,13 +28,13 @@ struct Quads {
 
 // Goes through the quads in order.
 template <typename Job>
-struct Walk {
+struct QuadIterator {
   const Job& job;
   int64_t quads, band, quad, row, at;
   bool even;  // all quads are whole, and follow each other
   MT_INLINE int64_t quads_of(const Job& job) { return (job.across() + 3) / 4; }
 
-  Walk(const Job& of, int64_t from)
+  QuadIterator(const Job& of, int64_t from)
       : job(of), quads(quads_of(of)), even(of.rows % 4 == 0 && of.columns % 16 == 0) {
     band = from / quads, quad = from % quads, row = band % job.down();
     at = band / job.down() * job.rows * job.columns + row * 4 * job.columns;
@@ -51,12 +51,12 @@ struct Walk {
     if (++row < job.down()) return;
     row = 0, at += (job.rows - 4 * job.down()) * job.columns;
   }
-  MT_INLINE void four_even(Walk& walk, Quads& q) {
-    const int64_t first = (walk.band * walk.quads + walk.quad) * 4;
+  MT_INLINE void four_even(QuadIterator& it, Quads& q) {
+    const int64_t first = (it.band * it.quads + it.quad) * 4;
     for (int j = 0; j < 4; ++j) {
-      q.at[j] = walk.at + walk.quad * 16, q.first[j] = first + 4 * j;
+      q.at[j] = it.at + it.quad * 16, q.first[j] = first + 4 * j;
       q.height[j] = 4, q.columns[j] = 0xFFFF, q.patches[j] = 15;
-      if (++walk.quad == walk.quads) walk.quad = 0, ++walk.band, walk.at += 4 * walk.job.columns;
+      if (++it.quad == it.quads) it.quad = 0, ++it.band, it.at += 4 * it.job.columns;
     }
     q.in_a_row = q.whole = true;
   }
