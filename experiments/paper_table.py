@@ -16,7 +16,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.cli.command_line import working
-from memtrain.cli.models.build import context, from_family
+from memtrain.cli.models.build_model import context, from_family
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
 from memtrain.compressors import Identity

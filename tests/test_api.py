@@ -82,7 +82,7 @@ def test_every_preset_trains_every_optimizer(preset, name):
     reference = train(plain, OPTIMIZERS[name](plain.parameters()), 20)
     model, optimizer = memtrain.wrap(wrapped, OPTIMIZERS[name](wrapped.parameters()), preset)
     losses = train(model, optimizer, 20)
-    # the twin's own progress is the yardstick: at least 90% of it
+    # plain PyTorch's own progress is the yardstick: at least 90% of it
     assert reference[0] - losses[-1] > 0.9 * (reference[0] - reference[-1])
 
 

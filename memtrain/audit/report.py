@@ -22,8 +22,8 @@ from memtrain.audit.peak.predict import (
     explain_fake_errors,
     predict,
 )
-from memtrain.audit.peak.step import StepOptions, check_batch
 from memtrain.audit.peak.timeline import Timeline
+from memtrain.audit.peak.training_step import StepOptions, check_batch
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.config.sources import Config
 from memtrain.plan.entries import UNKNOWN, PlanEntry

@@ -14,8 +14,8 @@ from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.portable import portable_state_dict
 from memtrain.optim.state_report import describe, predict, state_bytes
-from memtrain.optim.states.base import CompressedStates
 from memtrain.optim.states.compressed import CompressedOptimizer
+from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.layout import Choice, StateRow
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights

@@ -12,8 +12,8 @@ from memtrain.optim.fused.fused import REFUSED, FusedStates, moment_dtype
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
-from memtrain.optim.states.base import CompressedStates, on_each, refuse_complex
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
+from memtrain.optim.states.compressed_states import CompressedStates, on_each, refuse_complex
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memtrain.optim.fused.fused import FusedStates, moment_dtype
 from memtrain.optim.states import layout
-from memtrain.optim.states.base import OWN, CompressedStates, on_each
+from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
 
 
 @torch.no_grad()

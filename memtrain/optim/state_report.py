@@ -12,8 +12,8 @@ from memtrain.compressors.identity import Identity
 from memtrain.optim.convert import Bounded, becomes_fused
 from memtrain.optim.fused.fused import FusedStates, moment_dtype
 from memtrain.optim.states import layout
-from memtrain.optim.states.base import CompressedStates, on_each
 from memtrain.optim.states.compressed import CompressedOptimizer
+from memtrain.optim.states.compressed_states import CompressedStates, on_each
 from memtrain.optim.states.first_step import first_states
 from memtrain.optim.states.shards import local
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.saved.pack import Choose
+from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.report import CATEGORIES, KeptTensors, Report, Row
-from memtrain.cli.models.build import build
+from memtrain.cli.models.build_model import build
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
 from memtrain.cli.render.data_files import as_json
 from memtrain.cli.render.outcome import Outcome
-from memtrain.cli.render.tables import show
+from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main, write
 
 

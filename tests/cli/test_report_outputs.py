@@ -16,7 +16,7 @@ from memtrain.cli.render.charts import draw_png
 from memtrain.cli.render.data_files import COLUMNS, as_csv
 from memtrain.cli.render.outcome import BY, Outcome, advice, broken_limits, grouped
 from memtrain.cli.render.page import as_html
-from memtrain.cli.render.tables import show
+from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.diff import compare, show_changes
 from memtrain.cli.report.main import main
 

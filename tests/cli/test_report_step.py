@@ -10,7 +10,7 @@ from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.report import Report
 from memtrain.cli.command_line import working
-from memtrain.cli.models.build import build
+from memtrain.cli.models.build_model import build
 from memtrain.cli.models.request import Request
 from memtrain.cli.render.outcome import (
     MOST,

@@ -11,7 +11,7 @@ from memtrain.kernels.codebook import rank1
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import rules
+from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import EXACT, FACTORED, Codec
 from memtrain.kernels.step.step import Entry, fused_step
 
@@ -31,7 +31,7 @@ SMALL = [(20, 77), (3, 3, 7, 7), (400,), (200, 3), (1, 301), (4, 128), (1,), (0,
 
 
 def hyper(step=3, **options):
-    return rules.adamw(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
+    return update_rules.adamw(step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **options)
 
 
 def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
@@ -101,7 +101,7 @@ def test_worked_case():
     param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
     first = coded(quantize_blocks_reference(torch.zeros(2), Codebook("DE", 4, True), 128))
     second = coded(quantize_blocks_reference(torch.zeros(2), Codebook("Linear", 4, False), 128))
-    numbers = rules.adamw(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
+    numbers = update_rules.adamw(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
     for name in ("reference", "cpu", "triton"):
         before = [Entry(param, grad, (first, second), CODECS["block"], "adamw", numbers)]
         after = run(name, before)[0]
@@ -150,7 +150,7 @@ def test_half_precision_rounds_once_to_the_nearest(name):
     # arithmetic in bfloat16 would give another
     param, grad = torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     first, second = {"tensor": torch.zeros(1)}, {"tensor": torch.zeros(1)}
-    numbers = rules.adamw(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
+    numbers = update_rules.adamw(1, lr=0.0035, betas=(0.9, 0.999), eps=0.0)
     entry = Entry(param, grad, (first, second), CODECS["exact"], "adamw", numbers)
     after = run(name, [entry])[0]
     assert after.param.item() == 0.99609375

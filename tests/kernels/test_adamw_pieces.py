@@ -7,8 +7,8 @@ import torch
 
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import pieces
-from memtrain.kernels.step.rules import adamw
 from memtrain.kernels.step.step import fused_step
+from memtrain.kernels.step.update_rules import adamw
 from tests.kernels import test_adamw, test_entries
 
 

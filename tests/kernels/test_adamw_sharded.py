@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import rules, sharded
 from memtrain.kernels.step import shard as shards
+from memtrain.kernels.step import sharded, update_rules
 from memtrain.kernels.step.codecs import FACTORED, Codec, ratio
 from memtrain.kernels.step.shard import Shard
 from memtrain.kernels.step.step import Entry, fused_step
@@ -27,7 +27,7 @@ def entry(param, kind, shard=None):
         second = {"codes": coded["codes"].clone(), "scale": torch.zeros(sum(shape))}
     else:
         second = {"row": torch.zeros(shape[0]), "col": torch.zeros(shape[1:].numel())}
-    numbers = rules.adamw(1, **HYPER)
+    numbers = update_rules.adamw(1, **HYPER)
     return Entry(param, param, (first, second), codecs, "adamw", numbers, shard=shard)
 
 
@@ -91,7 +91,7 @@ def test_parts_equal_the_whole(shape, cuts, dim, kind, name, monkeypatch):
         grad = torch.randn(shape) * rows
         # L2 decay reads the parameters, which later differ where blocks do.
         options = {"decoupled": False, "maximize": True} if step == 1 else {}
-        numbers = rules.adamw(step, weight_decay=0.1, **HYPER, **options)
+        numbers = update_rules.adamw(step, weight_decay=0.1, **HYPER, **options)
         grads = [part.contiguous() for part in grad.split(cuts, dim)]
         own = [p._replace(grad=g, scalars=numbers) for p, g in zip(parts, grads, strict=True)]
         with backend(name):

@@ -11,8 +11,8 @@ from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, Codec, buckets
-from memtrain.kernels.step.rules import adamw, lion, sgd
 from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.update_rules import adamw, lion, sgd
 
 FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
 BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import cuda_graph, rules
+from memtrain.kernels.step import cuda_graph, update_rules
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.step_triton import point
@@ -42,13 +42,13 @@ def test_numbers_of_the_device_are_those_of_the_host():
     steps = torch.arange(1, 200).double()
     for more in ({}, {"decoupled": False, "maximize": True}):
         lr = torch.tensor(LR).double()
-        given = rules.adamw(steps, lr=lr, **options, **more)
-        rows = rules.on_device(given, len(steps), CPU)
-        want = [rules.adamw(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
+        given = update_rules.adamw(steps, lr=lr, **options, **more)
+        rows = update_rules.on_device(given, len(steps), CPU)
+        want = [update_rules.adamw(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
         assert torch.equal(rows.float(), torch.tensor(want))
-    lion = rules.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
-    want = rules.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
-    assert torch.equal(rules.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
+    lion = update_rules.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
+    want = update_rules.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
+    assert torch.equal(update_rules.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
 
 
 def of_step(entry, step, on_device):
@@ -56,8 +56,8 @@ def of_step(entry, step, on_device):
     given = entry.scalars
     if entry.rule == "adamw":
         t = torch.tensor([step]).double() if on_device else step
-        given = rules.adamw(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
-    row = rules.on_device(given, 1, CPU)[0] if on_device else given
+        given = update_rules.adamw(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
+    row = update_rules.on_device(given, 1, CPU)[0] if on_device else given
     return entry._replace(scalars=row)
 
 

@@ -17,7 +17,7 @@ from memtrain.activations.adaptive.replay import (
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.saved.pack import Choose
+from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 from memtrain.activations.intercept.index_bounds import limit_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
-from memtrain.activations.intercept.registry import SMOOTH, recognise
+from memtrain.activations.intercept.replaced_ops import SMOOTH, recognise
 from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.activations.saved.origin import foreign, storage_id
-from memtrain.activations.saved.pack import SavedTensors
+from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 

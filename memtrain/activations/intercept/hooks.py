@@ -22,14 +22,14 @@ from memtrain.activations.intercept.reentrancy import (
     suspend_others,
     suspended,
 )
-from memtrain.activations.intercept.registry import (
+from memtrain.activations.intercept.replaced_ops import (
     FUNCTION_MODULES,
     recognise_module,
     unwatched,
 )
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
-from memtrain.activations.saved.pack import Choose, SavedTensors, Watch
+from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
 from memtrain.activations.saved.site import Op, Record, Site
 
 # A module whose forward runs: its path, what gives its result where it is run as one op, and the op

@@ -1,6 +1,6 @@
 """Families of ops that a rule may name at once, by how their backward uses what it saves."""
 
-from memtrain.activations.intercept.registry import SMOOTH
+from memtrain.activations.intercept.replaced_ops import SMOOTH
 
 _NONLINEAR = """
 relu relu6 leaky_relu prelu rrelu elu celu selu gelu gelu_tanh quick_gelu silu mish sigmoid

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from memtrain.activations.saved.origin import in_transform
-from memtrain.activations.saved.pack import SavedTensors
+from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Op
 
 BLOCKS = "@blocks"

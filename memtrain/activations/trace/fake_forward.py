@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.intercept.executor import Rounding
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.saved.pack import Choose
+from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 

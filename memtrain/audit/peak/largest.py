@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memtrain.audit.peak.predict import predict
-from memtrain.audit.peak.step import StepOptions, check_batch
 from memtrain.audit.peak.timeline import Timeline
+from memtrain.audit.peak.training_step import StepOptions, check_batch
 
 WHAT = ("batch", "seq")
 

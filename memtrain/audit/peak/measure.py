@@ -19,8 +19,8 @@ from memtrain.audit.live_tensors import weight_tensors
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import copy_optimizer
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.audit.peak.step import StepOptions, check, record_step, run_step
 from memtrain.audit.peak.timeline import Timeline, replay
+from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
 from memtrain.optim.wrappers.release import random_state, set_random_state
 
 

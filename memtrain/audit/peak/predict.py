@@ -23,8 +23,14 @@ from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import fake_copies
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.audit.peak.step import StepOptions, check, record_step, run_step, wants_closure
 from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
+from memtrain.audit.peak.training_step import (
+    StepOptions,
+    check,
+    record_step,
+    run_step,
+    wants_closure,
+)
 from memtrain.kernels import cpu
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")

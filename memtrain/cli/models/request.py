@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from memtrain.audit.peak import StepOptions
-from memtrain.audit.peak.step import DEVICES
+from memtrain.audit.peak.training_step import DEVICES
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import nearest
 

@@ -11,7 +11,7 @@ from typing import Any
 from memtrain.audit.peak import PARTS, Timeline
 from memtrain.audit.report import CATEGORIES, Report
 from memtrain.cli.render.outcome import SIDES, module_of, thinned, timelines
-from memtrain.cli.render.tables import heading
+from memtrain.cli.render.text_tables import heading
 from memtrain.config.sizes import format_size
 
 COLOURS = {

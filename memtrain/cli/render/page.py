@@ -14,7 +14,7 @@ from memtrain.cli.render.outcome import (
     timelines,
     verdict,
 )
-from memtrain.cli.render.tables import heading, remarks, sides
+from memtrain.cli.render.text_tables import heading, remarks, sides
 from memtrain.config.sizes import format_size
 
 _ROWS = 40

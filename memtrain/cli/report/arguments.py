@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from memtrain.cli.command_line import Parser, check_writable
-from memtrain.cli.models.build import known_models
+from memtrain.cli.models.build_model import known_models
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import OPTIMIZERS, Request
 from memtrain.cli.render.charts import check_installed

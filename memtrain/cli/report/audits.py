@@ -9,7 +9,7 @@ from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import CATEGORIES, Report, audit
-from memtrain.cli.models.build import Built, build_real
+from memtrain.cli.models.build_model import Built, build_real
 from memtrain.cli.models.request import Request
 from memtrain.config.sources import Config
 from memtrain.gradient_quality import GradientQuality, gradient_quality

@@ -10,7 +10,7 @@ from rich.console import Console
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import UnpredictableError, conditions
-from memtrain.cli.models.build import Built
+from memtrain.cli.models.build_model import Built
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import DTYPES, Request
 from memtrain.cli.report.audits import explained

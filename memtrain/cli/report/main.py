@@ -14,12 +14,12 @@ from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report
 from memtrain.cli.command_line import consoles, drop_output, replaced, working
-from memtrain.cli.models.build import Built, build, build_real
+from memtrain.cli.models.build_model import Built, build, build_real
 from memtrain.cli.models.request import Request
 from memtrain.cli.render import charts, data_files
 from memtrain.cli.render.outcome import Outcome, broken_limits
 from memtrain.cli.render.page import as_html
-from memtrain.cli.render.tables import show
+from memtrain.cli.render.text_tables import show
 from memtrain.cli.report import diff, fitting
 from memtrain.cli.report.arguments import (
     STDOUT,

@@ -12,8 +12,8 @@ from memtrain.kernels.codebook import rank1
 from memtrain.kernels.step import step_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
 from memtrain.kernels.step.cuda_graph import GraphTables
-from memtrain.kernels.step.rules import RULES, stacked
 from memtrain.kernels.step.step import FIELDS, SECOND, Entry, Sums, table_row
+from memtrain.kernels.step.update_rules import RULES, stacked
 
 kernels: Any = step_triton  # launches take options that no signature shows
 ELEMENTS = 1024  # of a program of the update: 8 blocks of 128, or 4 of 256

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from memtrain.kernels.codebook.quantize import dequantize_blocks, quantize_blocks
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.step import rules
+from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import ratio
-from memtrain.kernels.step.rules import AdamWScalars
 from memtrain.kernels.step.split import BLOCK
 from memtrain.kernels.step.step import Entry
+from memtrain.kernels.step.update_rules import AdamWScalars
 
 PIECE = (
     2**18
@@ -31,7 +31,7 @@ def step(entry: Entry) -> None:
     Args:
         entry: With at least 2 dimensions.
     """
-    h: AdamWScalars = rules.named(entry.rule, entry.scalars)
+    h: AdamWScalars = update_rules.named(entry.rule, entry.scalars)
     piece = PIECE_CUDA if entry.param.is_cuda else PIECE
     _new_factors(entry, h, piece)
     row, col = entry.states[1]["row"], entry.states[1]["col"]
@@ -47,7 +47,7 @@ def _new_factors(entry: Entry, h: AdamWScalars, piece: int) -> None:
     for first in range(0, rows, each):
         last = min(rows, first + each)
         part = _between(entry, first * cols, last * cols)
-        g = rules.gradient(h, part.grad, part.master.read(part.param))
+        g = update_rules.gradient(h, part.grad, part.master.read(part.param))
         square = g.square_().view(-1, cols)
         row_sum[first:last] = square.sum(1)
         col_sum += square.sum(0)
@@ -83,7 +83,7 @@ def _between(entry: Entry, begin: int, end: int) -> Entry:
 
 def _step_piece(part: Entry, h: AdamWScalars, v: Tensor) -> None:
     p, numel = part.master.read(part.param), part.param.numel()
-    g = rules.gradient(h, part.grad, p)
+    g = update_rules.gradient(h, part.grad, p)
     codec, codes, scale = part.codecs[0], part.states[0]["codes"], part.states[0]["scale"]
     book = Codebook(codec.codebook, codec.bits)
     m = dequantize_blocks(codes, scale, book, numel=numel)

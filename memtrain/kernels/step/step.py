@@ -9,7 +9,7 @@ from torch import Tensor
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import rank1
 from memtrain.kernels.dispatch import choose
-from memtrain.kernels.step import rules, shard
+from memtrain.kernels.step import shard, update_rules
 from memtrain.kernels.step.codecs import (
     ROWS_AND_COLUMNS,
     Codec,
@@ -19,9 +19,9 @@ from memtrain.kernels.step.codecs import (
     ratio,
 )
 from memtrain.kernels.step.cuda_graph import GraphTables
-from memtrain.kernels.step.rules import RULES, Scalars
 from memtrain.kernels.step.shard import Shard
 from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.kernels.step.update_rules import RULES, Scalars
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu/halves.h has them
 SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
@@ -36,9 +36,10 @@ class Entry(NamedTuple):
     """One parameter's part of a step; the payloads and the parameter are written in place.
 
     `states` are the rule's (AdamW: both moments; SGD and Lion: the momentum; SGD without momentum:
-    none), kept as `codecs` say. `scalars` are on the host, or a row of `rules.on_device`. With a
-    `shard` everything is a process's part, but for what rank-1 and factored know of the whole: see
-    `sharded.step`. `master` tells how a bfloat16 or float16 parameter's float32 master is kept.
+    none), kept as `codecs` say. `scalars` are on the host, or a row of `update_rules.on_device`.
+    With a `shard` everything is a process's part, but for what rank-1 and factored know of the
+    whole: see `sharded.step`. `master` tells how a bfloat16 or float16 parameter's float32 master
+    is kept.
     """
 
     param: Tensor
@@ -96,7 +97,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     Example:
         >>> from memtrain.kernels.step.codecs import EXACT
         >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
-        >>> h = rules.sgd(lr=0.25, momentum=0.9)
+        >>> h = update_rules.sgd(lr=0.25, momentum=0.9)
         >>> fused_step([Entry(p, g, (buffer,), (EXACT,), "sgd", h)])
         >>> p
         tensor([0.7500, 0.7500])
@@ -159,7 +160,7 @@ def fits(entry: Entry) -> bool:
     """Whether the kernels serve an entry's layout and dtypes, but for the strides of its gradient.
 
     Example:
-        >>> p, h = torch.ones(4, 2), rules.sgd(lr=1.0, momentum=0.0)
+        >>> p, h = torch.ones(4, 2), update_rules.sgd(lr=1.0, momentum=0.0)
         >>> fits(Entry(p, p, (), (), "sgd", h)), fits(Entry(p.t(), p.t(), (), (), "sgd", h))
         (True, False)
     """
@@ -207,8 +208,8 @@ def reduce_reference(entry: Entry) -> Sums:
     """Pass 1 in pure torch: the maxima of rank-1's new state, or sums of squared gradients."""
     if entry.form not in ROWS_AND_COLUMNS:
         return {}
-    h = rules.named(entry.rule, entry.scalars)
-    g = rules.gradient(h, entry.grad, entry.master.read(entry.param))
+    h = update_rules.named(entry.rule, entry.scalars)
+    g = update_rules.gradient(h, entry.grad, entry.master.read(entry.param))
     if entry.form == "rank1":
         v = entry.codecs[1].decode(entry.states[1], entry.param.shape)
         return {"scale": rank1.maxima(h.second_moment(g, v.to(g.dtype)))}
@@ -218,7 +219,7 @@ def reduce_reference(entry: Entry) -> Sums:
 
 def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
     """The new factors from sums over the whole tensor, into the state; their mean into `sums`."""
-    h, state = rules.named(entry.rule, entry.scalars), entry.states[1]
+    h, state = update_rules.named(entry.rule, entry.scalars), entry.states[1]
     row, col = state["row"], state["col"]
     row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(part.shape[1:]).numel()))
     col.copy_(h.b2 * col + h.w2 * (sums["col"] / part.shape[0]))
@@ -228,8 +229,8 @@ def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
 def update_reference(entry: Entry, sums: Sums) -> None:
     """Pass 2 in pure torch: decode, update, encode."""
     shape, is_factored = entry.param.shape, entry.form == "factored"
-    p, h = entry.master.read(entry.param), rules.named(entry.rule, entry.scalars)
-    g = rules.gradient(h, entry.grad, p)
+    p, h = entry.master.read(entry.param), update_rules.named(entry.rule, entry.scalars)
+    g = update_rules.gradient(h, entry.grad, p)
     stored = list(zip(entry.codecs, entry.states, strict=True))
     if is_factored:
         _, factors = stored.pop()
@@ -245,7 +246,7 @@ def update_reference(entry: Entry, sums: Sums) -> None:
 
 
 def _step_cpu(entries: Sequence[Entry]) -> None:
-    scalars = rules.stacked([entry.scalars for entry in entries], entries[0].param.device)
+    scalars = update_rules.stacked([entry.scalars for entry in entries], entries[0].param.device)
     rows = []
     for k, entry in enumerate(entries):
         shape = list(entry.param.shape) if entry.form == "rank1" else []

@@ -14,7 +14,7 @@ ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE
 TILE = tl.constexpr(16)
 REDUCE_WARPS = 8
 PIECE = tl.constexpr(1024)
-ADAMW, SGD, LION = (tl.constexpr(k) for k in range(3))  # in the order of `rules.RULES`
+ADAMW, SGD, LION = (tl.constexpr(k) for k in range(3))  # as in `update_rules.RULES`
 AS_FIRST, RANK1, FACTORED = (tl.constexpr(k) for k in range(3))  # SECOND, as `step.SECOND`
 
 # The fields of a table's row, int64 each (`step.table_row`); of a state the payload's two tensors,
@@ -45,7 +45,7 @@ def _bytes(table_ptr, tensor, k):
 
 @triton.jit
 def _updated(p, g, m, v, scalars, RULE: tl.constexpr, SECOND: tl.constexpr):
-    """A rule's update, as `rules.py` has it: the new parameter and states."""
+    """A rule's update, as `update_rules.py` has it: the new parameter and states."""
     decay = tl.load(scalars)
     a, b, c = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     d, e = tl.load(scalars + 6), tl.load(scalars + 7)

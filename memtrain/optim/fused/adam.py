@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from memtrain.kernels.step.rules import AdamWScalars, Number, adamw
+from memtrain.kernels.step.update_rules import AdamWScalars, Number, adamw
 from memtrain.optim.fused.capturable import check_betas, check_numbers, number
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout

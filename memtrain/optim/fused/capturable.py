@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.step.rules import Number
+from memtrain.kernels.step.update_rules import Number
 
 DEVICES = ("cuda",)
 
@@ -64,7 +64,7 @@ def check_betas(group: dict[str, Any]) -> None:
 
 
 def number(group: Mapping[str, Any], value: Any) -> Number:
-    """An option as the makers of `kernels.step.rules` take it."""
+    """An option as the makers of `kernels.step.update_rules` take it."""
     return value.detach().double() if stays_on_device(group, value) else float(value)
 
 

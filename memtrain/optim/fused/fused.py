@@ -16,12 +16,17 @@ from memtrain.kernels import cpu
 from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, Codec
 from memtrain.kernels.step.cuda_graph import GraphTables
-from memtrain.kernels.step.rules import Number, Scalars, on_device
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.step import Entry, fused_step, has_kernel
+from memtrain.kernels.step.update_rules import Number, Scalars, on_device
 from memtrain.optim.fused import capturable
 from memtrain.optim.states import layout
-from memtrain.optim.states.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
+from memtrain.optim.states.compressed_states import (
+    CompressedStates,
+    closure_loss,
+    refuse_complex,
+    refuse_sparse,
+)
 from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
 
 REFUSED = {

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.kernels.step.rules import LionScalars, Number, lion
+from memtrain.kernels.step.update_rules import LionScalars, Number, lion
 from memtrain.optim.fused.capturable import check_betas, check_numbers, number
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout
-from memtrain.optim.states.base import closure_loss, refuse_sparse
+from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 
 
 class Lion(Optimizer):

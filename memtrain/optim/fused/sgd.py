@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd as plain_sgd
 
-from memtrain.kernels.step.rules import Number, Scalars, SGDScalars, sgd
 from memtrain.kernels.step.split import PLAIN
 from memtrain.kernels.step.step import Entry
+from memtrain.kernels.step.update_rules import Number, Scalars, SGDScalars, sgd
 from memtrain.optim.fused.capturable import check_numbers, number
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import layout

@@ -10,7 +10,12 @@ from torch.optim import LBFGS, Optimizer
 
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
-from memtrain.optim.states.base import CompressedStates, closure_loss, refuse_complex, refuse_sparse
+from memtrain.optim.states.compressed_states import (
+    CompressedStates,
+    closure_loss,
+    refuse_complex,
+    refuse_sparse,
+)
 from memtrain.optim.states.first_step import raw_step
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import GRADIENT_SUM, Compressor
 from memtrain.compressors.registry import check_seat
 from memtrain.kernels.step import cuda_graph
-from memtrain.optim.states.base import closure_loss, refuse_sparse
+from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 

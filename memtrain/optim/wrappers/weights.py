@@ -13,7 +13,7 @@ from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
-from memtrain.optim.states.base import closure_loss, refuse_sparse
+from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stall import StallWatch
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, with_leaf

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from memtrain.optim.states import hooks
-from memtrain.optim.states.base import CompressedStates, _refuse_step
+from memtrain.optim.states import optimizer_hooks
+from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class OptimizerWrapper(Optimizer):
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
 
     def _share_hooks(self) -> None:
-        hooks.share(self, self.inner)
+        optimizer_hooks.share(self, self.inner)
 
     def release_inner(self) -> Optimizer:
         """Let go of the inner optimizer, which may step again."""
@@ -221,7 +221,7 @@ class OptimizerWrapper(Optimizer):
         Returns:
             Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
         """
-        return hooks.saved(self, self.inner, self._whole_state_dict)
+        return optimizer_hooks.saved(self, self.inner, self._whole_state_dict)
 
     def _whole_state_dict(self) -> dict[str, Any]:
         inner = self.inner.state_dict()
@@ -237,7 +237,7 @@ class OptimizerWrapper(Optimizer):
         Raises:
             ValueError: If anything in it does not fit; nothing was changed then.
         """
-        hooks.loaded(self, self.inner, state_dict, self._load)
+        optimizer_hooks.loaded(self, self.inner, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         own = state_dict.get(OWN, {})

@@ -7,7 +7,7 @@ from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.registry import recognise
+from memtrain.activations.intercept.replaced_ops import recognise
 from memtrain.activations.ops.leaky_relu import rrelu
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Key

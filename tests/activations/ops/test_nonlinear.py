@@ -8,7 +8,7 @@ from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.registry import recognise, recognise_module
+from memtrain.activations.intercept.replaced_ops import recognise, recognise_module
 from memtrain.activations.ops import nonlinear
 from memtrain.activations.ops.leaky_relu import prelu
 from memtrain.activations.ops.nonlinear import MODULES, NAMES

@@ -29,7 +29,7 @@ def test_every_family_under_every_preset(step):
 
 
 SEVEN_BILLION = """
-from memtrain.cli.models.build import build
+from memtrain.cli.models.build_model import build
 from memtrain.cli.models.request import Request
 from memtrain.audit.peak.predict import predict
 built = build(Request(model="llama-7b", batch=1, seq=2048))

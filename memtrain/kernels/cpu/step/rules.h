@@ -1,5 +1,5 @@
-// The rules of the fused step in lanes; kernels/step/rules.py has their formulas. Included per
-// instruction set, so it has no include guard. A new rule is one struct here, and its place in
+// The rules of the fused step in lanes; kernels/step/update_rules.py has their formulas. Included
+// per instruction set, so it has no include guard. A new rule is one struct here, and its place in
 // MT_EACH_RULE.
 
 #undef MT_MEMBER

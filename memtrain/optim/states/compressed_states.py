@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.optim.states import flashoptim, hooks, layout, rows
+from memtrain.optim.states import flashoptim, layout, optimizer_hooks, rows
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stall import StallWatch
 
@@ -47,7 +47,7 @@ class CompressedStates(Optimizer):
         self.original = original
         self.param_groups = original.param_groups
         self.defaults = original.defaults
-        hooks.share(self, original)
+        optimizer_hooks.share(self, original)
         original.state.clear()
         self._original_step = vars(original).get("step")
         original.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,7 +85,7 @@ class CompressedStates(Optimizer):
             payloads are laid out by rows, as DTensors (`rows.to_rows`): what
             `torch.distributed.checkpoint` saves, any number of processes loads.
         """
-        return hooks.saved(self, self, self._whole_state_dict)
+        return optimizer_hooks.saved(self, self, self._whole_state_dict)
 
     def _whole_state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
