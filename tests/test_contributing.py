@@ -41,15 +41,17 @@ def test_the_four_recipes_are_there():
 
 
 def test_the_diff_applies(recipe):
-    _, copy = recipe
-    changed = [file for file in copy.rglob("*.py") if not (ROOT / file.relative_to(copy)).exists()]
-    changed += [
-        file
-        for file in copy.rglob("*")
-        if (original := ROOT / file.relative_to(copy)).is_file()
-        and file.read_bytes() != original.read_bytes()
-    ]
-    assert changed
+    text, copy = recipe
+    files = [file for file in copy.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    changed = {
+        str(file.relative_to(copy))
+        for file in files
+        if not (original := ROOT / file.relative_to(copy)).exists()
+        or file.read_bytes() != original.read_bytes()
+    }
+    named = set(re.findall(r"(?m)^\+\+\+ b/(\S+)$", text))
+    assert changed == named
+    assert all(Path(name).suffix in (".py", ".h", ".yaml") for name in named)
 
 
 @pytest.mark.nightly

@@ -53,7 +53,7 @@ def portable_state_dict(optimizer: CompressedStates) -> dict[str, Any]:
 def _whole(optimizer: CompressedStates, param: Tensor) -> dict[str, Any]:
     whole = {}
     for name, value in optimizer.state[param].items():
-        if optimizer.is_payload(param, name, value):
+        if isinstance(optimizer, CompressedStates) and optimizer.is_payload(param, name, value):
             value = layout.unpack(
                 optimizer.compressor(param, name)[0], value, param, moment_dtype(param)
             )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import memtrain
 from memtrain import optim
+from memtrain.compressors import codebook as blocks
 from memtrain.compressors.codebook import Block
 from memtrain.kernels.codebook.values import codebook
 from memtrain.kernels.packing import bits
@@ -24,7 +25,7 @@ from memtrain.optim.states import layout, shards
 from memtrain.plan.plan import make_plan
 
 STEPS = 3
-layout.MAX_SIDE_BYTES = 1e9  # rank-1 and factored states of small tensors too
+blocks.MAX_VECTOR_BYTES = 1e9  # rank-1 and factored states of small tensors too
 
 
 def general(name, **options):

@@ -99,6 +99,7 @@ def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, 
         ValueError: For a compressor that cannot serve this state.
 
     Example:
+        >>> from memtrain.compressors import Factored
         >>> decide(torch.zeros(1, 9001), lambda param, state: Factored(), "exp_avg_sq")
         (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
          'factored vectors would cost 4.00 bytes per parameter: block instead')
