@@ -1,4 +1,4 @@
-// 8-bit codes of the dynamic-exponent maps (DE and DE-0 of kernels/codebook/codebooks.py) to values and
+// 8-bit codes of the dynamic-exponent maps (DE and DE-0 of kernels/codebook/values.py) to values and
 // back, bit for bit as the tables say. Included per instruction set, so it has no include guard.
 //
 // Gathers from a table would take most of a step's time, so AVX-512 counts instead. A magnitude
