@@ -394,3 +394,12 @@ def test_gradients_of_a_real_batch_are_told_by_site(tmp_path, monkeypatch, capsy
     assert main(["model=py:mine:build", *one, "--gradients", "--no-peak"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "of the gradient's squared norm, most of it from 2 / linear / input (" in told
+
+
+@pytest.mark.parametrize(
+    ("short", "long"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
+def test_short_names_of_dtypes_are_taken(short, long):
+    assert Request(dtype=short).dtype == long
+    if long != "float32":
+        assert Request(autocast=short).step == Request(autocast=long).step

@@ -12,6 +12,8 @@ from memtrain.audit.peak.training_step import DEVICES
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import nearest
 
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Other names of dtypes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -45,7 +47,7 @@ class Request:
     image: int | None = None
     """Height and width, for images; 224 by default."""
     dtype: str = "float32"
-    """Of weights, gradients and activations."""
+    """Of weights, gradients and activations; `bf16` is bfloat16, and so on."""
     labels: bool = True
     """Whether the model gets labels, so that the loss's saved tensors count."""
     attention: str | None = None
@@ -74,6 +76,8 @@ class Request:
     """A plan file, in place of memtrain's keys."""
 
     def __post_init__(self) -> None:
+        self.dtype = SHORT.get(self.dtype, self.dtype)
+        self.autocast = SHORT.get(str(self.autocast), self.autocast)
         for name, allowed in _ALLOWED.items():
             if (value := getattr(self, name)) not in allowed:
                 hint = nearest(str(value), [one for one in allowed if one is not None])

@@ -71,7 +71,7 @@ models: {models}
 
 keys:
   model, batch, seq (text), image (its height and width)
-  dtype      float32, bfloat16, float16
+  dtype      float32, bfloat16, float16 (or fp32, bf16, fp16)
   labels     true: the loss's saved tensors count; false: they do not
   attention  eager, sdpa
   dropout    0 turns every dropout of a transformers config off
