@@ -11,13 +11,16 @@ from memtrain import optim
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
+from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE
+from memtrain.plan.unmet import FirstStep
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrapped import (
     ATTRIBUTE,
+    ModelState,
     Wrapped,
     adapter,
     load_state_dict,
@@ -69,7 +72,8 @@ def wrap(
 
     Args:
         model: The model, before or in the middle of a training run.
-        optimizer: Its optimizer; all its parameters must be the model's.
+        optimizer: Its optimizer; all its parameters must be the model's. Of the one that
+            accelerate's `prepare` returned, the optimizer inside is taken.
         cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"all_four"`, `"exact"`,
             `"optimizer_only"`, `"activations_only"`), the YAML path of a config or of a plan
             (`Plan.save`), a list of Hydra overrides, a dict, a DictConfig, a `Config` or a `Plan`.
@@ -82,8 +86,8 @@ def wrap(
 
     Raises:
         ValueError: If the model has no parameters or is wrapped already, if the optimizer holds
-            parameters that are not the model's, or for a config that is not valid. Nothing has
-            been changed then.
+            parameters that are not the model's or is prepared with a GradScaler, or for a config
+            that is not valid. Nothing has been changed then.
         TypeError: For arguments of the wrong type.
 
     Memory:
@@ -98,6 +102,10 @@ def wrap(
         >>> model(torch.randn(32, 64)).sum().backward()
         >>> optimizer.step()
     """
+    holder: Any = _holder(optimizer)
+    if holder is not None:
+        model, holder.optimizer = wrap(model, holder.optimizer, cfg, batch=batch)
+        return model, holder
     _check(model, optimizer)
     plan = make_plan(model, optimizer, cfg, batch=batch)
     check(model, plan.config)
@@ -128,6 +136,11 @@ def wrap(
     if rounding is not None:
         handles += rounding.scaler.attach(optimizer)
     setattr(model, ATTRIBUTE, Wrapped(plan, interception, weights, handles))
+    for group in optimizer.param_groups:
+        group.setdefault(OWN, ())  # torch's flattened checkpoints load the options of live groups
+    if interception is not None:
+        handles += ModelState(model).attach(optimizer)
+        handles.append(FirstStep(plan, interception).attach(optimizer))
     return model, optimizer
 
 
@@ -151,6 +164,10 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
         >>> type(unwrap(model, optimizer)[1]).__name__
         'AdamW'
     """
+    holder: Any = _holder(optimizer)
+    if holder is not None:
+        model, holder.optimizer = unwrap(model, holder.optimizer)
+        return model, holder
     wrapped = wrapped_of(model)
     check_removable(optimizer, wrapped.plan.config)
     optimizer = remove(optimizer, wrapped.handles)
@@ -161,8 +178,23 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
         optimizer = optim.restore(optimizer)
     if wrapped.interception is not None:
         wrapped.interception.detach()
+    for group in optimizer.param_groups:
+        group.pop(OWN, None)
     delattr(model, ATTRIBUTE)
     return model, optimizer
+
+
+def _holder(optimizer: Any) -> Any:
+    """An optimizer without hooks around the one that steps, as accelerate's `prepare` makes it."""
+    inside = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+    if not inside or hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return None
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ValueError(
+            f"this {type(optimizer).__name__} steps through a GradScaler that holds the optimizer "
+            "inside: call memtrain.wrap before accelerator.prepare"
+        )
+    return optimizer
 
 
 def _watch(model: nn.Module, plan: Plan) -> ActnnSensitivity | None:

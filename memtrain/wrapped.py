@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.optim.states import in_groups
 from memtrain.optim.wrappers.apply import KEEP
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 from memtrain.plan.plan import Plan
 from memtrain.precision.state import PrecisionState
 
@@ -53,8 +56,45 @@ def plan_of(model: nn.Module) -> Plan:
     return wrapped_of(model).plan
 
 
+class ModelState:
+    """Hooks that save `state_dict(model)` with its optimizer, and load it with that.
+
+    Args:
+        model: What `wrap` wrapped; it is not kept alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = WeakRef(model)
+        self._loaded: Mapping[str, Any] = {}
+
+    def attach(self, optimizer: Optimizer) -> list[Any]:
+        """Register the hooks on the optimizer that `wrap` returns."""
+        return [
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._take),
+            optimizer.register_load_state_dict_post_hook(self._load),
+        ]
+
+    def _save(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        model = self._model()
+        return saved if model is None else in_groups.saved(saved, {"model": state_dict(model)})
+
+    def _take(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        self._loaded = in_groups.found(loaded).get("model", {})
+        return loaded if isinstance(optimizer, OptimizerWrapper) else in_groups.without(loaded)
+
+    def _load(self, optimizer: Optimizer) -> None:
+        model, loaded = self._model(), self._loaded
+        self._loaded = {}
+        if model is not None and loaded:
+            own = state_dict(model)  # the checkpoint may be of another config: what both have
+            load_state_dict(model, {name: loaded.get(name, own[name]) for name in own})
+
+
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """State for a checkpoint besides the model's and the optimizer's own `state_dict`.
+    """State for a checkpoint besides the model's: `optimizer.state_dict()` has it in its groups.
+
+    It is of use by itself where the optimizer is not saved.
 
     Args:
         model: A model that `wrap` returned.

@@ -336,3 +336,38 @@ def test_model_and_optimizer_pickle_and_copy_together():
     copies = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
     expected = train(*pair, 3)
     assert all(train(*twin, 3) == expected for twin in copies)
+
+
+class Prepared(torch.optim.Optimizer):
+    """As accelerate's: an optimizer in name, which has no groups or hooks of its own."""
+
+    def __init__(self, optimizer, scaler=None):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_the_optimizer_inside_a_prepared_one_is_taken_and_given_back():
+    plain, wrapped = make(), make()
+    losses = train(*memtrain.wrap(plain, torch.optim.AdamW(plain.parameters(), lr=2e-3)), 3)
+    original = torch.optim.AdamW(wrapped.parameters(), lr=2e-3)
+    prepared = Prepared(original)
+    model, optimizer = memtrain.wrap(wrapped, prepared)
+    assert optimizer is prepared
+    assert type(prepared.optimizer).__name__ == "AdamW4bit"
+    assert train(model, optimizer, 3) == losses
+    assert memtrain.unwrap(model, optimizer) == (wrapped, prepared)
+    assert prepared.optimizer is original
+
+
+def test_a_prepared_optimizer_with_a_scaler_is_refused():
+    model = make()
+    prepared = Prepared(torch.optim.AdamW(model.parameters()), scaler=object())
+    with pytest.raises(ValueError, match=r"memtrain\.wrap before accelerator\.prepare"):
+        memtrain.wrap(model, prepared)

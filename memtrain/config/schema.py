@@ -166,6 +166,9 @@ class Config:
     """Which tensors of training are rounded to which float format."""
     seed: int = 0
     """Feeds every random bit of every compressor."""
+    strict: bool = False
+    """Whether saved tensors that the rules cannot reach (torch.compile, others' hooks, activation
+    checkpointing) are an error at the first step, before it changes anything; else one warning."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("weights", WEIGHTS), ("gradients", GRADIENTS)):

@@ -66,6 +66,7 @@ class Plan:
     state_rules: Rules
     _entries: dict[str, list[PlanEntry]] = field(default_factory=dict)
     _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
+    _kept: dict[str, dict[str, int]] = field(default_factory=dict)  # reason -> site -> bytes
     bits: BitWidths | None = None
     """The widths of the sites with `bits: auto`, if a rule has it."""
     precision: PrecisionState | None = None
@@ -112,13 +113,27 @@ class Plan:
 
         A site whose automatic bits have changed since is recorded again.
         """
+        records = list(records)
         new = {entry.site: entry for entry in merge(records)}
         stale = self.bits.stale if self.bits is not None else set()
         rows = self._entries.setdefault("activation", [])
         rows[:] = [new.get(row.site, row) if row.site in stale else row for row in rows]
         stale -= new.keys()
         known = {row.site for row in rows}
+        for record in records:
+            if not record.compressor and (site := record.site.name) not in known:
+                sites = self._kept.setdefault(record.reason, {})
+                sites[site] = sites.get(site, 0) + record.planned
         rows += [entry for site, entry in new.items() if site not in known]
+
+    def kept(self, reason: str) -> dict[str, int]:
+        """Sites of saved tensors that are kept for a reason that begins so -> bytes kept."""
+        found: dict[str, int] = {}
+        for known, sites in self._kept.items():
+            if known.startswith(reason):
+                for site, nbytes in sites.items():
+                    found[site] = found.get(site, 0) + nbytes
+        return found
 
     def trace(
         self,

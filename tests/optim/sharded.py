@@ -1,5 +1,6 @@
 """What processes that share parameters (DTensor, FSDP2) find; `distributed.py` runs it."""
 
+import copy
 import itertools
 import tempfile
 
@@ -320,10 +321,48 @@ def everything(rank, world):
         loss.backward()
         optimizer.step()
         got.append(loss.item())
-    corrections = optimizer.state_dict()["memtrain"]["weights"]["corrections"]
-    kind = type(corrections[0]).__name__
+    kind = type(optimizer.state_dict()["state"][0]["weight_correction"]).__name__
     model, back = memtrain.unwrap(model, optimizer)
     return {"first": got[0], "last": got[-1], "kind": kind, "back": back is plain}
+
+
+def continued(rank, world):
+    """Runs that `get_optimizer_state_dict` saved and another loads, under whole presets."""
+
+    def started(preset, seed):
+        model = model_of(False)
+        for layer in (model[0], model[2]):
+            nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(seed))
+        if preset == "all_four":
+            model.to(torch.bfloat16)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        cfg = {"preset": preset, "optim": {"min_elements": 0}, "activations": {"min_elements": 0}}
+        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
+
+    def train(model, optimizer, steps):
+        got = []
+        for step in steps:
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+            loss = (model(x.to(next(model.parameters()).dtype)) - 0.5).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got.append(loss.item())
+        return got
+
+    found = {}
+    for preset in ("balanced", "all_four"):
+        model, optimizer = started(preset, 0)
+        train(model, optimizer, range(3))
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        weights = copy.deepcopy(model.state_dict())
+        other = started(preset, 1)
+        other[0].load_state_dict(weights)
+        set_optimizer_state_dict(*other, saved)
+        found[preset] = train(model, optimizer, range(3, 6)) == train(*other, range(3, 6))
+    return found
 
 
 def replicas(rank, world):
@@ -381,6 +420,7 @@ def accumulated(rank, world):
             ]
             found.append(largest)
         held = [p.grad is None for p in model.parameters()]
+        held.remove(False)  # the smallest, until the first step
         optimizer.step()
         found.append([full(p).detach() for p in model.parameters()])
     largest, _, exact, _, _, got = found
@@ -568,6 +608,7 @@ SCENARIOS = [
     curves,
     wrapped,
     everything,
+    continued,
     replicas,
     accumulated,
     checkpoint,

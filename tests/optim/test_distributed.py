@@ -172,6 +172,11 @@ def test_states_weights_and_gradients_of_a_sharded_model_together(found):
         assert result["back"]
 
 
+def test_runs_go_on_bit_for_bit_through_torchs_own_state_dicts(found):
+    for rank in found:
+        assert rank["continued"] == {"balanced": True, "all_four": True}
+
+
 def test_stochastic_rounding_keeps_replicas_equal_and_parts_apart(found):
     for rank in found:
         assert rank["replicas"] == {"replicas": True, "parts": False}

@@ -11,6 +11,7 @@ from torch import nn
 
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.optim import AdamW4bit, compress
+from memtrain.optim.states import in_groups
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 
@@ -85,7 +86,7 @@ def test_step_only_ends_the_step():
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     model(batch(0)).sum().backward()
     after = copy.deepcopy(model.state_dict())
-    assert all(p.grad is None for p in model.parameters())
+    assert [p.numel() for p in model.parameters() if p.grad is not None] == [1]  # the witness
     optimizer.step()
     scheduler.step()
     assert all(torch.equal(after[k], v) for k, v in model.state_dict().items())
@@ -95,6 +96,7 @@ def test_step_only_ends_the_step():
         inner.step()
     later = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # made after
     model(batch(0)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
     optimizer.step()
     later.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -156,7 +158,7 @@ def test_a_gradient_that_is_not_finite_skips_its_parameter_and_is_counted(bad):
     (a + b).sum().backward()
     optimizer.step()
     assert a.tolist() == [0.5, 0.5, 0.5]
-    assert optimizer.state_dict()["memtrain"]["gradients"]["skipped"] == 1
+    assert in_groups.found(optimizer.state_dict())["gradients"]["skipped"] == 1
 
 
 def test_clipping_by_value_and_by_each_parameters_norm():
@@ -245,6 +247,48 @@ def test_grad_scaler_is_refused_and_loss_scale_serves():
     train_one.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+CLIPPERS = {
+    "norm": lambda p: nn.utils.clip_grad_norm_(p, 1.0),
+    "far": lambda p: nn.utils.clip_grad_norm_(p, 1e9),
+    "one by one": lambda p: nn.utils.clip_grad_norm_(p, 1.0, foreach=False),
+    "value": lambda p: nn.utils.clip_grad_value_(p, 1.0),
+    "values one by one": lambda p: nn.utils.clip_grad_value_(p, 1.0, foreach=False),
+    "by hand": lambda p: [x.grad.mul_(0.5) for x in p if x.grad is not None],
+    "replaced": lambda p: [setattr(x, "grad", x.grad * 0.5) for x in p if x.grad is not None],
+}
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_clipping_what_was_applied_is_an_error(name):
+    model = make()
+    optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"set release\.clip to value, .* and release\.limit"):
+        train(model, optimizer, 1, between=lambda: CLIPPERS[name](list(model.parameters())))
+
+
+def test_clipping_is_seen_through_split_weights_and_sums():
+    model = make()
+    inner = SplitWeights(torch.optim.AdamW(model.parameters()), "bf16+8")
+    optimizer = ReleaseGradients(inner, accumulate=2)
+    for step in range(2):
+        model(batch(step).bfloat16()).float().sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"release\.clip"):
+        optimizer.step()
+
+
+def test_its_own_clipping_takes_the_place_of_another_and_plain_steps_pass():
+    model = make()
+    clipped = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1), clip="previous")
+    train(model, clipped, 2, between=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    plain, released = make(), make()
+    optimizer = ReleaseGradients(torch.optim.SGD(released.parameters(), lr=0.1))
+    looks = train(released, optimizer, 3, between=lambda: nn.utils.get_total_norm(
+        [p.grad for p in released.parameters() if p.grad is not None]
+    ))  # fmt: skip
+    assert looks == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 3)
 
 
 def test_gradients_set_by_hand_are_applied_by_step():

@@ -179,15 +179,18 @@ def test_wrong_checkpoints_change_nothing():
     run(optimizer, low, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     other = copy.deepcopy(saved)
-    other["memtrain"]["weights"]["format"] = "bf16+16"
+    other["param_groups"][0]["memtrain"][0][1]["format"] = "bf16+16"
     short = copy.deepcopy(saved)
-    short["memtrain"]["weights"]["corrections"][0] = torch.zeros(3, dtype=torch.int8)
+    short["state"][0]["weight_correction"] = torch.zeros(3, dtype=torch.int8)
+    lost = copy.deepcopy(saved)
+    del lost["state"][0]["weight_correction"]
     newer = copy.deepcopy(saved)
-    newer["memtrain"]["format"] = 2
+    newer["memtrain"]["format"] = 3
     for wrong, message in [
         (other, r"weights='bf16\+16', not 'bf16\+8'"),
-        (short, "corrections of shapes"),
-        (newer, "format 2; allowed: 1"),
+        (short, r"a correction \(3,\) of a weight of shape"),
+        (lost, "no correction of a weight of shape"),
+        (newer, "format 3; allowed: up to 2"),
     ]:
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(wrong)

@@ -30,7 +30,7 @@ from memtrain.activations.intercept.replaced_ops import (
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
-from memtrain.activations.saved.site import Op, Record, Site
+from memtrain.activations.saved.site import OTHER_THREAD, Op, Record, Site
 
 # A module whose forward runs: its path, what gives its result where it is run as one op, and the op
 # that its own `autograd.Function` stands for.
@@ -70,6 +70,8 @@ class Interception:
         self.saved = SavedTensors(choose, options.min_elements, seed, options.recompute_inputs)
         self.executor = Executor(self.saved, options, rounding)
         self.rounding = rounding
+        self.seen = False
+        """Whether a training forward has run here, not inside torch.compile."""
         if rounding is not None:
             rounding.attach(self.saved)
         self.recompute = Recompute(
@@ -242,8 +244,7 @@ class Interception:
             self._outer = None
             self._leave()
             return self._claim(name)
-        why = "another thread runs a forward: one at a time is compressed"
-        self._record("other threads", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
+        self._record("other threads", [_untouched(name, OTHER_THREAD)])
         return False
 
     def _leave(self) -> None:
@@ -253,9 +254,10 @@ class Interception:
     def _may_start(self, name: str) -> bool:
         if not saves() or suspended(self):
             return False
+        self.seen = True
         why = foreign_hooks()
         if why and not self._path:
-            self._record(f"outside: {name}", [Record(Site(name, "*", "*"), (), "", 0, 0, "", why)])
+            self._record(f"outside: {name}", [_untouched(name, why)])
         return not why
 
     def _may_round(self) -> bool:
@@ -300,3 +302,8 @@ class Interception:
         if name not in self._recorded:
             self._recorded.add(name)
             self.on_saved(records)
+
+
+def _untouched(module: str, why: str) -> Record:
+    """A record of a forward that was left alone."""
+    return Record(Site(module, "*", "*"), (), "", 0, 0, "", why)

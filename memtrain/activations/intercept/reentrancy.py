@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from memtrain.activations.saved.origin import in_transform
+from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
 
 _only: object | None = None  # the interception that traces
 
@@ -37,9 +38,9 @@ def saves() -> bool:
 def foreign_hooks() -> str:
     """Why saved tensors are not ours to pack, or an empty string."""
     if top_hooks() is not None:
-        return "saved-tensor hooks of someone else are on"
+        return FOREIGN_HOOKS
     if in_transform():
-        return "inside a transform of torch.func or forward-mode differentiation"
+        return IN_TRANSFORM
     return ""
 
 

@@ -19,7 +19,14 @@ from memtrain.activations.saved.origin import (
     of_checkpoint,
     storage_id,
 )
-from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Op, Record, Site
+from memtrain.activations.saved.site import (
+    CHECKPOINT_INPUT,
+    CUSTOM_FUNCTION,
+    RECOMPUTE,
+    Op,
+    Record,
+    Site,
+)
 from memtrain.compressors import Compressor, Integers, Keep, Key, Mask
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
@@ -226,7 +233,7 @@ class SavedTensors:
         if save.storage in self._kept:
             return "its storage is kept alive by another save"
         if not op.inputs:
-            return "saved by a custom autograd Function"
+            return CUSTOM_FUNCTION
         if save.key is None:
             return "its elements overlap in memory"
         if save.site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:

@@ -15,6 +15,12 @@ RECOMPUTE = "recompute"
 """The op, as it were, that keeps the inputs of a checkpointed module."""
 CHECKPOINT_INPUT = Keep("a checkpointed module's input")
 """Why they are kept as they are."""
+CUSTOM_FUNCTION = "saved by a custom autograd Function"
+FOREIGN_HOOKS = "saved-tensor hooks of someone else are on"
+IN_TRANSFORM = "inside a transform of torch.func or forward-mode differentiation"
+OTHER_THREAD = "another thread runs a forward: one at a time is compressed"
+SHARDED = "a tensor subclass: DTensor"
+"""Why other tensors are."""
 
 
 class Site(NamedTuple):

@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.optim.states import flashoptim, layout, optimizer_hooks, rows
+from memtrain.optim.states import flashoptim, in_groups, layout, optimizer_hooks, rows
+from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stall import StallWatch
 
-OWN = "memtrain"  # the key of what torch's optimizers do not have in their `state_dict`
 FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds
 
 
@@ -108,6 +108,7 @@ class CompressedStates(Optimizer):
         def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
+            loaded = in_groups.without(loaded)
             if len(loaded["param_groups"]) == len(groups):
                 loaded = self._as_live(loaded)
                 self._check_payloads(loaded)

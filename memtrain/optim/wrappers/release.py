@@ -14,6 +14,7 @@ from memtrain.compressors.base import GRADIENT_SUM, Compressor
 from memtrain.compressors.registry import check_seat
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
@@ -36,7 +37,12 @@ class ReleaseGradients(OptimizerWrapper):
     exceeds the limit; `previous` scales all gradients by the *last* step's global norm (each by
     its own norm in the first step); `two_pass` is exact: `step(closure)` runs the closure's
     backward twice, once for the global norm and once to update, with torch's random state put
-    back between them. `torch.nn.utils.clip_grad_norm_` finds no gradients and does nothing.
+    back between them.
+
+    With `clip="none"` the gradient of the smallest parameter stays until the first `step()`, as a
+    witness: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
+    `clip_grad_value_`) changes it too, and `step()` raises, for the others had been applied
+    already. (Not under DDP, whose buckets hold all gradients.)
 
     A gradient with NaN or Inf skips its parameter's update and is counted in `skipped`; with
     `two_pass` the whole step is skipped, and counted once. A norm above float32's range counts as
@@ -70,9 +76,9 @@ class ReleaseGradients(OptimizerWrapper):
         With `accumulate` above 1: 1.016 bytes per parameter between the passes.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = ReleaseGradients(torch.optim.SGD([weight], lr=0.5))
-        >>> weight.sum().backward()
+        >>> weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = ReleaseGradients(torch.optim.SGD([weight, bias], lr=0.5))
+        >>> (weight.sum() + bias).backward()
         >>> weight.tolist(), weight.grad
         ([0.5, 0.5], None)
 
@@ -110,6 +116,10 @@ class ReleaseGradients(OptimizerWrapper):
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass
         self._bucketed: set[Tensor] = set()
+        self._witness: tuple[Tensor, Tensor, int] | None = None  # parameter, gradient, version
+        self._witnessed = clip != "none"  # whether a step has shown that nobody else clips
+        self.before: Callable[[], bool] | None = None
+        """Called before updates, until it returns True."""
         self.follows = False
         """Whether updates follow a DistributedDataParallel's all-reduces."""
         self._handles: dict[Tensor, Any] = {}
@@ -128,11 +138,13 @@ class ReleaseGradients(OptimizerWrapper):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: If a GradScaler calls it, or `two_pass` gets no closure.
+            RuntimeError: If a GradScaler calls it, `two_pass` gets no closure, or gradients were
+                changed after backward had applied them.
         """
         _refuse_scaler(self)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         loss = run(closure)
+        self._refuse_changes()
         for param, total in self._sums.rest():
             self._update(param, total)
         for param in self.params():
@@ -191,17 +203,22 @@ class ReleaseGradients(OptimizerWrapper):
         own = {"norm": self.norm, "skipped": self.skipped, "steps": self._sums.steps}
         return {"gradients": own}
 
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
+    def load_own_state(
+        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
         """Restore what `own_state` returned, or start anew."""
         given = own.get("gradients", {"norm": None, "skipped": 0})
         self.norm, self.skipped = given["norm"], int(given["skipped"])
         self._sums = GradientSums(self.accumulate, self._sums.seed, self._sums.compressor)
         self._sums.steps = int(given.get("steps", 0))
+        if self._witness is not None:
+            self._witness[0].grad = self._witness = None
         self._done.clear()
         self._squares = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_handles": {}, "_bucketed": set(), "follows": False}
+        runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
+        return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -217,31 +234,49 @@ class ReleaseGradients(OptimizerWrapper):
         for param in self.params():
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+        self._smallest = min(self._handles, key=Tensor.numel, default=None)
 
     @torch.no_grad()
     def on_gradient(self, param: Tensor) -> None:
         """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
         if param in self._bucketed or param.grad is None:
             return
+        stays = False
         try:
             self._check(param)
-            total = self._sums.add(param, self._number(param), param.grad)
+            total = self._sums.add(param, self.number(param), param.grad)
             if total is not None:
                 self._update(param, total)
+                stays = not self._witnessed and param is self._smallest
         finally:
-            param.grad = None
+            if stays:
+                self._witness = param, param.grad, local(param.grad)._version
+            else:
+                param.grad = None
 
-    def _number(self, param: Tensor) -> int:
-        numbers = self.__dict__.setdefault("_numbers", {})
-        if param not in numbers:
-            numbers.update((p, i) for i, p in enumerate(self.params()))
-        return numbers[param]
+    def _refuse_changes(self) -> None:
+        """Raise RuntimeError if the gradient that stays shows that gradients were changed."""
+        witness, self._witness = self._witness, None
+        if witness is None:
+            return
+        self._witnessed = True
+        param, grad, version = witness
+        if param.grad is not None and (param.grad is not grad or local(grad)._version != version):
+            raise RuntimeError(
+                "gradients were changed between backward and step() (clip_grad_norm_, "
+                "clip_grad_value_ or the like), but with gradients=release they had been applied "
+                "and freed by then, unchanged: set release.clip to value, parameter, previous or "
+                "two_pass and release.limit in the config, and leave that call out; or use "
+                "gradients=keep"
+            )
 
     @torch.no_grad()
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
         cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
         self._check(param)
+        if self.before is not None and self.before():
+            self.before = None
         self._done.add(param)
         norm = _norm_of(grad) / self.loss_scale if self._measures else 0.0
         if not math.isfinite(norm) and self._pass != "measure":

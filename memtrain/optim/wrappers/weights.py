@@ -14,6 +14,7 @@ from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.optim.states.in_groups import CORRECTION
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stall import StallWatch
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, with_leaf
@@ -244,36 +245,56 @@ class SplitWeights(OptimizerWrapper):
         return self.release_inner()
 
     def own_state(self) -> dict[str, Any]:
-        """The format, the corrections by the parameter's number, and the count of steps."""
+        """The format, and the count of steps that feeds stochastic rounding."""
+        return {"weights": {"format": self.weights, "steps": int(self._count)}}
+
+    def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The corrections, sharded as their parameters are."""
         for param in self.corrections:
             self._drop_stale(param)
-        found = ((i, p, self.corrections.get(p)) for i, p in enumerate(self.params()))
-        kept = {i: sharded_like(t, p) for i, p, t in found if t is not None}
-        return {"weights": {"format": self.weights, "corrections": kept, "steps": int(self._count)}}
+        kept = ((p, t) for p, t in self.corrections.items() if t is not None)
+        return {param: {CORRECTION: sharded_like(t, param)} for param, t in kept}
 
-    def check_own_state(self, own: Mapping[str, Any]) -> None:
-        """Raise ValueError if corrections are of another format or shape."""
+    def check_own_state(
+        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
+        """Raise ValueError if corrections are of another format or shape, or missing."""
         given = own.get("weights")
         if given is None:
             return
         if given["format"] != self.weights:
             raise ValueError(f"the state has weights={given['format']!r}, not {self.weights!r}")
-        wanted = self.own_state()["weights"]["corrections"]
-        shapes = [{i: tuple(t.shape) for i, t in c.items()} for c in (given["corrections"], wanted)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"the state has corrections of shapes {shapes[0]}, not {shapes[1]}")
+        for param, correction in self.corrections.items():
+            loaded = self._correction(own, states, param)
+            if correction is None or (loaded is not None and loaded.shape == param.shape):
+                continue
+            what = "no correction" if loaded is None else f"a correction {tuple(loaded.shape)}"
+            raise ValueError(
+                f"the state has weights={self.weights!r} and {what} of a weight of shape "
+                f"{tuple(param.shape)}: a checkpoint of optimizer.state_dict(), or of "
+                "get_optimizer_state_dict without flatten_optimizer_state_dict, has it as its "
+                f"state {CORRECTION!r}"
+            )
 
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
+    def load_own_state(
+        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
         """Restore the corrections; without any, the weights count as they are."""
-        given = own.get("weights", {"corrections": {}, "steps": 0})
-        self._count.set(int(given["steps"]))
-        for index, param in enumerate(self.params()):
-            correction = self.corrections.get(param)
+        self._count.set(int(own.get("weights", {"steps": 0})["steps"]))
+        for param, correction in self.corrections.items():
             if correction is not None:
-                loaded = given["corrections"].get(index)
+                loaded = self._correction(own, states, param)
                 correction.zero_() if loaded is None else correction.copy_(local(loaded))
-            if param in self.corrections:
-                self._versions[param] = None
+            self._versions[param] = None
+
+    def _correction(
+        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]], param: Tensor
+    ) -> Tensor | None:
+        """A checkpoint's correction of a weight; format 1 had all of them by number."""
+        old = own.get("weights", {}).get("corrections")
+        if old is None:
+            return states.get(param, {}).get(CORRECTION)
+        return old.get(self.number(param))
 
     def __getstate__(self) -> dict[str, Any]:
         for param in self.corrections:
@@ -346,11 +367,7 @@ class SplitWeights(OptimizerWrapper):
         self._versions[param] = param._version
 
     def _key(self, param: Tensor, step: int) -> Key:
-        numbers = self.__dict__.setdefault("_numbers", {})
-        if param not in numbers:
-            numbers.update((p, i) for i, p in enumerate(self.params()))
-        rank = part_number(param)
-        return Key(self.seed, site=numbers[param], step=step, rank=rank)
+        return Key(self.seed, site=self.number(param), step=step, rank=part_number(param))
 
 
 def _set_dtype(param: Tensor, value: Tensor) -> None:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from memtrain.optim.states import optimizer_hooks
+from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
+from memtrain.optim.states.in_groups import OWN
 
 T = TypeVar("T")
-FORMAT = 1
-OWN = "memtrain"
-"""Where an optimizer around another keeps what is its own in a `state_dict`."""
+FORMAT = 2
+"""Of what is an optimizer's own: in its groups and states; format 1 had it under `"memtrain"`."""
 
 
 CHUNK = 2**22
@@ -185,6 +185,13 @@ class OptimizerWrapper(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
+    def number(self, param: Tensor) -> int:
+        """A parameter's place among all of the groups."""
+        numbers = self.__dict__.setdefault("_numbers", {})
+        if param not in numbers:
+            numbers.update((p, i) for i, p in enumerate(self.params()))
+        return numbers[param]
+
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now."""
         inner = self.inner
@@ -205,18 +212,28 @@ class OptimizerWrapper(Optimizer):
             inner = getattr(inner, "inner", None) or getattr(inner, "original", None)
 
     def own_state(self) -> dict[str, Any]:
-        """Entry of `state_dict()["memtrain"]`."""
+        """Counters and the like, by who keeps them: saved in each parameter group."""
         return {}
 
-    def check_own_state(self, own: Mapping[str, Any]) -> None:
+    def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Parameter -> tensors of its size, by name: saved among its states."""
+        return {}
+
+    def check_own_state(
+        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
         """Raise ValueError if `load_own_state` could not load this."""
 
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Restore what `own_state` returned."""
+    def load_own_state(
+        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
+        """Restore what `own_state` and `own_tensors` returned; `states` has all of a parameter."""
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under `"memtrain"` what is this one's own.
+        """The inner optimizer's; what is this one's own lies in its groups and states.
+
+        So `torch.distributed.checkpoint` keeps it, which drops other keys.
 
         Returns:
             Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
@@ -224,8 +241,13 @@ class OptimizerWrapper(Optimizer):
         return optimizer_hooks.saved(self, self.inner, self._whole_state_dict)
 
     def _whole_state_dict(self) -> dict[str, Any]:
-        inner = self.inner.state_dict()
-        return {**inner, OWN: {"format": FORMAT, **inner.get(OWN, {}), **self.own_state()}}
+        inner, tensors = self.inner.state_dict(), self.own_tensors()
+        states = dict(inner["state"])
+        for index, param in enumerate(self.params()):
+            if param in tensors:
+                states[index] = {**states.get(index, {}), **tensors[param]}
+        own = {**inner.get(OWN, {}), "format": FORMAT}
+        return in_groups.saved({**inner, "state": states, OWN: own}, self.own_state())
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -240,16 +262,31 @@ class OptimizerWrapper(Optimizer):
         optimizer_hooks.loaded(self, self.inner, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        own = state_dict.get(OWN, {})
+        own = {**state_dict.get(OWN, {}), **in_groups.found(state_dict)}
         if own.get("format", FORMAT) > FORMAT:
-            raise ValueError(f"memtrain's state has format {own['format']}; allowed: {FORMAT}")
-        self.check_own_state(own)
+            allowed = f"allowed: up to {FORMAT}"
+            raise ValueError(f"memtrain's state has format {own['format']}; {allowed}")
+        states = _by_parameter(self.param_groups, state_dict)
+        self.check_own_state(own, states)
         plain, groups = not _keeps_dtypes(self.inner), self.inner.param_groups
+        if not isinstance(self.inner, OptimizerWrapper):
+            state_dict = in_groups.without(state_dict)
         self.inner.load_state_dict(state_dict)
         if plain:
             _share_groups(self.inner, groups)
             _restore_dtypes(self.inner, state_dict)
-        self.load_own_state(own)
+        self.load_own_state(own, states)
+
+
+def _by_parameter(
+    groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """The states of a checkpoint by the parameter that has the place of theirs in its group."""
+    found = {}
+    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
+        for number, param in zip(saved["params"], group["params"], strict=False):
+            found[param] = state_dict["state"].get(number, {})
+    return found
 
 
 def _keeps_dtypes(optimizer: Optimizer) -> bool:

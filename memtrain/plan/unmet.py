@@ -1,0 +1,155 @@
+"""What a plan asks for and a whole forward did not get: told once, at the first step."""
+
+import sys
+import warnings
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.saved.site import (
+    CHECKPOINT_INPUT,
+    CUSTOM_FUNCTION,
+    FOREIGN_HOOKS,
+    IN_TRANSFORM,
+    OTHER_THREAD,
+    ROOT,
+    SHARDED,
+    Site,
+)
+from memtrain.compressors import Keep
+from memtrain.config.sizes import format_size
+from memtrain.config.sources import KEEP
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.plan.plan import Plan
+from memtrain.plan.rules import Rules
+
+SHARE = 0.1
+"""Of what a forward saves: less than that, kept by custom Functions, is no warning."""
+
+_COMPILED = "it ran inside torch.compile, where the compiler chooses what is saved"
+_MENDS = {
+    _COMPILED: "train without torch.compile, or say preset=optimizer_only",
+    CHECKPOINT_INPUT.reason: (
+        "its layers run under activation checkpointing, which is not the plan's: turn that off and "
+        "say preset=checkpointed, or keep it and say activations.recompute_inputs="
+        "{name: group, bits: 8}, which compresses what it keeps"
+    ),
+    FOREIGN_HOOKS: "turn them off (activation offloading, save_on_cpu), or say activations=none",
+    IN_TRANSFORM: "call the model outside of it, or say activations=none",
+    OTHER_THREAD: "run one forward at a time",
+    CUSTOM_FUNCTION: "switch that kernel off where the model has a plain form of it",
+    SHARDED: "shard by FSDP2 or DDP in place of tensor parallelism, or say activations=none",
+}
+
+
+class Unmet(NamedTuple):
+    """Sites that were not compressed for one reason."""
+
+    reason: str
+    mend: str
+    """A change that would compress them, or say that they are not asked for."""
+    sites: tuple[str, ...]
+    nbytes: int
+    """Bytes that they keep, as far as they are known."""
+
+    def __str__(self) -> str:
+        of = f"{self.sites[0]}{f' and {len(self.sites) - 1} more' * (len(self.sites) > 1)}"
+        size = f" {format_size(self.nbytes)}" if self.nbytes else ""
+        return f"{of}: kept{size}, {self.reason}; {self.mend}"
+
+
+def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
+    """List what a plan's rules for saved tensors did not get in the forwards recorded so far.
+
+    Sites that are kept by design (small ones, statistics, the model's own input, what a rule keeps)
+    are not among them.
+
+    Args:
+        plan: Of a wrapped model, after a forward.
+        recomputed: Paths of the modules that the plan itself recomputes.
+
+    Example:
+        >>> import torch
+        >>> from memtrain.plan.plan import make_plan
+        >>> model = torch.nn.Linear(4, 4)
+        >>> unmet(make_plan(model, torch.optim.SGD(model.parameters())))
+        []
+    """
+    total = sum(entry.nbytes for entry in plan.entries("activation"))
+    found = []
+    for reason, mend in _MENDS.items():
+        sites = plan.kept(reason)
+        if reason == CHECKPOINT_INPUT.reason:
+            asked = plan.config.activations.recompute_inputs != KEEP
+            names = [] if asked else [site for site in sites if _module(site) not in recomputed]
+        else:
+            rules = plan.activation_rules
+            names = [site for site in sites if site.endswith("*") or _compresses(rules, site)]
+        nbytes = sum(sites[site] for site in names)
+        least = SHARE * total if reason == CUSTOM_FUNCTION else 0
+        if names and nbytes >= least:
+            found.append(Unmet(reason, mend, tuple(names), nbytes))
+    return found
+
+
+def _compresses(rules: Rules, site: str) -> bool:
+    chosen = rules.choose(Site.parse(site))
+    return not (isinstance(chosen, Keep) or chosen.is_identity)
+
+
+def _module(site: str) -> str:
+    module = site.split(" / ")[0]
+    return "" if module == ROOT else module
+
+
+class FirstStep:
+    """A hook before an optimizer's step that tells, at the first, what is unmet.
+
+    Args:
+        plan: Of the wrapped model; its `strict` makes it an error before anything is changed.
+        interception: The model's.
+    """
+
+    def __init__(self, plan: Plan, interception: Interception) -> None:
+        self._plan, self._interception = plan, interception
+        self._compiled, self._done = _frames(), False
+
+    def attach(self, optimizer: Optimizer) -> Any:
+        """Register the hook on the optimizer that `wrap` returns; gives its handle."""
+        if isinstance(optimizer, ReleaseGradients):  # which updates before it steps
+            optimizer.before = self.tell
+        return optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """The hook. A step at a learning rate of 0 (how checkpoints make states) is none."""
+        if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+            self.tell()
+
+    def tell(self) -> bool:
+        """Warn once, or raise RuntimeError where that is asked for; whether it is known by now."""
+        chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
+        self._done = self._done or all(compressor.is_identity for compressor in chosen)
+        seen = self._interception.seen
+        compiled = not seen and _frames() != self._compiled
+        if self._done or not (seen or compiled):
+            return self._done
+        found = [Unmet(_COMPILED, _MENDS[_COMPILED], ("the whole forward",), 0)] * compiled
+        found += unmet(self._plan, self._interception.recompute.modules)
+        self._done = not (found and self._plan.config.strict)
+        if not found:
+            return True
+        lines = "\n".join(f"- {one}" for one in found)
+        text = f"the plan compresses saved activations, but not all were:\n{lines}\n"
+        if self._plan.config.strict:
+            raise RuntimeError(f"{text}Nothing was changed: strict=true makes this an error.")
+        end = "memtrain.plan_of(model) lists each site; strict=true makes this an error."
+        warnings.warn(text + end, RuntimeWarning, stacklevel=4)
+        return True
+
+
+def _frames() -> int:
+    """Frames that torch.compile has compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
