@@ -9,6 +9,7 @@
 
 #define MT_EXPORT extern "C" __attribute__((visibility("default")))
 #define MT_INLINE static inline __attribute__((always_inline))
+#define MT_MEMBER inline __attribute__((always_inline))
 
 // Defined in isa.cpp: 0 portable, 1 AVX2, 2 AVX-512; the best of the machine unless limited.
 MT_EXPORT int mt_isa();

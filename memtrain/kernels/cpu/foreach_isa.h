@@ -29,6 +29,7 @@ namespace memtrain::avx512 {
 #undef MT_HELPER
 #pragma GCC pop_options
 #undef MT_AVX512
+#define MT_AVX2
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi2")
 namespace memtrain::avx2 {
@@ -38,6 +39,7 @@ namespace memtrain::avx2 {
 #undef MT_UNROLL
 #undef MT_HELPER
 #pragma GCC pop_options
+#undef MT_AVX2
 #endif
 namespace memtrain::portable {
 #include "lanes.h"

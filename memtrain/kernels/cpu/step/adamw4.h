@@ -47,7 +47,7 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
   uint8_t *m_codes = static_cast<uint8_t*>(t.state[0].data), *v_codes = static_cast<uint8_t*>(t.state[1].data);
   const float* row_scale = kSecond == kFactored ? t.ratio : t.state[1].scale;
   const float* col_scale = kSecond == kFactored ? t.state[1].scale : t.col_old;
-  const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const I lane = lane_numbers();
   alignas(64) float g_tail[128] = {}, p_tail[2][128] = {}, r[128], c[128], ri[128], ci[128];
   Block held[2] = {};
   SignedCoder m_coder = {};

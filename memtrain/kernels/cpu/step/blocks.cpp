@@ -22,7 +22,7 @@ inline void count8(const State& s, const float* x, float scale, uint8_t* codes) 
   for (int64_t i = 0; i < 256; i += 16) {
     I count = {};
     MT_UNROLL(1)
-    for (int64_t k = 256; k < 511; ++k) count -= load(x + i) > splat(s.codebook[k] * scale);
+    for (int64_t k = 256; k < 511; ++k) count = count - (load(x + i) > splat(s.codebook[k] * scale));
     narrow(codes + i, count);
   }
 }
@@ -82,7 +82,7 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
   constexpr bool kLate = Rule::kDivides;
   constexpr int kStates = Rule::kStates;
   const Scalars h = splat_all(t.scalars);
-  const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const I lane = lane_numbers();
   const Dynamic first = dynamic_of<true>(t.state[0].codebook, t.state[0].buckets);
   Dynamic second{};
   if (kStates == 2) second = dynamic_of<false>(t.state[1].codebook, t.state[1].buckets);
@@ -169,7 +169,7 @@ template <typename Rule, int kBits>
 inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
   constexpr int kStates = Rule::kStates;
   const Scalars h = splat_all(t.scalars);
-  const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const I lane = lane_numbers();
   float g_part[128] = {}, p_part[128] = {}, held[kStates][128] = {};
   Draws draws;
   for (int64_t b = begin; b < end; ++b) {

@@ -154,19 +154,9 @@ inline Dynamic dynamic_of(const float* book, const uint8_t* buckets) {
   return {book, buckets};
 }
 
-template <typename To, typename From>
-MT_HELPER To take(const From* table, I at) {
-  int32_t k[16];
-  To y;
-  __builtin_memcpy(k, &at, sizeof k);
-  MT_UNROLL(1)
-  for (int i = 0; i < 16; ++i) y[i] = table[k[i]];
-  return y;
-}
-
 template <bool kSigned>
 MT_HELPER void decode8(const Dynamic& d, const uint8_t* codes, F scale, float* out) {
-  for (int i = 0; i < 64; i += 16) store(out + i, take<F>(d.book, widen(codes + i)) * scale);
+  for (int i = 0; i < 64; i += 16) store(out + i, look_up(d.book, widen(codes + i)) * scale);
 }
 
 // One bound in doubt, found by x's leading bits.
@@ -174,10 +164,10 @@ template <bool kSigned>
 MT_HELPER void encode8(const Dynamic& d, const float* from, F scale, F inverse, uint8_t* codes) {
   for (int i = 0; i < 64; i += 16) {
     const F x = load(from + i);
-    const I bits = (I)(x * inverse), limit = I{} + (kBuckets - 1);
-    const I bucket = imin(imax(((bits & 0x7fffffff) >> 16) - kLowest, I{}), limit);
-    const I base = take<I>(d.buckets, bucket + (bits < 0 ? I{} + kBuckets : I{}));
-    narrow(codes + i, base - (x > take<F>(d.book + 256, base) * scale));  // true is -1
+    const I bits = (I)(x * inverse), last = I{} + (kBuckets - 1);
+    const I bucket = imin(imax((magnitude((F)bits) >> 16) - kLowest, I{}), last);
+    const I base = look_up(d.buckets, ((bits < 0) & kBuckets) + bucket);
+    narrow(codes + i, base - (x > look_up(d.book + 256, base) * scale));  // true is -1
   }
 }
 

@@ -2,9 +2,6 @@
 // per instruction set, so it has no include guard. A new rule is one struct here, and its place in
 // MT_EACH_RULE.
 
-#undef MT_MEMBER
-#define MT_MEMBER inline __attribute__((always_inline))
-
 struct Scalars {  // in the order of the rule's tuple in rules.py
   F decay, l2, sign, a, b, c, d, e;
   bool has_l2, has_c;
@@ -63,7 +60,7 @@ struct Lion {
   static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     const F c = s.a * x[0] + s.b * g, zero = {};
-    const F step = c > zero ? splat(1.0f) : c < zero ? splat(-1.0f) : c;  // NaN stays NaN
+    const F step = select(c > zero, splat(1.0f), select(c < zero, splat(-1.0f), c));  // NaN stays NaN
     x[0] = s.c * x[0] + s.d * g;
     return p * s.decay - s.e * step;
   }

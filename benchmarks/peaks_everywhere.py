@@ -1,0 +1,99 @@
+"""Predicted against measured peak of a training step, for models of others, by a tracker.
+
+    python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--set models=lstm,regnet]
+
+Small models of timm, torchvision, transformers and torch.nn take AdamW steps on one CPU thread,
+plain and under five presets. A row says what `audit.peak` predicts without running the model, and
+what was allocated at most in the third real step: every byte that the process asked of malloc
+(`benchmarks.tracker`), kernels' own temporaries and libraries' workspaces among them.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import memtrain
+from benchmarks import tracker
+from benchmarks.harness import Benchmark, Job, Options, Row
+from benchmarks.other_models import MODELS, Other
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import state_tensors, weight_tensors
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.predict import predict
+from memtrain.audit.peak.training_step import run_step
+
+PLAIN = "plain"
+PRESETS = (PLAIN, "balanced", "smallest", "exact", "optimizer_only", "all_four")
+CLOSE, SMALL = 0.03, 2 * 2**20
+"""A prediction holds within 3%, or 2 MiB if that is more."""
+
+
+def compare(name: str, preset: str) -> Row:
+    """One row: a model under a preset; predicted beside measured."""
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    cfg = None if preset == PLAIN else preset
+    options = StepOptions(loss=case.loss)
+    row: Row = {"model": name, "preset": preset, "refused": ""}
+    try:
+        predicted = predict(case.model, optimizer, case.batch, cfg, options)
+        measured = measure(case, optimizer, cfg, options)
+    except (RuntimeError, ValueError) as error:
+        return {**row, "refused": str(error).partition("\n")[0][:120]}
+    nbytes = predicted.peak.nbytes
+    return {
+        **row,
+        "predicted_nbytes": nbytes,
+        "measured_nbytes": measured,
+        "predicted_over_measured": nbytes / measured,
+        "holds": abs(nbytes - measured) <= max(CLOSE * measured, SMALL),
+        "predicted_at": predicted.peak.label,
+    }
+
+
+def measure(case: Other, optimizer: Any, cfg: Any, options: StepOptions) -> int:
+    """The peak of the third of three steps: tensors alive before it, and all it allocates.
+
+    The first two leave the optimizer's states, and what libraries make once and keep.
+    """
+    model: nn.Module = case.model
+    if cfg is not None:
+        model, optimizer = memtrain.wrap(model, optimizer, cfg)
+    for _ in range(2):
+        run_step(model, optimizer, case.batch, options)
+    optimizer.zero_grad(set_to_none=True)
+    given = [leaf for leaf in tree_leaves(case.batch) if isinstance(leaf, Tensor)]
+    alive = storage_nbytes([*weight_tensors(model), *state_tensors(optimizer), *given])
+    return alive + tracker.peak_of(lambda: run_step(model, optimizer, case.batch, options))
+
+
+def _jobs(options: Options) -> list[Job]:
+    chosen = {"models": ",".join(MODELS), "presets": ",".join(PRESETS)}
+    if options.quick:
+        chosen = {"models": "pointnet", "presets": "balanced"}
+    for setting in options.overrides:
+        key, _, value = setting.partition("=")
+        if key not in chosen:
+            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
+        chosen[key] = value
+    return [
+        Job(f"{name}, {preset}", partial(_rows, name, preset))
+        for name in chosen["models"].split(",")
+        for preset in chosen["presets"].split(",")
+    ]
+
+
+def _rows(name: str, preset: str) -> list[Row]:
+    return [compare(name, preset)]
+
+
+BENCHMARK = Benchmark(
+    "peaks_everywhere",
+    "the predicted peak of a training step beside every byte that a process allocates in one",
+    _jobs,
+    ("model", "preset", "measured_nbytes", "predicted_over_measured", "holds", "predicted_at"),
+)

@@ -1,0 +1,83 @@
+// What sixteen lanes are where no register has eight: GCC splits the vectors by itself. Unrolled and
+// inlined, such code would take gigabytes to compile. Included by lanes.h.
+
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+#define MT_UNROLL(n) _Pragma("GCC unroll 1")
+#define MT_HELPER static __attribute__((noinline, unused))
+
+MT_INLINE F load(const float* p) {
+  F v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+MT_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
+MT_INLINE F splat(float x) { return F{} + x; }
+MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
+MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
+MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
+
+MT_HELPER int32_t top_of(I v) {
+  int32_t x[16], m;
+  __builtin_memcpy(x, &v, sizeof x);
+  m = x[0];
+  MT_UNROLL(1)
+  for (int i = 1; i < 16; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+MT_HELPER I widen(const uint8_t* p) {
+  Bytes b;
+  __builtin_memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, I);
+}
+
+MT_HELPER void narrow(uint8_t* p, I v) {
+  Bytes b = __builtin_convertvector(v, Bytes);
+  __builtin_memcpy(p, &b, sizeof b);
+}
+
+MT_HELPER F root(F x) {
+  for (int i = 0; i < 16; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+
+// A codebook of 16 values and the 15 bounds between them (times the scale, where one scale
+// serves a block).
+struct Codebook {
+  F values, t;
+};
+
+MT_INLINE Codebook with_bounds(F values, F t) { return {values, t}; }
+
+// Only the low 4 bits of an index count.
+MT_HELPER F decode(F values, I index) {
+  F y;
+  MT_UNROLL(1)
+  for (int i = 0; i < 16; ++i) y[i] = values[index[i] & 15];
+  return y;
+}
+
+// The number of bounds below x; NaN gives 0.
+MT_HELPER I encode(const Codebook& book, F x) {
+  I c = {};
+  MT_UNROLL(1)
+  for (int k = 0; k < 15; ++k) c -= x > splat(book.t[k]);
+  return c;
+}
+
+MT_HELPER F look_up(const float* table, I at) {
+  F y;
+  MT_UNROLL(1)
+  for (int i = 0; i < 16; ++i) y[i] = table[at[i]];
+  return y;
+}
+
+MT_HELPER I look_up(const uint8_t* table, I at) {
+  I y;
+  MT_UNROLL(1)
+  for (int i = 0; i < 16; ++i) y[i] = table[at[i]];
+  return y;
+}
