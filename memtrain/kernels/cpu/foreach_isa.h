@@ -1,8 +1,7 @@
 // Compiles the file named by MT_SELF once per instruction set, each in a namespace of its own:
 // target_clones cannot carry intrinsics, a target pragma can. No include guard on purpose.
 #include "common.h"
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MT_X86
+#ifdef MT_X86
 #include <immintrin.h>
 #endif
 

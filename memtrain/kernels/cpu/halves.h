@@ -1,4 +1,4 @@
-// Float32, bfloat16 and float16 tensors read and written as float32, a run at a time.
+// Float32 numbers and their bits, and those of bfloat16 and float16.
 #pragma once
 
 #include <cstring>
@@ -20,6 +20,8 @@ MT_INLINE float float_of(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+
+MT_INLINE float from_bfloat(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
 MT_INLINE float from_half(uint16_t x) {
   const uint32_t magnitude = static_cast<uint32_t>(x & 0x7FFFu) << 13;
@@ -46,28 +48,6 @@ MT_INLINE uint16_t to_half(float x) {
   half = magnitude >= 0x477FF000u ? 0x7C00u : half;  // 65520 and more
   half = magnitude > 0x7F800000u ? 0x7E00u : half;
   return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
-}
-
-MT_CLONES static void read_floats(const void* x, int64_t type, int64_t from, int64_t n,
-                                  float* out) {
-  const uint16_t* half = static_cast<const uint16_t*>(x) + from;
-  if (type == kFloat32)
-    std::memcpy(out, static_cast<const float*>(x) + from, n * 4);
-  else if (type == kBfloat16)
-    for (int64_t i = 0; i < n; ++i) out[i] = float_of(static_cast<uint32_t>(half[i]) << 16);
-  else
-    for (int64_t i = 0; i < n; ++i) out[i] = from_half(half[i]);
-}
-
-MT_CLONES static void write_floats(void* x, int64_t type, int64_t from, int64_t n,
-                                   const float* in) {
-  uint16_t* half = static_cast<uint16_t*>(x) + from;
-  if (type == kFloat32)
-    std::memcpy(static_cast<float*>(x) + from, in, n * 4);
-  else if (type == kBfloat16)
-    for (int64_t i = 0; i < n; ++i) half[i] = to_bfloat(in[i]);
-  else
-    for (int64_t i = 0; i < n; ++i) half[i] = to_half(in[i]);
 }
 
 }  // namespace memtrain

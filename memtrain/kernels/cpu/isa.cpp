@@ -6,7 +6,7 @@ int isa_limit = 2;
 }
 
 MT_EXPORT int mt_isa() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef MT_X86
   static const int best = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                                   __builtin_cpu_supports("avx512vl")
                               ? 2

@@ -1,17 +1,10 @@
 // Philox with AVX-512: sixteen counters in a register (definition: kernels/random/philox.py).
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
-
 #include "common.h"
 
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+#ifdef MT_X86
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
@@ -88,6 +81,5 @@ MT_INLINE void draw(uint32_t first, const Keys& keys, __m512i (*words)[4]) {
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

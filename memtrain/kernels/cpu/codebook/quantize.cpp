@@ -1,10 +1,10 @@
 // Codes of any codebook, 2 to 8 bits, to the nearest value or stochastically (contract:
 // kernels/codebook/quantize.py, layout of codes: kernels/packing/bits.py).
+#include "halves.h"
 #include "packing/codes.h"
 #include "philox.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MT_WIDE  // GCC 12 writes no gathers by itself: tables are read by intrinsics
+#ifdef MT_X86  // GCC 12 writes no gathers by itself: tables are read by intrinsics
 #include <immintrin.h>
 #define MT_WIDE_ISA __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 // GCC 12 warns about its own intrinsics' undefined sources.
@@ -18,18 +18,6 @@ constexpr int64_t kGrain = 32768;  // elements a thread takes at once
 constexpr int kDraw = 16;          // positions that draw their random words together
 // Between these a scale's reciprocal, and its products with bounds, are far from the ends.
 constexpr float kLow = 0x1p-60f, kHigh = 0x1p60f;
-
-MT_INLINE uint32_t raw(float x) {
-  uint32_t b;
-  std::memcpy(&b, &x, 4);
-  return b;
-}
-
-MT_INLINE float from_raw(uint32_t b) {
-  float x;
-  std::memcpy(&x, &b, 4);
-  return x;
-}
 
 // The bounds in ascending order, then +Inf. A number's sign and first bits name a bucket, `base`
 // holds the bounds below the bucket, and at most one lies inside it.
@@ -57,7 +45,7 @@ MT_INLINE bool passes(float x, float bound) {
 // How many bounds (times the scale) x passes.
 template <bool STOCHASTIC>
 MT_INLINE int32_t find(float x, float scale, float inverse, const Codebook& book) {
-  const uint32_t bits = raw(x * inverse);
+  const uint32_t bits = bits_of(x * inverse);
   int32_t key = static_cast<int32_t>((bits & 0x7FFFFFFF) >> book.shift);
   key -= static_cast<int32_t>(book.lowest);
   const int32_t last = static_cast<int32_t>(book.buckets) - 1;
@@ -76,7 +64,7 @@ MT_INLINE int32_t search(float x, float scale, const Codebook& book) {
   return below;
 }
 
-#ifdef MT_WIDE
+#ifdef MT_X86
 // `find` for sixteen at a time; NaN gives 0.
 template <bool STOCHASTIC>
 MT_WIDE_ISA static void find_wide(const float* __restrict x, uint8_t* __restrict codes,
@@ -131,7 +119,7 @@ MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int6
       codes[i] = static_cast<uint8_t>(search<STOCHASTIC>(x[i], scale, book));
     return;
   }
-#ifdef MT_WIDE
+#ifdef MT_X86
   if (book.wide) return find_wide<STOCHASTIC>(x, codes, size, scale, inverse, book);
 #endif
   for (int64_t i = 0; i < size; ++i) {
@@ -142,7 +130,7 @@ MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int6
 
 MT_INLINE void decode(const uint8_t* __restrict codes, const float* __restrict values, float scale,
                       float* __restrict out, int64_t n, bool wide) {
-#ifdef MT_WIDE
+#ifdef MT_X86
   if (wide) return decode_wide(codes, values, scale, out, n);
 #endif
   for (int64_t i = 0; i < n; ++i) out[i] = values[codes[i]] * scale;
@@ -190,10 +178,10 @@ MT_INLINE void join_scales(const Task& task, int64_t from, int64_t size, float* 
 MT_INLINE float abs_max(const float* x, int64_t size) {
   int32_t top = 0;  // as integers: NaN is above Inf is above every number
   for (int64_t i = 0; i < size; ++i) {
-    const int32_t m = static_cast<int32_t>(raw(x[i]) & 0x7FFFFFFF);
+    const int32_t m = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFF);
     top = m > top ? m : top;
   }
-  return from_raw(static_cast<uint32_t>(top));
+  return float_of(static_cast<uint32_t>(top));
 }
 
 MT_CLONES static void quantize_range(const Task& task, const Codebook& book, int64_t begin, int64_t end,
@@ -244,8 +232,8 @@ MT_CLONES static void dequantize_range(const Task& task, const Codebook& book, i
       continue;
     }
     join_scales(task, at, size, buffer, [](float r, float c) __attribute__((always_inline)) {
-      const uint32_t a = raw(r) & 0x7FFFFFFF, b = raw(c) & 0x7FFFFFFF;
-      return from_raw(a < b ? a : b);
+      const uint32_t a = bits_of(r) & 0x7FFFFFFF, b = bits_of(c) & 0x7FFFFFFF;
+      return float_of(a < b ? a : b);
     });
     for (int64_t i = 0; i < n; ++i) out[i] = values[from[i]] * buffer[i];
   }

@@ -9,10 +9,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "common.h"
 #include "derivative/derivative_avx512.h"
 #include "derivative/one_bit.h"
 #include "derivative/exponential.h"
+#include "halves.h"
 
 namespace memtrain {
 namespace {
@@ -22,21 +22,9 @@ constexpr int64_t kChunk = 8;    // blocks at a time: 8 KiB of floats
 constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
 constexpr int64_t kLarge = 262144;  // elements from which on steps count more than a core's clock
 
-enum Dtype : int64_t { kF32, kBf16, kF16, kF64 };
+constexpr int64_t kFloat64 = 3;  // after the types of halves.h
 enum Parity : int64_t { kPlain, kEven, kBand };
 enum Function : int64_t { kNone, kRelu, kLeakyRelu, kHardtanh, kSilu };
-
-MT_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-MT_INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
 
 MT_INLINE float value_of(uint32_t bits) { return float_of(bits); }
 MT_INLINE double value_of(uint64_t bits) {
@@ -50,16 +38,8 @@ struct Half { uint16_t bits; };
 
 MT_INLINE float load(float x) { return x; }
 MT_INLINE float load(double x) { return static_cast<float>(x); }
-MT_INLINE float load(Bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
-MT_INLINE float load(Half x) {
-  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7FFFu) << 13;
-  // Subnormals by a difference of normal numbers: right where the unit flushes them.
-  const float small = float_of(0x38800000u + magnitude) - 0x1p-14f;
-  const uint32_t special = magnitude >= 0x0F800000u ? 0x38000000u : 0u;
-  const uint32_t normal = magnitude + 0x38000000u + special;
-  const uint32_t value = magnitude < 0x00800000u ? bits_of(small) : normal;
-  return float_of(value | static_cast<uint32_t>(x.bits & 0x8000u) << 16);
-}
+MT_INLINE float load(Bf16 x) { return from_bfloat(x.bits); }
+MT_INLINE float load(Half x) { return from_half(x.bits); }
 
 template <typename T>
 MT_INLINE float wide(T x) { return load(x); }
@@ -67,21 +47,8 @@ MT_INLINE double wide(double x) { return x; }
 
 MT_INLINE void store(float x, float& out) { out = x; }
 MT_INLINE void store(double x, double& out) { out = x; }
-MT_INLINE void store(float x, Bf16& out) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t even = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even
-  out.bits = static_cast<uint16_t>(x != x ? 0x7FC0u : even);
-}
-MT_INLINE void store(float x, Half& out) {
-  const uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFFu;
-  // Below 2**-14 the sum with 0.5 has its last bit where the half's is: the addition rounds.
-  const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
-  const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-  uint32_t half = magnitude < 0x38800000u ? small : normal;
-  half = magnitude >= 0x477FF000u ? 0x7C00u : half;  // 65520 and more
-  half = magnitude > 0x7F800000u ? 0x7E00u : half;
-  out.bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
-}
+MT_INLINE void store(float x, Bf16& out) { out.bits = to_bfloat(x); }
+MT_INLINE void store(float x, Half& out) { out.bits = to_half(x); }
 
 // -- to float and back ---------------------------------------------------------------------------
 
@@ -155,7 +122,7 @@ MT_CLONES void apply(const float* x, float* y, int64_t n, int64_t function, floa
 // Lanes of a block, positions of a lane, bytes of a position's word.
 template <int kBits>
 struct Layout {
-  static constexpr int lanes = kBits == 8 ? 1 : kBits == 4 ? 2 : kBits == 2 || kBits == 6 ? 4 : 8;
+  static constexpr int lanes = lanes_of(kBits);
   static constexpr int width = kBlock / lanes;
   static constexpr int bytes = lanes * kBits / 8;
   static constexpr int levels = 1 << kBits;
@@ -248,7 +215,7 @@ MT_INLINE void encode_blocks(const float* x, const float* boundaries, uint8_t* o
 
 // Whether the machine looks codes of so many bits up in a register.
 bool in_register(int64_t bits) {
-#ifdef MT_DERIVATIVE_AVX512
+#ifdef MT_X86
   return bits <= 4 && mt_isa() >= 2;
 #else
   return false;
@@ -258,19 +225,13 @@ bool in_register(int64_t bits) {
 MT_CLONES void encode_loops(const float* x, const float* boundaries, uint8_t* out, int64_t blocks,
                             int64_t bits, int64_t parity) {
   if (parity == kBand) return encode_blocks<1, true>(x, boundaries, out, blocks);
-  if (bits == 1) encode_blocks<1>(x, boundaries, out, blocks);
-  if (bits == 2) encode_blocks<2>(x, boundaries, out, blocks);
-  if (bits == 3) encode_blocks<3>(x, boundaries, out, blocks);
-  if (bits == 4) encode_blocks<4>(x, boundaries, out, blocks);
-  if (bits == 5) encode_blocks<5>(x, boundaries, out, blocks);
-  if (bits == 6) encode_blocks<6>(x, boundaries, out, blocks);
-  if (bits == 7) encode_blocks<7>(x, boundaries, out, blocks);
-  if (bits == 8) encode_blocks<8>(x, boundaries, out, blocks);
+#define MT_ENCODE(BITS) encode_blocks<BITS>(x, boundaries, out, blocks)
+  MT_BITS_SWITCH(MT_ENCODE)
 }
 
 void encode(const float* x, const float* boundaries, uint8_t* out, int64_t blocks, int64_t bits,
             int64_t parity) {
-#ifdef MT_DERIVATIVE_AVX512
+#ifdef MT_X86
   if (parity != kBand && in_register(bits)) return avx512::encode(x, boundaries, out, blocks, bits);
 #endif
   encode_loops(x, boundaries, out, blocks, bits, parity);
@@ -332,14 +293,8 @@ MT_INLINE void decode_blocks(const uint8_t* codes, const Bits* levels, Bits* out
 template <typename Bits>
 MT_INLINE void decode_any(const uint8_t* codes, const Bits* levels, Bits* out, int64_t blocks,
                           int64_t bits) {
-  if (bits == 1) decode_blocks<1>(codes, levels, out, blocks);
-  if (bits == 2) decode_blocks<2>(codes, levels, out, blocks);
-  if (bits == 3) decode_blocks<3>(codes, levels, out, blocks);
-  if (bits == 4) decode_blocks<4>(codes, levels, out, blocks);
-  if (bits == 5) decode_blocks<5>(codes, levels, out, blocks);
-  if (bits == 6) decode_blocks<6>(codes, levels, out, blocks);
-  if (bits == 7) decode_blocks<7>(codes, levels, out, blocks);
-  if (bits == 8) decode_blocks<8>(codes, levels, out, blocks);
+#define MT_DECODE(BITS) decode_blocks<BITS>(codes, levels, out, blocks)
+  MT_BITS_SWITCH(MT_DECODE)
 }
 
 MT_CLONES void decode_loops(const uint8_t* codes, const uint32_t* levels, uint32_t* out,
@@ -352,7 +307,7 @@ MT_CLONES void decode(const uint8_t* codes, const uint64_t* levels, uint64_t* ou
 }
 void decode(const uint8_t* codes, const uint32_t* levels, uint32_t* out, int64_t blocks,
             int64_t bits) {
-#ifdef MT_DERIVATIVE_AVX512
+#ifdef MT_X86
   if (in_register(bits)) return avx512::decode(codes, levels, out, blocks, bits);
 #endif
   decode_loops(codes, levels, out, blocks, bits);
@@ -406,7 +361,7 @@ bool forward_bit(const Settings& settings, const T* x, T* y, uint8_t* codes, int
 }
 #endif
 
-#ifdef MT_DERIVATIVE_AVX512
+#ifdef MT_X86
 // Two to four bits, or SiLU, in one pass; whether it did.
 template <typename T>
 bool forward_avx512(const Settings& settings, const T* x, T* y, uint8_t* codes, int64_t n) {
@@ -438,7 +393,7 @@ bool forward_at_once(const Forward& job, int64_t begin, int64_t end) {
 #ifdef MT_DERIVATIVE_BIT
     if (settings.bits == 1 && forward_bit(settings, x, y, codes, n)) return true;
 #endif
-#ifdef MT_DERIVATIVE_AVX512
+#ifdef MT_X86
     if (forward_avx512(settings, x, y, codes, n)) return true;
 #endif
   }
@@ -504,7 +459,7 @@ int64_t multiply_at_once(const Backward& job, int64_t begin, int64_t end) {
       return end - begin;
     }
 #endif
-#ifdef MT_DERIVATIVE_AVX512
+#ifdef MT_X86
     if (in_register(settings.bits)) {
       avx512::multiply(codes, settings.table, grad, out, n / kBlock, settings.bits);
       return n / kBlock;
@@ -547,10 +502,10 @@ MT_EXPORT void mt_derivative_encode(const memtrain::Forward* call) {
   Forward job = *call;
   job.settings = &settings;
   over_blocks(job.n, job.threads, [&job](int64_t begin, int64_t end) {
-    if (job.settings->dtype == kF32) forward_range<float>(job, begin, end);
-    if (job.settings->dtype == kBf16) forward_range<Bf16>(job, begin, end);
-    if (job.settings->dtype == kF16) forward_range<Half>(job, begin, end);
-    if (job.settings->dtype == kF64) forward_range<double>(job, begin, end);
+    if (job.settings->dtype == kFloat32) forward_range<float>(job, begin, end);
+    if (job.settings->dtype == kBfloat16) forward_range<Bf16>(job, begin, end);
+    if (job.settings->dtype == kFloat16) forward_range<Half>(job, begin, end);
+    if (job.settings->dtype == kFloat64) forward_range<double>(job, begin, end);
   });
 }
 
@@ -559,9 +514,9 @@ MT_EXPORT void mt_derivative_decode(const memtrain::Backward* call) {
   using namespace memtrain;
   const Backward job = *call;
   over_blocks(job.n, job.threads, [&job](int64_t begin, int64_t end) {
-    if (job.settings->dtype == kF32) backward_range<float>(job, begin, end);
-    if (job.settings->dtype == kBf16) backward_range<Bf16>(job, begin, end);
-    if (job.settings->dtype == kF16) backward_range<Half>(job, begin, end);
-    if (job.settings->dtype == kF64) backward_range<double>(job, begin, end);
+    if (job.settings->dtype == kFloat32) backward_range<float>(job, begin, end);
+    if (job.settings->dtype == kBfloat16) backward_range<Bf16>(job, begin, end);
+    if (job.settings->dtype == kFloat16) backward_range<Half>(job, begin, end);
+    if (job.settings->dtype == kFloat64) backward_range<double>(job, begin, end);
   });
 }

@@ -2,22 +2,14 @@
 // which no loop makes the compiler see. Whole blocks only; layout and results as in derivative.cpp.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MT_DERIVATIVE_AVX512
-#include <immintrin.h>
+#include "packing/codes.h"
 
+#ifdef MT_X86
 #include <cstring>
 #include <type_traits>
 
-#include "common.h"
 #include "derivative/exponential.h"
-
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
@@ -61,8 +53,6 @@ MT_INLINE __m512i code_of(__m512 x, const Boundaries<kBits>& b) {
   }
   return code;
 }
-
-constexpr int lanes_of(int bits) { return bits == 4 ? 2 : bits == 2 ? 4 : 8; }
 
 // What is encoded: how numbers are read, how values are written.
 MT_INLINE __m512 read(const float* x) { return _mm512_loadu_ps(x); }
@@ -250,6 +240,5 @@ void multiply(const uint8_t* codes, const void* levels, const uint16_t* grad, ui
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

@@ -1,6 +1,6 @@
 // Rounding to floating-point formats of up to 16 bits (definition: kernels/floats/rounding.py).
 #include "floats/rounding_avx512.h"
-#include "halves.h"
+#include "floats/runs.h"
 #include "philox.h"
 
 namespace memtrain {

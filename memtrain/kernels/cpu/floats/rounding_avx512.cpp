@@ -2,16 +2,9 @@
 // rounding only. Results as in rounding.cpp, which asks `floats_fit` first.
 #include "floats/rounding_avx512.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef MT_X86
 #include <cstring>
-#include <immintrin.h>
-
-#pragma GCC push_options
-#pragma GCC diagnostic push
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+#include "avx512_begin.h"
 
 namespace memtrain {
 namespace {
@@ -201,8 +194,7 @@ void floats_decode(const void* codes, int64_t bytes, void* out, int64_t begin, i
 }
 
 }  // namespace memtrain
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 
 #else
 namespace memtrain {

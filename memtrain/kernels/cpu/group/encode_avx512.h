@@ -2,21 +2,15 @@
 // results as in group.cpp. Their bounds: min_max_avx512.h.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include "packing/codes.h"
+
+#ifdef MT_X86
 #include "group/min_max_avx512.h"
 #include "philox_avx512.h"
-
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
-
-constexpr int lanes_of_group(int bits) { return bits % 2 ? 8 : bits % 4 ? 4 : bits % 8 ? 2 : 1; }
 
 // -- what the dtypes differ in: thirty-two positions as two registers, or sixteen as one ----------
 
@@ -92,7 +86,7 @@ struct Places {
 MT_INLINE Places places_of(int bits) {
   Places p;
   for (int i = 0; i < kPlaces; ++i) {
-    const int k = bits * (i % lanes_of_group(bits)) + i / 8 * 8;
+    const int k = bits * (i % lanes_of(bits)) + i / 8 * 8;
     const uint32_t most = (1u << bits) - 1;
     const float power = static_cast<float>(1u << k);
     p.power[i] = power, p.field[i] = most << k;
@@ -141,7 +135,7 @@ template <int kBits, typename F, bool kStochastic, bool kInside, int N, bool kSh
 MT_INLINE void encode_slices(const typename F::T* x, int64_t slice, const __m512i (*draws)[4],
                              const Group& group, const Places& p, int64_t ahead,
                              __m512i (*word)[N]) {
-  constexpr int kSlices = 8 / lanes_of_group(kBits), kLane = S / kSlices;
+  constexpr int kSlices = 8 / lanes_of(kBits), kLane = S / kSlices;
   __m512 number[N];
   F::load(x, number);
   for (size_t line = 0; line < sizeof(number) / 4 * sizeof(*x); line += 64)
@@ -165,7 +159,7 @@ template <int kBits, typename F, bool kStochastic, bool kInside, int N>
 MT_INLINE void encode_positions(const typename F::T* x, uint8_t* out, int64_t size,
                                 const __m512i (*draws)[4], const Group& group, const Places& p,
                                 int64_t ahead) {
-  constexpr int kLanes = lanes_of_group(kBits), kSlices = 8 / kLanes, kBytes = kLanes * kBits / 8;
+  constexpr int kLanes = lanes_of(kBits), kSlices = 8 / kLanes, kBytes = kLanes * kBits / 8;
   static_assert(kLanes * kBits <= 32, "a word has 32 bits");
   constexpr bool kShared = F::kInterleaved && N == 2 && kBytes == 1;  // one word of both registers
   const int64_t slice = size / 8, width = size / kLanes;
@@ -293,6 +287,5 @@ void encode_any(const typename F::T* x, uint8_t* out, void* bounds, bool wide, i
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

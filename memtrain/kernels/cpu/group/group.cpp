@@ -3,29 +3,14 @@
 
 #include "group/group_avx512.h"
 #include "group/tiles.h"
+#include "halves.h"
+#include "packing/codes.h"
 #include "philox.h"
 
 namespace memtrain {
 
 constexpr int64_t kPiece = 32;  // running minima and maxima, which GCC keeps in vectors
 constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
-
-MT_INLINE uint32_t bits_of(float x) {
-  uint32_t b;
-  std::memcpy(&b, &x, 4);
-  return b;
-}
-
-MT_INLINE float float_of(uint32_t b) {
-  float x;
-  std::memcpy(&x, &b, 4);
-  return x;
-}
-
-MT_INLINE uint16_t to_bf16(float x) {
-  uint32_t b = bits_of(x);
-  return static_cast<uint16_t>(x != x ? 0x7FC0u : (b + 0x7FFF + ((b >> 16) & 1)) >> 16);
-}
 
 // To bf16 away from the group's inside: `up` towards +inf, else towards -inf. Adding 0x10000 to
 // the bits enlarges the magnitude of either sign.
@@ -131,12 +116,10 @@ MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int6
   }
 }
 
-constexpr int lane_count(int bits) { return bits % 2 ? 8 : bits % 4 ? 4 : bits % 8 ? 2 : 1; }
-
 // N positions of byte K of the packed words, and of the bytes after it.
 template <int BITS, int N, int K = 0>
 MT_INLINE void pack(const uint8_t* __restrict codes, uint8_t* __restrict out, int64_t width) {
-  constexpr int kLanes = lane_count(BITS), kBytes = kLanes * BITS / 8;
+  constexpr int kLanes = lanes_of(BITS), kBytes = kLanes * BITS / 8;
   constexpr int kFirst = 8 * K / BITS;  // the first lane with a bit in this byte
   for (int i = 0; i < N; ++i) {
     uint32_t byte = static_cast<uint32_t>(codes[kFirst * width + i]) >> (8 * K - kFirst * BITS);
@@ -149,7 +132,7 @@ MT_INLINE void pack(const uint8_t* __restrict codes, uint8_t* __restrict out, in
 
 template <int BITS>
 MT_INLINE void pack_group(const uint8_t* codes, uint8_t* out, int64_t size) {
-  const int64_t width = size / lane_count(BITS);
+  const int64_t width = size / lanes_of(BITS);
   int64_t p = 0;
   for (; p + 16 <= width; p += 16) pack<BITS, 16>(codes + p, out + p, width);
   for (; p < width; ++p) pack<BITS, 1>(codes + p, out + p, width);
@@ -168,23 +151,16 @@ MT_INLINE void decode(const uint8_t* __restrict in, float* __restrict out, int64
     word = (word >> kShift) & ((1u << BITS) - 1);
     out[L * width + i] = 2.0f * (base + static_cast<float>(static_cast<int32_t>(word)) * step);
   }
-  if constexpr (L + 1 < lane_count(BITS)) decode<BITS, N, L + 1>(in, out, width, base, step);
+  if constexpr (L + 1 < lanes_of(BITS)) decode<BITS, N, L + 1>(in, out, width, base, step);
 }
 
 template <int BITS>
 MT_INLINE void decode_group(const uint8_t* in, float* out, int64_t size, float base, float step) {
-  const int64_t width = size / lane_count(BITS);
+  const int64_t width = size / lanes_of(BITS);
   int64_t p = 0;
   for (; p + 16 <= width; p += 16) decode<BITS, 16>(in + p, out + p, width, base, step);
   for (; p < width; ++p) decode<BITS, 1>(in + p, out + p, width, base, step);
 }
-
-#define MT_BITS_SWITCH(CALL)                     \
-  switch (bits) {                                \
-    case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
-    case 4: CALL(4); break; case 5: CALL(5); break; case 6: CALL(6); break; \
-    case 7: CALL(7); break; case 8: CALL(8); break; \
-  }
 
 struct Job {
   const void* x;  // float or bf16: what is quantised
@@ -197,7 +173,7 @@ struct Job {
 };
 
 MT_INLINE void widen(const uint16_t* __restrict x, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = float_of(static_cast<uint32_t>(x[i]) << 16);
+  for (int64_t i = 0; i < n; ++i) to[i] = from_bfloat(x[i]);
 }
 
 // The group as `size` floats; what is missing in the last one repeats its first element.
@@ -228,10 +204,10 @@ MT_INLINE Group load_bounds(const Job& job, int64_t g) {
     return {from[0], from[1]};
   }
   const uint16_t* from = static_cast<const uint16_t*>(job.bounds) + 2 * g;
-  return {float_of(uint32_t{from[0]} << 16), float_of(uint32_t{from[1]} << 16)};
+  return {from_bfloat(from[0]), from_bfloat(from[1])};
 }
 
-#ifdef MT_GROUP_AVX512
+#ifdef MT_X86
 // All groups but a last one that is not whole; returns where the rest begins.
 static int64_t quantize_whole(const Job& job, int64_t begin, int64_t end) {
   end = std::min(end, job.n / job.size);
@@ -250,7 +226,7 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
                                      uint8_t* codes) {
   const int64_t size = job.size, bits = job.bits;
   const float levels = static_cast<float>((1 << bits) - 1);
-#ifdef MT_GROUP_AVX512
+#ifdef MT_X86
   if (avx512::can_encode(size, bits)) begin = quantize_whole(job, begin, end);
 #endif
   for (int64_t g = begin; g < end; ++g) {
@@ -275,7 +251,7 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
 }
 
 MT_INLINE void narrow(const float* __restrict x, uint16_t* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = to_bf16(x[i]);
+  for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat(x[i]);
 }
 
 MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t end, float* buffer,
@@ -288,7 +264,7 @@ MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t en
     const uint8_t* in = job.codes + g * (size / 8 * bits);
     const int64_t at = g * size, n = std::min(job.n - at, size);
     float* to = static_cast<float*>(job.y) + at;
-#ifdef MT_GROUP_AVX512
+#ifdef MT_X86
     if (n == size && avx512::can_decode(size, bits)) {
       if (job.bf16)
         avx512::decode_bfloats(in, static_cast<uint16_t*>(job.y) + at, size, bits, base, step);

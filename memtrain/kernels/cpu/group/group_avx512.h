@@ -2,20 +2,13 @@
 // results as in group.cpp. Quantisation: encode_avx512.h.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MT_GROUP_AVX512
-#include <cstring>
-
 #include "common.h"
 
-#include "group/encode_avx512.h"
+#ifdef MT_X86
+#include <cstring>
 
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+#include "group/encode_avx512.h"
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
@@ -31,7 +24,7 @@ MT_INLINE __m512i to_bfloat(__m512 x) {
 
 template <int kBits, typename T>
 MT_INLINE void decode_bits(const uint8_t* in, T* out, int64_t size, __m512 values) {
-  constexpr int kLanes = lanes_of_group(kBits), kBytes = kLanes * kBits / 8;
+  constexpr int kLanes = lanes_of(kBits), kBytes = kLanes * kBits / 8;
   const int64_t width = size / kLanes;
   const __m512i table = sizeof(T) == 2 ? to_bfloat(values) : _mm512_castps_si512(values);
   for (int64_t c = 0; c < width; c += 16) {
@@ -87,6 +80,5 @@ void decode_bfloats(const uint8_t* in, uint16_t* out, int64_t size, int64_t bits
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

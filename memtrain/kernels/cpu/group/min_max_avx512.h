@@ -2,17 +2,10 @@
 // know of them. Whole groups of whole 128s only; results as in group.cpp.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
-
 #include "common.h"
 
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")
+#ifdef MT_X86
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
@@ -213,6 +206,5 @@ MT_INLINE Scales scales_of(const T* x, int64_t size, int count, bool wide, float
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

@@ -2,11 +2,7 @@
 #pragma once
 
 #include "group/tiles.h"
-// Of its functions only those for single numbers are needed here.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
 #include "halves.h"
-#pragma GCC diagnostic pop
 
 namespace memtrain {
 
@@ -114,20 +110,18 @@ MT_INLINE void over_runs(const Channels& shape, int64_t at, int64_t n, const Pie
 // How numbers of each type are read and written, one at a time: the loops around become vectors.
 struct Float {
   typedef float Number;
-  static inline __attribute__((always_inline)) float read(float x) { return x; }
-  static inline __attribute__((always_inline)) float write(float x) { return x; }
+  MT_INLINE float read(float x) { return x; }
+  MT_INLINE float write(float x) { return x; }
 };
 struct Bfloat {
   typedef uint16_t Number;
-  static inline __attribute__((always_inline)) float read(uint16_t x) {
-    return float_of(uint32_t{x} << 16);
-  }
-  static inline __attribute__((always_inline)) uint16_t write(float x) { return to_bfloat(x); }
+  MT_INLINE float read(uint16_t x) { return from_bfloat(x); }
+  MT_INLINE uint16_t write(float x) { return to_bfloat(x); }
 };
 struct Half {
   typedef uint16_t Number;
-  static inline __attribute__((always_inline)) float read(uint16_t x) { return from_half(x); }
-  static inline __attribute__((always_inline)) uint16_t write(float x) { return to_half(x); }
+  MT_INLINE float read(uint16_t x) { return from_half(x); }
+  MT_INLINE uint16_t write(float x) { return to_half(x); }
 };
 
 struct Space {

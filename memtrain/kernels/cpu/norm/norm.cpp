@@ -2,8 +2,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "common.h"
 #include "group/group.h"
+#include "halves.h"
 
 namespace memtrain {
 
@@ -19,19 +19,6 @@ struct Norm {
   float eps;
   Quantizer to;
 };
-
-MT_INLINE float widened(uint16_t half) {
-  const uint32_t bits = uint32_t{half} << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-MT_INLINE uint16_t narrowed(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
 
 MT_INLINE float halves(float* lanes) {
   for (int64_t width = kLanes / 2; width; width /= 2)
@@ -62,7 +49,7 @@ MT_INLINE void normalise(const Norm& job, int64_t row, float* hat) {
   const int64_t n = job.size, at = row * n;
   if (job.bf16) {
     const uint16_t* from = static_cast<const uint16_t*>(job.x) + at;
-    for (int64_t i = 0; i < n; ++i) hat[i] = widened(from[i]);
+    for (int64_t i = 0; i < n; ++i) hat[i] = from_bfloat(from[i]);
   }
   const float* x = job.bf16 ? hat : static_cast<const float*>(job.x) + at;
   const float size = static_cast<float>(n);
@@ -81,9 +68,9 @@ MT_INLINE void normalise(const Norm& job, int64_t row, float* hat) {
   }
   uint16_t* __restrict y = static_cast<uint16_t*>(job.y) + at;
   if (job.narrow)
-    for (int64_t i = 0; i < n; ++i) y[i] = narrowed(widened(narrowed(hat[i])) * w[i] + b[i]);
+    for (int64_t i = 0; i < n; ++i) y[i] = to_bfloat(from_bfloat(to_bfloat(hat[i])) * w[i] + b[i]);
   else
-    for (int64_t i = 0; i < n; ++i) y[i] = narrowed(hat[i] * w[i] + b[i]);
+    for (int64_t i = 0; i < n; ++i) y[i] = to_bfloat(hat[i] * w[i] + b[i]);
 }
 
 // Rows of some tiles: what a tile's rows have made is quantised while it is in the nearest cache.

@@ -4,13 +4,8 @@
 
 #include "patch/quads_avx512.h"
 
-#ifdef MT_PATCH_AVX512
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,f16c")
+#ifdef MT_X86
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
@@ -221,6 +216,5 @@ void quantize_nearest(const Job& job, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "halves.h"
 #include "patch/channels_avx512.h"
 #include "patch/nearest_avx512.h"
 #include "philox.h"
@@ -13,23 +14,6 @@ constexpr int kLanes = 16, kSide = 4, kCells = kSide * kSide;
 constexpr float kLimit = 3.3895313892515355e38f, kTwoThirds = 0.6666666865348816f;
 
 typedef uint64_t __attribute__((may_alias, aligned(2))) FourHalves;
-
-MT_INLINE uint32_t bits_of(float x) {
-  uint32_t b;
-  std::memcpy(&b, &x, 4);
-  return b;
-}
-
-MT_INLINE float float_of(uint32_t b) {
-  float x;
-  std::memcpy(&x, &b, 4);
-  return x;
-}
-
-MT_INLINE uint32_t narrow_bf16(float x) {
-  uint32_t b = bits_of(x);
-  return x != x ? 0x7FC0u : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
-}
 
 // A float16's bits; infinities and NaN come out as 65,536 and more: finite, and told by it.
 MT_INLINE float widen_fp16(uint32_t h) {
@@ -67,8 +51,8 @@ struct Float32 {
 
 struct BFloat16 : Float32 {
   using Raw = uint16_t;
-  MT_INLINE float widen(Raw b) { return float_of(uint32_t{b} << 16); }
-  MT_INLINE Raw narrow(float x) { return static_cast<Raw>(narrow_bf16(x)); }
+  MT_INLINE float widen(Raw b) { return from_bfloat(b); }
+  MT_INLINE Raw narrow(float x) { return to_bfloat(x); }
   MT_INLINE float end(float x, bool) { return x; }
 };
 
@@ -373,7 +357,7 @@ static void over_patches(const Job& job, Range range, int64_t threads) {
   });
 }
 
-#ifdef MT_PATCH_AVX512
+#ifdef MT_X86
 template <typename F>
 void quantize_fast(const Job& job, int64_t begin, int64_t end) {
   if (job.inner > 1)
@@ -423,7 +407,7 @@ MT_EXPORT void mt_patch_quantize(const void* x, int64_t kind, uint64_t* words, i
   using namespace memtrain;
   const Job job{x, words, outer, rows, columns, inner, static_cast<uint64_t>(seed),
                 stochastic != 0};
-#ifdef MT_PATCH_AVX512
+#ifdef MT_X86
   if (over_pieces(job, kQuantizeFast[kind], threads)) return;
 #endif
   over_patches(job, kQuantize[kind], threads);
@@ -433,7 +417,7 @@ MT_EXPORT void mt_patch_dequantize(const uint64_t* words, void* out, int64_t kin
                                    int64_t rows, int64_t columns, int64_t inner, int64_t threads) {
   using namespace memtrain;
   const Job job{words, out, outer, rows, columns, inner, 0, false};
-#ifdef MT_PATCH_AVX512
+#ifdef MT_X86
   if (over_pieces(job, kDequantizeFast[kind], threads)) return;
 #endif
   over_patches(job, kDequantize[kind], threads);

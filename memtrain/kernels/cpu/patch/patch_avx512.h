@@ -2,19 +2,11 @@
 // patch.cpp. Where the values lie: quads_avx512.h (one channel), channels_avx512.h.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MT_PATCH_AVX512
-#include <immintrin.h>
-
 #include "common.h"
-#include "philox_avx512.h"
 
-#pragma GCC push_options
-// GCC 12 warns about its own intrinsics' undefined sources.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,f16c")
+#ifdef MT_X86
+#include "philox_avx512.h"
+#include "avx512_begin.h"
 
 namespace memtrain::avx512 {
 namespace {
@@ -205,6 +197,5 @@ MT_INLINE void find_bounds(Patches& p, bool stochastic) {
 }  // namespace
 }  // namespace memtrain::avx512
 
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
+#include "avx512_end.h"
 #endif

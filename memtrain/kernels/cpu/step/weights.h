@@ -1,12 +1,12 @@
 // Weights of a step as float32 runs: as they are, or with the masters that split.py keeps.
 #pragma once
 
-#include "halves.h"
+#include "floats/runs.h"
 #include "philox.h"
 
 namespace memtrain {
 
-constexpr int64_t kDrawn = 1024;  // elements that share their Philox counters: BLOCK of split.py
+constexpr int64_t kDrawn = 1024;  // elements that share their Philox counters: BLOCK of rounding.py
 constexpr uint32_t kInf = 0x7F800000u, kMagnitude = 0x7FFFFFFFu;
 
 // How the master of a weight is kept; the order is that of `MasterWeight.fields` in kernels/step/split.py.

@@ -1,0 +1,3 @@
+// Ends what avx512_begin.h began.
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
