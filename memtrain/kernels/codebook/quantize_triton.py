@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.group.group_triton import tile
+from memtrain.kernels.group.group_triton import load_codes, store_codes, tile
 
 
 @triton.jit
@@ -78,8 +78,6 @@ def _quantize_kernel(
     MATRIX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
-    LANES: tl.constexpr = 8 // PER_LANE
     block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     inside = (block < n_blocks) & (column < WIDTH)
@@ -124,17 +122,7 @@ def _quantize_kernel(
             code = tl.where(usable & (x == x), code, 0)
         codes = codes + (code,)  # noqa: RUF005
 
-    to = codes_ptr + block * (WIDTH * BITS) + column
-    for h in tl.static_range(PER_LANE):
-        for k in tl.static_range(LANES * BITS // 8):
-            byte = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
-            for lane in tl.static_range(LANES):
-                if lane * BITS - 8 * k >= 0:
-                    if lane * BITS - 8 * k < 8:
-                        byte |= codes[lane * PER_LANE + h] << (lane * BITS - 8 * k)
-                elif lane * BITS - 8 * k > -BITS:
-                    byte |= codes[lane * PER_LANE + h] >> (8 * k - lane * BITS)
-            tl.store(to + (k * PER_LANE + h) * WIDTH, (byte & 0xFF).to(tl.uint8), mask=inside)
+    store_codes(codes_ptr + block * (WIDTH * BITS) + column, codes, inside, BITS, WIDTH)
 
 
 @triton.jit
@@ -164,15 +152,9 @@ def _dequantize_kernel(
     if not MATRIX:
         scale = tl.load(scale_ptr + block, mask=block < n_blocks, other=0.0)
     for h in tl.static_range(PER_LANE):
-        loaded = ()
-        for k in tl.static_range(LANES * BITS // 8):
-            byte = tl.load(source + (k * PER_LANE + h) * WIDTH, mask=inside, other=0)
-            loaded = loaded + (byte.to(tl.int32),)  # noqa: RUF005
+        codes = load_codes(source, inside, h, BITS, WIDTH)
         for lane in tl.static_range(LANES):
-            word = loaded[lane * BITS // 8]
-            if lane * BITS % 8 + BITS > 8:
-                word = word | (loaded[lane * BITS // 8 + 1] << 8)
-            code = (word >> (lane * BITS % 8)) & (2**BITS - 1)
+            code = codes[lane]
             offset = (lane * PER_LANE + h) * WIDTH
             valid = inside & (start + offset < n)
             if MATRIX:

@@ -13,23 +13,34 @@ _TINY = tl.constexpr(2.0**-101)
 
 
 @triton.jit
-def _outward(x, UP: tl.constexpr):
-    # To bfloat16's bits, kept in float32, away from the group's inside.
-    bits = x.to(tl.uint32, bitcast=True)
-    positive = (bits >> 31) == 0
-    enlarge = ((bits & 0xFFFF) != 0) & (positive if UP else (bits >> 31) != 0)
-    bits = ((bits >> 16) + enlarge.to(tl.uint32)) << 16
-    return bits.to(tl.float32, bitcast=True)
+def bound(x, UP: tl.constexpr, TO_BFLOAT: tl.constexpr):
+    """A minimum or maximum as it is kept: rounded away from the inside, within bfloat16's range."""
+    if TO_BFLOAT:
+        bits = x.to(tl.uint32, bitcast=True)
+        positive = (bits >> 31) == 0
+        enlarge = ((bits & 0xFFFF) != 0) & (positive if UP else (bits >> 31) != 0)
+        bits = ((bits >> 16) + enlarge.to(tl.uint32)) << 16
+        x = bits.to(tl.float32, bitcast=True)
+    # Adding 0 turns -0 into 0, as in the reference.
+    return tl.where(x > _LIMIT, _LIMIT, tl.where(x < -_LIMIT, -_LIMIT, x)) + 0.0
 
 
 @triton.jit
-def _half_step(lo, hi, LEVELS: tl.constexpr):
+def rounded(x):
+    """To bfloat16's bits, in the upper half of 32: the interpreter's own cast would truncate."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x == x, bits, 0x7FC00000)
+
+
+@triton.jit
+def half_step(lo, hi, LEVELS: tl.constexpr):
     half = 0.5 * hi - 0.5 * lo
     return tl.where(half < _TINY, 0.0, tl.div_rn(half, half * 0.0 + LEVELS))
 
 
 @triton.jit
-def _load_bounds(bounds_ptr, group, inside, WIDE: tl.constexpr):
+def load_bounds(bounds_ptr, group, inside, WIDE: tl.constexpr):
     lo = tl.load(bounds_ptr + group * 2, mask=inside, other=0)
     hi = tl.load(bounds_ptr + group * 2 + 1, mask=inside, other=0)
     if not WIDE:
@@ -55,6 +66,41 @@ def _turned(word, odd):
 
 
 @triton.jit
+def store_codes(to, codes, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pack the codes of eight slices; `to` is where each position of a slice has its first byte."""
+    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
+    LANES: tl.constexpr = 8 // PER_LANE
+    for h in tl.static_range(PER_LANE):
+        for k in tl.static_range(LANES * BITS // 8):
+            byte = tl.zeros(codes[0].shape, tl.int32)
+            for lane in tl.static_range(LANES):
+                if lane * BITS - 8 * k >= 0:
+                    if lane * BITS - 8 * k < 8:
+                        byte |= codes[lane * PER_LANE + h] << (lane * BITS - 8 * k)
+                elif lane * BITS - 8 * k > -BITS:
+                    byte |= codes[lane * PER_LANE + h] >> (8 * k - lane * BITS)
+            tl.store(to + (k * PER_LANE + h) * WIDTH, (byte & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def load_codes(source, inside, H: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Unpack the codes of slice `H` of each lane, a tuple of as many tiles as there are lanes."""
+    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
+    LANES: tl.constexpr = 8 // PER_LANE
+    loaded = ()
+    for k in tl.static_range(LANES * BITS // 8):
+        byte = tl.load(source + (k * PER_LANE + H) * WIDTH, mask=inside, other=0)
+        loaded = loaded + (byte.to(tl.int32),)  # noqa: RUF005 (the compiler knows no other form)
+    codes = ()
+    for lane in tl.static_range(LANES):
+        word = loaded[lane * BITS // 8]
+        if lane * BITS % 8 + BITS > 8:
+            word = word | (loaded[lane * BITS // 8 + 1] << 8)
+        codes = codes + ((word >> (lane * BITS % 8)) & (2**BITS - 1),)  # noqa: RUF005
+    return codes
+
+
+@triton.jit
 def encode(
     xs,  # eight slices of float32, 0 where not inside
     codes_ptr,
@@ -72,8 +118,6 @@ def encode(
     WIDE: tl.constexpr,
 ):
     LEVELS: tl.constexpr = float(2**BITS - 1)
-    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
-    LANES: tl.constexpr = 8 // PER_LANE
     inside = here & (column < WIDTH)
     start = group * (WIDTH * 8) + column
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
@@ -86,17 +130,11 @@ def encode(
         highs = tl.where(valid & (x > highs), x, highs)
         top = x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         tops = tl.where(top > tops, top, tops)
-    lo = tl.min(lows, axis=1)[:, None]
-    hi = tl.max(highs, axis=1)[:, None]
-    if not WIDE:
-        lo = _outward(lo, False)
-        hi = _outward(hi, True)
-    # Adding 0 turns -0 into 0, as in the reference.
-    lo = tl.where(lo > _LIMIT, _LIMIT, tl.where(lo < -_LIMIT, -_LIMIT, lo)) + 0.0
-    hi = tl.where(hi > _LIMIT, _LIMIT, tl.where(hi < -_LIMIT, -_LIMIT, hi)) + 0.0
+    lo = bound(tl.min(lows, axis=1)[:, None], False, not WIDE)
+    hi = bound(tl.max(highs, axis=1)[:, None], True, not WIDE)
     # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
     finite = tl.max(tops.to(tl.int32), axis=1)[:, None] < 0x7F800000
-    step = _half_step(lo, hi, LEVELS)
+    step = half_step(lo, hi, LEVELS)
     inverse = tl.where(
         step > 0.0, tl.div_rn(step * 0.0 + 1.0, tl.where(step > 0.0, step, 1.0)), 0.0
     )
@@ -127,17 +165,7 @@ def encode(
         code = tl.where(valid, t, 0.0).to(tl.int32)
         codes = codes + (code,)  # noqa: RUF005
 
-    to = codes_ptr + group * (WIDTH * BITS) + column
-    for h in tl.static_range(PER_LANE):
-        for k in tl.static_range(LANES * BITS // 8):
-            byte = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
-            for lane in tl.static_range(LANES):
-                if lane * BITS - 8 * k >= 0:
-                    if lane * BITS - 8 * k < 8:
-                        byte |= codes[lane * PER_LANE + h] << (lane * BITS - 8 * k)
-                elif lane * BITS - 8 * k > -BITS:
-                    byte |= codes[lane * PER_LANE + h] >> (8 * k - lane * BITS)
-            tl.store(to + (k * PER_LANE + h) * WIDTH, (byte & 0xFF).to(tl.uint8), mask=inside)
+    store_codes(codes_ptr + group * (WIDTH * BITS) + column, codes, inside, BITS, WIDTH)
 
 
 @triton.jit
@@ -190,29 +218,20 @@ def _dequantize_kernel(
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     inside = (group < n_groups) & (column < WIDTH)
-    lo, hi = _load_bounds(bounds_ptr, group, group < n_groups, WIDE)
-    step = _half_step(lo, hi, LEVELS)
+    lo, hi = load_bounds(bounds_ptr, group, group < n_groups, WIDE)
+    step = half_step(lo, hi, LEVELS)
     base = 0.5 * lo
     start = group * (WIDTH * 8) + column
     source = codes_ptr + group * (WIDTH * BITS) + column
     for h in tl.static_range(PER_LANE):
-        loaded = ()
-        for k in tl.static_range(LANES * BITS // 8):
-            byte = tl.load(source + (k * PER_LANE + h) * WIDTH, mask=inside, other=0)
-            loaded = loaded + (byte.to(tl.int32),)  # noqa: RUF005
+        codes = load_codes(source, inside, h, BITS, WIDTH)
         for lane in tl.static_range(LANES):
-            word = loaded[lane * BITS // 8]
-            if lane * BITS % 8 + BITS > 8:
-                word = word | (loaded[lane * BITS // 8 + 1] << 8)
-            code = (word >> (lane * BITS % 8)) & (2**BITS - 1)
+            code = codes[lane]
             value = 2.0 * (base + code.to(tl.float32) * step)
             at = start + (lane * PER_LANE + h) * WIDTH
             valid = inside & (at < n)
             if BF16:
-                bits = value.to(tl.uint32, bitcast=True)
-                bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-                bits = tl.where(value == value, bits, 0x7FC0)
-                tl.store(out_ptr + at, bits.to(tl.int16), mask=valid)
+                tl.store(out_ptr + at, (rounded(value) >> 16).to(tl.int16), mask=valid)
             else:
                 if out_ptr.dtype.element_ty == tl.float16:
                     value = tl.where(value > 65504.0, 65504.0, value)

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels.group.group_triton import _half_step, _load_bounds, encode, tile
+from memtrain.kernels.group.group_triton import encode, half_step, load_bounds, rounded, tile
 from memtrain.kernels.norm.channel_norm import Channels
-from memtrain.kernels.norm.norm_triton import _rounded
 
 
 @triton.jit
@@ -127,8 +126,8 @@ def _decoded(
         two = inside & (bit % 8 + BITS > 8)
         word |= tl.load(first + LANE, mask=two, other=0).to(tl.int32) << 8
     code = (word >> (bit % 8)) & (2**BITS - 1)
-    lo, hi = _load_bounds(bounds_ptr, group, inside, WIDE)
-    step = _half_step(lo, hi, float(2**BITS - 1))
+    lo, hi = load_bounds(bounds_ptr, group, inside, WIDE)
+    step = half_step(lo, hi, float(2**BITS - 1))
     return 2.0 * (0.5 * lo + code.to(tl.float32) * step)
 
 
@@ -172,7 +171,7 @@ def _gradient_kernel(
     shift = tl.load(shift_ptr + c, mask=inside, other=0.0)
     dx = scale * dy + (slope * hat + shift)
     if BF16:
-        tl.store(dx_ptr + at, (_rounded(dx) >> 16).to(tl.int16), mask=inside)
+        tl.store(dx_ptr + at, (rounded(dx) >> 16).to(tl.int16), mask=inside)
     else:
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 

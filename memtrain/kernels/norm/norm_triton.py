@@ -8,15 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels.group.group_triton import encode
-
-
-@triton.jit
-def _rounded(x):
-    # To bfloat16's bits, in the upper half of 32.
-    bits = x.to(tl.uint32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return tl.where(x == x, bits, 0x7FC00000)
+from memtrain.kernels.group.group_triton import encode, rounded
 
 
 @triton.jit
@@ -77,14 +69,14 @@ def _norm_kernel(
         value = hat
         if NARROW:
             if BF16:
-                value = _rounded(hat).to(tl.float32, bitcast=True)
+                value = rounded(hat).to(tl.float32, bitcast=True)
             else:
                 value = hat.to(y_ptr.dtype.element_ty).to(tl.float32)
         w = tl.load(weight_ptr + at, mask=inside, other=0.0)
         b = tl.load(bias_ptr + at, mask=inside, other=0.0)
         value = value * w + b
         if BF16:
-            bits = (_rounded(value) >> 16).to(tl.int16)
+            bits = (rounded(value) >> 16).to(tl.int16)
             tl.store(y_ptr + row * size + at, bits, mask=inside)
         else:
             y = value.to(y_ptr.dtype.element_ty)

@@ -8,27 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-_LIMIT = tl.constexpr(3.3895313892515355e38)
+from memtrain.kernels.group.group_triton import bound, rounded
+
 _TWO_THIRDS = tl.constexpr(0.6666666865348816)
 _LANES = 128
-
-
-@triton.jit
-def _outward(x, UP: tl.constexpr):
-    # To bfloat16's bits, kept in float32, away from the patch's inside.
-    bits = x.to(tl.uint32, bitcast=True)
-    positive = (bits >> 31) == 0
-    enlarge = ((bits & 0xFFFF) != 0) & (positive if UP else (bits >> 31) != 0)
-    bits = ((bits >> 16) + enlarge.to(tl.uint32)) << 16
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bound(x, KIND: tl.constexpr, UP: tl.constexpr):
-    if KIND == 0:
-        x = _outward(x, UP)
-    # Adding 0 turns -0 into 0, as in the reference.
-    return tl.where(x > _LIMIT, _LIMIT, tl.where(x < -_LIMIT, -_LIMIT, x)) + 0.0
 
 
 @triton.jit
@@ -42,10 +25,7 @@ def _widen(x, KIND: tl.constexpr):
 @triton.jit
 def _round(x, KIND: tl.constexpr):
     if KIND == 1:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-        # A NaN must not round to an infinity.
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
+        x = rounded(x).to(tl.float32, bitcast=True)
     if KIND == 2:
         x = x.to(tl.float16).to(tl.float32)
     return x
@@ -136,8 +116,8 @@ def _quantize_kernel(
         magnitude = xs[k].to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         top = tl.where(magnitude > top, magnitude, top)
     finite = top < 0x7F800000
-    lo = tl.where(finite, _bound(lo, KIND, False), float("nan"))
-    hi = tl.where(finite, _bound(hi, KIND, True), float("nan"))
+    lo = tl.where(finite, bound(lo, False, KIND == 0), float("nan"))
+    hi = tl.where(finite, bound(hi, True, KIND == 0), float("nan"))
     second, third = _inner_levels(lo, hi, KIND)
 
     # Halves, since a difference may overflow.
