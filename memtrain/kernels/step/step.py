@@ -245,7 +245,19 @@ def update_reference(entry: Entry, sums: Sums) -> None:
         codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None)
 
 
+def _check_library() -> None:
+    """Raise where the C++ was built of other sources: it leaves rules that it lacks undone."""
+    count = getattr(cpu.library(), "mt_step_rules", None)
+    built = 0 if count is None else count()
+    if built != len(RULES):
+        raise RuntimeError(
+            f"the C++ library was built with {built} rules of the fused step, but RULES has "
+            f"{len(RULES)}: {', '.join(RULES)}; build it again by `make kernels`"
+        )
+
+
 def _step_cpu(entries: Sequence[Entry]) -> None:
+    _check_library()
     scalars = update_rules.stacked([entry.scalars for entry in entries], entries[0].param.device)
     rows = []
     for k, entry in enumerate(entries):

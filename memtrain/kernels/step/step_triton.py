@@ -63,6 +63,8 @@ def _updated(p, g, m, v, scalars, RULE: tl.constexpr, SECOND: tl.constexpr):
         step = tl.where(step > 0, 1.0, tl.where(step < 0, -1.0, step))
         m = c * m + d * g
         p = p * decay - e * step
+    else:
+        tl.static_assert(False, "a rule of RULES without its branch")
     return p, m, v
 
 

@@ -2,7 +2,7 @@
 // per instruction set, so it has no include guard. A new rule is one struct here, and its place in
 // MT_EACH_RULE.
 
-struct Scalars {  // in the order of the rule's tuple in rules.py
+struct Scalars {  // in the order of the rule's tuple in update_rules.py
   F decay, l2, sign, a, b, c, d, e;
   bool has_l2, has_c;
 };

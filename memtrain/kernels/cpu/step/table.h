@@ -5,7 +5,7 @@
 
 namespace memtrain {
 
-enum Rule : int64_t { kAdamW, kSgd, kLion };                // in the order of RULES in rules.py
+enum Rule : int64_t { kAdamW, kSgd, kLion };                // in the order of RULES in update_rules.py
 enum Second : int64_t { kAsFirst, kRank1, kFactored };      // SECOND in step.py
 constexpr int64_t kFields = 32, kMaxDims = 8;
 
