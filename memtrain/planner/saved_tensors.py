@@ -36,8 +36,7 @@ from memtrain.planner.schemes import (
     activation_rules,
 )
 
-_DERIVED, _PAYLOAD = "derived", "payload"
-_SINCE = "computed again from what "
+_PAYLOAD = "payload"
 _NOT_ASKED = Keep("")  # it is kept whatever the rules say
 
 
@@ -177,17 +176,11 @@ def _unite_shared(groups: DisjointSets, records: Sequence[Record]) -> None:
         if not record.shape:  # a note, not a tensor
             continue
         groups.union((by_storage.setdefault(record.storage, record.site), record.site))
-        if record.compressor == _DERIVED:
-            op = _source_of(record)
-            if op in latest:
-                groups.union((latest[op], record.site))
+        if record.source:
+            if record.source in latest:
+                groups.union((latest[record.source], record.site))
         else:
             latest[record.site.op] = record.site
-
-
-def _source_of(record: Record) -> str:
-    """The op whose output a derived record stands for."""
-    return record.reason.removeprefix(_SINCE).removesuffix(" keeps")
 
 
 def _slopes(wide: _Trace, narrow: _Trace) -> dict[tuple[Any, ...], tuple[str, int]]:
@@ -224,9 +217,9 @@ def _by_item(
     for record, choice, *_ in trace:
         width, slope = slopes.get((record.site, choice, record.planned), ("", 0))
         own = SavedTensor(record, choice, width, slope, choice, first=record.site != before)
-        source = latest.get(_source_of(record)) if record.compressor == _DERIVED else None
+        source = latest.get(record.source) if record.source else None
         if source is not None:  # its error is that of what it is computed from
-            own = SavedTensor(record, choice, source.width, 0, source.root, _source_of(record))
+            own = SavedTensor(record, choice, source.width, 0, source.root, record.source)
         if record.shape:
             latest[record.site.op] = own
         found.setdefault(groups.find(record.site), []).append(own)

@@ -49,7 +49,7 @@ class PayloadCache:
 
     def share(
         self, save: Save, compressor: Compressor, key: Callable[[Site], Key], *, derive: bool
-    ) -> tuple[Compressed | None, int, str]:
+    ) -> tuple[Compressed | None, int, str, str]:
         """The handle of a save that is compressed.
 
         Args:
@@ -62,13 +62,14 @@ class PayloadCache:
             handle: None where a payload would be no smaller than the tensor's storage.
             planned: Bytes of a new payload, on the tensor's device.
             note: How the handle gives the tensor where it has no new payload.
+            source: The op that a derived output is computed again from.
         """
         x, version = save.tensor, save.tensor._version
         memory = (save.storage, save.key, x.dtype)
         if derive and memory in self._outputs:
             _, then, source, op = self._outputs[memory]
             if then == version:
-                return derived(save, source), 0, f"computed again from what {op} keeps"
+                return derived(save, source), 0, f"computed again from what {op} keeps", op
         shaped = compressor.shaped
         flat, layout = (x, None) if shaped else flatten(x, save.layout)
         form = (x.shape, x.stride(), x.storage_offset()) if shaped else save.key
@@ -82,12 +83,12 @@ class PayloadCache:
             parts = packed.tensors.values()
             planned, note = sum([t.nbytes for t in parts if t.device == x.device]), ""
             if planned >= x.untyped_storage().nbytes():
-                return None, 0, "its payload would be no smaller"
+                return None, 0, "its payload would be no smaller", ""
             shared = Shared(packed, compressor, layout)
             entry = (StorageWeakRef(x.untyped_storage()), version, weakref.ref(shared))
             self._payloads[where] = self._latest[memory] = entry
         handle = Compressed(shared, shared.content, layout, save.witness, save.witness._version)
-        return handle, planned, note
+        return handle, planned, note, ""
 
     def source_of(self, x: Tensor) -> Source | None:
         """Gives the elements of `x` as they are now from a payload, if there is one."""

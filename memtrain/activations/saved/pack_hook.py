@@ -209,12 +209,13 @@ class SavedTensors:
             chosen = exact
         elif isinstance(chosen, Keep) or chosen.is_identity:
             return self._keep(save, chosen)
-        handle, planned, note = self.cache.share(save, chosen, self.key, derive=exact is None)
+        derive = exact is None
+        handle, planned, note, from_op = self.cache.share(save, chosen, self.key, derive=derive)
         if handle is None:
             return self._keep(save, Keep(note))
         if self._recorded is not None:
             name = "derived" if handle.shared is None else repr(chosen)
-            self._record(handle, save, planned, name, note)
+            self._record(handle, save, planned, name, note, from_op)
         if self.watch is not None and handle.shared is not None:
             self.watch.saved(save.site, x, handle.shared)
         return handle
@@ -274,7 +275,13 @@ class SavedTensors:
         return saved
 
     def _record(
-        self, saved: KeptTensor | Compressed, save: Save, planned: int, name: str, reason: str = ""
+        self,
+        saved: KeptTensor | Compressed,
+        save: Save,
+        planned: int,
+        name: str,
+        reason: str = "",
+        source: str = "",
     ) -> None:
         """Record what a save costs; called where that is asked for."""
         x, storage = save.tensor, save.storage
@@ -284,7 +291,7 @@ class SavedTensors:
         number, _ = self._counted.setdefault(storage, new)
         dtype = str(x.dtype).removeprefix("torch.")
         shape = tuple(x.shape)
-        record = Record(save.site, shape, dtype, nbytes, planned, name, reason, number)
+        record = Record(save.site, shape, dtype, nbytes, planned, name, reason, number, source)
         if self._recorded is not None:
             self._recorded.append(watched(record, saved))
 

@@ -68,6 +68,7 @@ class Record(NamedTuple):
     compressor: str  # "" where the tensor is kept as it is
     reason: str  # why it is kept, or a note
     storage: int = 0  # number of the storage within its forward: equal where saves share it
+    source: str = ""  # of a derived output: the op that it is computed again from
 
 
 @dataclass(eq=False, slots=True)

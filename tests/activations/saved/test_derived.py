@@ -74,7 +74,7 @@ def test_a_gate_holds_two_payloads_and_not_three(make):
     assert payloads[f"(root) / {function} / input"] == one
     assert sum(nbytes for name, nbytes in payloads.items() if "mul" in name) == one
     derived = [row for row in rows if row.compressor == "derived"]
-    assert [row.site.op for row in derived] == ["mul"]
+    assert [(row.site.op, row.source) for row in derived] == [("mul", function)]
 
 
 @pytest.mark.parametrize("make", [SwiGLU, GEGLU])
