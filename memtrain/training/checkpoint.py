@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 FORMAT = 1
 NAME = "checkpoint.pt"
@@ -61,20 +60,6 @@ def read_checkpoint(where: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is no memtrain-train checkpoint of format {FORMAT}")
     return {**content, "folder": str(path.parent)}
-
-
-def rng_state() -> dict[str, Any]:
-    """The states of torch's global random generators, CPU and CUDA."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Set torch's global random generators to states that `rng_state` gave."""
-    torch.set_rng_state(state["cpu"])
-    cuda: list[Tensor] = state["cuda"]
-    if cuda and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(cuda)
 
 
 def probe(folder: Path, nbytes: int) -> None:

@@ -18,8 +18,8 @@ from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
+from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit, fit
-from memtrain.training import checkpoint
 from memtrain.training.data import Images, Text
 from memtrain.training.networks import build_model
 from memtrain.training.settings import OptimizerConfig, TrainConfig
@@ -151,7 +151,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "memtrain": api.state_dict(self.model) if wrapped else {},
-            "rng": checkpoint.rng_state(),
+            "rng": random_state(),
             "bytes": dict(self.bytes),
             "rows": [list(row) for row in self.rows],
         }
@@ -165,7 +165,7 @@ class Run:
         self.step = state["step"]
         self.bytes = dict(state["bytes"])
         self.rows = [Metrics(*row) for row in state["rows"]]
-        checkpoint.set_rng_state(state["rng"])
+        set_random_state(state["rng"])
 
     def summary(self) -> dict[str, Any]:
         """Bytes, median step time, speed and last losses of the steps done."""

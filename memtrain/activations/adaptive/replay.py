@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memtrain.kernels.random.generators import random_state, set_random_state
+
 Closure = Callable[[], Any]
 Gradient = list[Tensor]
 
@@ -43,10 +45,12 @@ def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    states = _random_states()
+    states = random_state(), random.getstate(), np.random.get_state()
 
     def restore() -> None:
-        _set_random_states(states)
+        set_random_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
@@ -84,17 +88,3 @@ def squared_distance(a: Gradient, b: Gradient) -> float:
 def mean(gradients: Sequence[Gradient]) -> Gradient:
     """Compute the mean of several gradients, in float64."""
     return [torch.stack([x.double() for x in xs]).mean(0) for xs in zip(*gradients, strict=True)]
-
-
-def _random_states() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import GRADIENT_SUM, Compressor
 from memtrain.compressors.registry import check_seat
+from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import local
@@ -402,19 +403,6 @@ def _check_options(clip: str, limit: float, loss_scale: float, accumulate: int) 
     for name, value in (("limit", limit), ("loss_scale", loss_scale)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
-
-
-def random_state() -> tuple[Tensor, list[Tensor]]:
-    """The states of torch's random generators, CPU and CUDA."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), cuda
-
-
-def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Put back what `random_state` gave."""
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
 
 
 def _norm_of(grad: Tensor) -> float:
