@@ -37,7 +37,7 @@ class Auto(Compressor):
     template: Any
 
     def __post_init__(self) -> None:
-        inner = self.template.inner if isinstance(self.template, Host) else self.template
+        inner = _inner(self.template)
         if not isinstance(inner, Group | Samples):
             name = type(inner).__name__
             raise ValueError(f"bits='auto' for {name}; allowed: group, samples, host of one")

@@ -15,17 +15,6 @@ MAX_VECTOR_BYTES = 0.08
 """Per element: what the vectors of rank-1 and factored states may cost."""
 
 
-def seed_of(key: Key, rounding: str) -> int | None:
-    """The seed of stochastic rounding, or None to the nearest."""
-    return key.bits() if rounding == "stochastic" else None
-
-
-def check_rounding(rounding: str) -> None:
-    """Raise for an unknown rounding."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding={rounding!r}; allowed: {', '.join(ROUNDINGS)}")
-
-
 def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
     """Why blocks serve a tensor in place of vectors along its dimensions; "" where they need not.
 
@@ -42,13 +31,37 @@ def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
     return f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
 
 
-def holds_second_moment(map: str, bits: int, signed: bool) -> bool:
-    """Whether a codebook has enough positive values beside 0: see `Compressor.second_moment`."""
-    return not signed or bits >= 6 or map == "Linear"
+class CodebookCompressor(Compressor):
+    """What compressors whose fields name a codebook and a rounding have in common."""
+
+    map: str
+    signed: bool
+    rounding: str
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r}; allowed: {', '.join(ROUNDINGS)}")
+        codebook(self.map, bits=self.bits, signed=self.signed)
+
+    @property
+    def second_moment(self) -> bool:
+        """Not with a sign and fewer than 6 bits, unless the map is linear: few are above 0 then."""
+        return not self.signed or self.bits >= 6 or self.map == "Linear"
+
+    def _codebook(self) -> Codebook:
+        return Codebook(self.map, self.bits, self.signed)
+
+    def _seed(self, key: Key) -> int | None:
+        """The seed of stochastic rounding, or None to the nearest."""
+        return key.bits() if self.rounding == "stochastic" else None
+
+    def _block(self) -> "Block":
+        """Blocks of 128 with the same codebook."""
+        return Block(map=self.map, bits=self.bits, signed=self.signed, rounding=self.rounding)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block(Compressor):
+class Block(CodebookCompressor):
     """Blocks of codes with one scale each: `B128/DE` and its family.
 
     A block of zeros decodes to zeros. NaN or Inf spoils its own block and no other: the whole
@@ -94,18 +107,12 @@ class Block(Compressor):
     def __post_init__(self) -> None:
         if self.block_size < 8 or self.block_size % 8:
             raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
-        check_rounding(self.rounding)
-        codebook(self.map, bits=self.bits, signed=self.signed)
-
-    @property
-    def second_moment(self) -> bool:
-        """Not with a sign and fewer than 6 bits, unless the map is linear."""
-        return holds_second_moment(self.map, self.bits, self.signed)
+        super().__post_init__()
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
-        seed = seed_of(key, self.rounding)
-        codes, scale = quantize_blocks(x, self._codebook(), block_size=self.block_size, seed=seed)
+        book, seed = self._codebook(), self._seed(key)
+        codes, scale = quantize_blocks(x, book, block_size=self.block_size, seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -113,6 +120,3 @@ class Block(Compressor):
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
         flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
         return flat.view(packed.shape).to(packed.dtype)
-
-    def _codebook(self) -> Codebook:
-        return Codebook(self.map, self.bits, self.signed)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memtrain.compressors.base import STATE, Compressor, Key, Packed
 from memtrain.compressors.codebook import Block, why_blocks
+from memtrain.kernels.step.codecs import ratio
 from memtrain.kernels.step.shard import Shard, all_reduce, mean_of, of_columns, of_rows
 
 
@@ -112,13 +113,11 @@ class Factored(Compressor):
         if self.factor_dims != "first":
             return self.decompress(packed)
         row, col = packed.tensors["row"], packed.tensors["col"]
-        mean = mean_of(row, col, shard)
-        ratio = (row / mean).masked_fill(mean == 0, 0.0)
-        return (ratio.unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
+        share = ratio(row, mean_of(row, col, shard))
+        return (share.unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
 
 
 def decode(row: Tensor, col: Tensor) -> Tensor:
     """The matrices `row[i] / mean(row) * col[j]`; zeros where the mean is zero."""
     mean = row.mean(-1, keepdim=True) if row.numel() else torch.zeros_like(row)
-    ratio = (row / mean).masked_fill(mean == 0, 0.0)
-    return ratio.unsqueeze(-1) * col.unsqueeze(-2)
+    return ratio(row, mean).unsqueeze(-1) * col.unsqueeze(-2)

@@ -6,21 +6,14 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.compressors.codebook import (
-    Block,
-    check_rounding,
-    holds_second_moment,
-    seed_of,
-    why_blocks,
-)
+from memtrain.compressors.codebook import CodebookCompressor, why_blocks
 from memtrain.kernels.codebook import rank1
-from memtrain.kernels.codebook.quantize import MATRIX_BLOCK, quantize_matrix
-from memtrain.kernels.codebook.values import Codebook, codebook
+from memtrain.kernels.codebook.quantize import quantize_matrix
 from memtrain.kernels.step.shard import Shard, all_reduce, of_maxima
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank1(Compressor):
+class Rank1(CodebookCompressor):
     """Codes of a map, scaled by the least of the maxima over each dimension: `Rank-1/Linear`.
 
     Tensors of fewer than two dimensions are quantised in blocks of 128 with the same map (the
@@ -59,15 +52,6 @@ class Rank1(Compressor):
     signed: bool = False
     rounding: str = "nearest"
 
-    def __post_init__(self) -> None:
-        check_rounding(self.rounding)
-        codebook(self.map, bits=self.bits, signed=self.signed)
-
-    @property
-    def second_moment(self) -> bool:
-        """As of `Block`."""
-        return holds_second_moment(self.map, self.bits, self.signed)
-
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
         """Blocks of 128 with the same codebook where the vectors cannot pay."""
         why = why_blocks("rank-1", shape, lambda: sum(shape))
@@ -77,8 +61,7 @@ class Rank1(Compressor):
         """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""
         if x.dim() < 2:
             return self._block().compress(x, key=key)
-        seed = seed_of(key, self.rounding)
-        codes, scale = rank1.quantize(x, self._codebook(), seed=seed)
+        codes, scale = rank1.quantize(x, self._codebook(), seed=self._seed(key))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
@@ -88,7 +71,7 @@ class Rank1(Compressor):
         scale = rank1.maxima(x)
         all_reduce(of_maxima(scale, x.shape, shard), "max")
         row, col = rank1.inverses(scale, x.shape)
-        codes = quantize_matrix(x, row, col, self._codebook(), seed_of(key, self.rounding))
+        codes = quantize_matrix(x, row, col, self._codebook(), self._seed(key))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -97,15 +80,3 @@ class Rank1(Compressor):
             return self._block().decompress(packed)
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
         return rank1.dequantize(codes, scale, self._codebook(), shape=packed.shape).to(packed.dtype)
-
-    def _codebook(self) -> Codebook:
-        return Codebook(self.map, self.bits, self.signed)
-
-    def _block(self) -> Block:
-        return Block(
-            block_size=MATRIX_BLOCK,
-            map=self.map,
-            bits=self.bits,
-            signed=self.signed,
-            rounding=self.rounding,
-        )

@@ -5,16 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.compressors.codebook import Block, check_rounding, holds_second_moment, seed_of
+from memtrain.compressors.base import Key, Packed
+from memtrain.compressors.codebook import CodebookCompressor
 from memtrain.kernels.codebook.quantize import dequantize_matrix, inverse, quantize_matrix
-from memtrain.kernels.codebook.values import Codebook, codebook
 
 NORMALISATIONS = ("tensor", "dim0", "dim1", "dim01", "dim10", "rank1-group")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaled(Compressor):
+class Scaled(CodebookCompressor):
     """Codes of a map, scaled by a tensor's maxima: `tensor/DE`, `dim0/Linear` and their kin.
 
     Tensors of fewer than two dimensions are quantised in blocks of 128 with the same map, unless
@@ -68,13 +67,7 @@ class Scaled(Compressor):
             raise ValueError(f"normalisation={self.normalisation!r}; allowed: {allowed}")
         if self.group_size < 1:
             raise ValueError(f"group_size={self.group_size}; allowed: 1 or more")
-        check_rounding(self.rounding)
-        codebook(self.map, bits=self.bits, signed=self.signed)
-
-    @property
-    def second_moment(self) -> bool:
-        """As of `Block`."""
-        return holds_second_moment(self.map, self.bits, self.signed)
+        super().__post_init__()
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Codes uint8 [n_blocks, 128 * bits / 8]; float32 scale, or row and col."""
@@ -87,8 +80,7 @@ class Scaled(Compressor):
         else:
             scales, matrix = self._normalised(matrix.float(), x.shape)
             row, col = map(matrix.new_ones, matrix.shape)
-        seed = seed_of(key, self.rounding)
-        codes = quantize_matrix(matrix, row, col, self._codebook(), seed)
+        codes = quantize_matrix(matrix, row, col, self._codebook(), self._seed(key))
         return Packed({"codes": codes, **scales}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -104,12 +96,6 @@ class Scaled(Compressor):
             x = dequantize_matrix(tensors["codes"], row, col, self._codebook())
             x = self._denormalised(x, tensors["row"], tensors["col"], shape)
         return x.view(shape).to(packed.dtype)
-
-    def _codebook(self) -> Codebook:
-        return Codebook(self.map, self.bits, self.signed)
-
-    def _block(self) -> Block:
-        return Block(map=self.map, bits=self.bits, signed=self.signed, rounding=self.rounding)
 
     def _maxima(self, x: Tensor) -> Tensor:
         if self.normalisation == "tensor":

@@ -1,6 +1,6 @@
 """Compressed states for any torch optimizer, and the fused ones."""
 
-from memtrain.optim.convert import compress, restore
+from memtrain.optim.convert import compress, portable_state_dict, restore
 from memtrain.optim.fused.adam import (
     Adam4bit,
     Adam8bit,
@@ -12,7 +12,6 @@ from memtrain.optim.fused.adam import (
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
-from memtrain.optim.portable import portable_state_dict
 from memtrain.optim.state_report import describe, predict, state_bytes
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates

@@ -1,4 +1,4 @@
-"""From a plain torch optimizer to compressed states and back, at any step of a run."""
+"""From a plain torch optimizer to compressed states and back, itself or its checkpoint."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from memtrain.optim.fused.lion import Lion4bit, Lion8bit
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
-from memtrain.optim.states.compressed_states import CompressedStates, on_each, refuse_complex
+from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each, refuse_complex
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind
@@ -80,9 +80,8 @@ class Bounded:
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor | Keep:
         """The choice, or the reason to keep a small parameter's states."""
-        if (numel := param.numel()) <= self.min_elements:
-            return Keep(f"kept: {numel} elements <= min_elements {self.min_elements}")
-        return self.choose(param, state_name)
+        why = layout.too_small(param, self.min_elements)
+        return Keep(why) if why else self.choose(param, state_name)
 
 
 def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStates] | None:
@@ -154,12 +153,67 @@ def _plain(optimizer: Any) -> Optimizer:
 
 
 def _whole(optimizer: CompressedStates, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-    whole = {}
-    for name, value in optimizer.state[param].items():
-        if name == "step":
-            on_device = group.get("fused") or group.get("capturable")
-            whole[name] = value.to(param.device) if on_device else value
-        else:
-            state = layout.unpack(optimizer.compressor(param, name)[0], value, param)
-            whole[name] = torch.empty_like(param).copy_(state)
+    whole = optimizer.unpacked(param)
+    for name, value in whole.items():
+        if name != "step":
+            whole[name] = torch.empty_like(param).copy_(value)
+        elif group.get("fused") or group.get("capturable"):
+            whole[name] = value.to(param.device)
     return whole
+
+
+@torch.no_grad()
+def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """The `state_dict` of the plain optimizer that a compressed one stands for, in float32.
+
+    `torch.optim.AdamW` (`Adam`, `SGD`, our `Lion`; for a `CompressedOptimizer` the one that it
+    holds) loads it, at any step, and the compressed one loads the plain one's `state_dict()`:
+    `load_state_dict` compresses what is not compressed. What is lost is what compression had lost
+    already: the states are those that the next step would have decompressed.
+
+    Args:
+        optimizer: A compressed one (of a plain one its own states are copied); it is not changed.
+
+    Returns:
+        Plain dicts of plain tensors and numbers.
+
+    Memory:
+        The plain optimizer's states, 8 bytes per parameter for AdamW, in float32 (float64 for
+        float64 parameters), on the parameters' devices.
+
+    Example:
+        >>> from memtrain.optim import AdamW4bit
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer = AdamW4bit([weight])
+        >>> optimizer.step()
+        >>> torch.optim.AdamW([weight]).load_state_dict(portable_state_dict(optimizer))
+    """
+    saved = optimizer.state_dict()
+    saved.pop(OWN, None)
+    params = [param for param, _, _ in on_each(optimizer.param_groups)]
+    order = [index for group in saved["param_groups"] for index in group["params"]]
+    states = {
+        index: {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in _unpacked(optimizer, param).items()
+        }
+        for index, param in zip(order, params, strict=True)
+        if index in saved["state"]
+    }
+    groups = [{**_defaults(optimizer), **group} for group in saved["param_groups"]]
+    return {**saved, "state": states, "param_groups": groups}
+
+
+def _unpacked(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    if isinstance(optimizer, CompressedStates):
+        return optimizer.unpacked(param, moment_dtype(param))
+    return optimizer.state[param]
+
+
+def _defaults(optimizer: Optimizer) -> dict[str, Any]:
+    """Options that the plain optimizer's groups have and a fused one's may lack."""
+    if not isinstance(optimizer, FusedStates):
+        return {}
+    probe = optimizer.plain_class()([torch.nn.Parameter(torch.empty(0))])  # pyright: ignore[reportCallIssue]
+    return probe.defaults

@@ -110,7 +110,9 @@ def _rows(
         for state, value in _values(optimizer, param, group, fused).items():
             if state == "step" or not isinstance(value, Tensor | dict):
                 continue
-            why = _kept(param, value, min_elements) if fused is None else ""
+            why = ""  # a payload, or the optimizer's own dict, is known by what it holds
+            if fused is None and isinstance(value, Tensor):
+                why = layout.eligible(param, value, min_elements)
             compressor, reason = (Identity(), why) if why else layout.decide(param, choose, state)
             packed = layout.is_packed(value, compressor.parts)
             if isinstance(value, dict) and not packed:
@@ -119,24 +121,11 @@ def _rows(
                 nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
             else:
                 nbytes = sum(local(t).nbytes for t in _tensors(value))
-                reason = reason or ("" if packed else _why(choose, param))
+                least = getattr(choose, "min_elements", -1)
+                kept = layout.too_small(param, least) or "kept: identity was chosen"
+                reason = reason or ("" if packed else kept)
             rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
     return rows
-
-
-def _kept(param: Tensor, value: Any, min_elements: int) -> str:
-    if isinstance(value, dict):  # a payload, or the optimizer's own
-        return ""
-    if (why := layout.eligible(param, value)) or value.numel() > min_elements:
-        return why
-    return f"kept: {value.numel()} elements <= min_elements {min_elements}"
-
-
-def _why(choose: layout.Choose, param: Tensor) -> str:
-    least = getattr(choose, "min_elements", -1)
-    if param.numel() <= least:
-        return f"kept: {param.numel()} elements <= min_elements {least}"
-    return "kept: identity was chosen"
 
 
 def _fused(optimizer: Optimizer, kind: type[FusedStates] | None) -> FusedStates | None:

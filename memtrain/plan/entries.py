@@ -107,18 +107,16 @@ def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list
     kept = keeps_float32(model)
     entries = []
     for name, p in model.named_parameters():
+        how, planned = "", local(p).nbytes
         if config.weights == KEEP:
-            entries.append(
-                PlanEntry(name, "weight", local(p).nbytes, local(p).nbytes, reason=NOT_REQUESTED)
-            )
+            why = NOT_REQUESTED
         elif p not in dtypes:
             why = kept.get(p, f"kept: {p.dtype}")
-            entries.append(PlanEntry(name, "weight", local(p).nbytes, local(p).nbytes, reason=why))
         else:
+            how, why = config.weights, "" if p in held else NOT_HELD
             size = parse(config.weights).nbytes if p in held else dtypes[p].itemsize
-            why = "" if p in held else NOT_HELD
             planned = local(p).numel() * size
-            entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, config.weights, why))
+        entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, how, why))
     return entries
 
 
@@ -143,21 +141,15 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Any) -> li
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        planned = local(p).numel() * dtypes.get(p, p.dtype).itemsize
-        if config.gradients == RELEASE and p in held and parallel:
-            entries.append(PlanEntry(name, "gradient", local(p).nbytes, planned, reason=IN_BUCKETS))
-        elif config.gradients == RELEASE and p in held:
+        how, planned = "", local(p).numel() * dtypes.get(p, p.dtype).itemsize
+        why = IN_BUCKETS
+        if config.gradients != RELEASE or p not in held:
+            smaller = planned < local(p).nbytes
+            how, why = (config.weights, "in its weight's dtype") if smaller else ("", NOT_REQUESTED)
+        elif not parallel:
             largest = max(largest, planned)
-            entries.append(_released(name, p, config.release.accumulate, sums))
-        elif planned < local(p).nbytes:
-            why = "in its weight's dtype"
-            entries.append(
-                PlanEntry(name, "gradient", local(p).nbytes, planned, config.weights, why)
-            )
-        else:
-            entries.append(
-                PlanEntry(name, "gradient", local(p).nbytes, planned, reason=NOT_REQUESTED)
-            )
+            planned, how, why = _released(p, config.release.accumulate, sums)
+        entries.append(PlanEntry(name, "gradient", local(p).nbytes, planned, how, why))
     if largest:
         entries.append(PlanEntry(WORKSPACE, "gradient", 0, largest, RELEASE, "workspace"))
     if parallel and not model.gradient_as_bucket_view:
@@ -181,11 +173,11 @@ def sum_compressor(config: Any) -> Compressor:
     return built
 
 
-def _released(name: str, param: Tensor, passes: int, sums: Compressor) -> PlanEntry:
+def _released(param: Tensor, passes: int, sums: Compressor) -> tuple[int, str, str]:
+    """Bytes, compressor and note of a released gradient."""
     if passes == 1:
-        return PlanEntry(name, "gradient", local(param).nbytes, 0, RELEASE)
-    why = f"the sum of up to {passes - 1} backward passes"
-    return PlanEntry(name, "gradient", local(param).nbytes, sum_bytes(param, sums), repr(sums), why)
+        return 0, RELEASE, ""
+    return sum_bytes(param, sums), repr(sums), f"the sum of up to {passes - 1} backward passes"
 
 
 def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:

@@ -24,7 +24,7 @@ MATRIX_BLOCK = 128  # of the layout of a matrix's codes; there is no scale per b
 MAX_TRITON_BLOCK = 16384  # a program holds a whole block
 _TINY = torch.finfo(torch.float32).tiny
 
-Scales = Tensor | tuple[Tensor, Tensor]  # of blocks, or of rows and columns
+Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of blocks, or of rows and columns
 
 
 def quantize_blocks(
@@ -254,9 +254,7 @@ def _quantize(
     x: Tensor, book: Codebook, seed: int | None, backend: str, codes: Tensor, scales: Scales
 ) -> None:
     """Codes by a kernel; the scales of blocks are written too, those of rows and columns read."""
-    by_block = isinstance(scales, Tensor)
-    row, col = (None, None) if by_block else scales
-    scale = scales if by_block else None
+    scale, row, col = scales
     if backend == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
@@ -272,9 +270,7 @@ def _quantize(
 
 def _dequantize(codes: Tensor, book: Codebook, backend: str, out: Tensor, scales: Scales) -> None:
     """Values by a kernel, written to `out`."""
-    by_block = isinstance(scales, Tensor)
-    row, col = (None, None) if by_block else scales
-    scale = scales if by_block else None
+    scale, row, col = scales
     if backend == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
@@ -301,7 +297,7 @@ def _quantize_blocks(
     if not _fits(backend, block_size):
         return quantize_blocks_reference(x, book, block_size, seed)
     codes, scale = _empty_blocks(x, name, bits, signed, block_size, seed)
-    _quantize(x.contiguous(), book, seed, backend, codes, scale)
+    _quantize(x.contiguous(), book, seed, backend, codes, (scale, None, None))
     return codes, scale
 
 
@@ -312,7 +308,7 @@ def _dequantize_blocks(
     if not _fits(backend, codes.shape[1] * 8 // bits):
         return dequantize_blocks_reference(codes, scale, book, numel)
     out = scale.new_empty(numel)
-    _dequantize(codes.contiguous(), book, backend, out, scale.contiguous())
+    _dequantize(codes.contiguous(), book, backend, out, (scale.contiguous(), None, None))
     return out
 
 
@@ -323,7 +319,8 @@ def _quantize_matrix(
     if backend == "reference":
         return quantize_matrix_reference(x, row, col, book, seed)
     codes = _new_codes(x, MATRIX_BLOCK, bits)
-    _quantize(x.contiguous(), book, seed, backend, codes, (row.contiguous(), col.contiguous()))
+    scales = (None, row.contiguous(), col.contiguous())
+    _quantize(x.contiguous(), book, seed, backend, codes, scales)
     return codes
 
 
@@ -334,7 +331,8 @@ def _dequantize_matrix(
     if backend == "reference":
         return dequantize_matrix_reference(codes, row, col, book)
     out = row.new_empty(len(row), len(col))
-    _dequantize(codes.contiguous(), book, backend, out, (row.contiguous(), col.contiguous()))
+    scales = (None, row.contiguous(), col.contiguous())
+    _dequantize(codes.contiguous(), book, backend, out, scales)
     return out
 
 

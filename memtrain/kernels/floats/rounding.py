@@ -346,7 +346,7 @@ def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor
     if layout.rounding == STOCHASTIC:
         significand >>= (shift - 30).clamp(0, 24)
         shift.clamp_(max=30)
-        draw = 2 * _draws(x, seed) + 1
+        draw = 2 * draws(x, seed) + 1
         part = (draw << (shift - 17).clamp(min=0)) >> (17 - shift).clamp(min=0)
     else:
         shift.clamp_(max=25)
@@ -371,13 +371,22 @@ def _signed(bits: Tensor, sign: Tensor) -> Tensor:
     return torch.where(sign < 0, bits - (1 << 31), bits).to(torch.int32).view(torch.float32)
 
 
-def _draws(x: Tensor, seed: int) -> Tensor:
-    """16 random bits for each element of a dense tensor, in its order of memory."""
+def draws(x: Tensor, seed: int, first: int = 0) -> Tensor:
+    """16 random bits for each element, in the order of memory of what is like `x`.
+
+    Args:
+        x: Its values are not read.
+        seed: 64 bits.
+        first: How many runs of `BLOCK` elements precede it.
+
+    Returns:
+        int64, of the shape of `x`.
+    """
     blocks = -(-x.numel() // BLOCK)
-    u = philox.uniform_blocks(blocks, BLOCK, seed, x.device).view(-1)[: x.numel()]
-    draws = torch.empty_like(x, dtype=torch.int64)
-    memory_order(draws).copy_(u * 65536 - 0.5)
-    return draws
+    u = philox.uniform_blocks(blocks, BLOCK, seed, x.device, first).view(-1)[: x.numel()]
+    found = torch.empty_like(x, dtype=torch.int64)
+    memory_order(found).copy_(u * 65536 - 0.5)
+    return found
 
 
 def _to_codes(code: Tensor, layout: FormatFields) -> Tensor:

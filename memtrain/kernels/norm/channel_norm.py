@@ -175,25 +175,17 @@ def _check(x: Tensor, statistics: dict[str, Tensor], where: Channels) -> None:
             )
 
 
-def _empty_codes(  # noqa: PLR0913 (a tensor's places, and the quantiser's options)
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    outer: int,
-    middle: int,
-    channels: int,
-    inner: int,
-    together: int,
-    *codes: int,
-) -> tuple[Tensor, Tensor]:
-    where = Channels(outer, middle, channels, inner, together)
-    _check(x, {"mean": mean, "rstd": rstd}, where)
-    return group._empty(x, *codes)  # pyright: ignore[reportArgumentType]
+# Of an op's integers the first are `Channels`, since a schema has no tuples of names.
+
+
+def _empty_codes(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> tuple[Tensor, Tensor]:
+    _check(x, {"mean": mean, "rstd": rstd}, Channels(*options[:5]))
+    return group._empty(x, *options[5:])  # pyright: ignore[reportArgumentType]
 
 
 def _quantize(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> tuple[Tensor, Tensor]:
     where, codes = Channels(*options[:5]), Codes(*options[5:])  # pyright: ignore
-    packed, bounds = _empty_codes(x, mean, rstd, *where, *codes)
+    packed, bounds = _empty_codes(x, mean, rstd, *options)
     chosen = choose(x)
     if chosen == "reference":
         return quantize_reference(x, mean, rstd, where, codes)
@@ -209,48 +201,22 @@ def _quantize(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> tuple[Ten
     return packed, bounds
 
 
-def _empty_gradients(  # noqa: PLR0913 (a tensor's places, and a payload's)
-    dy: Tensor,
-    codes: Tensor,
-    bounds: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    outer: int,
-    middle: int,
-    channels: int,
-    inner: int,
-    together: int,
-    bits: int,
-    group_size: int,
-    needs_dx: bool,
+def _empty_gradients(
+    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where = Channels(outer, middle, channels, inner, together)
+    where, (bits, group_size, needs_dx) = Channels(*options[:5]), options[5:]
     _check(dy, {"rstd": rstd} | ({} if weight is None else {"weight": weight}), where)
     group._check(bits, group_size, dy.dtype)
     group._check_payload(codes, bounds, bits, group_size, dy.numel())
     dx = torch.empty_like(dy) if needs_dx else dy.new_empty(0)
-    return dx, rstd.new_empty(channels), rstd.new_empty(channels)
+    return dx, rstd.new_empty(where.channels), rstd.new_empty(where.channels)
 
 
-def _backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
-    dy: Tensor,
-    codes: Tensor,
-    bounds: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    outer: int,
-    middle: int,
-    channels: int,
-    inner: int,
-    together: int,
-    bits: int,
-    group_size: int,
-    needs_dx: bool,
+def _backward(
+    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where = Channels(outer, middle, channels, inner, together)
-    dx, dweight, dbias = _empty_gradients(
-        dy, codes, bounds, rstd, weight, *where, bits, group_size, needs_dx
-    )
+    where, (bits, group_size, needs_dx) = Channels(*options[:5]), options[5:]
+    dx, dweight, dbias = _empty_gradients(dy, codes, bounds, rstd, weight, *options)
     if dy.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_()
     codes, bounds = codes.contiguous(), bounds.contiguous()

@@ -5,7 +5,7 @@ writes and reads a tensor of its size besides.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -161,24 +161,13 @@ def _check(x: Tensor, size: int, parameters: Sequence[Tensor | None], group_size
             raise ValueError(f"{name} of {parameter.numel()} elements; allowed: {size}")
 
 
-def _empty(  # noqa: PLR0913 (the norm's own, and the quantiser's)
-    x: Tensor,
-    size: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    narrow: bool,
-    bits: int,
-    group_size: int,
-    seed: int,
-    stochastic: bool,
-    wide: bool,
+def _empty(
+    x: Tensor, size: int, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, size, (weight, bias), group_size)
+    codes = Codes(*options[3:])  # the first are eps, centred and narrow
+    _check(x, size, (weight, bias), codes.group_size)
     rstd = x.new_empty(x.numel() // size, dtype=torch.float32)
-    packed = group._empty(x, bits, group_size, seed, stochastic, wide)
-    return torch.empty_like(x), rstd, *packed
+    return torch.empty_like(x), rstd, *group._empty(x, *codes)
 
 
 def _norm(

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from memtrain.kernels.codebook.quantize import dequantize_blocks, quantize_blocks
 from memtrain.kernels.codebook.values import Codebook
+from memtrain.kernels.floats.rounding import BLOCK
 from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import ratio
-from memtrain.kernels.step.split import BLOCK
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import AdamWScalars
 
-PIECE = (
-    2**18
-)  # elements, whole runs of `split.BLOCK`: 1 MiB of float32, of which some eight exist at once
-PIECE_CUDA = 2**22  # of fewer launches
+PIECE = 2**18
+"""Elements, whole runs of `BLOCK`: 1 MiB of float32, of which some eight exist at once."""
+PIECE_CUDA = 2**22
+"""The same where launches cost."""
 
 
 def step(entry: Entry) -> None:

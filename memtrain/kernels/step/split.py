@@ -7,9 +7,9 @@ from torch import Tensor
 
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import choose
-from memtrain.kernels.random import philox
+from memtrain.kernels.floats.rounding import draws
+from memtrain.kernels.strides import is_dense
 
-BLOCK = 1024  # elements that share their Philox counters
 WEIGHTS = (torch.bfloat16, torch.float16)
 CORRECTIONS = {torch.int8: 8, torch.int16: 16}
 """A correction's dtype -> its bits."""
@@ -34,7 +34,7 @@ class MasterWeight(NamedTuple):
     tick: Tensor | None = None
     """int64, one element, on the device: mixed into the seed, so that graphs draw anew."""
     block: int = 0
-    """Of a part, by the definition: how many runs of `BLOCK` elements precede it."""
+    """Of a part, by the definition: how many runs of `rounding.BLOCK` elements precede it."""
 
     @property
     def any(self) -> bool:
@@ -216,7 +216,7 @@ def split_reference(
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
     lost = 16 - kept
     if stochastic:
-        rounded = (magnitude + _draws(master, seed, block)) >> lost
+        rounded = (magnitude + draws(master, seed, block)) >> lost
     elif lost:
         rounded = (magnitude + (1 << (lost - 1)) - 1 + ((magnitude >> lost) & 1)) >> lost
     else:
@@ -262,15 +262,6 @@ def _ulp(x: Tensor) -> Tensor:
     return torch.where(exponent == 31, 1.0, ulp)
 
 
-def _draws(x: Tensor, seed: int, block: int) -> Tensor:
-    """16 random bits for each element of `x`, in the order of memory of what is like it."""
-    blocks = -(-x.numel() // BLOCK)
-    u = philox.uniform_blocks(blocks, BLOCK, seed, x.device, block).view(-1)[: x.numel()]
-    draws = torch.empty_like(x, dtype=torch.int64)
-    draws.as_strided((x.numel(),), (1,)).copy_(u * 65536 - 0.5)
-    return draws
-
-
 def _as_int16(bits: Tensor) -> Tensor:
     return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
 
@@ -284,13 +275,9 @@ def _backend(weight: Tensor) -> str:
     return choose(weight) if weight.dtype == torch.bfloat16 else "reference"
 
 
-def _is_dense(x: Tensor) -> bool:
-    return torch.empty_like(x, device="meta").stride() == x.stride()
-
-
 def _flat(x: Tensor, like: Tensor) -> Tensor:
     """`x` itself where its memory is dense and laid out as `like`'s, else such a copy."""
-    if x.stride() == like.stride() and _is_dense(x):
+    if x.stride() == like.stride() and is_dense(x):
         return x
     return torch.empty_like(like, dtype=x.dtype).copy_(x)
 

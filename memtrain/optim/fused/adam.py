@@ -221,7 +221,7 @@ class AdamW8bitFactor(AdamW8bit):
     second_default = "factored"
 
 
-class Adam8bit(AdamW4bit):
+class Adam8bit(AdamW8bit):
     """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
 
     Memory:
@@ -236,7 +236,4 @@ class Adam8bit(AdamW4bit):
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
     """
 
-    bits = 8
-    first_default = "B256/DE"
-    second_default = "B256/DE"
     plain = Adam

@@ -117,20 +117,9 @@ class CompressedOptimizer(CompressedStates):
         self.tell_schedulers()
         return loss
 
-    def unpacked(self, param: Tensor) -> dict[str, Any]:
-        """The states of one parameter as the inner optimizer knows them."""
-        whole = {}
-        for name, value in self.state.get(param, {}).items():
-            if self.is_payload(param, name, value):
-                value = layout.unpack(self.compressor(param, name)[0], value, param)
-            whole[name] = value
-        return whole
-
     def reason(self, param: Tensor, value: Any) -> str:
         """Why a state is kept as it is, or ""."""
-        if (why := layout.eligible(param, value)) or value.numel() > self.min_elements:
-            return why
-        return f"kept: {value.numel()} elements <= min_elements {self.min_elements}"
+        return layout.eligible(param, value, self.min_elements)
 
     def _packed(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         chosen = {

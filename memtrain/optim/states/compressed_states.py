@@ -42,6 +42,15 @@ class CompressedStates(Optimizer):
             value, self.compressor(param, name)[0].parts
         )
 
+    def unpacked(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The states of one parameter as a plain optimizer knows them, in `dtype` or its own."""
+        return {
+            name: layout.unpack(self.compressor(param, name)[0], value, param, dtype)
+            if self.is_payload(param, name, value)
+            else value
+            for name, value in self.state.get(param, {}).items()
+        }
+
     def adopt(self, original: Optimizer) -> None:
         """Share the original's groups and hooks, and drop its states (the caller has them)."""
         self.original = original

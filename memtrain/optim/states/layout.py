@@ -133,7 +133,7 @@ def check_state(compressor: Compressor, state_name: str) -> None:
         )
 
 
-def eligible(param: Tensor, value: Any) -> str:
+def eligible(param: Tensor, value: Any, min_elements: int = -1) -> str:
     """Why a state must stay as it is, or "" if it may be compressed."""
     if not isinstance(value, Tensor):
         return "kept: not a tensor"
@@ -145,7 +145,13 @@ def eligible(param: Tensor, value: Any) -> str:
         return f"kept: shape {tuple(value.shape)} is not the parameter's"
     if not shards.same_placement(value, param):
         return "kept: not sharded as its parameter is"
-    return ""
+    return too_small(value, min_elements)
+
+
+def too_small(x: Tensor, min_elements: int) -> str:
+    """Why a tensor of so few elements stays as it is, or ""."""
+    n = x.numel()
+    return f"kept: {n} elements <= min_elements {min_elements}" if n <= min_elements else ""
 
 
 _DEFAULT_KEY = Key()
