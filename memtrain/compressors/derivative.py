@@ -43,12 +43,12 @@ class DerivativeCode(Compressor):
 
     Args:
         bits: 1 to 8 per element.
-        function: The activation: a name in `fewbit_functions.FAMILIES`, or one of your own that
-            `fewbit_register.register` made known.
+        function: The activation: a name in `fewbit.functions.FAMILIES`, or one of your own that
+            `fewbit.register.register` made known.
         parameters: The activation's, in the order of the torch function's arguments after the
             input; torch's defaults where left out. hardshrink's and softshrink's lambd must be
             rounded to the dtype of x where it has no exact value there: torch does so.
-        table_name: A table that `fewbit_tables.register_table` made known, to use in place of the
+        table_name: A table that `fewbit.tables.register_table` made known, to use in place of the
             function's own; `bits` and `parameters` then do nothing.
 
     Raises:

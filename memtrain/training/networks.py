@@ -158,7 +158,7 @@ def resnet(*, width: int = 32, blocks: int = 2, classes: int = 10) -> nn.Sequent
 
     Args:
         width: Channels of the first stage; the second has twice as many.
-        blocks: ResidualBlock blocks a stage.
+        blocks: Residual blocks a stage.
         classes: Outputs.
 
     Returns:

@@ -243,7 +243,7 @@ def solve(
     grid; damped Newton steps on the analytic gradient then move them off the grid.
 
     Args:
-        fn: A name (of `fewbit_functions.CURVES`, default parameters), a function of float64 arrays
+        fn: A name (of `fewbit.functions.CURVES`, default parameters), a function of float64 arrays
             (its derivative is then taken by central differences), a pair (function, derivative), or
             a `Curve`, which also tells where the derivative jumps.
         bits: 1 to 8.
@@ -308,7 +308,7 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
     celu, by 1 / beta for softplus, and wider by log(alpha) for elu.
 
     Args:
-        function: A name in `fewbit_functions.FAMILIES`.
+        function: A name in `fewbit.functions.FAMILIES`.
         bits: 1 to 8.
         parameters: In the order of the torch function's arguments; torch's defaults where left out.
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-_WIDTH = tl.constexpr(128)  # an eighth of a block of `floats.BLOCK` elements
+_WIDTH = tl.constexpr(128)  # an eighth of a block of `rounding.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
 _TILE = tl.constexpr(1024)
 _INF = tl.constexpr(0x7F800000)

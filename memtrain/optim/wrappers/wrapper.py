@@ -205,7 +205,7 @@ class OptimizerWrapper(Optimizer):
             self.inner.advance()
 
     def tell_schedulers(self) -> None:
-        """Schedulers made for an optimizer inside warn unless its `step` was leaf to run."""
+        """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
         inner: Any = self.inner
         while inner is not None:
             inner._opt_called = True
