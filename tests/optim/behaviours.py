@@ -18,8 +18,16 @@ fused = pytest.mark.parametrize("name", FUSED)
 def make(name, params, **options):
     if name == GENERAL:
         return CompressedOptimizer(torch.optim.RMSprop(params, **{"lr": 0.01, **options}))
-    momentum = {"momentum": 0.9} if name.startswith("SGD") else {}
-    return getattr(optim, name)(params, **{"lr": 0.01, **momentum, **options})
+    return getattr(optim, name)(params, **{"lr": 0.01, **momentum(name), **options})
+
+
+def make_plain(name, params, **options):
+    """The optimizer that a fused one stands for."""
+    return getattr(optim, name).plain(params, **{"lr": 0.01, **momentum(name), **options})
+
+
+def momentum(name):
+    return {"momentum": 0.9} if name.startswith("SGD") else {}
 
 
 def parameter(*shape, dtype=torch.float32):

@@ -16,6 +16,7 @@ from memtrain.optim import (
     AdamW4bit,
     AdamW8bit,
     CompressedOptimizer,
+    FusedStates,
     compress,
     describe,
     state_bytes,
@@ -214,3 +215,8 @@ def test_audits_of_ddp_and_of_sharded_models(one_process):
         memtrain.wrap(sharded, optimizer, batch=batch)
     sharded(batch).sum().backward()  # nothing was changed
     optimizer.step()
+
+
+def test_a_state_whose_sign_is_not_known_is_refused():
+    with pytest.raises(TypeError, match="state 'variance' of Odd is in no list"):
+        type("Odd", (FusedStates,), {"names": ("exp_avg", "variance")})

@@ -59,6 +59,13 @@ class FusedStates(CompressedStates):
     """Whether each parameter's state has a counter of steps."""
     _masters: Mapping[Tensor, MasterWeight] = {}
 
+    def __init_subclass__(cls) -> None:
+        """Refuse names of states whose sign is not known: it decides their codebook."""
+        for name in cls.names:
+            if name not in (*layout.SIGNED, *layout.UNSIGNED):
+                raise TypeError(f"state {name!r} of {cls.__name__} is in no list of states' signs")
+        super().__init_subclass__()
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -82,9 +82,8 @@ class Choice:
 
 
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
-
-
 SIGNED = ("exp_avg", "momentum_buffer", "grad_avg")
+"""Names of states, of torch.optim's optimizers and others, by whether they are ever negative."""
 
 
 def is_unsigned(state_name: str) -> bool:
