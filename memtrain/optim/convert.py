@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor, Keep
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
-from memtrain.optim.fused.fused import REFUSED, FusedStates, moment_dtype
+from memtrain.optim.fused.fused import REFUSED, FusedStates, counter_dtype, moment_dtype
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
-from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each, refuse_complex
+from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind
@@ -46,8 +46,7 @@ def compress(
         The optimizer to use from now on.
 
     Raises:
-        TypeError: If the optimizer cannot have compressed states (LBFGS), has them already, or
-            holds complex parameters.
+        TypeError: If the optimizer cannot have compressed states (LBFGS), or has them already.
         ValueError: If it is differentiable: compressed states have no gradient.
 
     Example:
@@ -56,7 +55,6 @@ def compress(
         'AdamW4bit'
     """
     refuse(optimizer)
-    refuse_complex([p for p, _, _ in on_each(optimizer.param_groups)], "compress")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True is refused: compressed states have no gradient")
     choose = Bounded(choose or layout.Choice(min_elements=0), min_elements)
@@ -92,7 +90,7 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
     widths = set()
     for param, _, _ in on_each(optimizer.param_groups):
         compressors = [layout.decide(param, choose, name)[0] for name in four.names]
-        if param.is_complex() or four.codecs(compressors) is None:
+        if four.codecs(compressors) is None:
             return None
         widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.
@@ -105,7 +103,7 @@ def _packed(new: FusedStates, param: Tensor, state: dict[str, Any]) -> dict[str,
     packed: dict[str, Any] = {}
     for name, value in state.items():
         if name == "step":
-            packed[name] = torch.as_tensor(value).detach().float().cpu().clone()
+            packed[name] = torch.as_tensor(value).detach().to("cpu", counter_dtype(), copy=True)
         elif name in new.names and value is not None:
             whole = value.detach().to(moment_dtype(param)).contiguous()
             packed[name] = layout.pack(new.compressor(param, name)[0], whole)

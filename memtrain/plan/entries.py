@@ -15,7 +15,7 @@ from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.compressors.base import GRADIENT_SUM
 from memtrain.compressors.registry import check_seat
 from memtrain.optim.states.first_step import first_states, without_states
-from memtrain.optim.states.layout import check_state
+from memtrain.optim.states.layout import COMPLEX, check_state
 from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import sum_bytes
 from memtrain.optim.wrappers.apply import KEEP, RELEASE
@@ -258,18 +258,23 @@ def predict_states(
     entries = []
     for param, name, states in plain:
         for state, value in states.items():
-            kept = ""
-            if value.shape != local(param).shape:
-                kept = NO_COUNTER
-            elif choose is None:
-                kept = NO_RULES
-            elif param.numel() <= min_elements:
-                kept = f"of {min_elements:,} elements or fewer"
-            elif isinstance(chosen := choose(name, state), Keep):
+            kept = _reason(param, value, min_elements, choose)
+            if not kept and choose is not None and isinstance(chosen := choose(name, state), Keep):
                 kept = chosen.reason
             site = f"{name} / {title.lower()} / {state}"
             entries.append(_entry(site, value, rows.get((param, state)), kept))
     return entries
+
+
+def _reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:
+    """Why a state is kept, whatever the rules say; "" where they decide."""
+    if value.shape != local(param).shape:
+        return NO_COUNTER
+    if choose is None:
+        return NO_RULES
+    if param.is_complex():
+        return COMPLEX
+    return f"of {min_elements:,} elements or fewer" if param.numel() <= min_elements else ""
 
 
 def _unknown(title: str, error: Exception) -> PlanEntry:

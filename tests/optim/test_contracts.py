@@ -140,14 +140,6 @@ def test_single_numbers_are_never_compressed(name):
     assert any(isinstance(value, dict) for value in optimizer.state[params[1]].values())
 
 
-def test_the_general_wrapper_refuses_complex_parameters():
-    bad = nn.Parameter(torch.zeros(70, 70, dtype=torch.complex64))
-    original = torch.optim.RMSprop([bad])
-    with pytest.raises(TypeError, match="view_as_real"):
-        CompressedOptimizer(original)
-    assert "step" not in vars(original)
-
-
 def test_the_last_two_dimensions_are_factored_where_asked():
     def choose(param, state):
         return Factored(factor_dims="last2") if state == "exp_avg_sq" else Identity()

@@ -168,7 +168,8 @@ EXACT: dict[str, Callable[..., Approximation]] = {
     "rrelu": lambda lower, upper: _step(0.0, (lower + upper) / 2, 1.0),
     "relu6": lambda: _band(0.0, 6.0, 1.0),
     "hardtanh": lambda low, high: _band(low, high, 1.0),
-    "hardsigmoid": lambda: _band(-3.0, 3.0, 1 / 6),
+    # Torch's backward has its 1 / 6 in float32, for float64 too.
+    "hardsigmoid": lambda: _band(-3.0, 3.0, float(np.float32(1 / 6))),
     "hardshrink": _shrink,
     "softshrink": _shrink,
     "threshold": lambda threshold, _: _step(threshold, 0.0, 1.0),

@@ -46,7 +46,6 @@ class AdamW4bit(FusedStates):
 
     Raises:
         ValueError: If a number is out of range, a name is unknown, or an option is refused.
-        TypeError: For complex parameters.
 
     Memory:
         1.03 bytes per parameter (0.53 + 0.50), plus rank-1's vectors; factored 0.53. AdamW: 8.
@@ -66,6 +65,7 @@ class AdamW4bit(FusedStates):
 
     rule = "adamw"
     plain = AdamW
+    own_options = ("decoupled_weight_decay",)
     names = ("exp_avg", "exp_avg_sq")
     counts = True
 
@@ -168,6 +168,7 @@ class Adam4bit(AdamW4bit):
     """
 
     plain = Adam
+    own_options = ()
 
 
 class AdamW8bit(AdamW4bit):
@@ -237,3 +238,4 @@ class Adam8bit(AdamW8bit):
     """
 
     plain = Adam
+    own_options = ()

@@ -47,20 +47,25 @@ def stays_on_device(group: Mapping[str, Any], value: Any) -> bool:
     )
 
 
+_TITLES = {"lr": "learning rate", "eps": "epsilon value"}
+
+
 def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
-    """Raise for options that must not be negative; NaN is refused too."""
+    """Raise, in torch's words, for options that must not be negative; NaN is refused too."""
     for name in names:
-        if isinstance(group[name], Tensor) and group[name].numel() != 1:
-            raise ValueError(f"{name} must have one element, got {tuple(group[name].shape)}")
-        if not stays_on_device(group, group[name]) and not float(group[name]) >= 0:
-            raise ValueError(f"{name} must be at least 0, got {group[name]}")
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+        if not stays_on_device(group, value) and not float(value) >= 0:
+            title = _TITLES.get(name, f"{name} value")
+            raise ValueError(f"Invalid {title}: {value}; allowed: {name} of at least 0")
 
 
 def check_betas(group: dict[str, Any]) -> None:
-    """Raise for betas outside [0, 1)."""
+    """Raise, in torch's words, for betas outside [0, 1)."""
     for k, beta in enumerate(group["betas"]):
         if not stays_on_device(group, beta) and not 0 <= beta < 1:
-            raise ValueError(f"betas[{k}] must be in [0, 1), got {beta}")
+            raise ValueError(f"Invalid beta parameter at index {k}: {beta}; allowed: [0, 1)")
 
 
 def number(group: Mapping[str, Any], value: Any) -> Number:

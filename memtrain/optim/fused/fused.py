@@ -24,14 +24,12 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
-    refuse_complex,
     refuse_sparse,
 )
 from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
 
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
-    "differentiable": "compressed states have no gradient",
 }
 
 
@@ -119,7 +117,8 @@ class FusedStates(CompressedStates):
             del self._masters
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for a group's options that are out of range or not supported."""
+        """As `CompressedStates.check`."""
+        super().check(group)
         for name, why in REFUSED.items():
             if group.get(name):
                 raise ValueError(f"{type(self).__name__} has no {name}: {why}")
@@ -129,14 +128,8 @@ class FusedStates(CompressedStates):
         return self.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; its options and its parameters are checked."""
+        """Add a group, as in torch; its options are checked."""
         self.check({**self.defaults, **param_group})
-        params = param_group["params"]
-        if isinstance(params, Tensor):
-            refuse_complex([params], type(self).__name__)
-        elif not isinstance(params, set):  # torch's own message tells that sets have no order
-            param_group = {**param_group, "params": list(params)}
-            refuse_complex(param_group["params"], type(self).__name__)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -150,11 +143,14 @@ class FusedStates(CompressedStates):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse or complex gradients; nothing was changed then.
+            RuntimeError: For sparse gradients and for parameters without data (of the meta
+                device); nothing was changed then.
             ValueError: For a group's option that is out of range; nothing was changed then.
         """
         loss = closure_loss(closure)
-        refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
+        params = [p for g in self.param_groups for p in g["params"]]
+        refuse_sparse(params, type(self).__name__)
+        _refuse_meta(params, type(self).__name__)
         capturable.check(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             self.check(group)
@@ -191,8 +187,8 @@ class FusedStates(CompressedStates):
             self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
             return None
         payloads = tuple(_as_payload(state[name]) for name in names)
-        own, master = local(param), self._masters.get(param, PLAIN)
-        grad, shard = local_gradient(param), shard_of(param)
+        own, master = real_view(local(param)), self._masters.get(param, PLAIN)
+        grad, shard = real_view(local_gradient(param)), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master)
 
     def _step_whole(
@@ -219,10 +215,11 @@ class FusedStates(CompressedStates):
             state[name] = layout.pack(compressor, whole[name], key)
 
     def _counter(self, param: Tensor, device: torch.device) -> Tensor:
-        """A parameter's count of steps, float32: on its device if it is capturable."""
+        """A parameter's count of steps: on its device if it is capturable."""
         step = self.state[param].get("step", 0.0)
         if not isinstance(step, Tensor) or step.device != device:
-            self.state[param]["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
+            dtype = step.dtype if isinstance(step, Tensor) else counter_dtype()
+            self.state[param]["step"] = torch.as_tensor(step, dtype=dtype, device=device)
         return self.state[param]["step"]
 
     def _turn(self, param: Tensor) -> float:
@@ -292,7 +289,27 @@ def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
 
 
 def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"tensor": local(value)} if isinstance(value, Tensor) else value
+    return {"tensor": real_view(local(value))} if isinstance(value, Tensor) else value
+
+
+def real_view(x: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, which torch's optimizers step.
+
+    Example:
+        >>> real_view(torch.ones(3, dtype=torch.complex64)).shape, real_view(torch.ones(3)).shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
+    for param in params:
+        if param.grad is not None and param.is_meta and not cpu.is_dataless():
+            raise RuntimeError(
+                f"{owner} requires all the params to hold data, got one of shape "
+                f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
+                "before the first step"
+            )
 
 
 def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
@@ -309,8 +326,15 @@ def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
 
 
 def moment_dtype(param: Tensor) -> torch.dtype:
-    """The states' dtype: float32, and float64 for float64 parameters."""
+    """The states' dtype: float32, float64 for float64 parameters, complex ones for complex."""
+    if param.is_complex():
+        return torch.promote_types(param.dtype, torch.complex64)
     return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def counter_dtype() -> torch.dtype:
+    """The dtype of counters of steps: float32, and float64 where that is torch's default."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:

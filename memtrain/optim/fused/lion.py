@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.kernels.step.update_rules import LionScalars, Number, lion
 from memtrain.optim.fused.capturable import check_betas, check_numbers, number
-from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.fused.fused import FusedStates, real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 
@@ -65,7 +65,7 @@ class Lion(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse or complex gradients; nothing was changed then.
+            RuntimeError: For sparse gradients; nothing was changed then.
         """
         loss = closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
@@ -74,13 +74,12 @@ class Lion(Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                grad = -param.grad if group["maximize"] else param.grad
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                momentum = state["exp_avg"]
-                param.mul_(1 - lr * group["weight_decay"])
-                param.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
+                if not self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+                own, momentum = real_view(param), real_view(self.state[param]["exp_avg"])
+                grad = real_view(-param.grad if group["maximize"] else param.grad)
+                own.mul_(1 - lr * group["weight_decay"])
+                own.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
                 momentum.mul_(b2).add_(grad, alpha=1 - b2)
         return loss
 
@@ -108,7 +107,6 @@ class Lion4bit(FusedStates):
 
     Raises:
         ValueError: If a number is out of range, or a name is unknown.
-        TypeError: For complex parameters.
 
     Memory:
         0.53 bytes per parameter. Lion: 4.

@@ -41,7 +41,6 @@ class SGD4bit(FusedStates):
 
     Raises:
         ValueError: If a number is out of range, a name is unknown, or an option is refused.
-        TypeError: For complex parameters.
 
     Memory:
         0.53 bytes per parameter. SGD: 4.

@@ -1,22 +1,22 @@
 """Compressed states for any torch optimizer: decompress, let it step, compress."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
-    refuse_complex,
     refuse_sparse,
 )
-from memtrain.optim.states.first_step import raw_step
+from memtrain.optim.states.first_step import first_states, raw_step
 
 
 class CompressedOptimizer(CompressedStates):
@@ -36,8 +36,9 @@ class CompressedOptimizer(CompressedStates):
         min_elements: States of at most so many elements are kept.
 
     Raises:
-        TypeError: If the optimizer cannot work one parameter at a time (LBFGS), is wrapped
-            already, or holds complex parameters.
+        TypeError: If the optimizer cannot work one parameter at a time (LBFGS), or is wrapped
+            already.
+        ValueError: If it is differentiable: compressed states have no gradient.
 
     Memory:
         The compressors' bytes, and one parameter's states for the time of its step.
@@ -62,8 +63,8 @@ class CompressedOptimizer(CompressedStates):
         min_elements: int = layout.MIN_ELEMENTS,
     ) -> None:
         refuse(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        refuse_complex(params, type(self).__name__)
+        for group in optimizer.param_groups:
+            self.check(group)
         self.choose = choose or layout.Choice()
         self.min_elements = min_elements
         super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})
@@ -75,10 +76,15 @@ class CompressedOptimizer(CompressedStates):
         return {**super().__getstate__(), "min_elements": self.min_elements}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group by the inner optimizer's own rules and defaults."""
+        """Add a group by the inner optimizer's own rules and defaults.
+
+        Raises:
+            ValueError: If it is differentiable; nothing was changed then.
+        """
         if self.original is None:  # inside __init__
             super().add_param_group(param_group)
             return
+        self.check({**self.defaults, **param_group})
         self.original.add_param_group(param_group)
         for param in self.original.param_groups[-1]["params"]:
             if param in self.original.state:
@@ -95,12 +101,17 @@ class CompressedOptimizer(CompressedStates):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse or complex gradients; nothing was changed then.
+            RuntimeError: For sparse gradients; nothing was changed then.
+            ValueError: For a group that is differentiable, or that torch's fused SGD would step
+                wrongly; nothing was changed then.
         """
         cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
         loss = closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
         inner = _inner(self)
+        for group in self.param_groups:
+            self.check(group)
+            _refuse_broken(inner, group)
         watched = self._watch.before(self.param_groups)
         for group in self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
@@ -109,13 +120,36 @@ class CompressedOptimizer(CompressedStates):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                with _only(inner, param, options, self.unpacked(param)) as alone:
+                with _only(inner, param, options, self._known(param, options)) as alone:
                     raw_step(inner)
                     self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
         self.tell_schedulers()
         return loss
+
+    def _known(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """As `unpacked`, in the dtypes of the inner optimizer's own states of this parameter.
+
+        A checkpoint of another model's dtype has others; so has a float32 master's optimizer.
+        """
+        states = self.unpacked(param)
+        for name, value in states.items():
+            if _is_float(value) and name != "step" and value.dtype != param.dtype:
+                states[name] = value.to(self._first_dtype(param, group, name) or value.dtype)
+        return states
+
+    def _first_dtype(self, param: Tensor, group: dict[str, Any], name: str) -> torch.dtype | None:
+        """The dtype of a state that the inner optimizer makes for a parameter's dtype, if any."""
+        known = self.__dict__.setdefault("_first_dtypes", {})
+        if (param.dtype, name) not in known:
+            known[param.dtype, name] = None
+            tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
+            # Whatever a foreign optimizer's step raises: its states then stay as they are.
+            with suppress(Exception):
+                made = first_states(_inner(self), tiny, group, "cpu")[name]
+                known[param.dtype, name] = made.dtype
+        return known[param.dtype, name]
 
     def reason(self, param: Tensor, value: Any) -> str:
         """Why a state is kept as it is, or ""."""
@@ -134,8 +168,31 @@ class CompressedOptimizer(CompressedStates):
             packed[name] = layout.pack(compressor, state[name], key)
         return packed
 
+    def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
+        super()._restore_dtypes(loaded)
+        # What the inner class does to older checkpoints: options that they lack, numeric steps.
+        inner = _inner(self)
+        inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        inner.state = defaultdict(dict)
+
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         return self._packed(param, {name: value.detach().to(param.device, copy=True)})[name]
+
+
+def _refuse_broken(inner: Optimizer, group: dict[str, Any]) -> None:
+    """Raise for steps of torch's fused SGD that read memory that nothing wrote (torch 2.13)."""
+    if not (isinstance(inner, SGD) and group["fused"] and group["momentum"]):
+        return
+    for param in group["params"]:
+        if param.is_cpu and param.grad is not None and param.dtype in (torch.bfloat16, torch.half):
+            raise ValueError(
+                f"torch's SGD(fused=True) with momentum gives a {param.dtype} parameter on a CPU "
+                "random numbers; allowed there: fused=False"
+            )
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def refuse(optimizer: Optimizer) -> None:

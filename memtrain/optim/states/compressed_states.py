@@ -1,7 +1,7 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class CompressedStates(Optimizer):
     parameter groups, so LR schedulers made for the original keep working.
     """
 
+    own_options: ClassVar[tuple[str, ...]] = ()
+    """Options of groups that a checkpoint does not change."""
     original: Optimizer | None = None
     _original_step: Any = None  # what a scheduler made before had put in place of its method
     choose: layout.Choose
@@ -77,7 +79,9 @@ class CompressedStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
-        own = {"original": self.original, "choose": self.choose, "_stall": self._watch}
+        own = {"choose": self.choose, "_stall": self._watch}
+        if "original" in vars(self):
+            own["original"] = self.original
         return {**state, **own}
 
     @property
@@ -109,8 +113,8 @@ class CompressedStates(Optimizer):
             state_dict: What `state_dict()` of this class, or of the plain optimizer, returned.
 
         Raises:
-            ValueError: If groups, a state's shape or the format do not fit, or states are missing;
-                nothing was changed then.
+            ValueError: If groups, a state's shape or the format do not fit, states are missing, or
+                a group's option is refused; nothing was changed then.
         """
         groups, seen = self.param_groups, {}
 
@@ -119,6 +123,8 @@ class CompressedStates(Optimizer):
                 raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
             loaded = in_groups.without(loaded)
             if len(loaded["param_groups"]) == len(groups):
+                for group in loaded["param_groups"]:
+                    self.check({**self.defaults, **group})
                 loaded = self._as_live(loaded)
                 self._check_payloads(loaded)
             seen.update(loaded)
@@ -135,6 +141,13 @@ class CompressedStates(Optimizer):
         finally:
             before.remove()
             after.remove()
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for a group's options that are out of range or not supported."""
+        if group.get("differentiable"):
+            raise ValueError(
+                f"{type(self).__name__} has no differentiable: compressed states have no gradient"
+            )
 
     def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
         """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
@@ -213,8 +226,9 @@ class CompressedStates(Optimizer):
         for old, new in zip(groups, self.param_groups, strict=True):
             # A peer's checkpoint may lack options.
             lacking = {name: self.defaults[name] for name in old.keys() & self.defaults.keys()}
+            own = {name: old[name] for name in self.own_options if name in old}
             old.clear()
-            old.update({**lacking, **new})
+            old.update({**lacking, **new, **own})
         self.param_groups = groups
         if self.original is not None:
             self.original.param_groups = groups
@@ -229,7 +243,9 @@ class CompressedStates(Optimizer):
                 elif isinstance(value, Tensor) and value.shape == param.shape:
                     self.state[param][name] = self._load_plain(param, name, place(value, param))
                 elif isinstance(value, Tensor):  # a counter: torch would share it with the source
-                    self.state[param][name] = self.state[param][name].clone()
+                    own = self.state[param][name]
+                    dtype = own.dtype if name == "step" else value.dtype  # and cast all others
+                    self.state[param][name] = value.detach().to(own.device, dtype, copy=True)
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         value = value.detach().to(param.device, copy=True)
@@ -258,31 +274,14 @@ def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, 
     return found
 
 
-def refuse_complex(params: list[Any], owner: str) -> None:
-    """Raise for complex parameters, given bare or as `(name, parameter)`."""
-    for param in params:
-        param = param[1] if isinstance(param, tuple) else param
-        if isinstance(param, Tensor) and param.is_complex():
-            raise TypeError(
-                f"{owner} takes real parameters only, got {param.dtype} of shape "
-                f"{tuple(param.shape)}: keep its real and imaginary parts as a real one "
-                "(torch.view_as_real)"
-            )
-
-
 def refuse_sparse(params: list[Tensor], owner: str) -> None:
-    """Raise for sparse or complex gradients, before anything is changed."""
+    """Raise for sparse gradients, before anything is changed."""
     for param in params:
-        grad = param.grad
-        if grad is None:
-            continue
-        if grad.layout != torch.strided:
+        if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(
                 f"{owner} takes dense gradients only, a parameter of shape {tuple(param.shape)} "
-                f"has layout {grad.layout}; use sparse=False in its embedding"
+                f"has layout {param.grad.layout}; use sparse=False in its embedding"
             )
-        if grad.is_complex():
-            raise RuntimeError(f"{owner} takes real parameters only, got {grad.dtype}")
 
 
 def closure_loss(closure: Callable[[], Any] | None) -> Any:

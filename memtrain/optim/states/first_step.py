@@ -28,27 +28,30 @@ def without_states(optimizer: Optimizer) -> Optimizer:
     return alone
 
 
-def first_states(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+def first_states(
+    optimizer: Optimizer, param: Tensor, group: dict[str, Any], device: str = "meta"
+) -> dict[str, Any]:
     """The states that a plain optimizer's first step makes for a parameter.
 
     Args:
         optimizer: A plain torch optimizer; it is not changed.
         param: One of its parameters; only shape and dtype are read.
         group: The parameter's group.
+        device: Where the step is made.
 
     Returns:
-        State name -> value, tensors on the meta device; of a sharded parameter those of the whole.
+        State name -> value, tensors on that device; of a sharded parameter those of the whole.
 
     Raises:
-        Exception: Whatever the optimizer's step raises on tensors without data.
+        Exception: Whatever the optimizer's step raises, on tensors without data if on `meta`.
 
     Example:
         >>> adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
         >>> first_states(adamw, torch.ones(2), adamw.param_groups[0])["exp_avg"].device
         device(type='meta')
     """
-    like = torch.empty(param.shape, dtype=param.dtype, device="meta", requires_grad=True)
-    like.grad = torch.empty_like(like)
+    like = torch.zeros(param.shape, dtype=param.dtype, device=device, requires_grad=True)
+    like.grad = torch.zeros_like(like)
     alone = without_states(optimizer)
     # Fused and capturable steps keep the same states, but refuse this device.
     options = {name: False for name in ("foreach", "fused", "capturable") if name in group}

@@ -20,6 +20,7 @@ from memtrain.optim.states import shards
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
 MIN_ELEMENTS = 4096  # the paper's rule: tensors of at most so many elements keep exact states
+COMPLEX = "kept: the parameter is complex"
 STEP = "rounding_step"  # a state's own count of steps, for stochastic rounding
 
 
@@ -103,6 +104,8 @@ def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, 
         (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
          'factored vectors would cost 4.00 bytes per parameter: block instead')
     """
+    if param.is_complex():
+        return Identity(), COMPLEX
     chosen = choose(param, state_name)
     if isinstance(chosen, Keep):
         return Identity(), chosen.reason

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states.shards import check_unsharded
-from memtrain.optim.wrappers.release import ReleaseGradients, follow_ddp
+from memtrain.optim.wrappers.release import ReleaseGradients, check_complex, follow_ddp
 from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32
 from memtrain.optim.wrappers.wrapper import WeakRef
 
@@ -18,6 +18,8 @@ KEEP, RELEASE = "keep", "release"
 
 def check(model: nn.Module, config: Any) -> None:
     """Raise ValueError for what `apply` could not do; nothing is changed."""
+    if config.gradients == RELEASE:
+        check_complex(model.parameters(), config.release.clip, config.release.accumulate)
     if config.weights == KEEP:
         return
     if isinstance(model, DistributedDataParallel):

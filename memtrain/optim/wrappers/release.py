@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,8 @@ class ReleaseGradients(OptimizerWrapper):
         self.follows = False
         """Whether updates follow a DistributedDataParallel's all-reduces."""
         self._handles: dict[Tensor, Any] = {}
+        params = [p for group in inner.param_groups for p in group["params"]]
+        check_complex(params, clip, accumulate)
         super().__init__(inner)
         self._attach()
 
@@ -288,14 +290,15 @@ class ReleaseGradients(OptimizerWrapper):
             return
         factor = self._clip_factor(norm) / self.loss_scale
         if factor != 1.0:
-            whole = grad.float() if isinstance(self.inner, OptimizerWrapper) else grad
-            grad = whole * factor
+            widened = isinstance(self.inner, OptimizerWrapper) and not grad.is_complex()
+            grad = (grad.float() if widened else grad) * factor
         if self.clip == "value":
             grad = grad.clamp(-self.limit, self.limit)
         self.step_targets([Target(param, param, grad)])
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
+        check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:
             raise RuntimeError(
                 "clip='two_pass' runs backward itself, twice: call optimizer.step(closure) with a "
@@ -405,8 +408,21 @@ def _check_options(clip: str, limit: float, loss_scale: float, accumulate: int) 
             raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
 
 
+def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
+    """Raise ValueError for complex parameters where their gradients would have to be real."""
+    kept = {"clip='value'": clip == "value", f"accumulate={accumulate}": accumulate > 1}
+    for param in params:
+        for option in [name for name, asked in kept.items() if asked and param.is_complex()]:
+            raise ValueError(
+                f"{option} takes gradients of real numbers, and a parameter of shape "
+                f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
+                "previous or two_pass, and accumulate=1"
+            )
+
+
 def _norm_of(grad: Tensor) -> float:
     """The norm of a whole gradient, float64 ones in float64, all others in float32."""
+    grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -161,7 +161,7 @@ class SplitWeights(OptimizerWrapper):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse or complex gradients; nothing was changed then.
+            RuntimeError: For sparse gradients; nothing was changed then.
         """
         loss = closure_loss(closure)
         ready = [p for p in self.params() if p.grad is not None]

@@ -1,0 +1,537 @@
+"""What torch's own tests promise of its optimizers, on torch's own inputs, of memtrain's."""
+
+import copy
+import io
+from fnmatch import fnmatchcase
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain import optim
+from memtrain.compressors import Identity
+from memtrain.optim import CompressedOptimizer, compress
+from memtrain.optim.fused.fused import real_view
+from tests.optim.behaviours import ADAMS, FUSED
+from tests.optim.torch_inputs import (
+    NAMES,
+    exact,
+    give_gradients,
+    infos,
+    inputs,
+    kind,
+    make,
+    parameters,
+    plain,
+)
+
+every = pytest.mark.parametrize("name", NAMES)
+
+
+class Refusal(NamedTuple):
+    """Optimizers, behaviours and options of which memtrain says no, with what it says and why."""
+
+    names: str
+    behaviours: str
+    options: dict[str, Any]
+    error: type[Exception]
+    match: str
+    why: str
+
+    def covers(self, name: str, behaviour: str, options: dict[str, Any]) -> bool:
+        return (
+            any(fnmatchcase(name, pattern) for pattern in self.names.split("|"))
+            and any(fnmatchcase(behaviour, pattern) for pattern in self.behaviours.split("|"))
+            and self.options.items() <= options.items()
+        )
+
+
+REFUSALS = [
+    Refusal(
+        "*(LBFGS)",
+        "*",
+        {},
+        TypeError,
+        "history is one vector over all parameters",
+        "its state is no parameter's, and its line search steps many times",
+    ),
+    Refusal(
+        "*(SparseAdam)",
+        "*",
+        {},
+        RuntimeError,
+        "takes dense gradients only",
+        "it takes sparse gradients only, and a compressed state is a dense tensor's",
+    ),
+    Refusal(
+        "Adam*bit*",
+        "*",
+        {"amsgrad": True},
+        ValueError,
+        "has no amsgrad: its running maximum has no fused kernel",
+        "compress() takes it into a CompressedOptimizer",
+    ),
+    Refusal(
+        "CompressedOptimizer(SGD)",
+        "state_dict-torch.bfloat16",
+        {"fused": True, "momentum": 0.9},
+        ValueError,
+        "random numbers; allowed there: fused=False",
+        "torch's own kernel reads memory that nothing wrote",
+    ),
+    Refusal(
+        "*(SGD)",
+        "steps-torch.bfloat16",
+        {"fused": True, "momentum": 0.9},
+        ValueError,
+        "random numbers; allowed there: fused=False",
+        "torch's own kernel reads memory that nothing wrote",
+    ),
+    Refusal(
+        "*",
+        "*",
+        {"differentiable": True},
+        ValueError,
+        "compressed states have no gradient",
+        "a code is no differentiable function of what it stands for",
+    ),
+]
+"""Every case in which memtrain's optimizers do not do what torch's do: docs/guides/optimizers.md
+tells them too. A case that is listed and works after all fails the suite."""
+
+TAKEN = {
+    "lr as a Tensor is not supported for capturable=False and foreach=True",
+    r"betas\[0\] as a Tensor is not supported for capturable=False and foreach=True",
+    "betas must be either both floats or both Tensors",
+}
+"""What torch refuses and the fused optimizers take: `foreach` means nothing there, and each number
+of a step is read by itself."""
+
+
+def each(behaviour, name, body, *flags):
+    """Run `body` on the options of each of torch's inputs; refusals must be as they are listed."""
+    for given in inputs(name, *flags):
+        found = [r for r in REFUSALS if r.covers(name, behaviour, given.options)]
+        try:
+            if found:
+                with pytest.raises(found[0].error, match=found[0].match):
+                    body(dict(given.options))
+            else:
+                body(dict(given.options))
+        except BaseException as error:
+            error.add_note(f"{name}: {given.what}")
+            raise
+
+
+def steps(optimizer, name, *lists, count=3, first=0):
+    for seed in range(first, first + count):
+        give_gradients(name, *lists, seed=seed)
+        optimizer.step()
+
+
+def squares(name, optimizer, params):
+    optimizer.zero_grad()
+    loss = sum(p.square().sum() for p in params)
+    loss.backward()
+    if kind(name) == "SparseAdam":
+        for p in params:
+            p.grad = p.grad.to_sparse()
+    return loss
+
+
+def assert_equal(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@every
+def test_steps_go_the_right_way(name):
+    def body(options):
+        for strided in (False, True):
+            params = parameters(name)
+            if strided:
+                whole = [torch.stack([p.detach()] * 2, -1) for p in params]
+                params = [nn.Parameter(w[..., 0]) for w in whole]
+            optimizer = make(name, params, **options)
+            start = squares(name, optimizer, params).item()
+            for _ in range(4):
+                optimizer.step(partial(squares, name, optimizer, params))
+            end = squares(name, optimizer, params).item()
+            assert end > start if options.get("maximize") else end < start
+
+    each("steps", name, body)
+
+
+@every
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_exact_states_make_torchs_steps(name, dtype):
+    """Wrapped ones to the last bit; fused ones, whose arithmetic is their own, to its rounding."""
+
+    def body(options):
+        own, theirs = parameters(name, dtype), parameters(name, dtype)
+        mine, torchs = exact(name, own, **options), plain(name, theirs, **options)
+        for turn in range(7):
+            give_gradients(name, own, theirs, seed=turn)
+            if turn == 3:  # a step without gradients does nothing
+                for param in (*own, *theirs):
+                    param.grad = None
+            mine.step()
+            torchs.step()
+        if name not in FUSED:
+            assert_equal(own, theirs)
+        elif dtype != torch.bfloat16:
+            torch.testing.assert_close(own, theirs)
+
+    each(f"steps-{dtype}", name, body, "foreach", "fused")
+
+
+@every
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_dict_goes_on_exactly(name, dtype):
+    def body(options):
+        own = parameters(name, dtype)
+        optimizer = make(name, [(f"p{i}", p) for i, p in enumerate(own)], **options)
+        steps(optimizer, name, own)
+        saved = optimizer.state_dict()
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert_equal(loaded["state"], saved["state"])
+        other = [nn.Parameter(p.detach().clone()) for p in own]
+        late = make(name, other, **options)
+        before = copy.deepcopy(loaded)
+        late.load_state_dict(loaded)
+        for turn in range(3, 6):
+            give_gradients(name, own, other, seed=turn)
+            optimizer.step()
+            late.step()
+        assert_equal(own, other)
+        if name != "Lion":  # torch's own load_state_dict takes the tensors themselves
+            assert_equal(loaded["state"], before["state"])
+        assert_equal(late.state_dict()["state"], optimizer.state_dict()["state"])
+        late.param_groups.extend(late.param_groups)
+        groups = [o.state_dict()["param_groups"][-1] for o in (late, optimizer)]
+        assert sorted(groups[0].items(), key=str) == sorted(groups[1].items(), key=str)
+
+    each(f"state_dict-{dtype}", name, body, "fused")
+
+
+@every
+def test_older_state_dicts_lack_options_and_have_numbers_for_steps(name):
+    def body(options):
+        own = parameters(name)
+        optimizer = make(name, own, **options)
+        steps(optimizer, name, own)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in saved["param_groups"]:
+            for flag in infos()[kind(name)].not_og_supported_flags:
+                group.pop(flag, None)
+        for state in saved["state"].values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].item()
+        other = [nn.Parameter(p.detach().clone()) for p in own]
+        late = make(name, other, **options)
+        late.load_state_dict(saved)
+        if not options.get("maximize"):  # an older one did not have it
+            for turn in range(2):
+                give_gradients(name, own, other, seed=9 + turn)
+                optimizer.step()
+                late.step()
+            assert_equal(own, other)
+        late.step()
+
+    each("state_dict", name, body)
+
+
+@every
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("form", [make, exact], ids=["packed", "exact"])
+def test_a_state_dict_of_another_dtype_is_taken(name, dtype, form):
+    def body(options):
+        takes_eps = "eps" in signature(infos()[kind(name)].optim_cls).parameters
+        if dtype == torch.float16 and takes_eps and kind(name) != "Adafactor":
+            options["eps"] = 0.1  # torch's own is 0 in float16
+        whole, other = parameters(name), parameters(name, dtype)
+        for a, b in ((whole, other), (other, whole)):
+            source, target = form(name, a, **options), form(name, b, **options)
+            steps(source, name, a)
+            target.load_state_dict(copy.deepcopy(source.state_dict()))
+            steps(target, name, b, first=3)
+            fresh = form(name, fresh_params := parameters(name, b[0].dtype), **options)
+            steps(fresh, name, fresh_params, count=4)
+            dtypes = [
+                {k: v.dtype for k, v in o.state[ps[0]].items() if isinstance(v, torch.Tensor)}
+                for o, ps in ((target, b), (fresh, fresh_params))
+            ]
+            assert dtypes[0] == dtypes[1]
+            assert all(p.isfinite().all() for p in b)
+
+    each("state_dict", name, body)
+
+
+@every
+def test_deepcopies_have_all_public_attributes(name):
+    def body(options):
+        own = parameters(name)
+        optimizer = make(name, own, **options)
+        steps(optimizer, name, own)
+        found = [
+            {key for key in vars(each) if not key.startswith("_")}
+            for each in (optimizer, copy.deepcopy(optimizer))
+        ]
+        assert found[0] == found[1]
+
+    each("deepcopy", name, body)
+
+
+@every
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_default_dtype_of_float64(name, dtype):
+    def body(options):
+        own, theirs = parameters(name, dtype), parameters(name, dtype)
+        packed = parameters(name, dtype)
+        mine, torchs = exact(name, own, **options), plain(name, theirs, **options)
+        compressed = make(name, packed, **options)
+        start = copy.deepcopy(packed)
+        for turn in range(3):
+            give_gradients(name, own, theirs, packed, seed=turn)
+            mine.step()
+            torchs.step()
+            compressed.step()
+        torch.testing.assert_close(own, theirs)
+        assert all(not torch.equal(a, b) for a, b in zip(packed, start, strict=True))
+        for optimizer, params in ((mine, own), (compressed, packed)):
+            counters = optimizer.state[params[0]].get("step"), torchs.state[theirs[0]].get("step")
+            dtypes = [getattr(counter, "dtype", None) for counter in counters]
+            assert dtypes[0] == dtypes[1]
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        each("default_dtype", name, body)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if kind(n) not in ("Adafactor", "Muon", "SparseAdam")]
+)
+def test_complex_parameters_are_pairs_of_real_ones(name):
+    def body(options):
+        own = [*parameters(name, torch.complex64), *parameters(name, seed=1)]
+        pairs = [nn.Parameter(real_view(p.detach()).clone()) for p in own]
+        mine, theirs = exact(name, own, **options), exact(name, pairs, **options)
+        packed = [nn.Parameter(p.detach().clone()) for p in own]
+        compressed = make(name, packed, **options)
+        for turn in range(3):
+            give_gradients(name, own, packed, seed=turn)
+            for param, pair in zip(own, pairs, strict=True):
+                pair.grad = real_view(param.grad).clone()
+            for optimizer in (mine, theirs, compressed):
+                optimizer.step()
+        for param, other, pair in zip(own, packed, pairs, strict=True):
+            if param.is_complex():  # in another order of a sum
+                torch.testing.assert_close(torch.view_as_real(param.detach()), pair.detach())
+                torch.testing.assert_close(other, param)
+        late = make(name, copy.deepcopy(packed), **options)
+        late.load_state_dict(compressed.state_dict())
+        assert_equal(late.state_dict()["state"], compressed.state_dict()["state"])
+
+    each("complex", name, body)
+
+
+@every
+def test_a_learning_rate_may_be_a_tensor(name):
+    def body(options):
+        own, other = parameters(name), parameters(name)
+        mine = make(name, own, **{**options, "lr": 0.01})
+        late = make(name, other, **{**options, "lr": torch.tensor(0.01, dtype=torch.float64)})
+        for turn in range(2):
+            give_gradients(name, own, other, seed=turn)
+            mine.step()
+            late.step()
+        torch.testing.assert_close(own, other)
+
+    each("tensor_lr", name, body)
+
+
+@every
+def test_no_gradient_and_a_gradient_of_zero(name):
+    def body(options):
+        own = parameters(name)
+        optimizer = make(name, own, **options)
+        start = copy.deepcopy(own)
+        if kind(name) == "SparseAdam":
+            give_gradients(name, own)
+        before = copy.copy(optimizer.state)  # Adagrad's are there from the start
+        optimizer.step()
+        assert_equal(own, start)
+        assert optimizer.state == before
+        if "weight_decay" in options or kind(name) in ("AdamW", "ASGD", "Muon"):
+            return  # these decay by default
+        for param in own:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        torch.testing.assert_close(own, start)
+
+    each("steps", name, body)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if kind(n) != "LBFGS"])  # it has one group
+def test_groups_have_their_own_options_and_schedules(name):
+    def body(options):
+        info = infos()[kind(name)]
+        for make_schedules in info.scheduler_inputs[:3]:
+            own, alone = parameters(name), parameters(name)
+            twice = [{"params": own[:1], "lr": 0.02}, {"params": parameters(name)[:1]}]
+            optimizer = make(name, twice, **options)
+            single = make(name, [{"params": alone[:1], "lr": 0.02}], **options)
+            schedules = [[s(o) for s in make_schedules] for o in (optimizer, single)]
+            for turn in range(3):
+                give_gradients(name, own[:1], alone[:1], twice[1]["params"], seed=turn)
+                for o, scheduled in zip((optimizer, single), schedules, strict=True):
+                    o.step()
+                    for schedule in scheduled:
+                        late = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                        schedule.step(1.0) if late else schedule.step()
+            assert_equal(own[:1], alone[:1])
+
+    each("groups", name, body)
+
+
+@every
+def test_differentiable_is_refused_by_name(name):
+    supported = "differentiable" in infos()[kind(name)].supported_impls
+    if not supported:
+        return
+    refused = pytest.raises(ValueError, match="compressed states have no gradient")
+    own = parameters(name)
+    before = plain(name, own, differentiable=True) if name not in FUSED else None
+    with refused:
+        make(name, own, differentiable=True)
+    if before is not None:
+        with refused:
+            CompressedOptimizer(before)
+        assert "step" not in vars(before)
+    optimizer = make(name, own)
+    with refused:
+        optimizer.add_param_group({"params": parameters(name), "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(differentiable=True, lr=7.0)
+    with refused:
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] != 7.0
+    steps_before = copy.deepcopy(own)
+    give_gradients(name, own)
+    optimizer.param_groups[0]["differentiable"] = True
+    with refused:
+        optimizer.step()
+    assert_equal(own, steps_before)
+
+
+@every
+def test_errors_are_told_as_torch_tells_them(name):
+    info = infos()[kind(name)]
+    for given in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
+        case = given.optimizer_error_input
+        params = parameters(name) if case.params is None else case.params
+        try:
+            if name in FUSED and given.error_regex in TAKEN:
+                optimizer = make(name, params, **case.kwargs)
+                give_gradients(name, params)
+                optimizer.step()
+            elif issubclass(given.error_type, Warning):
+                if kind(name) != "LBFGS":
+                    with pytest.warns(given.error_type, match=given.error_regex):
+                        make(name, params, **case.kwargs)
+            else:
+                with pytest.raises(given.error_type, match=given.error_regex):
+                    make(name, params, **case.kwargs).step()
+        except BaseException as error:
+            error.add_note(f"{name}: {case.desc}")
+            raise
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n in FUSED or "fused" in infos()[kind(n)].supported_impls]
+)
+def test_parameters_without_data_are_an_error(name):
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    optimizer = make(name, model.parameters(), **({} if kind(name) == "Lion" else {"fused": True}))
+    for param in model.parameters():
+        param.grad = torch.rand_like(param)
+    before = copy.copy(optimizer.state)  # Adagrad's are there from the start
+    with pytest.raises(RuntimeError, match="requires all the params to"):
+        optimizer.step()
+    assert optimizer.state == before
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if kind(n) != "LBFGS"])
+def test_capturable_on_a_cpu_is_an_error_and_changes_nothing(name):
+    for given in infos()[kind(name)].optim_inputs_func(device="cuda"):
+        options = dict(given.kwargs)
+        if not options.get("capturable") or (options.get("amsgrad") and name in FUSED):
+            continue
+        own = parameters(name)
+        optimizer, start = make(name, own, **options), copy.deepcopy(own)
+        give_gradients(name, own)
+        with pytest.raises((ValueError, AssertionError), match="capturable"):
+            optimizer.step()
+        assert_equal(own, start)
+        assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("adam", ["Adam8bit", "compress(Adam)", "CompressedOptimizer(Adam)"])
+@pytest.mark.parametrize("adamw", ["AdamW4bit", "AdamW8bitFactor", "CompressedOptimizer(AdamW)"])
+def test_whose_weight_decay_is_decoupled(adam, adamw):
+    def of(name, params):
+        return exact(name, params) if name.startswith("Comp") else make(name, params)
+
+    own = parameters("AdamW4bit")
+    w, plain_adam = of(adamw, own), of(adam, own)
+    from_w = w.state_dict()
+    plain_adam.load_state_dict(from_w)
+    assert plain_adam.param_groups[0]["decoupled_weight_decay"] is True
+    w.load_state_dict(of(adam, own).state_dict())
+    assert w.param_groups[0]["decoupled_weight_decay"] is True
+    del from_w["param_groups"][0]["decoupled_weight_decay"]
+    w.load_state_dict(from_w)
+    assert w.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_an_option_that_says_adam_is_kept(name):
+    own = parameters(name)
+    adam = make(name, own, decoupled_weight_decay=False)
+    adam.load_state_dict(adam.state_dict())
+    assert adam.param_groups[0]["decoupled_weight_decay"] is False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torchs_fused_sgd_is_refused_where_it_is_wrong(dtype):
+    """Around the identity its steps are torch's own: in half precision those differ run by run."""
+    own = parameters("compress(SGD)", dtype)
+    inner = torch.optim.SGD(own, momentum=0.9, fused=True)
+    optimizer, start = compress(inner, lambda param, state: Identity()), copy.deepcopy(own)
+    give_gradients("compress(SGD)", own)
+    with pytest.raises(ValueError, match="random numbers; allowed there: fused=False"):
+        optimizer.step()
+    assert_equal(own, start)
+    assert not optimizer.state
+    optimizer.param_groups[0]["fused"] = False
+    optimizer.step()
+
+
+def test_every_optimizer_of_torchs_list_is_here():
+    classes = {info.optim_cls.__name__ for info in infos().values()} - {"Lion"}
+    assert {kind(name) for name in NAMES if name.startswith("compress(")} == classes
+    assert all(name in NAMES for name in optim.__all__ if name.endswith(("bit", "bitFactor")))
