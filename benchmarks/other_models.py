@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.families import hf, text
+from benchmarks.families import decoder, hf, text
 
 
 class Other(NamedTuple):
@@ -194,15 +194,24 @@ def _unet() -> Other:
 
 
 def _timm(name: str, size: int = 64, **options: Any) -> Other:
-    import timm
+    _torchvision_ops()
+    import timm  # pyright: ignore[reportMissingImports]
 
     model = timm.create_model(name, num_classes=10, **options)
     return Other(model.train(), torch.randn(8, 3, size, size), _classes())
 
 
+def _mixer() -> Other:
+    _torchvision_ops()
+    from timm.models.mlp_mixer import MlpMixer  # pyright: ignore[reportMissingImports]
+
+    model = MlpMixer(num_classes=10, img_size=64, patch_size=8, num_blocks=4, embed_dim=128)
+    return Other(model.train(), torch.randn(8, 3, 64, 64), _classes())
+
+
 def _torchvision(name: str, *shape: int, pick: str = "", **options: Any) -> Other:
     _torchvision_ops()
-    import torchvision
+    import torchvision  # pyright: ignore[reportMissingImports]
 
     model = torchvision.models.get_model(name, weights=None, **options).train()
     loss = _classes(shape[0])
@@ -227,11 +236,13 @@ _KEPT: list[Any] = []
 
 
 def _hf(kind: str, config: str, batch: Callable[[], dict[str, Tensor]], **options: Any) -> Other:
+    _torchvision_ops()
     case = hf(kind, config, batch, **options)
     return Other(case.model, case.batch)
 
 
 def _clip() -> Other:
+    _torchvision_ops()
     import transformers
 
     sizes = {
@@ -256,10 +267,6 @@ def _whisper() -> dict[str, Tensor]:
     return {"input_features": torch.randn(8, 16, 128), "labels": tokens}
 
 
-def _speech() -> dict[str, Tensor]:
-    return {"input_values": torch.randn(4, 8000), "labels": torch.randint(0, 10, (4,))}
-
-
 def _segformer() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(0, 10, (8, 64, 64))}
 
@@ -272,9 +279,7 @@ KNOWN: dict[str, Callable[[], Other]] = {
     "regnet": lambda: _timm("regnety_002"),
     "efficientnet": lambda: _timm("efficientnet_b0"),
     "maxvit": lambda: _timm("maxvit_pico_rw_256", 128, img_size=128),
-    "mlp_mixer": lambda: _timm(
-        "mixer_s16_224", img_size=64, patch_size=8, embed_dim=128, num_blocks=4
-    ),
+    "mlp_mixer": lambda: _mixer(),
     "nn_transformer": _translator,
     "clip": _clip,
     "diffusion_unet": _unet,
@@ -291,21 +296,19 @@ MORE: dict[str, Callable[[], Other]] = {
     "autoencoder": lambda: Other(
         autoencoder(), torch.randn(8, 3, 64, 64), lambda y: y.square().mean()
     ),
-    "densenet": lambda: _timm("densenet121", 64),
+    "densenet": lambda: _timm("densenet121", 64, growth_rate=16, block_config=(3, 3, 3)),
     "poolformer": lambda: _timm("poolformer_s12", 64),
     "mobilenet_v3": lambda: _timm("mobilenetv3_small_100", 128),
     "video_resnet": lambda: _torchvision("r3d_18", 2, 3, 8, 32, 32, num_classes=10),
-    "swin_v2": lambda: _torchvision(
-        "swin_v2_t", 8, 3, 64, 64, num_classes=10,
-    ),
+    "mnasnet": lambda: _torchvision("mnasnet0_5", 8, 3, 96, 96, num_classes=10),
     "deeplab": lambda: _torchvision(
         "deeplabv3_mobilenet_v3_large", 4, 3, 96, 96, pick="out", num_classes=10,
         weights_backbone=None,
     ),
-    "wav2vec2": lambda: _hf(
-        "SequenceClassification", "Wav2Vec2Config", _speech, hidden_size=128, num_labels=10,
-        num_hidden_layers=2, num_attention_heads=4, intermediate_size=512, conv_dim=(64,) * 7,
-        mask_time_prob=0.0, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+    "convbert": lambda: _hf(
+        "MaskedLM", "ConvBertConfig", text, **decoder(
+            num_hidden_layers=2, intermediate_size=512, embedding_size=128, head_ratio=2,
+        ),
     ),
     "whisper": lambda: _hf(
         "SpeechSeq2Seq", "WhisperConfig", _whisper, vocab_size=512, num_mel_bins=16, d_model=128,

@@ -4,8 +4,9 @@
 
 Small models of timm, torchvision, transformers and torch.nn take AdamW steps on one CPU thread,
 plain and under five presets. A row says what `audit.peak` predicts without running the model, and
-what was allocated at most in the third real step: every byte that the process asked of malloc
-(`benchmarks.tracker`), kernels' own temporaries and libraries' workspaces among them.
+what was allocated at most in the third real step: every block of a KiB or more that the process
+asked of malloc (`benchmarks.tracker`), kernels' own temporaries and libraries' workspaces among
+them; beside it what smaller blocks add, which are the objects of Python and of autograd's graph.
 """
 
 from functools import partial
@@ -41,7 +42,7 @@ def compare(name: str, preset: str) -> Row:
     row: Row = {"model": name, "preset": preset, "refused": ""}
     try:
         predicted = predict(case.model, optimizer, case.batch, cfg, options)
-        measured = measure(case, optimizer, cfg, options)
+        everything, measured = measure(case, optimizer, cfg, options)
     except (RuntimeError, ValueError) as error:
         return {**row, "refused": str(error).partition("\n")[0][:120]}
     nbytes = predicted.peak.nbytes
@@ -49,16 +50,18 @@ def compare(name: str, preset: str) -> Row:
         **row,
         "predicted_nbytes": nbytes,
         "measured_nbytes": measured,
+        "objects_nbytes": everything - measured,
         "predicted_over_measured": nbytes / measured,
         "holds": abs(nbytes - measured) <= max(CLOSE * measured, SMALL),
         "predicted_at": predicted.peak.label,
     }
 
 
-def measure(case: Other, optimizer: Any, cfg: Any, options: StepOptions) -> int:
-    """The peak of the third of three steps: tensors alive before it, and all it allocates.
+def measure(case: Other, optimizer: Any, cfg: Any, options: StepOptions) -> tuple[int, int]:
+    """The peak of the third of three steps: tensors alive before it, and what it allocates.
 
-    The first two leave the optimizer's states, and what libraries make once and keep.
+    The first two leave the optimizer's states, and what libraries make once and keep. Returns the
+    bytes of all blocks, and of those of a KiB or more.
     """
     model: nn.Module = case.model
     if cfg is not None:
@@ -68,7 +71,8 @@ def measure(case: Other, optimizer: Any, cfg: Any, options: StepOptions) -> int:
     optimizer.zero_grad(set_to_none=True)
     given = [leaf for leaf in tree_leaves(case.batch) if isinstance(leaf, Tensor)]
     alive = storage_nbytes([*weight_tensors(model), *state_tensors(optimizer), *given])
-    return alive + tracker.peak_of(lambda: run_step(model, optimizer, case.batch, options))
+    peaks = tracker.peaks_of(lambda: run_step(model, optimizer, case.batch, options))
+    return alive + peaks[0], alive + peaks[1]
 
 
 def _jobs(options: Options) -> list[Job]:

@@ -28,6 +28,8 @@ struct Slot {
 Slot table[kSlots];  // zero pages until touched
 std::atomic_flag lock = ATOMIC_FLAG_INIT;
 int64_t live = 0, peak = 0, count = 0;
+int64_t large = 0, large_peak = 0;  // blocks of a KiB and more: tensors and workspaces, not objects
+constexpr size_t kLarge = 1024;
 
 uint64_t home(uintptr_t address) {
   return ((address >> 4) * 0x9E3779B97F4A7C15ull) >> (64 - 22);
@@ -47,6 +49,7 @@ void add(void* p, size_t size) {
   table[at] = {(uintptr_t)p, size};
   live += (int64_t)size;
   if (live > peak) peak = live;
+  if (size >= kLarge && (large += (int64_t)size) > large_peak) large_peak = large;
 }
 
 void drop(void* p) {
@@ -58,6 +61,7 @@ void drop(void* p) {
     at = (at + 1) % kSlots;
   }
   live -= (int64_t)table[at].size;
+  if (table[at].size >= kLarge) large -= (int64_t)table[at].size;
   --count;
   for (uint64_t next = (at + 1) % kSlots; table[next].address != 0; next = (next + 1) % kSlots) {
     uint64_t wanted = home(table[next].address);  // close the gap: no tombstones
@@ -115,8 +119,18 @@ int64_t tracker_peak() {
   return peak;
 }
 
+int64_t tracker_large() {
+  Guard guard;
+  return large;
+}
+
+int64_t tracker_large_peak() {
+  Guard guard;
+  return large_peak;
+}
+
 void tracker_restart() {
   Guard guard;
-  peak = live;
+  peak = live, large_peak = large;
 }
 }

@@ -103,6 +103,25 @@ def peak_of(call: Callable[[], object]) -> int:
     return peak() - before
 
 
+def peaks_of(call: Callable[[], object]) -> tuple[int, int]:
+    """As `peak_of`: of all blocks, and of those of a KiB or more.
+
+    The first counts the objects of Python and of autograd's graph too: some hundred bytes for each
+    op of a forward, mebibytes where a model loops over time steps.
+
+    Args:
+        call: What runs.
+
+    Returns:
+        Bytes, of all blocks and of the large ones; each at its own peak.
+    """
+    library = _library()
+    restart()
+    before, large = live(), library.tracker_large()
+    call()
+    return peak() - before, library.tracker_large_peak() - large
+
+
 @cache
 def _library() -> ctypes.CDLL:
     if not is_tracked():
@@ -111,7 +130,8 @@ def _library() -> ctypes.CDLL:
             "by benchmarks.tracker.run"
         )
     library = ctypes.CDLL(None)
-    library.tracker_live.restype = library.tracker_peak.restype = ctypes.c_int64
+    for name in ("live", "peak", "large", "large_peak"):
+        getattr(library, f"tracker_{name}").restype = ctypes.c_int64
     library.tracker_restart.restype = None
     return library
 

@@ -119,13 +119,24 @@ def is_plain_cpu(x: Tensor) -> bool:
 _LIBRARY = torch.library.Library("memtrain", "FRAGMENT")
 
 
-def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+INSIDE: dict[str, Callable[..., int]] = {}
+"""Name of an op -> bytes that it holds on the CPU besides its arguments and results."""
+
+
+def register(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    inside: Callable[..., int] | None = None,
+) -> Any:
     """Register an op `memtrain::<name>`, so that FakeTensorMode and torch.compile see it.
 
     Args:
         schema: A torch schema, `"name(Tensor x, int bits) -> Tensor"`.
         implementation: Serves CPU and CUDA; it calls `choose` itself.
         fake: Returns empty tensors of the right shapes and dtypes, and reads no data.
+        inside: Bytes that the implementation holds on the CPU while it runs, and then frees, given
+            its arguments; without it: none to speak of. Predicted peaks count them.
 
     Returns:
         The callable op.
@@ -135,4 +146,25 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"memtrain::{name}", fake, lib=_LIBRARY)
+    if inside is not None:
+        INSIDE[f"memtrain::{name}"] = inside
     return getattr(torch.ops.memtrain, name)
+
+
+def copies(x: Tensor, *native: torch.dtype) -> int:
+    """Bytes of the copies that a kernel of contiguous tensors of some dtypes makes of its input.
+
+    Args:
+        x: The input.
+        *native: The dtypes that the kernel reads; another is cast to float32.
+
+    Returns:
+        Bytes: of a contiguous copy where `x` is not contiguous, and of a float32 one.
+
+    Example:
+        >>> x = torch.ones(2, 4, dtype=torch.float16)
+        >>> copies(x, torch.float32), copies(x.t(), torch.float32), copies(x, torch.float16)
+        (32, 48, 0)
+    """
+    packed = 0 if x.is_contiguous() else x.nbytes
+    return packed + (0 if x.dtype in native else 4 * x.numel())

@@ -17,6 +17,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record
+from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 
 
@@ -69,7 +70,8 @@ def trace(
         rounding=rounding,
     )
     args, kwargs = call_arguments(batch)
-    with _fake_mode(model) as fake, torch.enable_grad(), one_sequence_per_row(kwargs):
+    one_row = one_sequence_per_row(kwargs)
+    with _fake_mode(model) as fake, RnnWorkspaces(), torch.enable_grad(), one_row:
         state = {
             name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())

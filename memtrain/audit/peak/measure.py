@@ -18,7 +18,8 @@ from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import weight_tensors
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import copy_optimizer
-from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.audit.peak.held_inside import held_inside
+from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
 from memtrain.audit.peak.timeline import Timeline, replay
 from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
 from memtrain.optim.wrappers.release import random_state, set_random_state
@@ -35,9 +36,10 @@ def measure(
     """Run two training steps and tell what was alive at each moment of the second.
 
     Live storages are followed from op to op, as `predict` does; what an op allocates inside itself
-    and frees before it returns is not seen. On CUDA the step is run once more for the allocator's
-    own peak, which sees that too. Then weights, buffers, gradients and torch's random state are
-    put back as they were; the optimizer steps as a copy.
+    and frees before it returns is what its code declares (`held_inside`). On CUDA it is not
+    followed, but the step is run once more for the allocator's own peak, which sees it. Then
+    weights, buffers, gradients and torch's random state are put back as they were; the optimizer
+    steps as a copy.
 
     Args:
         model: Real; not wrapped.
@@ -79,7 +81,8 @@ def measure(
             step = partial(run_step, model, optimizer, batch, options)
             step()
             peak = _allocated(step, snapshot) if on_cuda else 0
-            recorder = StorageRecorder(model)
+            inside = nothing_inside if on_cuda else held_inside
+            recorder = StorageRecorder(model, inside=inside)
             record_step(model, optimizer, batch, options, recorder)
         finally:
             if cfg is not None:

@@ -19,10 +19,12 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import fake_copies
-from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.audit.peak.held_inside import held_inside
+from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
 from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
 from memtrain.audit.peak.training_step import (
     StepOptions,
@@ -53,7 +55,8 @@ def predict(
 
     Forward, backward and the optimizer's step run under `FakeTensorMode`, with the hooks that
     `wrap` puts on a model, from the states that a step before has left and without gradients.
-    What an op allocates inside itself and frees before it returns is not seen.
+    What an op allocates inside itself and frees before it returns is what its code declares
+    (`held_inside`; on CUDA it is not seen).
 
     Args:
         model: Real, or built under a `FakeTensorMode`; not changed.
@@ -89,19 +92,25 @@ def predict(
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
-    with explain_fake_errors(model), copies as (model, optimizer, batch), cpu.without_data():
+    with (
+        explain_fake_errors(model),
+        copies as (model, optimizer, batch),
+        RnnWorkspaces(),
+        cpu.without_data(),
+    ):
         if on_cuda:
             _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
         corrections = cuda.CudaForms if on_cuda else nullcontext
+        inside = nothing_inside if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
             with first:  # assigns automatic widths too
                 run_step(model, optimizer, batch, options, first)
         else:
             _first_update(optimizer, first)
-        recorder = StorageRecorder(model, fake=True, corrections=corrections)
+        recorder = StorageRecorder(model, fake=True, corrections=corrections, inside=inside)
         trained = record_step(model, optimizer, batch, options, recorder)
         # The first step gave states to every parameter: those without a gradient have none.
         recorder.adopt(_states(optimizer, trained), NOTHING)

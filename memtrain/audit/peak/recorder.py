@@ -1,5 +1,6 @@
 """Record when the storages of a training step are allocated and when they are released."""
 
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +17,22 @@ from memtrain.audit.live_storages import storages
 from memtrain.audit.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_INSIDE = 0  # the number of what ops hold inside themselves
+_ADD = torch.ops.aten.add.Tensor
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
+
+
+def nothing_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """For ops of which nothing is known: 0 bytes."""
+    return 0
 
 
 class StorageRecorder(TorchDispatchMode):
     """Records every storage that ops allocate inside a `with` block, and its release, real or fake.
 
     It sits below autograd, so plain and wrapped models are alike to it. What an op allocates
-    inside itself and frees before it returns is not seen.
+    inside itself and frees before it returns is not seen: `inside` tells it.
 
     Args:
         model: Names the modules in labels.
@@ -31,6 +40,8 @@ class StorageRecorder(TorchDispatchMode):
             optimizer's step counter, a norm) is then 0.5, or 1 of integers.
         corrections: What forwards run under, recomputations too, so that they save what another
             device would save.
+        inside: Bytes that an op holds while it runs besides what it returns, given the op, its
+            arguments and its result (`held_inside.held_inside`).
     """
 
     def __init__(
@@ -39,11 +50,13 @@ class StorageRecorder(TorchDispatchMode):
         *,
         fake: bool = False,
         corrections: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        inside: Callable[[Any, Any, Any, Any], int] = nothing_inside,
     ) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.categories: list[str] = []
+        self.categories: list[str] = [TEMPORARIES]  # the first one: what ops hold inside themselves
         """Of each storage, by its number."""
+        self.inside = inside
         self.phase: Phase = "forward"
         self.corrections = corrections
         self._fake = fake
@@ -55,7 +68,7 @@ class StorageRecorder(TorchDispatchMode):
         self._ops: list[str] = []
         self._label = "start"
         self._numbers: dict[int, int] = {}  # of living storages, by address
-        self._sizes: list[int] = []
+        self._sizes: list[int] = [0]
         self._refs: dict[int, Any] = {}
         self._born: list[int] = []  # since the outermost forward began
         self._open = ExitStack()  # of a recomputation that runs now
@@ -69,10 +82,16 @@ class StorageRecorder(TorchDispatchMode):
         made = list(storages(tree_leaves(result)))
         if any(storage._cdata not in self._numbers for storage in made):
             made = self._without_older(made, func, (args, kwargs))
-        if any(storage.nbytes() and storage._cdata not in self._numbers for storage in made):
+        if func is _ADD and self.phase == "backward" and _is_summed_in_place(args[0]):
+            self._release(args[0].untyped_storage()._cdata)
+        held = self.inside(func, args, kwargs, result)
+        new = any(storage.nbytes() and storage._cdata not in self._numbers for storage in made)
+        if held or new:
             self._label = self._describe(func)
         for storage in made:
             self._see(storage, TEMPORARIES)
+        self._change(_INSIDE, held)
+        self._change(_INSIDE, 0)
         return result
 
     def _without_older(self, made: list[Any], func: Any, given: Any) -> list[Any]:
@@ -165,6 +184,11 @@ class StorageRecorder(TorchDispatchMode):
             self._refs[number] = weakref.ref(storage, lambda _: self._die(address, number))
         self._change(number, nbytes)
 
+    def _release(self, address: int) -> None:
+        """Count a storage no more, whose place another takes."""
+        if address in self._numbers:
+            self._change(self._numbers[address], 0)
+
     def _die(self, address: int, number: int) -> None:
         self._numbers.pop(address, None)
         del self._refs[number]
@@ -175,6 +199,23 @@ class StorageRecorder(TorchDispatchMode):
         if delta:
             self._sizes[number] = nbytes
             self.events.append((number, delta, self.phase, self._label))
+
+
+def _is_summed_in_place(x: Tensor) -> bool:
+    """Whether autograd's engine would add to `x`, a sum of gradients, in place.
+
+    It does where nothing else holds the sum, but never under a dispatch mode, as here.
+    """
+    caller = sys._getframe(2)  # of the mode
+    for _ in range(4):  # a mode is called through frames of torch's own
+        if caller.f_code is _ENGINE:
+            storage = x.untyped_storage()
+            uses: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+            return x.is_contiguous() and uses(storage._cdata) == 2  # the sum's, and this one
+        if caller.f_back is None:
+            return False
+        caller = caller.f_back
+    return False
 
 
 def _op_name(func: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.dispatch import choose, register
+from memtrain.kernels.dispatch import choose, copies, register
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.random.philox import uniform_blocks
 
@@ -348,6 +348,7 @@ _quantize_blocks_op = register(
     "int? seed=None) -> (Tensor, Tensor)",
     _quantize_blocks,
     _empty_blocks,
+    inside=lambda x, *options, **named: copies(x, torch.float32),
 )
 _dequantize_blocks_op = register(
     "codebook_dequantize_blocks(Tensor codes, Tensor scale, str name, int bits, bool signed, "
@@ -360,6 +361,7 @@ _quantize_matrix_op = register(
     "int? seed) -> Tensor",
     _quantize_matrix,
     lambda x, row, col, name, bits, signed, seed: _new_codes(x, MATRIX_BLOCK, bits),
+    inside=lambda x, *options: copies(x, torch.float32),
 )
 _dequantize_matrix_op = register(
     "codebook_dequantize_matrix(Tensor codes, Tensor row, Tensor col, str name, int bits, "

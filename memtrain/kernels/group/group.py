@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, copies, is_plain, register
 from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.random import philox
 
@@ -267,15 +267,23 @@ def _dequantize(
     return out if out.dtype == dtype else _narrow(out, dtype)
 
 
+def _widened(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the float32 values before they are narrowed; float16's are clamped in a copy."""
+    copied = {torch.float16: 2, torch.float64: 1}.get(dtype, 0)
+    return 4 * numel * copied
+
+
 _quantize_op = register(
     "group_quantize(Tensor x, int bits, int group_size, int seed, bool stochastic, bool wide)"
     " -> (Tensor, Tensor)",
     _quantize,
     _empty,
+    inside=lambda x, *options: copies(x, torch.float32, torch.bfloat16),
 )
 _dequantize_op = register(
     "group_dequantize(Tensor codes, Tensor bounds, int bits, int group_size, int numel,"
     " ScalarType dtype) -> Tensor",
     _dequantize,
     _empty_values,
+    inside=lambda codes, bounds, bits, group_size, numel, dtype: _widened(numel, dtype),
 )

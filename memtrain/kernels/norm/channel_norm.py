@@ -245,6 +245,24 @@ def _backward(
     return dx, dweight, dbias
 
 
+def _sums_nbytes(  # noqa: PLR0913 (a tensor's places, and a payload's)
+    dy: Tensor,
+    codes: Tensor,
+    bounds: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    outer: int,
+    middle: int,
+    channels: int,
+    inner: int,
+    *rest: int,
+) -> int:
+    """Bytes of the sums of parts, and of all: float64, as `channel_norm_backward.cpp` cuts them."""
+    span = middle * channels * inner
+    parts = span // max(32768, 64 * channels, span // 64) if middle > 1 else 0
+    return 16 * outer * channels * (max(parts, middle > 1) + 1)
+
+
 def quantize_reference(
     x: Tensor, mean: Tensor, rstd: Tensor, where: Channels, codes: Codes
 ) -> tuple[Tensor, Tensor]:
@@ -309,4 +327,5 @@ _backward_op = register(
     " bool needs_dx) -> (Tensor, Tensor, Tensor)",
     _backward,
     _empty_gradients,
+    inside=_sums_nbytes,
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, copies, is_plain, register
 from memtrain.kernels.group import group
 
 LANES = 32
@@ -215,4 +215,5 @@ _norm_op = register(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _norm,
     _empty,
+    inside=lambda x, *options: 2 * copies(x, torch.float32, torch.bfloat16),  # of y too
 )

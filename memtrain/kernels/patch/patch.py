@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, copies, is_plain, register
 from memtrain.kernels.group.group import _outward
 from memtrain.kernels.random import philox
 
@@ -244,7 +244,10 @@ def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> T
 
 
 _quantize_op = register(
-    "patch_quantize(Tensor x, int seed, bool stochastic) -> Tensor", _quantize, _empty
+    "patch_quantize(Tensor x, int seed, bool stochastic) -> Tensor",
+    _quantize,
+    _empty,
+    inside=lambda x, *options: copies(x, *_KINDS),
 )
 _dequantize_op = register(
     "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",

@@ -1,0 +1,155 @@
+"""Bytes that an op holds on the CPU while it runs, besides its arguments and its results.
+
+A dispatch mode sees an op's results, not what it allocates inside itself and frees before it
+returns. So the code that takes it declares it: memtrain's kernels where they are registered
+(`kernels.dispatch.register`), torch's ops here. `benchmarks/peaks_everywhere.py` and
+`tests/audit/peak/test_held_inside.py` compare what is declared with what an op really allocates.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.audit.peak import onednn
+from memtrain.kernels.dispatch import INSIDE
+
+Held = Callable[[Any, Any, Any], int]
+"""Arguments, keyword arguments and result -> bytes."""
+
+
+def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that an op on the CPU holds at most besides what is alive when it has run.
+
+    Args:
+        func: An op, as a dispatch mode is given it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        result: What it returned.
+
+    Returns:
+        Bytes; 0 of an op that declares nothing.
+
+    Example:
+        >>> x, mask = torch.ones(8), torch.ones(8, dtype=torch.bool)
+        >>> held_inside(torch.ops.aten.mul.Tensor, (x, mask), {}, x)  # the mask as float32
+        32
+    """
+    name = func._schema.name
+    held = TORCH.get(name)
+    if held is not None:
+        return held(args, kwargs, result)
+    own = INSIDE.get(name)
+    return 0 if own is None else own(*args, **kwargs)
+
+
+def _casts(args: Any, kwargs: Any, result: Any) -> int:
+    """Operands of another dtype than the op computes in are cast first, whole."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+    dtypes = {x.dtype for x in given}
+    if len(dtypes) > 1:
+        common = reduce(torch.promote_types, dtypes)
+    elif dtypes and result.dtype != torch.bool:
+        common = torch.promote_types(result.dtype, *dtypes)  # of integers and a float number
+    else:
+        return 0
+    held = sum(x.numel() for x in given if x.dtype != common)
+    if given[0].dtype != common and result is given[0]:  # in place: cast back from a result
+        held += result.numel()
+    return held * common.itemsize
+
+
+def _chosen(args: Any, kwargs: Any, result: Any) -> int:
+    """`where`: its two branches."""
+    return _casts(args[1:], kwargs, result)
+
+
+def _accumulated(args: Any, kwargs: Any, result: Any) -> int:
+    """A reduction casts what it reads to the dtype that it adds up in, whole."""
+    x, dtype = args[0], result.dtype
+    return x.numel() * dtype.itemsize if x.dtype != dtype else 0
+
+
+def _averaged(args: Any, kwargs: Any, result: Any) -> int:
+    """`mean` of 16-bit floats is that of a float32 copy."""
+    if args[0].dtype in (torch.float16, torch.bfloat16):
+        return 4 * args[0].numel()
+    return _accumulated(args, kwargs, result)
+
+
+def _contiguous(*places: int) -> Held:
+    """Those of its arguments that are not contiguous are copied."""
+
+    def held(args: Any, kwargs: Any, result: Any) -> int:
+        given = [args[place] for place in places]
+        return sum(x.nbytes for x in given if x is not None and not x.is_contiguous())
+
+    return held
+
+
+def _like_first(args: Any, kwargs: Any, result: Any) -> int:
+    """As many bytes as what it reads has."""
+    return args[0].nbytes
+
+
+def _mask_of(args: Any, kwargs: Any, result: Any) -> int:
+    """A bool for each element."""
+    return args[0].numel()
+
+
+def _unreduced(args: Any, kwargs: Any, result: Any) -> int:
+    """A loss is there element by element before it is reduced."""
+    whole = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return whole * args[0].element_size() if not result.dim() else 0
+
+
+def _input_gradient(args: Any, kwargs: Any, result: Any) -> int:
+    """Batch norm's backward makes the input's gradient twice."""
+    return 0 if result[0] is None else result[0].nbytes
+
+
+def _convolution(args: Any, kwargs: Any, result: Any) -> int:
+    return onednn.convolution(*args, **kwargs, y=result)
+
+
+def _convolution_backward(args: Any, kwargs: Any, result: Any) -> int:
+    inside: Callable[..., int] = onednn.convolution_backward
+    return inside(*args, **kwargs)
+
+
+def _lstm(args: Any, kwargs: Any, result: Any) -> int:
+    return onednn.lstm(*args[:3])
+
+
+def _lstm_backward(args: Any, kwargs: Any, result: Any) -> int:
+    return onednn.lstm_backward(*args[:3], args[10])
+
+
+_POINTWISE = (
+    "add", "sub", "rsub", "mul", "div", "maximum", "minimum", "pow", "addcmul", "addcdiv", "lerp",
+    "lt", "le", "gt", "ge", "eq", "ne", "atan2", "fmod", "remainder",
+)  # fmt: skip
+TORCH: Mapping[str, Held] = {
+    **{f"aten::{name}{suffix}": _casts for name in _POINTWISE for suffix in ("", "_")},
+    **{f"aten::{name}": _accumulated for name in ("sum", "prod", "cumsum", "cumprod", "nansum")},
+    "aten::linalg_vector_norm": _accumulated,
+    "aten::mean": _averaged,
+    "aten::where": _chosen,
+    "aten::logsumexp": _like_first,
+    "aten::_safe_softmax": _mask_of,
+    "aten::mse_loss": _unreduced,
+    "aten::smooth_l1_loss": _unreduced,
+    "aten::huber_loss": _unreduced,
+    "aten::binary_cross_entropy": _unreduced,
+    "aten::native_layer_norm": _contiguous(0),
+    "aten::native_layer_norm_backward": _contiguous(0, 1),
+    "aten::embedding_dense_backward": _contiguous(0),
+    "aten::native_batch_norm_backward": _input_gradient,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::mkldnn_rnn_layer": _lstm,
+    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+}
+"""Name of one of torch's ops -> the bytes that it holds inside."""
