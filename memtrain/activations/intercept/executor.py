@@ -21,6 +21,8 @@ from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 
+# Ops whose result has its input's elements, in another dtype or memory order (or is the input).
+COPIES = ("to", "float", "half", "bfloat16", "double", "type", "contiguous", "reshape", "flatten")
 _HOLE = object()  # where an op's input goes when the op is run again
 
 
@@ -172,6 +174,8 @@ class Executor(TorchFunctionMode):
         result = self._during(op, func, *args, **kwargs)
         if op.name in SMOOTH and self.options.derive_outputs:
             self._derive(op, result, func, args, kwargs)
+        if op.name in COPIES:
+            self._copied(op, result, func, args, kwargs)
         return result
 
     def _during(self, op: Op, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -196,15 +200,26 @@ class Executor(TorchFunctionMode):
         if source is None or layout_of(x) != layout_of(y):
             return
 
-        # The closure must not hold `x` itself.
-        hollow = tree_map_only(Tensor, lambda _: _HOLE, (args, kwargs))
+        again = _again(func, args, kwargs)
+        self.saved.derive(y, lambda: again(source()), op.name)
 
-        def again() -> Tensor:
-            stored = source()
-            args, kwargs = tree_map(lambda leaf: stored if leaf is _HOLE else leaf, hollow)
-            return func(*args, **kwargs)
-
-        self.saved.derive(y, again, op.name)
+    def _copied(
+        self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Let later saves of a copy hold its source."""
+        (x,) = op.inputs if len(op.inputs) == 1 else (None,)
+        if (
+            x is not None
+            and isinstance(y, Tensor)
+            and not foreign(x)
+            and not foreign(y)
+            and storage_id(x) != storage_id(y)
+            and (y.device, y.numel()) == (x.device, x.numel())
+            and y.is_floating_point()
+            and x.is_floating_point()
+            and y.numel() >= self.options.min_elements
+        ):
+            self.saved.copied(y, x, _again(func, args, kwargs))
 
     def _replaceable(self, x: Any) -> bool:
         return (
@@ -216,6 +231,17 @@ class Executor(TorchFunctionMode):
             and x.numel() >= self.options.min_elements
             and top_hooks() == self.saved.pack  # not inside someone's activation checkpointing
         )
+
+
+def _again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The function of the one tensor among its arguments, which it does not hold."""
+    hollow = tree_map_only(Tensor, lambda _: _HOLE, (args, kwargs))
+
+    def again(x: Tensor) -> Tensor:
+        args, kwargs = tree_map(lambda leaf: x if leaf is _HOLE else leaf, hollow)
+        return func(*args, **kwargs)
+
+    return again
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:

@@ -1,7 +1,9 @@
 """Kinds of saved tensors: an ordinary one, a parameter's memory, one that cannot be packed."""
 
 import sys
+from collections.abc import Sequence
 from inspect import unwrap
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,53 @@ def is_parameter(x: Tensor) -> bool:
             return False
         nodes += [(above, steps - 1) for above, _ in node.next_functions]
     return True
+
+
+def cast_source(x: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
+    """The tensor of another dtype that autocast or `.to` copied `x` from, where it is known.
+
+    Args:
+        x: A saved tensor as autograd hands it over, not detached; or a view of one.
+        inputs: Arguments of the op that saves it.
+
+    Returns:
+        A parameter, or one of `inputs`, with the elements of `x` (where `x` is a view: of its
+        base) in the same shape and memory order.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(4, 4))
+        >>> cast_source(weight.bfloat16().t(), ()) is weight
+        True
+    """
+    copy = x if x._base is None else x._base
+    if not x.is_floating_point() or x.is_neg():
+        return None
+    if copy.grad_fn is None:
+        # Autocast's copy of a frozen weight: were it an activation, no gradient would need it.
+        found = [one for one in inputs if _is_frozen(one) and _is_cast(copy, one)]
+        return found[0] if len(found) == 1 else None
+    if not type(copy.grad_fn).__name__.startswith("ToCopyBackward"):
+        return None
+    node, number = copy.grad_fn.next_functions[0]
+    if hasattr(node, "variable"):  # AccumulateGrad
+        found = [cast(Any, node).variable]
+    else:
+        found = [one for one in inputs if one.grad_fn is node and one.output_nr == number]
+    return found[0] if found and _is_cast(copy, found[0]) else None
+
+
+def _is_frozen(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) and not x.requires_grad
+
+
+def _is_cast(copy: Tensor, x: Tensor) -> bool:
+    return (
+        copy.shape == x.shape
+        and copy.stride() == x.stride()
+        and copy.device == x.device
+        and copy.dtype != x.dtype
+        and copy.untyped_storage().nbytes() == copy.nbytes  # dense, and nothing besides
+    )
 
 
 def refuse_replica(module: nn.Module) -> None:

@@ -2,18 +2,20 @@
 
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.cache import PayloadCache, Save, Source, derived
+from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Place, Save, Source, derived
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
 from memtrain.activations.saved.origin import (
     PLAIN,
+    cast_source,
     foreign,
     is_parameter,
     of_checkpoint,
@@ -156,6 +158,9 @@ class SavedTensors:
             note = f"{foreign(x)}; its bytes are not counted"
             kept = KeptTensor(x.detach(), x._version)
             return self._note(kept, Site(op.module, op.name, "saved"), x, note)
+        source = None if op.replaced else cast_source(x, op.inputs)
+        if source is not None and source.is_leaf:
+            return self._cast_again(x, source, op)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return KeptTensor(x.detach(), x._version)
         saved = x.detach()
@@ -174,7 +179,7 @@ class SavedTensors:
         witness = x.detach()  # shares the counter; what `data` is set to does not change that
         witness.data = x.new_empty(0)
         save = Save(saved, storage, *memory_of(saved), site, witness)
-        return self._compress(save, op, requires_grad=x.requires_grad)
+        return self._compress(save, op, _cast_of(source, saved), requires_grad=x.requires_grad)
 
     def pack_deferred(self) -> None:
         """Pack the results that were deferred: their op has run, and they have been rounded."""
@@ -189,7 +194,36 @@ class SavedTensors:
         if not kept and memory_of(y)[1] is not None:
             self.cache.derive(y, source, op)
 
-    def _compress(self, save: Save, op: Op, *, requires_grad: bool) -> KeptTensor | Compressed:
+    def copied(self, y: Tensor, x: Tensor, again: Again) -> None:
+        """Let saves of `y`, which `again` just made of `x` alone, hold what `x` comes from.
+
+        Args:
+            y: A copy in another dtype or memory order.
+            x: Its source, referred to weakly.
+            again: Makes the copy.
+        """
+        if not foreign(y) and storage_id(y) not in self._parameters:
+            self.cache.copied(y, x, again)
+
+    def _cast_again(self, x: Tensor, leaf: Tensor, op: Op) -> Compressed:
+        """The handle of a parameter's copy in another dtype: the parameter, to be cast again."""
+        saved = x.detach()
+        witness = x.detach()
+        witness.data = x.new_empty(0)
+        storage = storage_id(saved)
+        kept = KeptTensor(leaf.detach(), leaf._version)
+        seen_as = (saved.shape, saved.stride(), saved.storage_offset())
+        content = partial(_view_of_cast, kept, saved.dtype, seen_as)
+        handle = Compressed(None, content, None, witness, witness._version)
+        if self._recorded is not None:
+            site = Site(op.module, op.name, op.role(saved, storage))
+            save = Save(saved, storage, *memory_of(saved), site, witness)
+            self._record(handle, save, 0, "", "a parameter's copy: cast again")
+        return handle
+
+    def _compress(
+        self, save: Save, op: Op, copy: Copy | None, *, requires_grad: bool
+    ) -> KeptTensor | Compressed:
         """The save's handle: compressed where the rules say so and nothing speaks against it."""
         x = save.tensor
         _, version, source, numel = self.cache.weights.get(save.storage, _NO_WEIGHT)
@@ -205,12 +239,16 @@ class SavedTensors:
         exact = None
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)
-        if exact is not None:
-            chosen = exact
-        elif isinstance(chosen, Keep) or chosen.is_identity:
-            return self._keep(save, chosen)
+        chosen = exact or chosen
+        copy = copy or self.cache.copy_of(save)
+        if isinstance(chosen, Keep) or chosen.is_identity:
+            return self._keep(save, chosen, copy)
         derive = exact is None
-        handle, planned, note, from_op = self.cache.share(save, chosen, self.key, derive=derive)
+        if copy is None:
+            shared = self.cache.share(save, chosen, self.key, derive=derive)
+        else:
+            shared = self.cache.share_copy(save, copy, chosen, self.key, derive=derive)
+        handle, planned, note, from_op = shared
         if handle is None:
             return self._keep(save, Keep(note))
         if self._recorded is not None:
@@ -249,7 +287,16 @@ class SavedTensors:
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _keep(self, save: Save, chosen: Compressor | Keep) -> KeptTensor:
+    def _keep(
+        self, save: Save, chosen: Compressor | Keep, copy: Copy | None = None
+    ) -> KeptTensor | Compressed:
+        source = None if copy is None else copy.source()
+        if copy is not None and source is not None and copy.place.storage in self._kept:
+            kept = KeptTensor(source.detach(), source._version)
+            handle = derived(save, partial(_copy_again, copy.again, kept.unpack))
+            if self._recorded is not None:
+                self._record(handle, save, 0, "", "a copy of a tensor that another save keeps")
+            return handle
         x, version, witness = save.tensor, save.tensor._version, None
         alive = save.storage in self._inputs or save.storage in self._kept
         if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
@@ -297,6 +344,25 @@ class SavedTensors:
 
 
 _NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
+
+
+def _cast_of(source: Tensor | None, x: Tensor) -> Copy | None:
+    """The copy that `x` is of `source`, where it is the whole of it."""
+    if source is None or source.numel() != x.numel():
+        return None
+    return Copy(lambda: source, Place.of(source), partial(_cast, x.dtype))
+
+
+def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype)
+
+
+def _copy_again(again: Again, source: Source) -> Tensor:
+    return again(source())
+
+
+def _view_of_cast(kept: KeptTensor, dtype: torch.dtype, seen_as: tuple[Any, ...]) -> Tensor:
+    return kept.unpack().to(dtype).as_strided(*seen_as)
 
 
 def _fit(chosen: Compressor, x: Tensor, op: Op) -> Compressor | Keep:

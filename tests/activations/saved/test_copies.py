@@ -1,0 +1,143 @@
+"""Casts and reordered copies of what is kept anyway hold no bytes of their own."""
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.audit.live_storages import saved_nbytes
+from memtrain.compressors import Group, Identity
+
+WIDTH, BATCH = 64, 96
+
+
+def intercept(model, compressor, records=None):
+    on_saved = list.copy if records is None else records.extend
+    options = Options(min_elements=64)
+    Interception(
+        model, lambda site: compressor, options=options, seed=0, on_saved=on_saved
+    ).attach()
+
+
+def two_layers(*, frozen=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model[2].weight.requires_grad_(not frozen)
+    return model, torch.randn(BATCH, WIDTH)
+
+
+def forward(model, x):
+    def run():
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # it holds its copies to its end
+            return model(x).sum()
+
+    return saved_nbytes(run, exclude=[x, *model.parameters()])
+
+
+def gradients(model, x):
+    forward(model, x)[1].backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_s_copies_of_weights_are_cast_again(frozen):
+    model, x = two_layers(frozen=frozen)
+    plain, loss = forward(model, x)
+    del loss
+    expected = gradients(model, x)
+    model.zero_grad()
+    records = []
+    intercept(model, Identity(), records)
+    held, loss = forward(model, x)
+    loss.backward()
+    # the first layer's input needs no gradient, so its weight is not saved
+    assert plain - held == WIDTH * WIDTH * 2
+    assert [r.nbytes - r.planned for r in records if "cast again" in r.reason] == [WIDTH**2 * 2]
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_frozen_weight_s_copy_is_not_quantised():
+    model, x = two_layers(frozen=True)
+    x.requires_grad_()
+    gradients(model, x)
+    expected, x.grad = x.grad, None
+    records = []
+    intercept(model[2], Group(bits=2), records)
+    gradients(model, x)
+    assert torch.equal(x.grad, expected)
+    assert not any(r.compressor for r in records)
+
+
+def test_a_weight_that_changed_since_the_forward_is_refused():
+    model, x = two_layers()
+    intercept(model, Identity())
+    _, loss = forward(model, x)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Fn(nn.Module):
+    """A model of any function, and weights of both precisions."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.low = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16) / 8)
+        self.high = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x):
+        return self.function(self, x @ self.low).float().sum()
+
+
+def adapters(model, h):
+    """Three adapters in float32 upon one bfloat16 tensor, as PEFT casts their input."""
+    return sum((h.float() @ model.high) * (k + 1) for k in range(3))
+
+
+def turned(model, h):
+    """A product saves `h`; another one its rows in another order."""
+    return (h @ model.low) + h.view(4, -1, WIDTH).transpose(0, 1).reshape(-1, WIDTH) @ model.low
+
+
+def changed(model, h):
+    """As `turned`, but `h` changes after it was copied."""
+    h = h * 1
+    y = h.t().contiguous()
+    h.mul_(3)
+    return h @ model.low + (y.t() @ model.low)
+
+
+@pytest.mark.parametrize(("function", "payloads"), [(adapters, 1), (turned, 1), (changed, 2)])
+def test_copies_share_their_source_s_payload(function, payloads):
+    torch.manual_seed(0)
+    model, x = Fn(function), torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)
+    loss = model(x)
+    loss.backward()
+    expected = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    records = []
+    intercept(model, Group(bits=8), records)
+    model(x).backward()
+    named = [r for r in records if r.compressor]
+    assert len([r for r in named if r.planned]) == payloads
+    assert len(named) == {adapters: 3, turned: 2, changed: 2}[function]
+    for name, grad in expected.items():
+        found = dict(model.named_parameters())[name].grad.double()
+        # 8 bits of a group's range, and a bfloat16 sum
+        assert torch.nn.functional.cosine_similarity(found.ravel(), grad.ravel(), dim=0) > 0.9999
+
+
+def test_under_autocast_the_output_of_a_norm_is_computed_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(BATCH, WIDTH)
+    records = []
+    intercept(model, Group(bits=4), records)
+    forward(model, x)[1].backward()
+    derived = [r for r in records if r.site.module == "2" and r.site.tensor == "input"]
+    assert [(r.compressor, r.planned) for r in derived] == [("derived", 0)]
