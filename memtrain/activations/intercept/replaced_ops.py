@@ -77,7 +77,7 @@ def recognise(
 
 
 def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | None:
-    """Who looks at modules of this class name: whether one writes an op out that can be replaced.
+    """The recogniser of modules of this class name that write an op out, or None.
 
     Example:
         >>> recognise_module("Linear"), recognise_module("LlamaRMSNorm").__name__

@@ -155,7 +155,7 @@ class PayloadCache:
         return shared, shared.content, None if compressor.shaped else place.layout, SHARED, ""
 
     def source_of(self, x: Tensor) -> Source | None:
-        """Gives the elements of `x` as they are now from a payload, if there is one."""
+        """Function that gives the elements of `x` as they are now from a payload, or None."""
         memory = (storage_id(x), memory_of(x)[1], x.dtype)
         _, then, known = self._latest.get(memory, _NO_PAYLOAD)
         shared = known() if then == x._version else None

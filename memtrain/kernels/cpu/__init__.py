@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 PATH = Path(__file__).with_name("libmemtrain.so")
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtype -> its number in the kernels' arguments, as halves.h has it."""
 
 _dataless = False
 

@@ -16,8 +16,6 @@ from memtrain.kernels.dispatch import choose, is_plain, register
 from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
 
 class Channels(NamedTuple):
     """Where the channels lie in memory: [outer, middle, channels, inner], each of any size.
@@ -51,7 +49,7 @@ def fits(x: Tensor, where: Channels, group_size: int) -> bool:
         >>> fits(x, Channels(1, 2, 3, 16), 256), fits(x.double(), Channels(1, 2, 3, 16), 256)
         (True, False)
     """
-    known = choose(x) in ("cpu", "triton") and x.dtype in _TYPES
+    known = choose(x) in ("cpu", "triton") and x.dtype in cpu.FLOAT_TYPES
     runs = where.middle > 1 or where.inner >= 16
     return known and runs and group_size % 8 == 0 and x.numel() > 0
 
@@ -153,7 +151,7 @@ def channel_norm_backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
 
 
 def _check(x: Tensor, statistics: dict[str, Tensor], where: Channels) -> None:
-    if x.dtype not in _TYPES:
+    if x.dtype not in cpu.FLOAT_TYPES:
         raise TypeError(f"dtype {x.dtype}; allowed: float32, bfloat16, float16")
     sizes = where.outer * where.middle * where.channels * where.inner
     if x.dim() != 1 or not x.is_contiguous() or x.numel() != sizes:
@@ -195,7 +193,7 @@ def _quantize(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> tuple[Ten
         channel_norm_triton.quantize(x, mean, rstd, packed, bounds, where, codes)
         return packed, bounds
     cpu.call(
-        "mt_channel_norm_quantize", x, _TYPES[x.dtype], mean, rstd, packed, bounds,
+        "mt_channel_norm_quantize", x, cpu.FLOAT_TYPES[x.dtype], mean, rstd, packed, bounds,
         int(codes.wide), *where, codes.bits, codes.group_size, codes.seed, int(codes.stochastic),
     )  # fmt: skip
     return packed, bounds
@@ -239,8 +237,8 @@ def _backward(
     wide = int(bounds.dtype == torch.float32)
     out = dx if needs_dx else None
     cpu.call(
-        "mt_channel_norm_backward", dy, out, _TYPES[dy.dtype], codes, bounds, wide, rstd, weight,
-        dbias, dweight, *where, bits, group_size,
+        "mt_channel_norm_backward", dy, out, cpu.FLOAT_TYPES[dy.dtype], codes, bounds, wide, rstd,
+        weight, dbias, dweight, *where, bits, group_size,
     )  # fmt: skip
     return dx, dweight, dbias
 

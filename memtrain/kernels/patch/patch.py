@@ -14,7 +14,6 @@ SIDE = 4
 _LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
 _TWO_THIRDS = 0.6666666865348816  # the float32 nearest to 2/3
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor:
@@ -98,7 +97,7 @@ def patch_dequantize(
 
 def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     """`patch_quantize` in plain torch: the definition."""
-    patches = _patches(x if x.dtype in _KINDS else x.float())
+    patches = _patches(x if x.dtype in cpu.FLOAT_TYPES else x.float())
     n, kind = patches.shape[:-1], _kind(x.dtype)
     values = patches.float().reshape(-1, SIDE * SIDE)
     bounds = _bounds(values, kind)
@@ -206,13 +205,15 @@ def _quantize(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     chosen = choose(x)
     if chosen == "reference":
         return quantize_reference(x, seed, stochastic)
-    x = (x if x.dtype in _KINDS else x.float()).contiguous()
+    x = (x if x.dtype in cpu.FLOAT_TYPES else x.float()).contiguous()
     if chosen == "triton":
         from memtrain.kernels.patch import patch_triton
 
         patch_triton.quantize(x, words, seed, stochastic)
     else:
-        cpu.call("mt_patch_quantize", x, _KINDS[x.dtype], words, *x.shape, seed, int(stochastic))
+        cpu.call(
+            "mt_patch_quantize", x, cpu.FLOAT_TYPES[x.dtype], words, *x.shape, seed, int(stochastic)
+        )
     return words
 
 
@@ -239,7 +240,7 @@ def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> T
 
         patch_triton.dequantize(words, out)
     else:
-        cpu.call("mt_patch_dequantize", words, out, _KINDS[out.dtype], *out.shape)
+        cpu.call("mt_patch_dequantize", words, out, cpu.FLOAT_TYPES[out.dtype], *out.shape)
     return out.to(dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels import cpu
 from memtrain.kernels.group.group_triton import bound, rounded
 
 _TWO_THIRDS = tl.constexpr(0.6666666865348816)
@@ -195,9 +196,6 @@ def _dequantize_kernel(
                 tl.store(out_ptr + at, values[c], mask=valid & (column + c < columns))
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
 def _options(maps):
     columns, inner = maps.shape[2:]
     whole = inner == 1 and columns % 4 == 0 and maps.data_ptr() % 16 == 0
@@ -205,7 +203,7 @@ def _options(maps):
     return {
         "INNER_ONE": inner == 1,
         "WHOLE": whole,
-        "KIND": _KINDS[maps.dtype],
+        "KIND": cpu.FLOAT_TYPES[maps.dtype],
         "LANES": _LANES,
         "enable_fp_fusion": False,
     }

@@ -23,7 +23,6 @@ from memtrain.kernels.step.shard import Shard
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.update_rules import RULES, Scalars
 
-FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu/halves.h has them
 SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
 FIELDS, _MAX_DIMS = 32, 8
 
@@ -168,7 +167,7 @@ def fits(entry: Entry) -> bool:
         return False
     if entry.form == "rank1" and entry.param.dim() > _MAX_DIMS:
         return False
-    return entry.param.dtype in FLOAT_TYPES and entry.grad.dtype in FLOAT_TYPES
+    return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES
 
 
 def _check(entry: Entry) -> None:
@@ -285,7 +284,7 @@ def table_row(entry: Entry, scalars: Tensor, master: Sequence[int]) -> list[int]
         row += _state_fields(entry, k)
     row += [scalars.data_ptr(), entry.param.numel(), *entry.matrix]
     row += [list(RULES).index(entry.rule), entry.bits, SECOND.get(entry.form, 0)]
-    return [*row, FLOAT_TYPES[entry.param.dtype], FLOAT_TYPES[entry.grad.dtype], *master]
+    return [*row, cpu.FLOAT_TYPES[entry.param.dtype], cpu.FLOAT_TYPES[entry.grad.dtype], *master]
 
 
 def _state_fields(entry: Entry, k: int) -> list[int]:
