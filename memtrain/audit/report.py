@@ -219,12 +219,12 @@ def audit(
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
     plan = make_plan(model, optimizer, cfg)
     again = recomputed(model, plan.options.recompute)
-    asked: set[Site] = set()
+    choices: dict[Site, Compressor | Keep] = {}
     plain, planned, unseen = list[Record](), list[Record](), ""
     try:
         with explain_fake_errors(model), conditions(model, options):
             plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
-            planned = _planned_trace(model, batch, plan, plain, asked)
+            planned = _planned_trace(model, batch, plan, plain, choices)
     except UnpredictableError as error:
         if not measure:
             raise
@@ -235,7 +235,7 @@ def audit(
     report = Report(
         rows=(*map(_entry_row, known), *activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
-        unmatched=() if unseen else tuple(_unmatched(plan.config, asked, known, planned)),
+        unmatched=() if unseen else tuple(_unmatched(plan.config, choices, known, planned)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
         unknown={
             entry.kind: entry.reason.removeprefix(UNKNOWN)
@@ -257,19 +257,18 @@ def audit(
 
 
 def _planned_trace(
-    model: nn.Module, batch: Any, plan: Plan, plain: list[Record], asked: set[Site]
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    plain: list[Record],
+    choices: dict[Site, Compressor | Keep],
 ) -> list[Record]:
-    if not plan.intercepts:  # `wrap` then leaves the model alone
-        return [
-            record._replace(planned=record.nbytes, compressor="", reason=NO_RULE.reason)
-            for record in plain
-        ]
-
-    def choose(site: Site) -> Compressor | Keep:
-        asked.add(site)
-        return plan.choose_activation(site)
-
-    return plan.trace(model, batch, choose)
+    if plan.intercepts:
+        return plan.trace(model, batch, choices)
+    return [  # `wrap` then leaves the model alone
+        record._replace(planned=record.nbytes, compressor="", reason=NO_RULE.reason)
+        for record in plain
+    ]
 
 
 def _buffers(model: nn.Module) -> list[PlanEntry]:

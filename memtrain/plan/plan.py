@@ -1,7 +1,7 @@
 """The plan: what is done to every site, decided by rules before anything runs."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -136,20 +136,28 @@ class Plan:
         return found
 
     def trace(
-        self,
-        model: nn.Module,
-        batch: Any,
-        choose: Callable[[Site], Compressor | Keep] | None = None,
+        self, model: nn.Module, batch: Any, choices: dict[Site, Compressor | Keep] | None = None
     ) -> list[Record]:
-        """Trace what a forward saves under the plan, or under `choose`, on fake tensors."""
+        """Trace what a forward saves under the plan, on fake tensors.
+
+        Args:
+            model: The model; not changed.
+            batch: What it is called with.
+            choices: Takes what is chosen for each site that the forward asks about.
+        """
         rounding = None
         if self.precision is not None:
             if self.precision.graph is None:
                 self.assign_precision(model, batch)
             rounding = ForwardRounding(self.precision, NO_RULE, trial=True)
-        chosen = choose or self.choose_activation
+        found = {} if choices is None else choices
+
+        def choose(site: Site) -> Compressor | Keep:
+            found[site] = self.choose_activation(site)
+            return found[site]
+
         dtypes = training_dtypes(model, self.config)
-        return trace(model, batch, chosen, self.options, dtypes, rounding)
+        return trace(model, batch, choose, self.options, dtypes, rounding)
 
     def assign_precision(self, model: nn.Module, batch: Any) -> None:
         """Choose formats for the tensors of training, by a forward on fake tensors.
@@ -280,14 +288,9 @@ def make_plan(
     plan._entries["state"] = predict_states(model, optimizer, by_rules, min_elements=least)
     _check_states(plan)
     if batch is not None:
-        asked: set[Site] = set()
-
-        def ask(site: Site) -> Compressor | Keep:
-            asked.add(site)
-            return plan.choose_activation(site)
-
-        plan.record(plan.trace(model, batch, ask))
-        known = {site.name for site in asked}
+        choices: dict[Site, Compressor | Keep] = {}
+        plan.record(plan.trace(model, batch, choices))
+        known = {site.name for site in choices}
         known.update(entry.site for entry in plan.entries("activation"))
         strangers = [name for name in config.activations.sites if name not in known]
         missing(strangers, "no op of the forward saves them")

@@ -140,14 +140,7 @@ def _traces(plans: Sequence[Plan], model: nn.Module, batch: Any) -> list[_Trace]
         )
         if (trace := next(same, None)) is None:
             choices: dict[Site, Compressor | Keep] = {}
-
-            def choose(
-                site: Site, plan: Plan = plan, choices: dict[Site, Compressor | Keep] = choices
-            ) -> Compressor | Keep:
-                choices[site] = plan.choose_activation(site)
-                return choices[site]
-
-            records = plan.trace(model, batch, choose)
+            records = plan.trace(model, batch, choices)
             trace = [SavedTensor(own, choices.get(own.site, _NOT_ASKED)) for own in records]
             known.append((choices, trace))
         found.append(trace)

@@ -345,14 +345,11 @@ def _plan(
     model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, step: StepOptions
 ) -> Plan:
     """The plan without the sites that only other options have."""
-    plan, asked = rules.make_plan(model, optimizer, config), set[str]()
-
-    def choose(site: Site) -> Compressor | Keep:
-        asked.add(site.name)
-        return plan.choose_activation(site)
-
+    plan = rules.make_plan(model, optimizer, config)
+    choices: dict[Site, Compressor | Keep] = {}
     with conditions(model, step):
-        asked |= {record.site.name for record in plan.trace(model, batch, choose)}
+        asked = {record.site.name for record in plan.trace(model, batch, choices)}
+        asked |= {site.name for site in choices}
         sites = {name: own for name, own in config.activations.sites.items() if name in asked}
         activations = replace(config.activations, sites=sites)
         config = replace(config, activations=activations)

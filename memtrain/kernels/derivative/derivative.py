@@ -215,11 +215,8 @@ def _forward(
             run = derivative_triton.forward
             codes = run(dense, y, (function, *scalars), table, (parity, shift))
             return y, codes
-    y = value(function, x, parameters)
-    if y.stride() != dense.stride():
-        y = torch.empty_like(dense).copy_(y)
     flat = dense if dense.is_contiguous() else memory_order(dense)
-    return y, _encode(flat, boundaries, parity, shift)
+    return _value_like(dense, function, x, parameters), _encode(flat, boundaries, parity, shift)
 
 
 def _decode(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
@@ -337,10 +334,13 @@ def _forward_cpu(
     if is_fused and (function != "silu" or _is_torchs_silu(x)):
         y = torch.empty_like(dense)
         return y, run(dense, y.data_ptr())
-    y = value(function, x, parameters)  # of x: its last bit depends on the strides
-    if y.stride() != dense.stride():
-        y = torch.empty_like(dense).copy_(y)
-    return y, run(dense, 0)
+    return _value_like(dense, function, x, parameters), run(dense, 0)
+
+
+def _value_like(dense: Tensor, function: str, x: Tensor, parameters: Sequence[float]) -> Tensor:
+    """The value with the strides of `dense`; of `x`: its last bit depends on the strides."""
+    y = value(function, x, parameters)
+    return y if y.stride() == dense.stride() else torch.empty_like(dense).copy_(y)
 
 
 def _is_torchs_silu(x: Tensor) -> bool:
