@@ -248,7 +248,7 @@ _quantize_op = register(
     "patch_quantize(Tensor x, int seed, bool stochastic) -> Tensor",
     _quantize,
     _empty,
-    inside=lambda x, *options: copies(x, *_KINDS),
+    inside=lambda x, *options: copies(x, *cpu.FLOAT_TYPES),
 )
 _dequantize_op = register(
     "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
