@@ -20,6 +20,7 @@ test: $(READY) ## set up, then run everything that CI runs
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 nightly: $(READY) ## the tests that take minutes
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[integrations]"
 	$(BIN)/python -m pytest -q -m nightly
 
 reference: $(READY) ## the reference, from docstrings, as pages in build/reference

@@ -1,0 +1,41 @@
+"""A loop of one's own around accelerate: `python examples/accelerate_loop.py`."""
+
+import tempfile
+
+import torch
+from accelerate import Accelerator
+from tiny import STEPS, llama, report, tokens
+
+from memtrain.integrations.accelerate import wrap  # line 1
+
+
+def run(preset, folder, resume):
+    """Losses of each step, and the model."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if preset:
+        model, optimizer = wrap(accelerator, model, optimizer, preset, max_norm=1.0)  # line 2
+    released = preset == "all_four"
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if resume:
+        accelerator.load_state(folder)
+    rows, losses = tokens(8 * STEPS), []
+    for k in range(STEPS if resume else 0, 2 * STEPS):
+        ids = torch.stack([row["input_ids"] for row in rows[4 * k : 4 * k + 4]])
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and not released:  # line 3: it is clipped in backward
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if k == STEPS - 1 and not resume:
+            accelerator.save_state(folder)
+    return losses, model
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        report(3, ["accelerate"], run, folder)

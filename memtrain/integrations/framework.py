@@ -1,0 +1,55 @@
+"""A config that does what a training framework was told to do with gradients."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from memtrain.optim.wrappers.apply import RELEASE
+from memtrain.plan.file import load
+from memtrain.plan.plan import Plan
+
+_LOG = logging.getLogger(__name__)
+
+
+def for_framework(
+    cfg: Any,
+    *,
+    norm: float | None = None,
+    value: float | None = None,
+    accumulate: int = 1,
+    owner: str = "the framework",
+) -> Any:
+    """A config whose released gradients are clipped and added up as a framework was told to.
+
+    A framework does both between backward and step, when released gradients are gone. Clipping by
+    the global norm becomes `release.clip=previous`, by the norm of the step before, since no step's
+    own norm is known in time. What the config itself says of `release.clip` or `release.accumulate`
+    stands.
+
+    Args:
+        cfg: Anything that `memtrain.wrap` takes.
+        norm: The largest global norm; None or 0 without.
+        value: The largest element; None or 0 without.
+        accumulate: Backward passes of a step.
+        owner: The framework, for the log.
+
+    Returns:
+        `cfg` where gradients are kept; else a `Config`.
+
+    Example:
+        >>> for_framework("all_four", norm=1.0, accumulate=4).release.clip
+        'previous'
+        >>> for_framework("balanced", norm=1.0)
+        'balanced'
+    """
+    config = cfg.config if isinstance(cfg, Plan) else load(cfg)
+    if config.gradients != RELEASE:
+        return cfg
+    release = config.release
+    if release.clip == "none" and (norm or value):
+        clip, limit = ("previous", norm) if norm else ("value", value)
+        release = replace(release, clip=clip, limit=limit)
+        _LOG.warning("%s's clipping is release.clip=%s, release.limit=%g", owner, clip, limit)
+    if release.accumulate == 1 and accumulate > 1:
+        release = replace(release, accumulate=accumulate)
+    return replace(config, release=release)

@@ -1,0 +1,71 @@
+"""Lightning: a callback that wraps the module and its optimizer when `fit` starts."""
+
+from typing import Any
+
+import memtrain
+from memtrain.config.sources import KEEP
+from memtrain.integrations.framework import for_framework
+from memtrain.plan.file import load
+from memtrain.plan.plan import Plan
+from memtrain.wrapped import ATTRIBUTE
+
+
+def memtrain_callback(cfg: Any = None) -> Any:
+    """A callback that wraps what `configure_optimizers` returned; the module's code stays.
+
+    Where gradients are released, `gradient_clip_val` and `accumulate_grad_batches` go into the
+    config (`for_framework`), and the trainer clips no more. Its checkpoints resume bit for bit.
+
+    Args:
+        cfg: Anything that `memtrain.wrap` takes.
+
+    Returns:
+        A `lightning.pytorch.Callback`. When `fit` starts it raises ValueError for several
+        optimizers, and for split weights where the strategy has put the module into
+        DistributedDataParallel already.
+
+    Raises:
+        ImportError: If Lightning is not installed.
+    """
+    from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
+
+    return type("Memtrain", (_Wrapping, Callback), {})(cfg)
+
+
+class _Wrapping:
+    """Before `Callback` among the bases of a class."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wrap, once the optimizer is there and before its checkpoint is loaded."""
+        if hasattr(pl_module, ATTRIBUTE):  # a second fit
+            return
+        if len(trainer.optimizers) != 1:
+            given = len(trainer.optimizers)
+            raise ValueError(f"configure_optimizers made {given} optimizers; allowed: one")
+        config = self._config(trainer)
+        _, optimizer = memtrain.wrap(pl_module, trainer.optimizers[0], config)
+        trainer.strategy.optimizers = [optimizer]
+
+    def _config(self, trainer: Any) -> Any:
+        config = self.cfg.config if isinstance(self.cfg, Plan) else load(self.cfg)
+        if config.weights != KEEP and trainer.world_size > 1:
+            raise ValueError(
+                f"weights={config.weights!r} with {trainer.world_size} processes: the module is in "
+                "DistributedDataParallel already; allowed: weights=keep, or memtrain.wrap in "
+                "configure_optimizers"
+            )
+        clip = float(trainer.gradient_clip_val or 0)
+        by_value = "value" in str(trainer.gradient_clip_algorithm or "norm").lower()
+        found = for_framework(
+            self.cfg,
+            norm=0 if by_value else clip,
+            value=clip if by_value else 0,
+            accumulate=trainer.accumulate_grad_batches if trainer.world_size == 1 else 1,
+            owner="Lightning",
+        )
+        if found is not self.cfg:  # gradients are released: nothing is left to clip
+            trainer.gradient_clip_val = None
+        return found

@@ -1,0 +1,108 @@
+"""Hugging Face's `Trainer`, and whatever subclasses it, as TRL's trainers do."""
+
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+import memtrain
+from memtrain.config.sources import KEEP
+from memtrain.integrations.framework import for_framework
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.plan.file import load
+from memtrain.plan.plan import Plan
+from memtrain.wrapped import ATTRIBUTE
+
+T = TypeVar("T")
+
+
+def memtrain_trainer(trainer: type[T], cfg: Any = None) -> type[T]:
+    """A subclass of a trainer whose model and optimizer are wrapped when the optimizer is made.
+
+    That is before the model is put into DDP or FSDP2 and the scheduler is made. Checkpoints of the
+    trainer resume bit for bit. Where gradients are released, `max_grad_norm` and
+    `gradient_accumulation_steps` go into the config (`for_framework`).
+
+    Args:
+        trainer: `transformers.Trainer`, `trl.SFTTrainer` ...; made with the same arguments.
+        cfg: Anything that `memtrain.wrap` takes.
+
+    Returns:
+        The subclass. Making one raises ValueError for arguments that work against the config:
+        TRL's `activation_offloading`, and `gradient_checkpointing` where the config recomputes
+        layers itself.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Trainer:
+        ...     def __init__(self, args):
+        ...         self.args = args
+        >>> memtrain_trainer(Trainer, "balanced")(SimpleNamespace(activation_offloading=True))
+        Traceback (most recent call last):
+        ...
+        ValueError: activation_offloading=True: ...
+    """
+    return type(f"Memtrain{trainer.__name__}", (_Wrapping, trainer), {"memtrain_config": cfg})  # pyright: ignore
+
+
+class _Wrapping:
+    """Before a trainer among the bases of a class; only methods that trainers document."""
+
+    memtrain_config: Any = None
+    args: Any
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _check(self.args, self.memtrain_config)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """The trainer's optimizer, wrapped together with the model."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # pyright: ignore
+        model = (*args, kwargs.get("model"), self.model)[0] or self.model
+        if not any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+            config = for_framework(
+                self.memtrain_config,
+                norm=self.args.max_grad_norm,
+                accumulate=1 if _in_ddp(self.args) else self.args.gradient_accumulation_steps,
+                owner="Trainer",
+            )
+            _, self.optimizer = memtrain.wrap(model, optimizer, config)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        released = self._released()
+        return super()._clip_grad_norm(model) if released is None else released.norm  # pyright: ignore
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        released = self._released()
+        if released is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # pyright: ignore
+        return released.norm
+
+    def _released(self) -> ReleaseGradients | None:
+        """The optimizer, where it releases gradients: there is nothing to clip for the trainer."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's is around
+        return optimizer if isinstance(optimizer, ReleaseGradients) else None
+
+
+def _in_ddp(args: Any) -> bool:
+    """Whether the model will be in DistributedDataParallel, where gradients add up in buckets."""
+    return getattr(args, "world_size", 1) > 1 and not getattr(args, "fsdp", None)
+
+
+def _check(args: Any, cfg: Any) -> None:
+    config = cfg.config if isinstance(cfg, Plan) else load(cfg)
+    own = config.activations
+    saves = own.rules or own.exceptions or own.sites or own.recompute_inputs != KEEP
+    if getattr(args, "activation_offloading", False) and saves:
+        raise ValueError(
+            "activation_offloading=True: its saved-tensor hooks would take what memtrain "
+            "compresses (the innermost hooks win); allowed: False, or a config with "
+            "activations=none"
+        )
+    if getattr(args, "gradient_checkpointing", False) and own.recompute:
+        raise ValueError(
+            "gradient_checkpointing=True with a config that recomputes layers itself "
+            f"(activations.recompute={list(own.recompute)}); allowed: False"
+        )

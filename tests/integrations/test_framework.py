@@ -1,0 +1,108 @@
+"""Integrations do with gradients what a framework was told, or refuse; none is needed here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.config.sources import load
+from memtrain.integrations import accelerate
+from memtrain.integrations.framework import for_framework
+from memtrain.integrations.transformers import memtrain_trainer
+from memtrain.plan.plan import make_plan
+
+
+class Trainer:
+    """As much of transformers' as the subclass touches."""
+
+    def __init__(self, model, args):
+        self.model, self.args, self.optimizer, self.clipped = model, args, None, 0
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW((model or self.model).parameters(), lr=1e-2)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model):
+        self.clipped += 1
+        return nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return grad_norm
+
+    def train(self, steps=2):
+        self.create_optimizer()
+        norms = []
+        for k in range(steps * self.args.gradient_accumulation_steps):
+            torch.manual_seed(k)
+            self.model(torch.randn(8, 64)).square().mean().backward()
+            if (k + 1) % self.args.gradient_accumulation_steps == 0:
+                norm = self._clip_grad_norm(self.model) if self.args.max_grad_norm else None
+                norms.append(self._get_grad_norm(self.model, grad_norm=norm))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return norms
+
+
+def arguments(**changed):
+    given = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2, "world_size": 1, "fsdp": None}
+    return SimpleNamespace(**{**given, **changed})
+
+
+def model():
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def test_a_trainers_clipping_and_accumulation_go_into_the_config():
+    trainer = memtrain_trainer(Trainer, "all_four")(model(), arguments())
+    assert type(trainer).__name__ == "MemtrainTrainer"
+    norms = trainer.train()
+    release = memtrain.plan_of(trainer.model).config.release
+    assert (release.clip, release.limit, release.accumulate) == ("previous", 1.0, 2)
+    assert (trainer.clipped, norms) == (0, [None, norms[1]])
+    assert 0 < norms[1] == pytest.approx(trainer.optimizer.norm, rel=10)
+    trainer.train()  # again: it is wrapped once
+
+
+def test_gradients_that_are_kept_are_the_trainers():
+    trainer = memtrain_trainer(Trainer, "balanced")(model(), arguments())
+    assert all(norm > 0 for norm in trainer.train())
+    assert trainer.clipped == 2
+
+
+def test_what_the_config_says_itself_stands():
+    cfg = {"preset": "all_four", "release": {"clip": "value", "limit": 0.5, "accumulate": 3}}
+    assert for_framework(cfg, norm=1.0, accumulate=8) == load(cfg)
+    net = model()
+    plan = make_plan(net, torch.optim.AdamW(net.parameters()), "all_four")
+    assert for_framework(plan, value=2.0).release.limit == 2.0
+    assert for_framework("balanced", norm=1.0, accumulate=8) == "balanced"
+
+
+def test_in_ddp_gradients_add_up_in_its_buckets():
+    trainer = memtrain_trainer(Trainer, "all_four")(model(), arguments(world_size=2))
+    trainer.create_optimizer()
+    assert trainer.optimizer.accumulate == 1
+
+
+@pytest.mark.parametrize(
+    ("cfg", "given", "message"),
+    [
+        ("balanced", {"activation_offloading": True}, r"innermost hooks win.*allowed: False"),
+        ("checkpointed", {"activation_offloading": True}, r"innermost hooks win"),
+        ("checkpointed", {"gradient_checkpointing": True}, r"recomputes layers itself .*False"),
+    ],
+)
+def test_arguments_against_the_config_are_refused(cfg, given, message):
+    with pytest.raises(ValueError, match=message):
+        memtrain_trainer(Trainer, cfg)(model(), arguments(**given))
+    memtrain_trainer(Trainer, "optimizer_only")(model(), arguments(**given))
+
+
+def test_accelerates_accumulation_and_the_norm_go_into_the_config():
+    net, accelerator = model(), SimpleNamespace(gradient_accumulation_steps=4, num_processes=1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    _, optimizer = accelerate.wrap(accelerator, net, optimizer, "all_four", max_norm=2.0)
+    assert (optimizer.accumulate, optimizer.clip, optimizer.limit) == (4, "previous", 2.0)
