@@ -32,7 +32,7 @@ def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
 
 
 class CodebookCompressor(Compressor):
-    """What compressors whose fields name a codebook and a rounding have in common."""
+    """Base of the compressors whose fields name a codebook and a rounding."""
 
     map: str
     signed: bool

@@ -1,4 +1,4 @@
-"""What a plan asks for and a whole forward did not get: told once, at the first step."""
+"""Requests of a plan that a whole forward did not meet: told once, at the first step."""
 
 import sys
 import warnings

@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What a saved tensor is a copy of: a tensor of another dtype or memory order."""
+    """Source of a saved tensor that is a copy: a tensor of another dtype or memory order."""
 
     source: Callable[[], Tensor | None]  # None once it is gone: its payload may be there still
     place: Place
@@ -142,7 +142,7 @@ class PayloadCache:
         return Compressed(shared, content, save.layout, save.witness, version), planned, note, op
 
     def _known(self, place: Place, compressor: Compressor, *, derive: bool) -> _Found | None:
-        """What gives the elements of a place without a new payload."""
+        """A way to give the elements of a place without a new payload, or None."""
         memory = (place.storage, place.key, place.dtype)
         _, then, source, op = self._outputs.get(memory, (None, -1, None, ""))
         if derive and source is not None and then == place.version:
@@ -185,7 +185,7 @@ class PayloadCache:
         self._copies[memory] = (StorageWeakRef(y.untyped_storage()), y._version, witness, copy)
 
     def copy_of(self, save: Save) -> Copy | None:
-        """What the saved tensor was copied from, where both are as they were then."""
+        """Source of a saved tensor that is a copy, where both are as they were then."""
         memory = (save.storage, save.key, save.tensor.dtype)
         if memory not in self._copies:
             return None

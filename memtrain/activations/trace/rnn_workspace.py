@@ -1,4 +1,4 @@
-"""What oneDNN's LSTM keeps for its backward: torch's fake tensors say that it is nothing."""
+"""Workspace that oneDNN's LSTM keeps for its backward, of which fake tensors know nothing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What convolutions and LSTMs hold on the CPU while they run: oneDNN's copies in its own layouts.
+"""Bytes that convolutions and LSTMs hold on the CPU while they run: oneDNN's copies and layouts.
 
 oneDNN's kernels for feature maps read and write blocks of channels (`nChw8c` with AVX2, `nChw16c`
 with AVX-512). So torch's contiguous maps are copied into blocks, the result is made in blocks, and

@@ -1,4 +1,4 @@
-"""What memtrain adds to an optimizer's checkpoint, where every way of saving one keeps it.
+"""Additions of memtrain to an optimizer's checkpoint, where every way of saving one keeps them.
 
 `torch.distributed.checkpoint` (`get_optimizer_state_dict`) keeps the states of parameters and the
 options of groups, and drops all else. So tensors lie among a parameter's states, and the rest in an
