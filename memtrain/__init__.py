@@ -13,6 +13,7 @@ from memtrain.api import (
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.report import audit
 from memtrain.config.sources import Config
+from memtrain.environment import collect_env
 from memtrain.gradient_quality import gradient_quality
 from memtrain.plan.plan import Plan
 from memtrain.planner import make_plan
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "adapter",
     "audit",
+    "collect_env",
     "fp32_state_dict",
     "gradient_quality",
     "largest",

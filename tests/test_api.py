@@ -371,3 +371,11 @@ def test_a_prepared_optimizer_with_a_scaler_is_refused():
     prepared = Prepared(torch.optim.AdamW(model.parameters()), scaler=object())
     with pytest.raises(ValueError, match=r"memtrain\.wrap before accelerator\.prepare"):
         memtrain.wrap(model, prepared)
+
+
+def test_the_environment_is_told_in_plain_text_without_names_of_places():
+    found = memtrain.collect_env()
+    assert found["memtrain"] == memtrain.__version__
+    assert {"python", "platform", "triton", "cuda", "C++ kernels"} <= found.keys()
+    assert all(type(value) is str for value in found.values())
+    assert not any("/" in value for name, value in found.items() if name != "cuda")

@@ -11,7 +11,7 @@ ROOT = Path(memtrain.__file__).parent
 FLOORS = [
     ["kernels.cpu", "configs", "activations", "_renamed"],
     ["kernels"],
-    ["kernels.packing", "kernels.random"],
+    ["kernels.packing", "kernels.random", "environment"],
     ["kernels.derivative", "kernels.floats", "kernels.group"],
     ["kernels.codebook", "kernels.norm", "kernels.patch"],
     ["kernels.step", "compressors.fewbit"],

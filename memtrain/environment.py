@@ -1,0 +1,49 @@
+"""What a report of a problem needs to know of the machine and what is installed."""
+
+import importlib.metadata
+import platform
+import sys
+
+import torch
+
+from memtrain.kernels import cpu
+
+_PACKAGES = (
+    "memtrain",
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "lightning",
+    "bitsandbytes",
+    "hydra-core",
+    "omegaconf",
+)
+
+
+def collect_env() -> dict[str, str]:
+    """Versions, devices, and which kernels serve; for a report of a problem.
+
+    Returns:
+        Name -> plain text; what is not installed is `-`. No path, host or user name.
+
+    Example:
+        >>> collect_env()["torch"] == torch.__version__
+        True
+    """
+    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "-"
+    found["torch"] = str(torch.__version__)
+    found["cpu capability"] = torch.backends.cpu.get_cpu_capability()
+    found["cpu threads"] = str(torch.get_num_threads())
+    found["C++ kernels"] = "yes" if cpu.library() is not None else "no: the reference serves"
+    devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    found["cuda"] = f"{torch.version.cuda or '-'}: {', '.join(devices) or 'no device'}"
+    return found
