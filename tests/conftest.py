@@ -17,6 +17,7 @@ import torch
 if not os.environ.get("MEMTRAIN_GPU"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["MEMTRAIN_CACHE"] = ""  # no prediction of an earlier run stands for one of this
 
 import pytest
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -50,12 +51,24 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     if name not in COMPRESSORS:
         raise ValueError(f"unknown compressor {name!r}; {nearest(name, list(COMPRESSORS))}")
     cls = COMPRESSORS[name]
+    items = tuple((key, type(value), value) for key, value in values.items())
+    # A plan has hundreds of sites of a dozen compressors, and to check a value's type takes long.
+    plain = all(isinstance(value, int | float | str | None) for value in values.values())
+    return (_of_class if plain else _of_class.__wrapped__)(name, cls, items)
+
+
+@cache
+def _of_class(
+    name: str, cls: type[Compressor], items: tuple[tuple[str, type, Any], ...]
+) -> Compressor:
+    """A compressor of its fields: a frozen value, so that equal fields give the same one."""
+    values: dict[str, Any] = {key: value for key, _, value in items}
     _check_fields(name, values)
     auto = values.get("bits") == AUTO
     if auto:
         del values["bits"]
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(cls), values)
+        typed: Any = OmegaConf.merge(OmegaConf.structured(cls), values)
     except OmegaConfBaseException as error:
         raise TypeError(f"compressor {name!r}: {str(error).splitlines()[0]}") from error
     built = cls(**{key: typed[key] for key in values})

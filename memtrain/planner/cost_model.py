@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import trace
+from memtrain.activations.trace.repeats import runs_of
 from memtrain.compressors import Group, Keep, Key
 from memtrain.planner.knapsack import Option
 from memtrain.planner.schemes import BITS4, FACTORED, TORCH
@@ -192,10 +193,10 @@ def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[
     # Imports triton where there is one: not before it is needed.
     from torch.utils.flop_counter import flop_registry
 
-    counter = _Counter(flop_registry)
+    counter, runs = _Counter(flop_registry), runs_of(model)
     handles = [model.register_forward_pre_hook(counter.start, prepend=True)]
     handles.append(model.register_forward_hook(counter.stop, always_call=True))
-    for path in paths:
+    for path in dict.fromkeys([*paths, *(path for run in runs for path in run.paths)]):
         module = model.get_submodule(path)
         handles.append(module.register_forward_pre_hook(counter.entering(path), prepend=True))
         handles.append(module.register_forward_hook(counter.leaving, always_call=True))
@@ -204,7 +205,16 @@ def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[
     finally:
         for handle in handles:
             handle.remove()
-    return counter.found
+    found = counter.found
+    for run in runs:
+        _, second, last = run.kept
+        if run.dropped[0] in counter.before:  # it was run itself
+            continue
+        each = zip(counter.before[second], counter.before[last], strict=True)
+        more = ((then - now) * len(run.dropped) for now, then in each)
+        found[""] = Work(*(own + other for own, other in zip(found[""], more, strict=True)))
+        found |= {path: found[second] for path in run.dropped if second in found}
+    return {path: work for path, work in found.items() if path in ("", *paths)}
 
 
 class _Counter(TorchDispatchMode):
@@ -212,9 +222,12 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.flops = flops
         self.found = {"": Work()}
+        self.before: dict[str, Work] = {}
+        """Path of a block -> the work of all that ran before it."""
         self.path = ""
 
     def start(self, module: nn.Module, args: Any) -> None:
+        self.found, self.before = {"": Work()}, {}
         self.__enter__()
 
     def stop(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -223,6 +236,7 @@ class _Counter(TorchDispatchMode):
     def entering(self, path: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             self.path = path
+            self.before[path] = self.found[""]
 
         return enter
 

@@ -1,7 +1,7 @@
 """Forwards under fake tensors: the tensors that one would save, without its data or memory."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,10 +15,21 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.intercept.executor import Rounding
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.pack_hook import Choose
-from memtrain.activations.saved.site import Record
+from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.repeats import (
+    Run,
+    expanded,
+    inside,
+    refined,
+    runs_of,
+    shortened,
+    unlike,
+)
 from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
+from memtrain.compressors import Compressor, Keep
 
 
 def trace(
@@ -60,10 +71,45 @@ def trace(
         [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
     """
     _refuse_sharded(model)
+    paths = recomputed(model, options.recompute)
+    runs = [] if rounding is not None else runs_of(model)
+    runs = refined(runs, lambda block: [p[len(block) :] for p in paths if inside(p, block)])
+    while True:
+        choices: dict[Site, Compressor | Keep] = {}
+        try:
+            found = _traced(model, batch, choose, options, dtypes, rounding, runs, choices)
+            records = expanded(found, runs)
+        except Exception:
+            if not runs:
+                raise
+            runs = []  # each block for itself
+            continue
+        finer = unlike(runs, choices, choose)
+        if finer is None:
+            return records
+        runs = finer
+
+
+def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
+    model: nn.Module,
+    batch: Any,
+    choose: Choose,
+    options: Options,
+    dtypes: Mapping[Tensor, torch.dtype] | None,
+    rounding: Rounding | None,
+    runs: Sequence[Run],
+    choices: dict[Site, Compressor | Keep],
+) -> list[Record]:
+    """One forward through the kept blocks of runs; `choices` gets what is chosen for each site."""
+
+    def ask(site: Site) -> Compressor | Keep:
+        choices[site] = choose(site)
+        return choices[site]
+
     records: list[Record] = []
     interception = Interception(
         model,
-        choose,
+        ask,
         options=options,
         seed=0,
         on_saved=records.extend,
@@ -78,7 +124,12 @@ def trace(
         }
         args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
         low = next(iter(dtypes.values()), None) if dtypes else None
-        with _attributes_restored(model), interception.alone(), _inputs_cast(model, low):
+        with (
+            _attributes_restored(model),
+            interception.alone(),
+            _inputs_cast(model, low),
+            shortened(model, runs),
+        ):
             functional_call(model, state, args, kwargs, tie_weights=True)
     return records
 

@@ -1,8 +1,9 @@
 """The peak of a training step, before anything runs."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -19,21 +20,26 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memtrain.activations.saved.site import RECOMPUTE, Site
+from memtrain.activations.trace.repeats import Run, inside, refined, runs_of, shortened, unlike
 from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import fake_copies
 from memtrain.audit.peak.held_inside import held_inside
 from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
-from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
+from memtrain.audit.peak.timeline import NOTHING, Event, Timeline, replay
 from memtrain.audit.peak.training_step import (
     StepOptions,
     check,
+    correction_of,
     record_step,
     run_step,
     wants_closure,
 )
+from memtrain.audit.peak.unfold import FoldedRecorder
 from memtrain.kernels import cpu
+from memtrain.wrapped import ATTRIBUTE, Wrapped
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _DISPATCH = FakeTensorMode.dispatch.__code__
@@ -90,6 +96,15 @@ def predict(
     check(model, batch)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
+    if options.cache is None:
+        return _predicted(model, optimizer, batch, cfg, options)
+    make = partial(_predicted, model, optimizer, batch, cfg, options)
+    return options.cache.timeline(cfg, batch, make)
+
+
+def _predicted(
+    model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, options: StepOptions
+) -> Timeline:
     on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
     with (
@@ -103,21 +118,100 @@ def predict(
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
         corrections = cuda.CudaForms if on_cuda else nullcontext
-        inside = nothing_inside if on_cuda else held_inside
+        holds = nothing_inside if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
             with first:  # assigns automatic widths too
                 run_step(model, optimizer, batch, options, first)
         else:
             _first_update(optimizer, first)
-        recorder = StorageRecorder(model, fake=True, corrections=corrections, inside=inside)
-        trained = record_step(model, optimizer, batch, options, recorder)
-        # The first step gave states to every parameter: those without a gradient have none.
-        recorder.adopt(_states(optimizer, trained), NOTHING)
+        make = partial(FoldedRecorder, model, fake=True, corrections=corrections, inside=holds)
+        events, categories = _folded(model, optimizer, batch, options, make)
     if not on_cuda:
-        return replay(recorder.events, recorder.categories)
+        return replay(events, categories)
     held = cuda.workspaces(options.device or "cuda")
-    return replay(recorder.events, recorder.categories, unit=cuda.UNIT, workspaces=held)
+    return replay(events, categories, unit=cuda.UNIT, workspaces=held)
+
+
+def _folded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    options: StepOptions,
+    make: Callable[[], FoldedRecorder],
+) -> tuple[list[Event], list[str]]:
+    """Events and categories of a step whose identical blocks are run three times at most."""
+    wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
+    runs = [] if wants_closure(optimizer) else _runs(model, optimizer, wrapped)
+    while True:
+        recorder = make()
+        recorder.fold(model, runs, partial(_owned, optimizer))
+        try:
+            with _asked(wrapped) as choices, shortened(model, runs):
+                trained = record_step(model, optimizer, batch, options, recorder)
+            # The first step gave states to every parameter: those without a gradient have none.
+            recorder.adopt(_states(optimizer, trained | recorder.like(trained)), NOTHING)
+            events = recorder.unfolded()
+        except Exception:
+            if not runs:
+                raise
+            runs = []  # each block for itself
+            continue
+        finer = None if wrapped is None else unlike(runs, choices, wrapped.plan.choose_activation)
+        if finer is None:
+            return events
+        runs = finer
+
+
+def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> list[Run]:
+    """The runs of blocks that the plan, as far as it is known, treats alike."""
+    plan = None if wrapped is None else wrapped.plan
+    if plan is not None and (plan.bits is not None or plan.precision is not None):
+        return []
+    named: dict[str, Any] = {} if plan is None else dict(plan.config.activations.sites)
+    interception = None if wrapped is None else wrapped.interception
+    if interception is not None:
+        named |= dict.fromkeys(interception.recompute.modules, RECOMPUTE)
+
+    def treated(path: str) -> Any:
+        sizes = [x.untyped_storage().nbytes() for x in _owned(optimizer, model.get_submodule(path))]
+        own = {name[len(path) :]: str(what) for name, what in named.items() if _of(name, path)}
+        return sizes, own
+
+    return refined(runs_of(model), treated)
+
+
+def _of(site: str, path: str) -> bool:
+    return inside(site.partition(" / ")[0], path)
+
+
+def _owned(optimizer: Optimizer, block: nn.Module) -> list[Tensor]:
+    """What a block has before a step, in the same order for identical blocks."""
+    params = [*block.parameters()]
+    states = [leaf for p in params for leaf in tree_leaves(optimizer.state.get(p))]
+    kept = [correction_of(optimizer, p) for p in params]
+    return [x for x in (*params, *block.buffers(), *states, *kept) if isinstance(x, Tensor)]
+
+
+@contextmanager
+def _asked(wrapped: Wrapped | None) -> Iterator[dict[Site, Any]]:
+    """Note which sites forwards ask for inside the block, and what is chosen."""
+    found: dict[Site, Any] = {}
+    saved = None if wrapped is None or wrapped.interception is None else wrapped.interception.saved
+    if saved is None:
+        yield found
+        return
+    choose = saved.choose
+
+    def note(site: Site) -> Any:
+        found[site] = choose(site)
+        return found[site]
+
+    saved.choose = note
+    try:
+        yield found
+    finally:
+        saved.choose = choose
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from memtrain.audit.live_storages import storages
 from memtrain.audit.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
-_INSIDE = 0  # the number of what ops hold inside themselves
+INSIDE = 0
+"""The number of what ops hold inside themselves."""
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
@@ -90,8 +91,8 @@ class StorageRecorder(TorchDispatchMode):
             self._label = self._describe(func)
         for storage in made:
             self._see(storage, TEMPORARIES)
-        self._change(_INSIDE, held)
-        self._change(_INSIDE, 0)
+        self._change(INSIDE, held)
+        self._change(INSIDE, 0)
         return result
 
     def _without_older(self, made: list[Any], func: Any, given: Any) -> list[Any]:

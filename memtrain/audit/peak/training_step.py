@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import call_arguments
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
+from memtrain.audit.peak.disk_cache import DiskCache
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
 from memtrain.optim.wrappers.release import ReleaseGradients
@@ -32,6 +33,8 @@ class StepOptions:
     """The dtype of `torch.autocast` around the forward; None without."""
     loss: Callable[[Any], Tensor] | None = None
     """Loss of a model's output; by default `default_loss`."""
+    cache: DiskCache | None = None
+    """Of predictions, where what is predicted can be told in words."""
 
     def __post_init__(self) -> None:
         if self.device not in (None, *DEVICES):
@@ -204,6 +207,15 @@ def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
         del hooks[number]
         hooks[number] = other
     return handle
+
+
+def correction_of(optimizer: Any, parameter: Tensor) -> Tensor | None:
+    """The lower bits of a split weight; None of another."""
+    while optimizer is not None:
+        if isinstance(optimizer, SplitWeights):
+            return optimizer.corrections.get(parameter)
+        optimizer = getattr(optimizer, "inner", None)
+    return None
 
 
 def _corrections(optimizer: Any) -> list[Tensor]:

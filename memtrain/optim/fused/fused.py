@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -227,6 +228,8 @@ class FusedStates(CompressedStates):
         if not self.counts:
             return 2.0 if self.state.get(param) else 1.0
         step = self._counter(param, torch.device("cpu"))
+        if cpu.is_dataless():  # it counts nothing
+            return 1.0
         step += 1
         return step.item()
 
@@ -317,12 +320,23 @@ def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
     dtype, shape = moment_dtype(param), local(param).shape
     if compressor.is_identity:
         return sharded_like(torch.zeros(shape, dtype=dtype, device=param.device), param)
-    if compressor.zeros_from_zeros:
-        like = torch.empty(shape, dtype=dtype, device="meta")
-        parts = layout.pack(compressor, like)
-        if isinstance(parts, dict):
-            return {k: torch.zeros_like(t, device=param.device) for k, t in parts.items()}
+    if compressor.zeros_from_zeros and (parts := _parts(compressor, shape, dtype)) is not None:
+        return {
+            k: torch.zeros(size, dtype=kind, device=param.device)
+            for k, (size, kind) in parts.items()
+        }
     return layout.pack(compressor, torch.zeros(shape, dtype=dtype, device=param.device))
+
+
+@cache
+def _parts(
+    compressor: Compressor, shape: torch.Size, dtype: torch.dtype
+) -> dict[str, tuple[torch.Size, torch.dtype]] | None:
+    """Shapes and dtypes of a payload; None where it is no dict of contiguous tensors."""
+    found = layout.pack(compressor, torch.empty(shape, dtype=dtype, device="meta"))
+    if not isinstance(found, dict) or not all(t.is_contiguous() for t in found.values()):
+        return None
+    return {name: (t.shape, t.dtype) for name, t in found.items()}
 
 
 def moment_dtype(param: Tensor) -> torch.dtype:

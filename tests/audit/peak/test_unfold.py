@@ -1,0 +1,150 @@
+"""Identical blocks are run three times at most; the rest of the step is theirs, shifted."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.activations.trace import fake_forward, repeats
+from memtrain.activations.trace.repeats import runs_of
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.predict import predict
+from memtrain.plan.plan import make_plan
+from memtrain.planner import cost_model
+from tests.planner.nets import Block, Net
+
+X = torch.ones(64, 32)
+KEEP_ONE = {"exceptions": [{"module": "h.4.*", "compressor": "keep"}]}
+CONFIGS = {
+    "plain": None,
+    "balanced": "balanced",
+    "released": {"preset": "balanced", "gradients": "release"},
+    "all four": {"preset": "all_four"},
+    "recomputed": {"preset": "balanced", "activations": {"recompute": ["h.[0-3]"]}},
+    "one otherwise": {"preset": "balanced", "activations": KEEP_ONE},
+    "states otherwise": {
+        "preset": "balanced",
+        "optim": {"exceptions": [{"parameter": "h.5.*", "compressor": "keep"}]},
+    },
+}
+
+
+class Skips(Net):
+    """Its last layer reads what every block gave."""
+
+    def forward(self, x):
+        x = self.first(x)
+        seen = []
+        for block in self.h:
+            x = block(x)
+            seen.append(x.sin())
+        return self.last(sum(seen))
+
+
+class Shrinks(Net):
+    """Its blocks have as many weights each, and half as many rows as the one before."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.h:
+            x = block(x[: len(x) // 2])
+        return self.last(x)
+
+
+def made(kind, depth=6):
+    torch.manual_seed(0)
+    model = kind(depth)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Calls a function with no run of blocks found."""
+
+    def call(run):
+        with monkeypatch.context() as patch:
+            predicting = sys.modules[predict.__module__]
+            for module in (fake_forward, cost_model, predicting):
+                patch.setattr(module, "runs_of", lambda model: [])
+            return run()
+
+    return call
+
+
+def timeline(kind, cfg, device="cpu"):
+    """As of a second call: tables of codes are made at the first one."""
+    model, optimizer = made(kind)
+    options = StepOptions(device=device)
+    predict(model, optimizer, X, cfg, options)
+    return predict(model, optimizer, X, cfg, options)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("balanced", "released")))
+        for name in CONFIGS
+    ],
+)
+def test_the_timeline_is_that_of_a_step_through_all_blocks(name, device, whole):
+    exact = whole(lambda: timeline(Net, CONFIGS[name], device))
+    assert timeline(Net, CONFIGS[name], device) == exact
+
+
+@pytest.mark.parametrize("kind", [Skips, Shrinks])
+def test_blocks_that_differ_in_what_they_are_given_are_all_run(kind, whole):
+    assert timeline(kind, "balanced") == whole(lambda: timeline(kind, "balanced"))
+    model, optimizer = made(kind)
+    plan = make_plan(model, optimizer, "balanced")
+    assert plan.trace(model, X) == whole(lambda: plan.trace(model, X))
+
+
+@pytest.mark.parametrize("name", ["balanced", "recomputed", "one otherwise"])
+def test_the_records_are_those_of_a_forward_through_all_blocks(name, whole):
+    model, optimizer = made(Net)
+    plan = make_plan(model, optimizer, CONFIGS[name])
+    assert plan.trace(model, X) == whole(lambda: plan.trace(model, X))
+    assert [len(model.h), len(list(model.h.children()))] == [6, 6]
+
+
+def test_the_work_is_that_of_a_forward_through_all_blocks(whole):
+    model, _ = made(Net)
+    paths = [f"h.{k}" for k in range(6)]
+    found = cost_model.measure_forward(model, X, paths)
+    assert found == whole(lambda: cost_model.measure_forward(model, X, paths))
+    assert len(found) == 7
+
+
+def test_three_blocks_of_a_run_are_run(monkeypatch):
+    model, optimizer = made(Net)
+    calls = []
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: calls.append(1) or forward(self, x))
+    predict(model, optimizer, X)
+    assert len(calls) == repeats.KEPT
+
+
+def test_blocks_are_one_run_where_only_their_weights_differ():
+    model, _ = made(Net)
+    assert [run.paths for run in runs_of(model)] == [tuple(f"h.{k}" for k in range(6))]
+    model.h[1].drop.p = 0.5
+    assert [run.paths for run in runs_of(model)] == [tuple(f"h.{k}" for k in range(2, 6))]
+    model.h[3].register_forward_hook(lambda *_: None)
+    assert runs_of(model) == []
+    model, _ = made(Net)
+    for place, block in enumerate(model.h):
+        block.place = place
+    assert len(runs_of(model)) == 1
+    model.h[2].up.weight = model.h[1].up.weight  # tied
+    assert runs_of(model) == []
+    assert runs_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == []
+
+
+def test_released_gradients_of_half_precision_weights_are_predicted():
+    """Eight parameters are stepped one by one: no sample of them is compared."""
+    model, optimizer = made(Net, 3)
+    model.bfloat16()
+    cfg = {"preset": "all_four", "weights": "keep"}
+    assert predict(model, optimizer, X.bfloat16(), cfg).peak.nbytes
