@@ -4,13 +4,13 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,15 +47,20 @@ def drop_output() -> None:
 
 
 @contextmanager
-def working(errors: Console, what: str) -> Iterator[None]:
+def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], None]]:
     """Tell what goes on and for how long, on a terminal only; gone when it is done.
 
     Args:
         errors: Where to.
         what: Words such as `tracing the forward`.
 
+    Yields:
+        A function that is told a stage, and how many of how many of its parts begin: a bar shows
+        that, where there are any.
+
     Example:
-        >>> with working(Console(stderr=True), "adding"):
+        >>> with working(Console(stderr=True), "adding") as told:
+        ...     told("one and one", 1, 2)
         ...     print(1 + 1)
         2
     """
@@ -63,12 +68,25 @@ def working(errors: Console, what: str) -> Iterator[None]:
     columns = (
         SpinnerColumn("dots" if utf8 else "line"),
         TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[part]}", markup=False),
         TimeElapsedColumn(),
     )
     silent = not errors.is_terminal or errors.is_dumb_terminal
     with Progress(*columns, console=errors, transient=True, disable=silent) as progress:
-        progress.add_task(what, total=None)
-        yield
+        task = progress.add_task(what, total=None, part="")
+
+        def told(stage: str, done: int, total: int) -> None:
+            part = f"{done} of at most {total}" if total else ""
+            progress.update(
+                task,
+                description=f"{what}: {stage}",
+                completed=done - 1,
+                total=total or None,
+                part=part,
+            )
+
+        yield told
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,14 +20,21 @@ from memtrain.planner.schemes import LOSSLESS, TORCH
 
 ALLOWED = ("quantise", "recompute", "release", "weights")
 """Compress saved tensors and optimizer states; recompute blocks; release gradients inside the
-backward; keep weights in two bytes with a correction."""
+backward; keep weights in two bytes, with a correction or rounded stochastically."""
+Told = Callable[[str, int, int], None]
+"""Is told a stage of the planning, and how many of how many of its parts begin: 0 of 0 where they
+are not counted."""
 Objective = Literal["time", "error"]
 _MEANS = {
     "quantise": "compresses saved tensors and optimizer states",
     "recompute": "recomputes blocks in the backward",
     "release": "lets each gradient go as soon as it is used",
-    "weights": "keeps float32 weights in 3 bytes",
+    "weights": "keeps weights in 2 bytes, or in 3 with a correction",
 }
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Tell no one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,8 @@ def solve(
         >>> [(plan.seconds, plan.saved) for plan in found]
         [(0.0, 16.0), (1.0, 12.0)]
     """
-    greedy = [_greedy(segments, multiplier) for multiplier in _multipliers(segments)]
+    sums = _Sums(segments)
+    greedy = [_greedy(sums, multiplier) for multiplier in _multipliers(segments)]
     totals = np.concatenate([own for own, _ in greedy])  # seconds, saved, error
     owners = np.concatenate([np.full(len(own), k) for k, (own, _) in enumerate(greedy)])
     steps = np.concatenate([np.arange(len(own)) for own, _ in greedy])
@@ -125,7 +126,7 @@ def solve(
     order = np.lexsort((saved, second, first, -bins))
     order = order[error[order] <= max_error * (1 + _SLACK)]
     fresh = np.concatenate([[True], np.diff(bins[order]) != 0]) if len(order) else []
-    return [evaluate(segments, greedy[owners[row]][1](int(steps[row]))) for row in order[fresh]]
+    return [sums.evaluate(greedy[owners[row]][1](int(steps[row]))) for row in order[fresh]]
 
 
 def evaluate(segments: Sequence[Segment], choices: Sequence[_Choices]) -> Solution:
@@ -138,18 +139,54 @@ def evaluate(segments: Sequence[Segment], choices: Sequence[_Choices]) -> Soluti
     Returns:
         The solution with its values.
     """
-    seconds = saved = highest = error = 0.0
-    for segment, own in zip(segments, choices, strict=True):
-        if own is None and segment.recompute is not None:
-            picked = [segment.recompute]
-        else:
-            picked = [item.options[k] for item, k in zip(segment.items, own or (), strict=True)]
-        seconds += sum(option.seconds for option in picked)
-        saved += sum(option.nbytes for option in picked)
-        error += sum(option.error for option in picked)
-        besides = segment.later + (segment.transient if own is None else 0.0)
-        highest = max(highest, saved + besides)
-    return Solution(seconds, saved, highest, error, tuple(choices))
+    return _Sums(segments).evaluate(choices)
+
+
+class _Sums:
+    """What choices of segments come to; added up once for all segments whose numbers are equal."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        known: dict[Any, int] = {}
+        self.kinds = [known.setdefault(_numbers(own), len(known)) for own in segments]
+        self._totals: dict[tuple[int, _Choices], tuple[float, float, float]] = {}
+
+    def total(self, place: int, own: _Choices) -> tuple[float, float, float]:
+        """Seconds, bytes saved and error of a segment."""
+        key = (self.kinds[place], own)
+        if key not in self._totals:
+            segment = self.segments[place]
+            if own is None and segment.recompute is not None:
+                picked = [segment.recompute]
+            else:
+                picked = [item.options[k] for item, k in zip(segment.items, own or (), strict=True)]
+            self._totals[key] = (
+                sum(option.seconds for option in picked),
+                sum(option.nbytes for option in picked),
+                sum(option.error for option in picked),
+            )
+        return self._totals[key]
+
+    def evaluate(self, choices: Sequence[_Choices]) -> Solution:
+        """The solution of some choices."""
+        seconds = saved = highest = error = 0.0
+        for place, (segment, own) in enumerate(zip(self.segments, choices, strict=True)):
+            more = self.total(place, own)
+            seconds, saved, error = seconds + more[0], saved + more[1], error + more[2]
+            besides = segment.later + (segment.transient if own is None else 0.0)
+            highest = max(highest, saved + besides)
+        return Solution(seconds, saved, highest, error, tuple(choices))
+
+
+def _numbers(segment: Segment) -> Any:
+    """All that the sums of a segment are made of."""
+    options = [item.options for item in segment.items]
+    if segment.recompute is not None:
+        options.append([segment.recompute])
+    return (
+        segment.recompute is None,
+        *(tuple((own.seconds, own.nbytes, own.error) for own in each) for each in options),
+    )
 
 
 def pareto_front(values: np.ndarray) -> np.ndarray:
@@ -222,25 +259,28 @@ def _multipliers(segments: Sequence[Segment]) -> np.ndarray:
     return np.concatenate([[0.0], np.geomspace(low, high, MULTIPLIERS - 1)])
 
 
-def _greedy(
-    segments: Sequence[Segment], multiplier: float
-) -> tuple[np.ndarray, Callable[[int], list[_Choices]]]:
+def _greedy(sums: _Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], list[_Choices]]]:
     """From the cheapest solution to the smallest, the most bytes per cost first.
 
     Returns:
         [solutions, 3], seconds, bytes saved and error of each; and the choices of one by its row.
     """
-    hulls = [_hull_of(segment, multiplier) for segment in segments]
+    segments, kinds = sums.segments, sums.kinds
+    first = {kind: place for place, kind in reversed([*enumerate(kinds)])}
+    of_kind = {kind: _hull_of(segments[place], multiplier) for kind, place in first.items()}
+    rates = {kind: _rates(*hull[:2]) for kind, hull in of_kind.items()}
+    hulls = [of_kind[kind] for kind in kinds]
     # Sorted by rate, a segment's own steps stay in order: its hull is convex.
     steps = sorted(
         (rate, number, place + 1)
-        for number, (nbytes, cost, _, _) in enumerate(hulls)
-        for place, rate in enumerate(_rates(nbytes, cost))
+        for number, kind in enumerate(kinds)
+        for place, rate in enumerate(rates[kind])
     )
-    values = [
-        np.array([_total(segment, own) for own in choices])
-        for segment, (_, _, choices, _) in zip(segments, hulls, strict=True)
-    ]
+    summed = {
+        kind: np.array([sums.total(place, own) for own in of_kind[kind][2]])
+        for kind, place in first.items()
+    }
+    values = [summed[kind] for kind in kinds]
     totals = [sum((own[0] for own in values), np.zeros(3))]
     asides: list[tuple[int, int, tuple[int, ...]]] = []  # after a step, a segment otherwise
     others = []
@@ -251,7 +291,7 @@ def _greedy(
         if choices[place] is None:  # less than the whole segment may do
             for own in inner:
                 asides.append((step, number, own))
-                others.append(totals[-1] - now + _total(segments[number], own))
+                others.append(totals[-1] - now + np.array(sums.total(number, own)))
         totals.append(totals[-1] - now + then)
         places[number] = place
 
@@ -265,11 +305,6 @@ def _greedy(
         return found
 
     return np.array([*totals, *others]), choices_at
-
-
-def _total(segment: Segment, own: _Choices) -> np.ndarray:
-    """Seconds, bytes saved and error of a segment."""
-    return np.array(evaluate([segment], [own])[:4])[[0, 1, 3]]
 
 
 def _hull_of(segment: Segment, multiplier: float) -> _Hull:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from memtrain.config.sources import KEEP
 from memtrain.plan.build import spec
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import activation_rules as rules_of
+from memtrain.planner.goal import Told, silent
 from memtrain.planner.knapsack import Item, Option, pareto_front
 from memtrain.planner.noise import derived_error, relative_error
 from memtrain.planner.schemes import (
@@ -60,7 +62,9 @@ class SavedTensor(NamedTuple):
 _Trace = list[SavedTensor]
 
 
-def saved_items(plan: Plan, model: nn.Module, batch: Any, *, quantise: bool) -> list[Item]:
+def saved_items(
+    plan: Plan, model: nn.Module, batch: Any, *, quantise: bool, told: Told = silent
+) -> list[Item]:
     """Trace a forward under each scheme, group what is saved together, and list its options.
 
     Bytes at widths that were not traced are on the line through two that were: codes are packed to
@@ -71,13 +75,14 @@ def saved_items(plan: Plan, model: nn.Module, batch: Any, *, quantise: bool) -> 
         model: Real or fake; not changed.
         batch: What it is called with.
         quantise: Whether there are other schemes than `keep`.
+        told: Is told each forward.
 
     Returns:
         Items in the order of the forward.
     """
     pairs = [(name, DEFAULT) for name in (SCHEMES if quantise else (KEEP,))]
     pairs += [(name, NARROW) for name in ((CODES, GROUPS) if quantise else ())]
-    traces = _traces([_under(plan, model, *pair) for pair in pairs], model, batch)
+    traces = _traces([_under(plan, model, *pair) for pair in pairs], model, batch, told)
     wide = {name: trace for (name, own), trace in zip(pairs, traces, strict=True) if own is DEFAULT}
     groups = _united(traces)
     slopes: dict[tuple[Any, ...], tuple[str, int]] = {}
@@ -128,11 +133,14 @@ def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int])
     return replace(plan, bits=plan.automatic_bits())
 
 
-def _traces(plans: Sequence[Plan], model: nn.Module, batch: Any) -> list[_Trace]:
+def _traces(
+    plans: Sequence[Plan], model: nn.Module, batch: Any, told: Told = silent
+) -> list[_Trace]:
     """Trace a forward under each plan; plans that choose alike have one trace."""
     known: list[tuple[dict[Site, Compressor | Keep], _Trace]] = []
     found: list[_Trace] = []
-    for plan in plans:
+    for place, plan in enumerate(plans, 1):
+        told("a forward under each scheme", place, len(plans))
         same = (
             trace
             for choices, trace in known
@@ -306,6 +314,7 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
     return Option(0.0, nbytes, error, name, moved, calls, choices)
 
 
+@cache
 def _named(chosen: Compressor) -> str:
     """As a plan file has it: `group 4`."""
     own = spec(chosen)

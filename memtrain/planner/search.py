@@ -1,13 +1,16 @@
 """The fastest step, or the least noise, whose peak fits a budget of bytes."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import Site
 from memtrain.audit.peak import Moment, StepOptions
@@ -18,10 +21,20 @@ from memtrain.config.sources import KEEP, Config
 from memtrain.gradient_quality import closure_of
 from memtrain.plan import plan as rules
 from memtrain.plan.build import spec
+from memtrain.plan.entries import training_dtypes
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.goal import ALLOWED, DoesNotFit, Fit, Goal, Objective, advice
+from memtrain.planner.goal import (
+    ALLOWED,
+    DoesNotFit,
+    Fit,
+    Goal,
+    Objective,
+    Told,
+    advice,
+    silent,
+)
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
 from memtrain.planner.optimizer_states import count_states, gather_states, state_config
 from memtrain.planner.schemes import STATES, TORCH
@@ -105,6 +118,7 @@ def fit(
     cfg: Any = None,
     *,
     goal: Goal = Goal(),  # noqa: B008 (a frozen value)
+    told: Told = silent,
 ) -> Fit:
     """Choose what to compress and what to recompute, so that a training step's peak fits.
 
@@ -123,6 +137,7 @@ def fit(
         cfg: Anything that `memtrain.wrap` takes: its exceptions, options, `weights` and
             `gradients` hold; its rules do not.
         goal: What is allowed, and what for.
+        told: Is told each stage, and how much of it is done.
 
     Returns:
         The plan, the promised peak, step time and error.
@@ -145,11 +160,13 @@ def fit(
     size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
     measure = goal.sensitivity == "measured"
     measure |= goal.sensitivity == "auto" and is_real(model, batch)
-    candidates = _all_candidates(model, optimizer, config, batch, goal, measure=measure)
+    candidates = _all_candidates(model, optimizer, config, batch, goal, measure=measure, told=told)
     listed = best_candidates(candidates, goal.objective)
+    most, count = 3 + len(listed).bit_length(), itertools.count(1)
 
     @cache
     def peak(index: int) -> Moment:
+        told("the peak of a plan", next(count), most)
         return predict(model, optimizer, batch, config_of(listed[index]), goal.options).peak
 
     place = first_that_fits(listed, peak, size)
@@ -157,6 +174,7 @@ def fit(
         helps = advice(size, peak(place), batch, ALLOWED, goal.names, goal.max_error)
         raise DoesNotFit(size, peak(place), helps)
     best = listed[place]
+    told("the plan's sites", 0, 0)
     return Fit(
         plan=_plan(model, optimizer, config_of(best), batch, goal.options),
         budget=size,
@@ -204,28 +222,64 @@ def first_that_fits(
 
 
 def _all_candidates(
-    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, goal: Goal, *, measure: bool
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: Config,
+    batch: Any,
+    goal: Goal,
+    *,
+    measure: bool,
+    told: Told = silent,
 ) -> list[CandidatePlan]:
     """The candidate plans of every way to keep weights and gradients."""
     names, found = goal.names, []
-    for weights in _settings(config.weights, "bf16+8", "weights" in names):
+    spaces: dict[Any, SearchSpace] = {}
+    variants = STATES if "quantise" in names else (TORCH,)
+    told("optimizer states", 0, 0)
+    states, mixtures = gather_states(model, optimizer, config, variants, goal)
+    solved: dict[Any, list[Solution]] = {}
+    for weights in _settings(config.weights, _weights(model), "weights" in names):
         held = replace(config, weights=weights)
-        space = gather(model, optimizer, held, batch, goal)
-        if measure:
-            space = measured(model, goal.closure or closure_of(model, batch), space)
-        else:
-            space = analytic(space)
-        variants = STATES if "quantise" in names else (TORCH,)
-        states, mixtures = gather_states(model, optimizer, held, variants, goal)
-        for gradients in _settings(config.gradients, "release", "release" in names):
-            plan = replace(space.plan, config=replace(space.plan.config, gradients=gradients))
-            own = replace(space, plan=plan, states=states, mixtures=mixtures)
-            found += candidate_plans(model, optimizer, own, goal)
+        key = _converts(model, batch, held)
+        if key not in spaces:
+            spaces[key] = gather(model, optimizer, held, batch, goal, told)
+            if measure:
+                told("sensitivities", 0, 0)
+                closure = goal.closure or closure_of(model, batch)
+                spaces[key] = measured(model, closure, spaces[key])
+            else:
+                spaces[key] = analytic(spaces[key])
+        none = replace(spaces[key].plan.config, weights=weights)
+        for gradients in _settings(config.gradients, ("release",), "release" in names):
+            plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
+            own = replace(spaces[key], plan=plan, states=states, mixtures=mixtures)
+            if (key, gradients) not in solved:
+                told("combinations", 0, 0)
+                solved[key, gradients] = solve(priced(own, goal), goal.max_error, goal.objective)
+            found += candidate_plans(own, goal, solved[key, gradients])
     return found
 
 
-def _settings(now: str, other: str, allowed: bool) -> list[str]:
-    return [now, other] if allowed and now == KEEP else [now]
+def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
+    """What is to be tried, the best of equal ones first."""
+    if not allowed or now != KEEP:
+        return [now]
+    return [*others] if KEEP in others else [now, *others]
+
+
+def _weights(model: nn.Module) -> tuple[str, ...]:
+    """Ways to keep weights, the truest first: bfloat16 ones lose small updates as they are."""
+    low = any(p.dtype == torch.bfloat16 for p in model.parameters())
+    return ("bf16+8", "bf16+sr", KEEP) if low else (KEEP, "bf16+8", "bf16+sr")
+
+
+def _converts(model: nn.Module, batch: Any, config: Config) -> Any:
+    """What a forward's dtypes depend on: the dtype of converted weights and inputs."""
+    dtypes = training_dtypes(model, config)
+    given = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    changed = any(p.dtype == torch.float32 for p in dtypes)
+    changed |= bool(dtypes) and any(x.dtype == torch.float32 for x in given)
+    return next(iter(dtypes.values())) if changed else None
 
 
 def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
@@ -255,23 +309,20 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
 
 
 def candidate_plans(
-    model: nn.Module, optimizer: Optimizer, space: SearchSpace, goal: Goal
+    space: SearchSpace, goal: Goal, solutions: Sequence[Solution]
 ) -> list[CandidatePlan]:
     """Combine solutions for saved tensors with mixtures of states, where no other is better.
 
     Args:
-        model: Real or fake; not changed.
-        optimizer: Not changed.
-        space: With states.
+        space: With states, and the plan of its weights and gradients.
         goal: What is asked.
+        solutions: For its saved tensors.
 
     Returns:
         Plans, for each mixture the best first.
     """
-    solutions = solve(priced(space, goal), goal.max_error, goal.objective)
-    plan = rules.make_plan(model, optimizer, space.plan.config)
-    weights = sum(entry.planned for entry in plan.entries("weight"))
-    gradients = sum(entry.planned for entry in plan.entries("gradient"))
+    weights = sum(entry.planned for entry in space.plan.entries("weight"))
+    gradients = sum(entry.planned for entry in space.plan.entries("gradient"))
     base = 3 * goal.rates.seconds(space.work)
     saved = np.array(
         [(one.seconds, max(one.highest, one.saved, gradients), one.error) for one in solutions]
@@ -293,11 +344,19 @@ def candidate_plans(
 def best_candidates(
     candidates: Sequence[CandidatePlan], objective: Objective
 ) -> list[CandidatePlan]:
-    """List plans of which each has a smaller peak than all that are better, thinned out evenly."""
+    """List plans of which each has a smaller peak than all that are better, thinned out evenly.
 
-    def worth(one: CandidatePlan) -> tuple[float, float, float]:
+    Args:
+        candidates: Of plans that are equally good an earlier one is preferred.
+        objective: What is best.
+    """
+    place: dict[str, int] = {}
+
+    def worth(one: CandidatePlan) -> tuple[float, ...]:
         first, second = one.seconds, one.error
-        return (*((first, second) if objective == "time" else (second, first)), one.peak)
+        best = (first, second) if objective == "time" else (second, first)
+        kept = one.space.plan.config.weights if one.space is not None else KEEP
+        return (*best, place.setdefault(kept, len(place)), one.peak)
 
     listed = shrinking(sorted(candidates, key=worth), lambda one: one.peak)
     return listed if len(listed) <= PLANS else thinned(listed, lambda one: one.peak, PLANS)

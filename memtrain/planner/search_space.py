@@ -12,7 +12,7 @@ from memtrain.audit.peak.predict import conditions
 from memtrain.config.sources import Config
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.planner.cost_model import Work, measure_forward
-from memtrain.planner.goal import Goal
+from memtrain.planner.goal import Goal, Told, silent
 from memtrain.planner.knapsack import Item, Option, Segment, Solution
 from memtrain.planner.saved_tensors import saved_items
 
@@ -39,7 +39,12 @@ class SearchSpace:
 
 
 def gather(
-    model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, goal: Goal
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: Config,
+    batch: Any,
+    goal: Goal,
+    told: Told = silent,
 ) -> SearchSpace:
     """Trace a forward under each scheme, and once with every block recomputed.
 
@@ -49,6 +54,7 @@ def gather(
         config: Its exceptions hold under every scheme; its rules do not.
         batch: What the model is called with.
         goal: Whether it allows `quantise` and `recompute`; its rates, and its step's options.
+        told: Is told each forward.
 
     Returns:
         Segments in the order of the forward, without states.
@@ -59,7 +65,7 @@ def gather(
     work = measure_forward(model, batch, paths)
     again: dict[str, Option] = {}
     with conditions(model, goal.options):
-        items = saved_items(plan, model, batch, quantise="quantise" in goal.names)
+        items = saved_items(plan, model, batch, quantise="quantise" in goal.names, told=told)
         if paths:
             for path, nbytes in _input_bytes(plan, model, batch, paths).items():
                 again[path] = Option(goal.rates.seconds(work.get(path, Work())), nbytes)

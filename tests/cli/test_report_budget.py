@@ -1,20 +1,25 @@
 """`memtrain-report budget=...` and plan files on the command line."""
 
+import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import memtrain
 from memtrain import planner
 from memtrain.audit.peak import Moment, StepOptions
+from memtrain.cli.command_line import working
 from memtrain.cli.render.data_files import as_text
 from memtrain.cli.render.outcome import Outcome, verdict
 from memtrain.cli.render.page import as_html
 from memtrain.cli.report import fitting
-from memtrain.cli.report.arguments import requested, settings
+from memtrain.cli.report.arguments import parse, requested, settings
+from memtrain.cli.report.main import _step as step_of
 from memtrain.cli.report.main import main
 from memtrain.config.sources import Config
 
@@ -26,7 +31,7 @@ def asked(*overrides):
 def test_the_keys_of_a_budget_reach_the_planner(monkeypatch):
     given = {}
 
-    def fit(model, optimizer, batch, budget, cfg, *, goal):
+    def fit(model, optimizer, batch, budget, cfg, *, goal, told):
         given.update(budget=budget, goal=goal, cfg=cfg)
         return "found"
 
@@ -122,8 +127,6 @@ def test_a_plan_of_another_model_names_its_sites(builder, capsys):
 
 
 def test_what_does_not_fit_is_told_in_lines(capsys):
-    from rich.console import Console
-
     moment = Moment("step", "step", 3 * 2**30, {"weights": 2**30, "gradients": 2**31})
     error = planner.DoesNotFit(2**30, moment, ["a smaller model"])
     fitting.show_misfit(Console(soft_wrap=True), error)
@@ -221,3 +224,29 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
         assert lines[1].endswith(second)
         assert lines[1] in as_html(outcome)
     assert [*verdict(Outcome(report, settings))] == []
+
+
+def test_predictions_are_cached_of_models_that_a_name_tells(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path))
+    console, options = Console(stderr=True), parse(["model=gpt2"])
+    gpt2 = step_of(asked("device=cpu")[0], options, console).cache
+    assert gpt2.folder == tmp_path
+    subjects = {gpt2.subject}
+    for more in ("dtype=bfloat16", "optimizer=sgd", "device=cuda", "dropout=0", "labels=false"):
+        subjects.add(step_of(asked(more)[0], options, console).cache.subject)
+    assert len(subjects) == 6
+    own = requested(["model=py:theirs:build"])[0]
+    assert step_of(own, options, console).cache is None
+    assert step_of(asked()[0], parse(["model=gpt2", "--measure"]), console).cache is None
+    monkeypatch.setenv("MEMTRAIN_CACHE", "")
+    assert step_of(asked()[0], options, console).cache is None
+
+
+def test_a_bar_tells_the_stage_and_its_parts():
+    console = Console(force_terminal=True, width=100, file=io.StringIO())
+    with working(console, "planning") as told:
+        told("the peak of a plan", 3, 11)
+        time.sleep(0.15)
+    shown = console.file.getvalue()
+    assert "planning: the peak of a plan" in shown
+    assert "3 of at most 11" in shown

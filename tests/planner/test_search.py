@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,13 +13,13 @@ from memtrain.audit.peak import Moment
 from memtrain.compressors import Keep
 from memtrain.config.sources import ActivationRule, Activations, Config
 from memtrain.plan.rules import state_site
-from memtrain.planner import DoesNotFit, Goal, fit, make_plan, search
+from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search
 from memtrain.planner.knapsack import evaluate, solve
 from memtrain.planner.optimizer_states import chosen_states, count_states, gather_states
 from memtrain.planner.schemes import STATES
 from memtrain.planner.search import CandidatePlan, best_candidates, config_of, first_that_fits
 from memtrain.planner.search_space import gather
-from tests.planner.nets import X, everything, make
+from tests.planner.nets import Net, X, everything, make
 from tests.planner.test_knapsack import segments_of
 
 ANALYTIC = Goal(sensitivity="analytic")
@@ -72,7 +73,7 @@ def test_a_plan_is_found_although_the_smallest_by_its_bytes_has_larger_temporari
 def proxy(monkeypatch, gathered):
     """Peaks from the plan's own bytes, and traces that are made once: both take seconds."""
 
-    def gather_once(model, optimizer, config, batch, goal):
+    def gather_once(model, optimizer, config, batch, goal, told):
         key = (str(config), "quantise" in goal.names, "recompute" in goal.names, goal.rates)
         if key not in gathered:
             gathered[key] = gather(model, optimizer, config, batch, goal)
@@ -193,6 +194,46 @@ def test_what_does_not_fit_says_why_and_what_would_help(proxy):
     with pytest.raises(DoesNotFit, match="a batch of about"):
         fit(model, optimizer, X, "1.1MB", goal=ANALYTIC)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_advice_of_a_refusal_is_taken():
+    """Half-precision weights and all that is allowed: predicted, and it fits or says why not."""
+    torch.manual_seed(0)
+    model = Net(1).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    goal, tried = Goal(allow="recompute", sensitivity="analytic"), []
+    for size in ("1.2MB", "300KB"):
+        with pytest.raises(DoesNotFit) as caught:
+            fit(model, optimizer, X.bfloat16(), size, goal=goal)
+        (advice,) = [line for line in caught.value.help if line.startswith("allow=")]
+        allow = advice.partition("=")[2].partition(" ")[0].split(",")
+        assert allow == [*ALLOWED]
+        outcome = taken(model, optimizer, size, replace(goal, allow=allow))
+        tried.append(type(outcome).__name__)
+        if isinstance(outcome, DoesNotFit):
+            assert not any(line.startswith("allow=") for line in outcome.help)
+        else:
+            assert outcome.peak.nbytes <= outcome.budget
+            assert outcome.plan.config.weights in ("bf16+8", "bf16+sr")
+    assert tried == ["Fit", "DoesNotFit"]
+
+
+def taken(model, optimizer, size, goal):
+    """What comes of a budget: a plan, or why there is none."""
+    try:
+        return fit(model, optimizer, X.bfloat16(), size, goal=goal)
+    except DoesNotFit as error:
+        return error
+
+
+def test_of_equal_plans_the_one_with_truer_weights_comes_first():
+    low, whole = Net(1).bfloat16(), Net(1)
+    assert search._weights(low) == ("bf16+8", "bf16+sr", "keep")
+    assert search._weights(whole) == ("keep", "bf16+8", "bf16+sr")
+    assert search._settings("fp16+8", search._weights(whole), True) == ["fp16+8"]
+    assert search._converts(low, X.bfloat16(), Config(weights="bf16+sr")) is None
+    assert search._converts(whole, X, Config(weights="bf16+sr")) == torch.bfloat16
+    assert search._converts(whole, X, Config()) is None
 
 
 def test_the_promise_is_kept_by_a_real_step():

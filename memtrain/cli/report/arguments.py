@@ -80,8 +80,8 @@ keys:
   autocast   bfloat16, float16: around the forward whose peak is predicted
   memory     24GiB, 24GB ...: search the largest batch and the longest sequence
              whose predicted peak fits (some minutes)
-  budget     24GiB, 24GB ...: plan so that the peak fits (some minutes); what a
-             preset's rules say does not count then; with
+  budget     24GiB, 24GB ...: plan so that the peak fits (about a minute); what
+             a preset's rules say does not count then; with
     allow      quantise,recompute (also: release, weights)
     max_error  1: the most noise, in units of balanced's
     objective  time, error
@@ -120,6 +120,8 @@ options:
   --fail-under RATIO  exit status 3 if plain PyTorch takes less than RATIO
                times as much
   --diff BEFORE AFTER  compare two --json files
+
+Predicted steps are kept in $MEMTRAIN_CACHE (~/.cache/memtrain; empty: nowhere).
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
 file that cannot be read or written, 3 --fail-over or --fail-under, or nothing

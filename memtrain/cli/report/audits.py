@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
@@ -15,7 +16,7 @@ from memtrain.config.sources import Config
 from memtrain.gradient_quality import GradientQuality, gradient_quality
 from memtrain.plan.plan import make_plan
 
-Working = Callable[[str], AbstractContextManager[None]]
+Working = Callable[[str], AbstractContextManager[Any]]
 
 
 def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) -> Report:

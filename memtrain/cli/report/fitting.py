@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +20,7 @@ from memtrain.config.sources import Config
 from memtrain.plan.file import load
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, measure_rates, read_rates
+from memtrain.planner.goal import Told, silent
 
 _MOST = 2**20
 
@@ -68,7 +70,9 @@ def goal(request: Request, step: StepOptions) -> Goal | None:
     )
 
 
-def planned(request: Request, config: Config, built: Built, goal: Goal | None) -> Fit | None:
+def planned(
+    request: Request, config: Config, built: Built, goal: Goal | None, told: Told = silent
+) -> Fit | None:
     """The plan that fits the budget, if there is one to fit.
 
     Args:
@@ -76,6 +80,7 @@ def planned(request: Request, config: Config, built: Built, goal: Goal | None) -
         config: Whose exceptions and options hold.
         built: Model, optimizer and batch.
         goal: What is asked of the plan.
+        told: Is told each stage.
 
     Returns:
         What the planner found; None without a goal.
@@ -88,7 +93,7 @@ def planned(request: Request, config: Config, built: Built, goal: Goal | None) -
     if goal is None or request.budget is None:
         return None
     try:
-        return fit(*built, request.budget, config, goal=goal)
+        return fit(*built, request.budget, config, goal=goal, told=told)
     except (ValueError, TypeError):
         raise
     # A user's model may raise anything under fake tensors: one line, not a traceback.
@@ -101,7 +106,7 @@ def largest_sizes(
     request: Request,
     config: Config,
     options: StepOptions,
-    working: Callable[[str], AbstractContextManager[None]],
+    working: Callable[[str], AbstractContextManager[Any]],
 ) -> dict[str, dict[str, int]]:
     """Search the largest batch, and for text the longest sequence, whose predicted peak fits.
 

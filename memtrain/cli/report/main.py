@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.disk_cache import DiskCache, cache_folder
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report
 from memtrain.cli.command_line import consoles, drop_output, replaced, working
@@ -35,6 +36,8 @@ from memtrain.config.sizes import format_size, parse_size
 from memtrain.config.sources import Config
 from memtrain.planner import DoesNotFit, write_rates
 
+_SUBJECT = ("model", "dtype", "labels", "attention", "dropout", "optimizer", "image")
+"""Keys of a request that a prediction depends on besides its batch and its step."""
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -96,8 +99,8 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
         built = (
             build_real(request, config.seed, _place(step)) if options.measure else build(request)
         )
-    with told("planning"):
-        planned = fitting.planned(request, config, built, goal)
+    with told("planning") as stage:
+        planned = fitting.planned(request, config, built, goal, stage)
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
         fitting.save(options.plan, built, config, step)
@@ -133,10 +136,27 @@ def _step(request: Request, options: argparse.Namespace, errors: Console) -> Ste
     on_cuda = request.device != "cpu" and torch.cuda.is_available()
     if options.snapshot is not None and not on_cuda:
         raise ValueError("--snapshot is of the CUDA allocator; there is no CUDA device to run on")
+    step = request.step
     if options.measure and request.device != "cpu" and not on_cuda:
         errors.print("memtrain-report: no CUDA device here: predicted and measured on the CPU")
-        return replace(request.step, device="cpu")
-    return request.step
+        step = replace(request.step, device="cpu")
+    return replace(step, cache=_cache(request, step, options, errors))
+
+
+def _cache(
+    request: Request, step: StepOptions, options: argparse.Namespace, errors: Console
+) -> DiskCache | None:
+    """Of predictions: of models that their name or config file tells, as long as none is run."""
+    folder = cache_folder()
+    if folder is None or options.measure or request.model.startswith("py:"):
+        return None
+    asked = {key: getattr(request, key) for key in _SUBJECT}
+    path = request.model.removeprefix("hf:")
+    if path != request.model:
+        path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        asked["model"] = path.read_text() if path.is_file() else request.model
+    subject = f"{asked} on {step.device} under {step.autocast}"
+    return DiskCache(folder, subject, lambda text: errors.print(f"memtrain-report: {text}"))
 
 
 def _place(step: StepOptions) -> str:
