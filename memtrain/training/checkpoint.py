@@ -22,17 +22,36 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     Raises:
         OSError: If it cannot be written (a full disk, a folder that is gone); names the path.
     """
+    write_whole(path, {**content, "format": FORMAT}, "checkpoint")
+
+
+def write_whole(path: Path, content: Any, what: str) -> None:
+    """Save tensors beside `path`, then move the file there.
+
+    Args:
+        path: The file's place; an older one survives any failure.
+        content: As `torch.save` takes it.
+        what: Names the file in messages.
+
+    Raises:
+        OSError: If it cannot be written; names the path, and has the `errno` of the cause.
+    """
     partial = path.with_suffix(".tmp")
     try:
         with partial.open("wb") as file:
-            torch.save({**content, "format": FORMAT}, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when cut off
         with suppress(OSError):  # the folder itself may be gone
             partial.unlink()
-        raise OSError(f"cannot write checkpoint {str(path)!r}: {error}") from error
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        told = OSError(f"cannot write {what} {str(path)!r}: {cause or error}")
+        told.errno = None if cause is None else cause.errno
+        raise told from error
 
 
 def read_checkpoint(where: str | Path) -> dict[str, Any]:

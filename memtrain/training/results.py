@@ -1,7 +1,10 @@
 """Results of runs: metrics as CSV, a summary as JSON, one table and one picture."""
 
 import csv
+import errno
+import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,19 +43,22 @@ def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Iterator[Callable[
         rows: Lines to begin with (of the run that is continued).
 
     Yields:
-        A function that appends a row; None is left empty.
+        A function that appends a row; None is left empty. It raises OSError if the disk is full.
 
     Raises:
         FileExistsError: If the file exists.
     """
-    with path.open("x", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+    # Without a buffer: what cannot be written must not be tried again when the file is closed.
+    with path.open("xb", buffering=0) as file:
 
-        def write(row: Metrics) -> None:
-            writer.writerow(row)
-            file.flush()
+        def write(row: Iterable[Any]) -> None:
+            line = io.StringIO(newline="")
+            csv.writer(line).writerow(row)
+            content = line.getvalue().encode()
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-        writer.writerow(Metrics._fields)
+        write(Metrics._fields)
         for row in rows:
             write(row)
         yield write
@@ -131,6 +137,22 @@ def mib(nbytes: float) -> str:
     if nbytes < 2**19:
         return f"{nbytes / 2**10:.1f} KiB"
     return f"{nbytes / 2**20:,.2f} MiB"
+
+
+def result(name: str, summary: Mapping[str, Any]) -> str:
+    """One line: what a run came to.
+
+    Args:
+        name: Of the run.
+        summary: `Run.summary()`.
+
+    Example:
+        >>> result("plain", {"steps": 8, "train_loss": 2.0, "validation_loss": None})
+        'plain: 8 steps, train loss 2.0000'
+    """
+    losses = (("train loss", "train_loss"), ("validation loss", "validation_loss"))
+    told = [f"{label} {summary[key]:.4f}" for label, key in losses if summary[key] is not None]
+    return f"{name}: " + ", ".join([f"{summary['steps']} steps", *told])
 
 
 def promise(found: Fit, peak: int) -> str:

@@ -1,5 +1,6 @@
 """A whole call of `memtrain-train`: folder, runs one after another, checkpoints, results."""
 
+import os
 import shutil
 import signal
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,6 +86,8 @@ class Session:
             raise
         OmegaConf.save(OmegaConf.create(asdict(config)), self.folder / "config.yaml")
         self._stop = False
+        self._lost: dict[str, OSError] = {}  # file -> why it could not be written
+        self._saved = ""  # what the newest checkpoint holds
 
     @property
     def checkpoint(self) -> Path:
@@ -103,7 +107,8 @@ class Session:
         Raises:
             KeyboardInterrupt: After SIGINT, SIGTERM or `stop()`; a checkpoint has been written, and
                 the message says how to continue.
-            OSError: If the last checkpoint or the results cannot be written.
+            OSError: After the last run, if a file could not be written: which and why, what is
+                kept, and what to do.
             FloatingPointError: If a loss is NaN or infinite.
         """
         training, output = self.config.training, self.config.output
@@ -119,6 +124,8 @@ class Session:
                     resumed = current if current and current["run"] == name else None
                     self._train_one(name, resumed, write, display)
         self._finish(display)
+        if self._lost:
+            raise OSError(self._told())
         return self.summaries
 
     def _train_one(
@@ -128,31 +135,42 @@ class Session:
         run = Run(name, self.config, self.source, self.fit)
         if state:
             run.load_state(state)
+
+        def note(row: Metrics) -> None:
+            self._keep("metrics.csv", lambda: write(row), display)
+
         display.begin(name, run.step, training.steps)
         if not state:
-            self._validate(run, write, display)
+            self._validate(run, note, display)
         while not run.finished and not self._stop:
             row = run.train_step()
-            write(row)
+            note(row)
             display.step(row, training.steps, run.kept)
             if run.finished or is_due(run.step, training.eval_every):
-                self._validate(run, write, display)
+                self._validate(run, note, display)
             if is_due(run.step, training.checkpoint_every) and not run.finished:
-                self._try_save(run, display)
-        self._save(run)
+                self._save(run, display)
+        if not self._stop:
+            display.say(results.result(name, run.summary()))
+        self._save(run, display)
         if self._stop:
             resume = f"memtrain-train resume={self.folder}"
-            raise KeyboardInterrupt(f"interrupted; continue with: {resume}")
+            raise KeyboardInterrupt(
+                f"interrupted; {self._told() if self._lost else f'continue with: {resume}'}"
+            )
         self.summaries[name] = run.summary()
         self.rows += run.rows
-        torch.save(run.model.state_dict(), self._model_file(self.folder, name))
+        path = self._model_file(self.folder, name)
+        weights = run.model.state_dict()
+        self._keep(path.name, lambda: checkpoint.write_whole(path, weights, "model"), display)
 
     def _bring_models(self, display: Display) -> None:
         """Copy the models of the runs that were finished before this call."""
         for name in self.summaries:
             earlier = self._model_file(Path(self.state["folder"] if self.state else "."), name)
             if earlier.is_file():
-                shutil.copyfile(earlier, self._model_file(self.folder, name))
+                copy = partial(shutil.copyfile, earlier, self._model_file(self.folder, name))
+                self._keep(f"{name}_model.pt", copy, display)
             else:
                 display.warn(f"{str(earlier)!r} is gone: the new folder will not have it")
 
@@ -165,40 +183,75 @@ class Session:
         write(row)
         display.validation(row)
 
-    def _save(self, run: Run) -> None:
+    def _save(self, run: Run, display: Display) -> None:
         content = {
             "config": asdict(self.config),
             "summaries": self.summaries,
             "finished_rows": [list(row) for row in self.rows],
             "current": run.state(),
         }
-        checkpoint.write_checkpoint(self.checkpoint, content)
 
-    def _try_save(self, run: Run, display: Display) -> None:
-        """A failure on the way costs a warning: the run goes on, and the older file stays."""
+        def write() -> None:
+            checkpoint.write_checkpoint(self.checkpoint, content)
+            self._saved = f"step {run.step} of {self.config.training.steps} of the {run.name} run"
+
+        self._keep(self.checkpoint.name, write, display)
+
+    def _keep(self, name: str, write: Callable[[], object], display: Display) -> None:
+        """Write a file; a failure costs a warning, and is told again at the end."""
+        if name == "metrics.csv" and name in self._lost:
+            return  # a line is missing: those after it would not follow
         try:
-            self._save(run)
+            write()
         except OSError as error:
-            display.warn(str(error))
+            if name not in self._lost:
+                display.warn(str(error))
+            self._lost[name] = error
+        else:
+            self._lost.pop(name, None)
+
+    def _told(self) -> str:
+        """What could not be written and why, what is kept, and what to do."""
+        why = next(iter(self._lost.values()))
+        reason = os.strerror(why.errno) if why.errno else str(why)
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        kept = sorted(item.name for item in found if not item.name.startswith("."))
+        lost = [name for name in self._lost if name not in kept or name != self.checkpoint.name]
+        stale = [f"a newer {self.checkpoint.name}"] * (len(lost) < len(self._lost))
+        whole = [name for name in kept if name not in lost]
+        then = f"memtrain-train resume={self.folder} continues from {self._saved}"
+        if self.checkpoint.name not in kept:
+            then = "run it again, there is no checkpoint (output.folder= takes another disk)"
+        return (
+            f"could not write {', '.join([*stale, *lost])}: {reason}; "
+            f"{self.folder} holds {', '.join(whole) or 'nothing'}; make room, then {then}"
+        )
 
     def _finish(self, display: Display) -> None:
+        """Print the results, then write them."""
+        self.console.print(results.table(str(self.config.experiment), self.summaries))
+        found = self.fit if "wrapped" in self.summaries else None
+        if found is not None:
+            peak = self.summaries["wrapped"]["bytes"]["peak"]
+            self.console.print(results.promise(found, peak), highlight=False, soft_wrap=True)
+        summary, plot, plan = (
+            self.folder / name for name in ("summary.json", "plot.png", "plan.yaml")
+        )
+        facts = {
+            "experiment": str(self.config.experiment),
+            "resumed": self.state is not None,
+            "torch": torch.__version__,
+        }
+        write = partial(results.write_summary, summary, self.summaries, **facts)
+        self._keep(summary.name, write, display)
+        if found is not None:
+            self._keep(plan.name, lambda: found.plan.save(plan), display)
         if self.config.output.plot:
             try:
-                results.draw(self.folder / "plot.png", self.rows, self.summaries)
+                draw = partial(results.draw, plot, self.rows, self.summaries)
+                self._keep(plot.name, draw, display)
             except ModuleNotFoundError as error:
                 display.warn(f"no plot.png: {error}")
-        results.write_summary(
-            self.folder / "summary.json",
-            self.summaries,
-            experiment=str(self.config.experiment),
-            resumed=self.state is not None,
-            torch=torch.__version__,
-        )
-        self.console.print(results.table(str(self.config.experiment), self.summaries))
-        if self.fit is not None and "wrapped" in self.summaries:
-            peak = self.summaries["wrapped"]["bytes"]["peak"]
-            self.console.print(results.promise(self.fit, peak), highlight=False, soft_wrap=True)
-            self.fit.plan.save(self.folder / "plan.yaml")
         self.console.print(f"results: {self.folder}", highlight=False, soft_wrap=True)
 
     @contextmanager

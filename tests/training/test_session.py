@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -294,3 +295,71 @@ def test_default_folder_is_relative(smoke, tmp_path, monkeypatch):
     session = Session(config)
     assert session.folder.parent == Path("outputs/smoke")
     assert (tmp_path / session.folder).is_dir()
+
+
+@pytest.fixture
+def small_files():
+    """A disk, as it were, that takes no file above a size: sets it, and None takes it back."""
+    limit = resource.RLIMIT_FSIZE
+    before = resource.getrlimit(limit)
+
+    def allow(nbytes):
+        most = before[0] if nbytes is None else nbytes
+        resource.setrlimit(limit, (most, before[1]))
+
+    yield allow
+    resource.setrlimit(limit, before)
+
+
+def test_a_full_disk_loses_no_result_and_says_what_is_kept(smoke, small_files, monkeypatch):
+    screen = io.StringIO()
+    overrides = ["output.plot=false", "training.checkpoint_every=3", "training.steps=4"]
+    session = Session(smoke(*overrides), console=Console(file=screen, width=100))
+    small_files(2**14)
+    with pytest.raises(OSError, match="could not write") as caught:
+        session.train()
+    small_files(None)
+    told, text = str(caught.value), screen.getvalue()
+    assert told.startswith(
+        "could not write checkpoint.pt, plain_model.pt, wrapped_model.pt: File too large; "
+    )
+    assert f"{session.folder} holds config.yaml, metrics.csv, summary.json; make room" in told
+    assert "there is no checkpoint" in told
+    # once each, and both runs' results before
+    assert text.count("cannot write checkpoint") == 1
+    for run in ("plain", "wrapped"):
+        assert text.index(f"{run}: 4 steps, train loss") < text.index(f"{run}_model.pt")
+    assert "saved activations" in text
+    assert len(_rows(session.folder)) == 2 * 6
+
+
+def test_a_disk_that_fills_up_keeps_the_older_checkpoint(smoke, small_files, monkeypatch):
+    overrides = ["output.plot=false", "training.checkpoint_every=2", "training.runs=[plain]"]
+    session = Session(smoke(*overrides))
+    original = Run.train_step
+
+    def train_step(self):
+        small_files(64 if self.step >= 4 else None)
+        return original(self)
+
+    monkeypatch.setattr(Run, "train_step", train_step)
+    with pytest.raises(OSError, match="could not write a newer checkpoint") as caught:
+        session.train()
+    small_files(None)
+    told = str(caught.value)
+    assert "metrics.csv, plain_model.pt, summary.json: File too large" in told
+    assert "holds checkpoint.pt, config.yaml; make room" in told
+    then = f"memtrain-train resume={session.folder} continues from step 4 of 8 of the plain run"
+    assert told.endswith(then)
+    monkeypatch.undo()
+    again = _resume(session.folder)
+    assert again.train()["plain"]["steps"] == 8
+
+
+@pytest.mark.nightly
+def test_an_interrupted_run_that_cannot_be_saved_says_so(smoke, small_files, monkeypatch):
+    _interrupt(monkeypatch, "plain", 2)
+    session = Session(smoke("output.plot=false"))
+    small_files(2**14)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; could not write checkpoint"):
+        session.train()
