@@ -22,6 +22,7 @@ from benchmarks import (
     peaks_everywhere,
     precision,
     presets,
+    promises,
     seeds,
 )
 from benchmarks.harness import (
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         peaks_everywhere,
         precision,
         presets,
+        promises,
         seeds,
     )
 }
