@@ -119,6 +119,7 @@ def wrap(
             seed=plan.config.seed,
             on_saved=plan.record,
             rounding=rounding,
+            compresses=plan.compresses,
         )
         interception.saved.watch = _watch(model, plan)
     if plan.state_rules:

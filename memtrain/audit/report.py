@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.recompute import recomputed
+from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.join import join, site_bytes
@@ -25,7 +25,6 @@ from memtrain.audit.peak.predict import (
 from memtrain.audit.peak.timeline import Timeline
 from memtrain.audit.peak.training_step import StepOptions, check_batch
 from memtrain.compressors import Compressor, Identity, Keep
-from memtrain.config.sources import Config
 from memtrain.plan.entries import UNKNOWN, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE, expand
@@ -235,7 +234,7 @@ def audit(
     report = Report(
         rows=(*map(_entry_row, known), *activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
-        unmatched=() if unseen else tuple(_unmatched(plan.config, choices, known, planned)),
+        unmatched=() if unseen else tuple(_unmatched(plan, choices, known, planned)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
         unknown={
             entry.kind: entry.reason.removeprefix(UNKNOWN)
@@ -263,9 +262,9 @@ def _planned_trace(
     plain: list[Record],
     choices: dict[Site, Compressor | Keep],
 ) -> list[Record]:
-    if plan.intercepts:
+    if plan.compresses:
         return plan.trace(model, batch, choices)
-    return [  # `wrap` then leaves the model alone
+    return [  # `wrap` then leaves saved tensors alone
         record._replace(planned=record.nbytes, compressor="", reason=NO_RULE.reason)
         for record in plain
     ]
@@ -349,13 +348,15 @@ def _kept(entries: Iterable[PlanEntry], planned: Iterable[Record]) -> list[KeptT
 
 
 def _unmatched(
-    config: Config, asked: Iterable[Site], entries: Iterable[PlanEntry], records: Iterable[Record]
+    plan: Plan, asked: Iterable[Site], entries: Iterable[PlanEntry], records: Iterable[Record]
 ) -> list[str]:
     """Rules that won at no site, and sites of a plan file that the forward does not have."""
+    config = plan.config
     states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]
     pairs = [(site[0], site[-1]) for site in states]
     known = {site.name for site in (*asked, *(record.site for record in records))}
     return [
+        *([f"activations.recompute: {NO_BLOCKS}"] if plan.no_blocks else ()),
         *(f"activations.sites: {name}" for name in config.activations.sites if name not in known),
         *_losers("activations", ("module", "op", "tensor"), config.activations, asked),
         *(_losers("optim", ("parameter", "state"), config.optim, pairs) if pairs else ()),

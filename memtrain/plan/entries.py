@@ -74,14 +74,24 @@ def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
         sites.setdefault(record.site, []).append(record)
     for site, rows in sites.items():
         shown = next((row for row in rows if row.compressor), rows[0])
+        planned = sum(row.planned for row in rows)
         yield PlanEntry(
             site.name,
             "activation",
             sum(row.nbytes for row in rows),
-            sum(row.planned for row in rows),
+            planned,
             shown.compressor,
-            "" if shown.compressor else shown.reason,
+            _rest(rows, planned) if shown.compressor else shown.reason,
         )
+
+
+def _rest(rows: list[Record], planned: int) -> str:
+    """What is kept of a site that is compressed, and why, where that is most of its bytes."""
+    kept = [row for row in rows if not row.compressor]
+    size = sum(row.planned for row in kept)
+    if 2 * size <= planned:
+        return ""
+    return f"{size:,} B kept: {max(kept, key=lambda row: row.planned).reason}"
 
 
 NOT_REQUESTED = "not requested"
@@ -193,6 +203,17 @@ def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
     low, kept = parse(config.weights).dtype, keeps_float32(model)
     fits = (torch.float32, low)
     return {p: low for p in model.parameters() if p not in kept and p.dtype in fits}
+
+
+def weight_dtype(config: Any) -> torch.dtype | None:
+    """The dtype of weights that a config keeps in two bytes, or None.
+
+    Example:
+        >>> from memtrain.config.sources import Config
+        >>> weight_dtype(Config(weights="fp16+8")), weight_dtype(Config())
+        (torch.float16, None)
+    """
+    return None if config.weights == KEEP else parse(config.weights).dtype
 
 
 def _held(optimizer: Optimizer) -> set[Tensor]:

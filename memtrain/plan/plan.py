@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
 from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
@@ -29,6 +30,7 @@ from memtrain.plan.entries import (
     predict_states,
     predict_weights,
     training_dtypes,
+    weight_dtype,
 )
 from memtrain.plan.file import load
 from memtrain.plan.rules import (
@@ -71,6 +73,8 @@ class Plan:
     """The widths of the sites with `bits: auto`, if a rule has it."""
     precision: PrecisionState | None = None
     """The formats of the tensors of training, if any are rounded."""
+    no_blocks: bool = False
+    """Whether `@blocks` are to be recomputed, and the model has none."""
 
     @property
     def options(self) -> Options:
@@ -82,14 +86,20 @@ class Plan:
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
             recompute_inputs=recompute_inputs(own),
+            low=weight_dtype(self.config),
         )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether forwards have anything done to what they save."""
+        own = self.config.activations
+        recomputes = own.recompute or own.recompute_inputs != KEEP
+        return bool(self.activation_rules or recomputes or self.config.precision.active)
 
     @property
     def intercepts(self) -> bool:
         """Whether forwards have anything done to their ops or to what they save."""
-        own = self.config.activations
-        recomputes = own.recompute or own.recompute_inputs != KEEP
-        return bool(self.activation_rules or recomputes or self.config.precision.active)
+        return self.compresses or self.config.weights != KEEP
 
     @property
     def choose_activation(self) -> Choose:
@@ -177,6 +187,7 @@ class Plan:
         return {
             "activations": self.activation_rules.unused(),
             "optim": self.state_rules.unused(),
+            "recompute": [NO_BLOCKS] if self.no_blocks else [],
         }
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
@@ -280,7 +291,8 @@ def make_plan(
     precision = PrecisionState(config.precision) if config.precision.active else None
     if precision is not None:
         check(model)
-    plan = replace(plan, bits=plan.automatic_bits(), precision=precision)
+    no_blocks = BLOCKS in config.activations.recompute and not recomputed(model, [BLOCKS])
+    plan = replace(plan, bits=plan.automatic_bits(), precision=precision, no_blocks=no_blocks)
     plan._entries["weight"] = predict_weights(model, optimizer, config)
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
     by_rules = plan.choose_state if plan.state_rules else None

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from memtrain.activations.intercept.index_bounds import limit_of
+from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.replaced_ops import SMOOTH, recognise
@@ -106,6 +107,12 @@ class Executor(TorchFunctionMode):
         return y
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        low = self.options.low
+        if low is None:
+            return self._run_op(func, name, args, kwargs)
+        return run_mixed(partial(self._run_op, func, name), low, (self.module, name), args, kwargs)
+
+    def _run_op(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.idle or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         call = recognise(name, args, kwargs, self.options)

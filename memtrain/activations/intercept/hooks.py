@@ -54,6 +54,7 @@ class Interception:
         on_saved: Called with the records of a forward, once for each module that one has started
             from.
         rounding: What else is done to the ops, also where nothing is saved for backward.
+        compresses: Whether anything is done to saved tensors.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class Interception:
         seed: int,
         on_saved: Callable[[list[Record]], None],
         rounding: Rounding | None = None,
+        compresses: bool = True,
     ) -> None:
         self.model, self.on_saved = model, on_saved
         self.saved = SavedTensors(choose, options.min_elements, seed, options.recompute_inputs)
         self.executor = Executor(self.saved, options, rounding)
-        self.rounding = rounding
+        self.rounding, self.compresses = rounding, compresses
         self.seen = False
         """Whether a training forward has run here, not inside torch.compile."""
         if rounding is not None:
@@ -197,14 +199,15 @@ class Interception:
         self, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin an outermost forward; its arguments, where they are changed."""
-        saves = self._may_start(name)
+        saves = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saves or self._may_round())
+        idles = rounds or (self.executor.options.low is not None and self._may_round())
         given = (args, kwargs)
         if self.rounding is not None and rounds:
             given = self.rounding.begin(self.model, name, args, kwargs)
         if saves:
             self._start(name, module, (args, kwargs))
-        elif rounds:
+        elif idles:
             self._depth, self.executor.idle = len(self._path), True
             self.executor.__enter__()
             self._outer = (name, None)

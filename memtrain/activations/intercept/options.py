@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from memtrain.activations.saved.site import CHECKPOINT_INPUT
 from memtrain.compressors import Compressor, Keep
 
@@ -20,6 +22,8 @@ class Options:
             backward.
         recompute_inputs: The compressor of those inputs, and of those of torch's own checkpointing,
             where they require a gradient; a reason to keep them otherwise.
+        low: The dtype of weights that are kept in two bytes: ops that cannot mix it with float32,
+            or do not know it, run as `mixed_dtypes` says.
     """
 
     min_elements: int = 1024
@@ -27,3 +31,4 @@ class Options:
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
     recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT
+    low: torch.dtype | None = None

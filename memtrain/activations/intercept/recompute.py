@@ -19,6 +19,8 @@ from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Op
 
 BLOCKS = "@blocks"
+NO_BLOCKS = f"{BLOCKS}: the model repeats no module with children in a ModuleList or Sequential"
+"""What a plan lists where that matches nothing."""
 _HF_CACHES = "transformers.cache_utils"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 _TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
@@ -29,7 +31,8 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
     Args:
         model: Its modules are matched.
-        patterns: Globs over paths as in `named_modules()`, or `@blocks` for `blocks_of(model)`.
+        patterns: Globs over paths as in `named_modules()`, or `@blocks` for `blocks_of(model)`,
+            which may be none.
 
     Returns:
         Paths, in the model's order.
@@ -103,13 +106,7 @@ def _has(*iterators: Iterator[Any]) -> bool:
 
 def _blocks(model: nn.Module, modules: Container[str]) -> list[str]:
     """As patterns."""
-    found = [escape(name) for name in blocks_of(model) if name in modules]
-    if not found:
-        raise ValueError(
-            f"activations.recompute={BLOCKS!r}: the model repeats no module with children in a "
-            "ModuleList or Sequential; allowed here: paths as in named_modules()"
-        )
-    return found
+    return [escape(name) for name in blocks_of(model) if name in modules]
 
 
 class Recompute:

@@ -33,6 +33,8 @@ from memtrain.compressors import Compressor, Integers, Keep, Key, Mask
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
+# They save a tensor for each step of a sequence that they read whole.
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -283,7 +285,7 @@ class SavedTensors:
             for read, storage in zip(op.inputs, op.storages or (), strict=True)
             if storage not in self._parameters and storage not in weights
         ]
-        if x.numel() * SIDE_RATIO <= max(reads, default=0):
+        if op.name not in RECURRENT and x.numel() * SIDE_RATIO <= max(reads, default=0):
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
@@ -343,6 +345,9 @@ class SavedTensors:
             self._recorded.append(watched(record, saved))
 
 
+RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
+"""Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
+
 _NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
 
 
@@ -374,5 +379,5 @@ def _fit(chosen: Compressor, x: Tensor, op: Op) -> Compressor | Keep:
     if x.dtype in INTEGERS:
         return Integers(limit=op.limit)
     if x.dtype not in FLOATS:
-        return Keep(f"dtype {x.dtype}")
+        return Keep(RESERVE if op.name in RECURRENT else f"dtype {x.dtype}")
     return Keep("derivative codes serve replaced nonlinearities only")

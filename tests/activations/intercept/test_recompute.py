@@ -363,11 +363,20 @@ def test_blocks_are_what_the_model_repeats():
     assert recomputed(make(), ["@blocks", "last"]) == ["last", "h.0", "h.1", "h.2"]
 
 
-def test_no_blocks_are_an_error_before_anything_changes():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with pytest.raises(ValueError, match="'@blocks': the model repeats no module"):
-        memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "checkpointed")
-    assert not any(m._forward_hooks for m in model.modules())
+def test_a_model_without_blocks_is_compressed_and_the_plan_lists_what_matched_nothing():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(32, 64)
+    report = memtrain.audit(model, torch.optim.AdamW(model.parameters()), x, "checkpointed")
+    assert any("@blocks: the model repeats no module" in rule for rule in report.unmatched)
+    model, optimizer = memtrain.wrap(
+        model, torch.optim.AdamW(model.parameters()), "checkpointed", batch=x
+    )
+    plan = memtrain.plan_of(model)
+    assert "@blocks: the model repeats no module" in str(plan)
+    assert [e.compressor for e in plan.entries("activation") if "relu" in e.site] != [""]
+    model(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="matches no module"):  # a path that is not there
+        recomputed(model, ["h.*"])
 
 
 def test_the_preset_keeps_eight_bits_of_each_blocks_input():
