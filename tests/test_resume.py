@@ -26,6 +26,9 @@ OTHERS = {
     "low precision": ["preset=precision_only", "precision=size_ordered"],
 }
 
+NAMES = [*PRESETS, *OTHERS]
+QUICK = ("balanced", "all_four", "actnn_l3", "stochastic weights", "low precision")
+
 
 def made(cfg, seed):
     torch.manual_seed(seed)
@@ -62,7 +65,10 @@ def through_dcp(first, second, folder, **how):
     set_optimizer_state_dict(model, optimizer, place["optim"], options=form)
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES],
+)
 def test_it_goes_on_bit_for_bit(name, tmp_path):
     cfg = OTHERS.get(name, name)
     first, second = made(cfg, 0), made(cfg, 1)

@@ -95,8 +95,14 @@ def _backward_and_step(loss, optimizer):
 
 # torch's compiler looks at the gradients of what it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("preset", ["balanced", "all_four"])
-@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.parametrize(
+    ("how", "preset"),
+    [
+        *((how, "all_four") for how in CAUSES),
+        ("checkpoint", "balanced"),
+        pytest.param("torch.compile", "balanced", marks=pytest.mark.nightly),
+    ],
+)
 def test_strict_it_is_an_error_before_anything_is_changed(how, preset):
     model = Net(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -121,7 +127,7 @@ def test_strict_it_is_an_error_before_anything_is_changed(how, preset):
         ("checkpoint", {"activations": {"recompute_inputs": {"name": "group", "bits": 8}}}),
         ("checkpoint", {"preset": "exact"}),
         ("checkpoint", {"preset": "optimizer_only"}),
-        ("torch.compile", {"preset": "optimizer_only"}),
+        pytest.param("torch.compile", {"preset": "optimizer_only"}, marks=pytest.mark.nightly),
         ("custom Function", {"preset": "fewbit3"}),
     ],
 )
