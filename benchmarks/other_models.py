@@ -325,3 +325,11 @@ MORE: dict[str, Callable[[], Other]] = {
 """Chosen afterwards."""
 
 MODELS = {**KNOWN, **MORE}
+NEEDS = {
+    **dict.fromkeys(
+        ("convnextv2", "regnet", "efficientnet", "maxvit", "mlp_mixer", "densenet", "poolformer",
+         "mobilenet_v3"), "timm",
+    ),
+    **dict.fromkeys(("video_resnet", "mnasnet", "deeplab"), "torchvision"),
+}  # fmt: skip
+"""Name of a model -> the package besides transformers that it comes from."""

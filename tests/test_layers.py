@@ -29,7 +29,7 @@ FLOORS = [
     ["wrapped"],
     ["api"],
     ["gradient_quality"],
-    ["audit.live_storages", "audit.live_tensors", "audit.join"],
+    ["audit.live_storages", "audit.live_tensors", "audit.join", "audit.process_memory"],
     ["audit.peak"],
     ["audit"],
     ["planner"],

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.process_memory import hand_back_freed_pages
 from memtrain.planner import Fit
 from memtrain.training import checkpoint, results
 from memtrain.training.data import build_source
@@ -133,6 +134,7 @@ class Session:
     ) -> None:
         training = self.config.training
         run = Run(name, self.config, self.source, self.fit)
+        hand_back_freed_pages()  # of the run before, and of weights that were converted
         if state:
             run.load_state(state)
 

@@ -1,5 +1,6 @@
 """memtrain-report: the peak, real steps beside it, the sizes that fit a memory."""
 
+import dataclasses
 import json
 from contextlib import nullcontext
 
@@ -49,6 +50,10 @@ def test_a_measured_peak_stands_beside_the_predicted_one():
     assert [text.partition("; ")[2] for text in described(report)] == [
         "", "", "predicted +1.0%", "predicted -1.0%",
     ]  # fmt: skip
+    there = dataclasses.replace(line(1024), resident=3072)
+    assert described(dataclasses.replace(report, measured=there))[3] == (
+        "plain, allocator and process: 3.00 KiB resident, 2.00 KiB besides the step's tensors"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 5 * MOST + 3])

@@ -115,8 +115,7 @@ def _convolution(args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _convolution_backward(args: Any, kwargs: Any, result: Any) -> int:
-    inside: Callable[..., int] = onednn.convolution_backward
-    return inside(*args, **kwargs)
+    return onednn.convolution_backward(*args, **kwargs)
 
 
 def _lstm(args: Any, kwargs: Any, result: Any) -> int:
@@ -124,7 +123,8 @@ def _lstm(args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _lstm_backward(args: Any, kwargs: Any, result: Any) -> int:
-    return onednn.lstm_backward(*args[:3], args[10])
+    x, weight, recurrent = args[:3]
+    return onednn.lstm_backward(x, weight, recurrent, args[10])
 
 
 _POINTWISE = (

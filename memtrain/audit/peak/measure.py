@@ -22,6 +22,7 @@ from memtrain.audit.peak.held_inside import held_inside
 from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
 from memtrain.audit.peak.timeline import Timeline, replay
 from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
+from memtrain.audit.process_memory import resident_nbytes, restart_resident_peak
 from memtrain.optim.wrappers.release import random_state, set_random_state
 
 
@@ -83,12 +84,16 @@ def measure(
             peak = _allocated(step, snapshot) if on_cuda else 0
             inside = nothing_inside if on_cuda else held_inside
             recorder = StorageRecorder(model, inside=inside)
+            watched = not on_cuda and restart_resident_peak()
             record_step(model, optimizer, batch, options, recorder)
+            resident = resident_nbytes(peak=True) if watched else None
         finally:
             if cfg is not None:
                 unwrap(model, optimizer)
     timeline = replay(recorder.events, recorder.categories, unit=cuda.UNIT if on_cuda else 1)
-    return replace(timeline, allocated=peak - before + own) if on_cuda else timeline
+    if on_cuda:
+        return replace(timeline, allocated=peak - before + own)
+    return replace(timeline, resident=resident)
 
 
 @contextmanager

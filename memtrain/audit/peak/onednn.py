@@ -259,7 +259,8 @@ def _columns(
     """Bytes of the columns of torch's own convolutions: of all samples, or of one at a time."""
     if backend not in _UNFOLD_ALL + _UNFOLD_ONE or not x.numel():
         return 0
-    kernel, of = weight.shape[2:].numel(), (y if transposed else x).shape[1]
+    kernel = weight.shape[2:].numel()
+    of = weight.shape[1]  # of a group: one is worked on after another
     one = of * kernel * math.prod((x if transposed else y).shape[2:]) * x.element_size()
     if backend in _UNFOLD_ONE:
         return one

@@ -70,6 +70,8 @@ class Timeline:
     """One per op, each at its highest; an op that runs on for several kernels is one."""
     allocated: int | None = None
     """Of a measured step on CUDA: the allocator's own peak."""
+    resident: int | None = None
+    """Of a measured step on a CPU under Linux: the most of the process that lay in memory."""
 
     @property
     def peak(self) -> Moment:

@@ -156,7 +156,16 @@ def described(report: Report) -> list[str]:
         if side in predicted:
             words += f"; predicted {predicted[side].peak.nbytes / line.peak.nbytes - 1:+.1%}"
         lines.append(words)
+        if line.resident is not None:
+            lines.append(_process_line(side, line))
     return lines
+
+
+def _process_line(side: str, line: Timeline) -> str:
+    """What lies in memory besides tensors: the allocator's free pages, libraries, Python."""
+    resident = line.resident or 0
+    words = f"{side}, allocator and process: {format_size(resident)} resident"
+    return f"{words}, {format_size(resident - line.peak.nbytes)} besides the step's tensors"
 
 
 def _peak_line(side: str, line: Timeline) -> str:
