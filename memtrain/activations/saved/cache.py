@@ -21,9 +21,6 @@ Source = Callable[[], Tensor]
 Again = Callable[[Tensor], Tensor]
 _Memory = tuple[object, ...]  # equal for the same elements in the same memory order
 _Payload = tuple[StorageWeakRef, int, Callable[[], Shared | None]]
-# A payload, what gives its elements, in which layout (None: the tensor's own shape), a note, and
-# the op that a derived output is computed again from.
-_Found = tuple[Shared | None, Callable[[], Tensor], Layout | None, str, str]
 
 
 class Save(NamedTuple):
@@ -37,30 +34,23 @@ class Save(NamedTuple):
     witness: Tensor  # no elements and no memory of the tensor, but its version counter
 
 
-class Place(NamedTuple):
-    """Where a tensor's elements lie, and which."""
+class Copy(NamedTuple):
+    """Source of a saved tensor that was cast, or copied in another memory order."""
 
+    find: Callable[[], Tensor | None]  # None once it is gone: its payload may be there still
     storage: int
-    key: Memory | None
-    dtype: torch.dtype
-    form: tuple[object, ...]  # shape, strides, offset
     layout: Layout
+    key: Memory | None
+    witness: Tensor  # of changes to the source, and of its dtype
     version: int
+    again: Again  # of the source: the copy, in the memory order that it had
 
     @classmethod
-    def of(cls, x: Tensor) -> "Place":
-        """The place of `x`."""
-        layout, key = memory_of(x)
-        form = (tuple(x.shape), x.stride(), int(x.storage_offset()))
-        return cls(storage_id(x), key, x.dtype, form, layout, x._version)
-
-
-class Copy(NamedTuple):
-    """Source of a saved tensor that is a copy: a tensor of another dtype or memory order."""
-
-    source: Callable[[], Tensor | None]  # None once it is gone: its payload may be there still
-    place: Place
-    again: Again  # of the source: the copy, in the memory order that it had
+    def of(cls, x: Tensor, again: Again) -> "Copy":
+        """A copy that `again` just made of `x` alone; `x` is referred to weakly."""
+        witness = x.detach()
+        witness.data = x.new_empty(0)
+        return cls(weakref.ref(x), storage_id(x), *memory_of(x), witness, x._version, again)
 
 
 class PayloadCache:
@@ -74,13 +64,19 @@ class PayloadCache:
         self._payloads: dict[_Memory, _Payload] = {}
         self._latest: dict[_Memory, _Payload] = {}  # whatever the compressor
         self._outputs: dict[_Memory, tuple[StorageWeakRef, int, Source, str]] = {}
-        # with the copy's storage and version, and a witness of changes to its source
-        self._copies: dict[_Memory, tuple[StorageWeakRef, int, Tensor, Copy]] = {}
+        # with the storage and the version of the copy
+        self._copies: dict[_Memory, tuple[StorageWeakRef, int, Copy]] = {}
         self.weights: dict[int, tuple[StorageWeakRef, int, Source, int]] = {}
         """Rounded ones, by storage."""
 
     def share(
-        self, save: Save, compressor: Compressor, key: Callable[[Site], Key], *, derive: bool
+        self,
+        save: Save,
+        compressor: Compressor,
+        key: Callable[[Site], Key],
+        *,
+        derive: bool,
+        copy: Copy | None = None,
     ) -> tuple[Compressed | None, int, str, str]:
         """The handle of a save that is compressed.
 
@@ -89,6 +85,7 @@ class PayloadCache:
             compressor: Of its site.
             key: Gives the random bits of a new payload.
             derive: Whether an op's output may be computed again from the payload of its input.
+            copy: Its source, where it is a copy that `copied` was not told of.
 
         Returns:
             handle: None where a payload would be no smaller than the tensor's storage.
@@ -96,28 +93,51 @@ class PayloadCache:
             note: How the handle gives the tensor where it has no new payload.
             source: The op that a derived output is computed again from.
         """
-        x = save.tensor
-        place = Place.of(x)
-        found, planned = self._known(place, compressor, derive=derive), 0
-        if found is None:
-            flat, layout = (x, None) if compressor.shaped else flatten(x, save.layout)
+        x, version = save.tensor, save.tensor._version
+        memory = (save.storage, save.key, x.dtype)
+        if derive and memory in self._outputs:
+            _, then, source, op = self._outputs[memory]
+            if then == version:
+                return derived(save, source), 0, f"computed again from what {op} keeps", op
+        shaped = compressor.shaped
+        _, then, told = self._copies.get(memory, _NO_COPY)
+        copy = told if copy is None and then == version else copy
+        if copy is not None and not shaped and self._serves(copy, save, compressor, derive=derive):
+            return self._share_source(save, copy, compressor, key, derive=derive)
+        form = (x.shape, x.stride(), x.storage_offset()) if shaped else save.key
+        where = (save.storage, form, x.dtype, compressor)
+        _, then, known = self._payloads.get(where, _NO_PAYLOAD)
+        shared, planned, note = known() if then == version else None, 0, SHARED
+        layout = None if shaped else save.layout
+        if shared is None:
+            flat = x if layout is None else flatten(x, layout)[0]
             with torch.no_grad():
                 packed = compressor.compress(flat, key=key(save.site))
             # What is swapped out to another device is not held.
             parts = packed.tensors.values()
-            planned = sum([t.nbytes for t in parts if t.device == x.device])
+            planned, note = sum([t.nbytes for t in parts if t.device == x.device]), ""
             if planned >= x.untyped_storage().nbytes():
                 return None, 0, "its payload would be no smaller", ""
             shared = Shared(packed, compressor, layout)
-            entry = (StorageWeakRef(x.untyped_storage()), place.version, weakref.ref(shared))
-            self._payloads[_where(place, compressor)] = entry
-            self._latest[place.storage, place.key, place.dtype] = entry
-            found = shared, shared.content, layout, "", ""
-        shared, content, layout, note, op = found
-        handle = Compressed(shared, content, layout, save.witness, save.witness._version)
-        return handle, planned, note, op
+            entry = (StorageWeakRef(x.untyped_storage()), version, weakref.ref(shared))
+            self._payloads[where] = self._latest[memory] = entry
+        handle = Compressed(shared, shared.content, layout, save.witness, save.witness._version)
+        return handle, planned, note, ""
 
-    def share_copy(
+    def _serves(self, copy: Copy, save: Save, compressor: Compressor, *, derive: bool) -> bool:
+        """Whether the source's payload, or a new one, is no larger than the copy's own."""
+        dtype = copy.witness.dtype
+        if copy.witness._version != copy.version or copy.key is None:
+            return False
+        if copy.find() is not None and dtype.itemsize <= save.tensor.dtype.itemsize:
+            return True
+        output = self._outputs.get((copy.storage, copy.key, dtype)) if derive else None
+        where = (copy.storage, copy.key, dtype, compressor)
+        _, then, known = self._payloads.get(where, _NO_PAYLOAD)
+        made = known() is not None and then == copy.version
+        return made or (output is not None and output[1] == copy.version)
+
+    def _share_source(
         self,
         save: Save,
         copy: Copy,
@@ -126,36 +146,20 @@ class PayloadCache:
         *,
         derive: bool,
     ) -> tuple[Compressed | None, int, str, str]:
-        """As `share`, of a copy: by its source's payload, unless a new one would be larger."""
-        x, planned = copy.source(), 0
-        found = self._known(copy.place, compressor, derive=derive)
-        narrow = x is not None and x.element_size() <= save.tensor.element_size()
-        if found is None and x is not None and narrow and copy.place.key is not None:
-            source = Save(x.detach(), *copy.place[:1], copy.place.layout, copy.place.key, *save[4:])
-            handle, planned, note, op = self.share(source, compressor, key, derive=derive)
-            found = handle and (handle.shared, handle.content, handle.layout, note, op)
-        if found is None:
-            return self.share(save, compressor, key, derive=derive)
-        shared, content, layout, note, op = found
-        content = partial(_copied, copy.again, content, layout)
-        version = save.witness._version
-        return Compressed(shared, content, save.layout, save.witness, version), planned, note, op
-
-    def _known(self, place: Place, compressor: Compressor, *, derive: bool) -> _Found | None:
-        """A way to give the elements of a place without a new payload, or None."""
-        memory = (place.storage, place.key, place.dtype)
-        _, then, source, op = self._outputs.get(memory, (None, -1, None, ""))
-        if derive and source is not None and then == place.version:
-            note = f"computed again from what {op} keeps"
-            return None, partial(_flat, source), place.layout, note, op
-        _, then, known = self._payloads.get(_where(place, compressor), _NO_PAYLOAD)
-        shared = known() if then == place.version else None
-        if shared is None:
-            return None
-        return shared, shared.content, None if compressor.shaped else place.layout, SHARED, ""
+        """As `share`, by the payload of the copy's source."""
+        x = copy.find()
+        x = copy.witness if x is None else x.detach()
+        source = Save(x, copy.storage, copy.layout, copy.key, save.site, copy.witness)
+        handle, planned, note, op = self.share(source, compressor, key, derive=derive)
+        if handle is not None:
+            content = partial(_copied, copy.again, handle.content, handle.layout)
+            handle = Compressed(
+                handle.shared, content, save.layout, save.witness, save.witness._version
+            )
+        return handle, planned, note, op
 
     def source_of(self, x: Tensor) -> Source | None:
-        """Function that gives the elements of `x` as they are now from a payload, or None."""
+        """Gives the elements of `x` as they are now from a payload, if there is one."""
         memory = (storage_id(x), memory_of(x)[1], x.dtype)
         _, then, known = self._latest.get(memory, _NO_PAYLOAD)
         shared = known() if then == x._version else None
@@ -176,22 +180,10 @@ class PayloadCache:
         memory = (storage_id(y), memory_of(y)[1], y.dtype)
         self._outputs[memory] = (storage, y._version, source, op)
 
-    def copied(self, y: Tensor, x: Tensor, again: Again) -> None:
-        """Let saves of `y`, which `again` just made of `x` alone, hold what `x` comes from."""
-        witness = x.detach()
-        witness.data = x.new_empty(0)
+    def copied(self, y: Tensor, copy: Copy) -> None:
+        """Let saves of `y`, just made, hold what its source comes from."""
         memory = (storage_id(y), memory_of(y)[1], y.dtype)
-        copy = Copy(weakref.ref(x), Place.of(x), again)
-        self._copies[memory] = (StorageWeakRef(y.untyped_storage()), y._version, witness, copy)
-
-    def copy_of(self, save: Save) -> Copy | None:
-        """Source of a saved tensor that is a copy, where both are as they were then."""
-        memory = (save.storage, save.key, save.tensor.dtype)
-        if memory not in self._copies:
-            return None
-        _, version, witness, copy = self._copies[memory]
-        same = version == save.tensor._version and witness._version == copy.place.version
-        return copy if same else None
+        self._copies[memory] = (StorageWeakRef(y.untyped_storage()), y._version, copy)
 
     def derive_weight(self, x: Tensor, source: Source) -> None:
         """Let saves of `x`, a rounded weight, hold the rounding of its parameter."""
@@ -206,11 +198,7 @@ def derived(save: Save, source: Source) -> Compressed:
 
 
 _NO_PAYLOAD: tuple[None, int, Callable[[], None]] = (None, -1, lambda: None)
-
-
-def _where(place: Place, compressor: Compressor) -> _Memory:
-    form = place.form if compressor.shaped else place.key
-    return (place.storage, form, place.dtype, compressor)
+_NO_COPY: tuple[None, int, None] = (None, -1, None)
 
 
 def _copied(again: Again, content: Callable[[], Tensor], layout: Layout | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Place, Save, Source, derived
+from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Save, Source, derived
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
@@ -35,6 +35,7 @@ from memtrain.compressors import Compressor, Integers, Keep, Key, Mask
 SIDE_RATIO = 16
 # They save a tensor for each step of a sequence that they read whole.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -160,7 +161,7 @@ class SavedTensors:
             note = f"{foreign(x)}; its bytes are not counted"
             kept = KeptTensor(x.detach(), x._version)
             return self._note(kept, Site(op.module, op.name, "saved"), x, note)
-        source = None if op.replaced else cast_source(x, op.inputs)
+        source = cast_source(x, op.inputs) if x.dtype in HALVES and not op.replaced else None
         if source is not None and source.is_leaf:
             return self._cast_again(x, source, op)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
@@ -181,7 +182,8 @@ class SavedTensors:
         witness = x.detach()  # shares the counter; what `data` is set to does not change that
         witness.data = x.new_empty(0)
         save = Save(saved, storage, *memory_of(saved), site, witness)
-        return self._compress(save, op, _cast_of(source, saved), requires_grad=x.requires_grad)
+        copy = source if source is None else _cast_of(source, saved)
+        return self._compress(save, op, copy, requires_grad=x.requires_grad)
 
     def pack_deferred(self) -> None:
         """Pack the results that were deferred: their op has run, and they have been rounded."""
@@ -205,7 +207,7 @@ class SavedTensors:
             again: Makes the copy.
         """
         if not foreign(y) and storage_id(y) not in self._parameters:
-            self.cache.copied(y, x, again)
+            self.cache.copied(y, Copy.of(x, again))
 
     def _cast_again(self, x: Tensor, leaf: Tensor, op: Op) -> Compressed:
         """The handle of a parameter's copy in another dtype: the parameter, to be cast again."""
@@ -242,15 +244,12 @@ class SavedTensors:
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)
         chosen = exact or chosen
-        copy = copy or self.cache.copy_of(save)
         if isinstance(chosen, Keep) or chosen.is_identity:
-            return self._keep(save, chosen, copy)
+            return self._keep(save, chosen)
         derive = exact is None
-        if copy is None:
-            shared = self.cache.share(save, chosen, self.key, derive=derive)
-        else:
-            shared = self.cache.share_copy(save, copy, chosen, self.key, derive=derive)
-        handle, planned, note, from_op = shared
+        handle, planned, note, from_op = self.cache.share(
+            save, chosen, self.key, derive=derive, copy=copy
+        )
         if handle is None:
             return self._keep(save, Keep(note))
         if self._recorded is not None:
@@ -289,16 +288,7 @@ class SavedTensors:
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _keep(
-        self, save: Save, chosen: Compressor | Keep, copy: Copy | None = None
-    ) -> KeptTensor | Compressed:
-        source = None if copy is None else copy.source()
-        if copy is not None and source is not None and copy.place.storage in self._kept:
-            kept = KeptTensor(source.detach(), source._version)
-            handle = derived(save, partial(_copy_again, copy.again, kept.unpack))
-            if self._recorded is not None:
-                self._record(handle, save, 0, "", "a copy of a tensor that another save keeps")
-            return handle
+    def _keep(self, save: Save, chosen: Compressor | Keep) -> KeptTensor:
         x, version, witness = save.tensor, save.tensor._version, None
         alive = save.storage in self._inputs or save.storage in self._kept
         if not alive and x.numel() < self.min_elements and x.untyped_storage().nbytes() > x.nbytes:
@@ -351,19 +341,13 @@ RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its
 _NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
 
 
-def _cast_of(source: Tensor | None, x: Tensor) -> Copy | None:
-    """The copy that `x` is of `source`, where it is the whole of it."""
-    if source is None or source.numel() != x.numel():
-        return None
-    return Copy(lambda: source, Place.of(source), partial(_cast, x.dtype))
+def _cast_of(source: Tensor, x: Tensor) -> Copy | None:
+    """The copy that `x` is of `source`; None where it is a part of one."""
+    return Copy.of(source, partial(_cast, x.dtype)) if source.numel() == x.numel() else None
 
 
 def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
     return x.to(dtype)
-
-
-def _copy_again(again: Again, source: Source) -> Tensor:
-    return again(source())
 
 
 def _view_of_cast(kept: KeptTensor, dtype: torch.dtype, seen_as: tuple[Any, ...]) -> Tensor:
