@@ -260,9 +260,9 @@ class ReleaseGradients(OptimizerWrapper):
     def _refuse_changes(self) -> None:
         """Raise RuntimeError if the gradient that stays shows that gradients were changed."""
         witness, self._witness = self._witness, None
+        self._witnessed = True
         if witness is None:
             return
-        self._witnessed = True
         param, grad, version = witness
         if param.grad is not None and (param.grad is not grad or local(grad)._version != version):
             raise RuntimeError(
