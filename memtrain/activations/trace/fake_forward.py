@@ -18,6 +18,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
 from memtrain.activations.trace.repeats import (
     Run,
     expanded,
@@ -224,3 +225,6 @@ def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
         return x
     fake = mode.from_tensor(x)
     return nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake
+
+
+known_to_fake_tensors()
