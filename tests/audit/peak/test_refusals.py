@@ -47,23 +47,39 @@ def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, mat
     assert measure(model, optimizer, torch.ones(2, 8), "balanced").peak.nbytes > 288
 
 
-class Grouped(nn.Module):
-    """Torch's grouped product runs in float32 with data, but has a fake form in bfloat16 only."""
+@torch.library.custom_op("memtrain_tests::strict", mutates_args=())
+def strict(x: torch.Tensor) -> torch.Tensor:
+    """An op that runs in every dtype with data, but has a fake form in bfloat16 only."""
+    return x.clone()
+
+
+@strict.register_fake
+def _(x):
+    torch._check(x.dtype == torch.bfloat16, lambda: f"wants bfloat16, not {x.dtype}")
+    return torch.empty_like(x)
+
+
+strict.register_autograd(lambda ctx, grad: grad)
+
+
+class Strict(nn.Module):
+    """A model that runs it."""
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 16, 16))
+        self.weight = nn.Parameter(torch.ones(16, 16))
 
     def forward(self, x):
-        ends = torch.tensor([4, 8], dtype=torch.int32)
-        return nn.functional.grouped_mm(x, self.weight, offs=ends).square()
+        return strict(x @ self.weight).square()
 
 
 def test_an_op_that_fails_on_fake_tensors_only_is_named_without_a_traceback(caplog):
-    model, x = Grouped(), torch.ones(8, 16)
+    model, x = Strict(), torch.ones(8, 16)
     optimizer = torch.optim.SGD(model.parameters())
     for run in (predict, audit):
-        with pytest.raises(ValueError, match=r"Grouped runs aten\._grouped_mm.*with data: measure"):
+        with pytest.raises(
+            ValueError, match=r"Strict runs memtrain_tests\.strict.*with data: measure"
+        ):
             run(model, optimizer, x)
     assert not caplog.records
     assert measure(model, optimizer, x, "balanced").peak.nbytes > 1024
