@@ -1,4 +1,4 @@
-"""What a report of a problem needs to know of the machine and what is installed."""
+"""Facts for a report of a problem: the machine, and what is installed."""
 
 import importlib.metadata
 import platform

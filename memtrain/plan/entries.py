@@ -86,7 +86,7 @@ def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
 
 
 def _rest(rows: list[Record], planned: int) -> str:
-    """What is kept of a site that is compressed, and why, where that is most of its bytes."""
+    """Say what is kept of a compressed site, and why, where that is most of its bytes."""
     kept = [row for row in rows if not row.compressor]
     size = sum(row.planned for row in kept)
     if 2 * size <= planned:

@@ -143,7 +143,7 @@ def evaluate(segments: Sequence[Segment], choices: Sequence[_Choices]) -> Soluti
 
 
 class _Sums:
-    """What choices of segments come to; added up once for all segments whose numbers are equal."""
+    """Sums of choices of segments; added up once for all segments whose numbers are equal."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments

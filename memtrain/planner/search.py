@@ -261,7 +261,7 @@ def _all_candidates(
 
 
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
-    """What is to be tried, the best of equal ones first."""
+    """Plans to try, the best of equal ones first."""
     if not allowed or now != KEEP:
         return [now]
     return [*others] if KEEP in others else [now, *others]
@@ -274,7 +274,7 @@ def _weights(model: nn.Module) -> tuple[str, ...]:
 
 
 def _converts(model: nn.Module, batch: Any, config: Config) -> Any:
-    """What a forward's dtypes depend on: the dtype of converted weights and inputs."""
+    """Key of a forward's dtypes: the dtype of converted weights and inputs."""
     dtypes = training_dtypes(model, config)
     given = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     changed = any(p.dtype == torch.float32 for p in dtypes)

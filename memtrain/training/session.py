@@ -213,7 +213,7 @@ class Session:
             self._lost.pop(name, None)
 
     def _told(self) -> str:
-        """What could not be written and why, what is kept, and what to do."""
+        """Tell what could not be written and why, what is kept, and what to do."""
         why = next(iter(self._lost.values()))
         reason = os.strerror(why.errno) if why.errno else str(why)
         found = self.folder.iterdir() if self.folder.is_dir() else ()

@@ -20,7 +20,7 @@ from memtrain.activations.saved.site import RECOMPUTE, Op
 
 BLOCKS = "@blocks"
 NO_BLOCKS = f"{BLOCKS}: the model repeats no module with children in a ModuleList or Sequential"
-"""What a plan lists where that matches nothing."""
+"""Text of a plan where that matches nothing."""
 _HF_CACHES = "transformers.cache_utils"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 _TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults

@@ -248,7 +248,7 @@ def _expanded(records: Sequence[Record], run: Run) -> list[Record]:
     beyond = max(births, default=0) + 1
 
     def counterpart(storage: int, own: int, place: int) -> int:
-        """What stands to the block at `place` as `storage` to the kept block `own`."""
+        """Storage that is to the block at `place` what `storage` is to the kept block `own`."""
         block, which = births[storage]
         if block < 0 or storage in common:
             return storage
@@ -326,7 +326,7 @@ def _flatten(value: Any, found: list[Any]) -> None:
 
 
 def _shown(x: Any) -> tuple[Any, ...]:
-    """What of an argument a forward's ops depend on."""
+    """Describe the part of an argument that a forward's ops depend on."""
     if isinstance(x, Tensor):
         strides = x.stride() if x.layout == torch.strided else ()
         return type(x).__name__, x.shape, strides, x.dtype, x.requires_grad

@@ -186,7 +186,7 @@ def _of(site: str, path: str) -> bool:
 
 
 def _owned(optimizer: Optimizer, block: nn.Module) -> list[Tensor]:
-    """What a block has before a step, in the same order for identical blocks."""
+    """Tensors of a block before a step, in the same order for identical blocks."""
     params = [*block.parameters()]
     states = [leaf for p in params for leaf in tree_leaves(optimizer.state.get(p))]
     kept = [correction_of(optimizer, p) for p in params]

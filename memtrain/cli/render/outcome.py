@@ -162,7 +162,7 @@ def described(report: Report) -> list[str]:
 
 
 def _process_line(side: str, line: Timeline) -> str:
-    """What lies in memory besides tensors: the allocator's free pages, libraries, Python."""
+    """Tell of memory besides tensors: the allocator's free pages, libraries, Python."""
     resident = line.resident or 0
     words = f"{side}, allocator and process: {format_size(resident)} resident"
     return f"{words}, {format_size(resident - line.peak.nbytes)} besides the step's tensors"
