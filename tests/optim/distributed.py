@@ -121,6 +121,27 @@ def ddp_all_but_activations(rank, world):
     }
 
 
+def ddp_refuses_clipping(rank, world):
+    """At which step clipping after the backward is refused, where it begins at the third."""
+    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+    found = []
+    for view in (False, True):
+        model = make()
+        model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+        for step in range(STEPS):
+            x = batch(step, rank, world) * (float("nan") if step == 1 else 1.0)
+            ddp(x).square().mean().backward()
+            if step >= 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                found.append([step, "release.clip" in str(error)])
+                break
+    return found
+
+
 def ddp_skips_inf_on_all_ranks(rank, world):
     weight = nn.Linear(4, 1, bias=False)
     nn.init.ones_(weight.weight)
@@ -195,6 +216,7 @@ SCENARIOS = [
     ddp_accumulates_in_no_sync,
     ddp_all_but_activations,
     ddp_skips_inf_on_all_ranks,
+    ddp_refuses_clipping,
     fsdp_released,
     fsdp_split,
     *sharded.SCENARIOS,

@@ -420,7 +420,7 @@ def accumulated(rank, world):
             ]
             found.append(largest)
         held = [p.grad is None for p in model.parameters()]
-        held.remove(False)  # the smallest, until the first step
+        held.remove(False)  # of the fewest elements, until the step
         optimizer.step()
         found.append([full(p).detach() for p in model.parameters()])
     largest, _, exact, _, _, got = found

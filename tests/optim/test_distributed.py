@@ -73,6 +73,11 @@ def test_inf_on_one_rank_skips_the_update_on_all(found):
         assert rank["ddp_skips_inf_on_all_ranks"] == {"skipped": 1, "kept": True}
 
 
+def test_ddp_refuses_clipping_of_gradients_that_were_applied(found):
+    for rank in found:
+        assert rank["ddp_refuses_clipping"] == [[2, True], [2, True]]
+
+
 def test_fsdp_releases_after_the_reduce_scatter(found):
     for rank in found:
         result = rank["fsdp_released"]

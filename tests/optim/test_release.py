@@ -96,9 +96,10 @@ def test_step_only_ends_the_step():
         inner.step()
     later = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # made after
     model(batch(0)).sum().backward()
-    assert all(p.grad is None for p in model.parameters())
+    assert [p.numel() for p in model.parameters() if p.grad is not None] == [1]
     optimizer.step()
     later.step()
+    assert all(p.grad is None for p in model.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
@@ -260,12 +261,25 @@ CLIPPERS = {
 }
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("name", CLIPPERS)
-def test_clipping_what_was_applied_is_an_error(name):
+def test_clipping_what_was_applied_is_an_error_at_every_step(name, steps):
     model = make()
     optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, steps)
     with pytest.raises(RuntimeError, match=r"set release\.clip to value, .* and release\.limit"):
         train(model, optimizer, 1, between=lambda: CLIPPERS[name](list(model.parameters())))
+
+
+def test_clipping_is_seen_where_the_smallest_parameter_has_no_gradient():
+    model = make()
+    model.append(nn.Linear(1, 1)).requires_grad_(True)
+    model[4].weight.requires_grad_(False)
+    optimizer = ReleaseGradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[:4](batch(0)).square().mean().backward()  # one of two biases of one element
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+    with pytest.raises(RuntimeError, match=r"release\.clip"):
+        optimizer.step()
 
 
 def test_clipping_is_seen_through_split_weights_and_sums():

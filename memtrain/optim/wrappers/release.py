@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,11 @@ class ReleaseGradients(OptimizerWrapper):
     backward twice, once for the global norm and once to update, with torch's random state put
     back between them.
 
-    With `clip="none"` the gradient of the smallest parameter stays until the first `step()`, as a
-    witness: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
+    With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`, as
+    a witness: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
     `clip_grad_value_`) changes it too, and `step()` raises, for the others had been applied
-    already. (Not under DDP, whose buckets hold all gradients.)
+    already. (Under DDP, whose buckets give gradients back, its value is compared: clipping that
+    changes nothing is not seen.)
 
     A gradient with NaN or Inf skips its parameter's update and is counted in `skipped`; with
     `two_pass` the whole step is skipped, and counted once. A norm above float32's range counts as
@@ -73,7 +74,8 @@ class ReleaseGradients(OptimizerWrapper):
         ValueError: If a value is not allowed.
 
     Memory:
-        Gradients: the largest single one, for its update. Under DDP the buckets stay: all of them.
+        Gradients: the largest single one, for its update, and a smallest. Under DDP the buckets
+        stay: all of them.
         With `accumulate` above 1: 1.016 bytes per parameter between the passes.
 
     Example:
@@ -117,8 +119,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass
         self._bucketed: set[Tensor] = set()
-        self._witness: tuple[Tensor, Tensor, int] | None = None  # parameter, gradient, version
-        self._witnessed = clip != "none"  # whether a step has shown that nobody else clips
+        self._witness: _Witness | None = None
         self.before: Callable[[], bool] | None = None
         """Called before updates, until it returns True."""
         self.follows = False
@@ -215,7 +216,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._sums = GradientSums(self.accumulate, self._sums.seed, self._sums.compressor)
         self._sums.steps = int(given.get("steps", 0))
         if self._witness is not None:
-            self._witness[0].grad = self._witness = None
+            self._witness.param.grad = self._witness = None
         self._done.clear()
         self._squares = 0.0
 
@@ -237,7 +238,7 @@ class ReleaseGradients(OptimizerWrapper):
         for param in self.params():
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)
-        self._smallest = min(self._handles, key=Tensor.numel, default=None)
+        self._fewest = min(map(Tensor.numel, self._handles), default=0)
 
     @torch.no_grad()
     def on_gradient(self, param: Tensor) -> None:
@@ -250,21 +251,28 @@ class ReleaseGradients(OptimizerWrapper):
             total = self._sums.add(param, self.number(param), param.grad)
             if total is not None:
                 self._update(param, total)
-                stays = not self._witnessed and param is self._smallest
+                stays = self._watches(param)
         finally:
             if stays:
-                self._witness = param, param.grad, local(param.grad)._version
+                self._witness = _Witness(param, param.grad, local(param.grad)._version)
             else:
                 param.grad = None
+
+    @torch.no_grad()
+    def on_reduced(self, param: Tensor, grad: Tensor) -> None:
+        """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
+        self._update(param, grad)
+        if self._watches(param):
+            self._witness = _Witness(param, grad.clone())
+
+    def _watches(self, param: Tensor) -> bool:
+        """Whether this gradient is to tell if gradients are changed after the backward."""
+        return self.clip == "none" and self._witness is None and param.numel() == self._fewest
 
     def _refuse_changes(self) -> None:
         """Raise RuntimeError if the gradient that stays shows that gradients were changed."""
         witness, self._witness = self._witness, None
-        self._witnessed = True
-        if witness is None:
-            return
-        param, grad, version = witness
-        if param.grad is not None and (param.grad is not grad or local(grad)._version != version):
+        if witness is not None and witness.changed():
             raise RuntimeError(
                 "gradients were changed between backward and step() (clip_grad_norm_, "
                 "clip_grad_value_ or the like), but with gradients=release they had been applied "
@@ -342,6 +350,22 @@ class ReleaseGradients(OptimizerWrapper):
             self._pass = ""
 
 
+class _Witness(NamedTuple):
+    """A gradient that was applied, to be compared with the parameter's own at the step's end."""
+
+    param: Tensor
+    grad: Tensor
+    version: int | None = None  # None where it is a copy
+
+    def changed(self) -> bool:
+        now = self.param.grad
+        if now is None:
+            return False
+        if self.version is None:
+            return not torch.allclose(now.to(self.grad), self.grad, 0.0, 0.0, equal_nan=True)
+        return now is not self.grad or local(now)._version != self.version
+
+
 def _on_gradient(release: WeakRef[Any], param: Tensor) -> None:
     """Tell the optimizer that a gradient is complete: a hook on each parameter."""
     optimizer = release()
@@ -381,7 +405,7 @@ def _hook_buckets(release: "ReleaseGradients", ddp: Any) -> None:
         release = own()
         if release is not None:
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                release._update(param, grad)
+                release.on_reduced(param, grad)
         return buffer
 
     # DDP checks these annotations.
