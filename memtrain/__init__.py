@@ -10,6 +10,7 @@ from memtrain.api import (
     unwrap,
     wrap,
 )
+from memtrain.audit.peak.estimate import estimate
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.report import audit
 from memtrain.config.sources import Config
@@ -25,6 +26,7 @@ __all__ = [
     "adapter",
     "audit",
     "collect_env",
+    "estimate",
     "fp32_state_dict",
     "gradient_quality",
     "largest",

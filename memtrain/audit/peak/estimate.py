@@ -1,0 +1,164 @@
+"""The memory that training takes, before it starts: of a batch, or of a data set's worst."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from memtrain.audit.peak.largest import resized
+from memtrain.audit.peak.predict import predict
+from memtrain.audit.peak.timeline import Moment, Timeline
+from memtrain.audit.peak.training_step import StepOptions
+from memtrain.config.sizes import format_size, parse_size
+
+_MASK = "attention_mask"
+_Size = tuple[int, int, bool]  # samples, tokens of each, whether some of them are padding
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted peak of a training step."""
+
+    timeline: Timeline
+    """Of the batch, or of the worst of a data set's."""
+    worst: tuple[int, int] | None
+    """Samples and tokens of that batch; None where a batch was given."""
+    peaks: Mapping[tuple[int, int], int]
+    """Samples and tokens -> peak in bytes, of every size that was predicted."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment when most is alive."""
+        return self.timeline.peak
+
+    def fits(self, memory: str | int) -> bool:
+        """Whether the peak is at most `memory`.
+
+        Args:
+            memory: Such as `"24GiB"`; or bytes. Of a GPU leave out what others hold: the CUDA
+                context alone takes a few hundred MiB.
+
+        Raises:
+            ValueError: If it is not a size.
+        """
+        return self.peak.nbytes <= parse_size(memory, "memory")
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{format_size(size)} {name}" for name, size in self.peak.parts.items())
+        of = "" if self.worst is None else " for {} x {} tokens".format(*self.worst)
+        return f"{format_size(self.peak.nbytes)}{of} in {self.peak.label}: {parts}"
+
+
+def estimate(
+    model: nn.Module,
+    batch: Any = None,
+    cfg: Any = None,
+    *,
+    optimizer: Optimizer | None = None,
+    lengths: Iterable[int] | Iterable[Iterable[int]] | None = None,
+    batch_size: int = 1,
+    options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
+) -> Estimate:
+    """Predict the peak of a training step, by simulating it; nothing is run or allocated.
+
+    No formula: forward, backward and step of the very model run on fake tensors (`predict`). So
+    adapters, frozen and quantised bases, large vocabularies, attention masks and what `cfg`
+    compresses are all in it.
+
+    With `lengths` the worst batch of a data set is looked for. A batch is padded to its longest
+    sample; of all batches those are predicted that no other has at least as many samples, tokens
+    and (for the mask that transformers then builds) padding as.
+
+    Args:
+        model: Real, on the meta device, or built under a `FakeTensorMode`; not changed.
+        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
+            arguments. With `lengths` a batch of any size, whose tensors' dimensions grow as in
+            `memtrain.largest`; may be left out for a transformers model of text.
+        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
+        optimizer: By default `torch.optim.AdamW` of the parameters that are trained.
+        lengths: Of the data set's samples, in tokens; or of each batch's samples, where a sampler
+            has put them together.
+        batch_size: Samples of a batch, where `lengths` are the samples'.
+        options: Device, autocast, and the loss.
+
+    Returns:
+        The estimate; `print` tells it.
+
+    Raises:
+        ValueError: Without batch and lengths, for lengths or sizes below 1; and as `predict`.
+        TypeError: As `predict`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000))
+        >>> tokens = torch.zeros(1, 8, dtype=torch.long)
+        >>> found = estimate(model, tokens, lengths=[100, 20, 30], batch_size=2)
+        >>> found.worst, found.fits("2MiB"), found.fits("5MiB")
+        ((2, 100), False, True)
+    """
+    if optimizer is None:
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+    if lengths is None:
+        if batch is None:
+            raise ValueError("estimate needs a batch, or lengths")
+        return Estimate(predict(model, optimizer, batch, cfg, options), None, {})
+    given = _text_batch(model) if batch is None else batch
+    timelines = {
+        size[:2]: predict(model, optimizer, _sized(given, *size), cfg, options)
+        for size in _largest_ones(_sizes(lengths, batch_size))
+    }
+    peaks = {size: timeline.peak.nbytes for size, timeline in timelines.items()}
+    worst = max(peaks, key=lambda size: peaks[size])
+    return Estimate(timelines[worst], worst, peaks)
+
+
+def _sizes(lengths: Iterable[Any], batch_size: int) -> set[_Size]:
+    """Of the batches that may come up, those that may be the largest."""
+    found = [one if isinstance(one, int) else tuple(one) for one in lengths]
+    samples = [one for one in found if isinstance(one, int)]
+    batches: Sequence[tuple[int, ...]] = [one for one in found if not isinstance(one, int)]
+    if samples and batches:
+        raise ValueError("lengths are of samples or of batches: whole numbers, or lists of them")
+    least = min([*samples, *(x for one in batches for x in (len(one), *one))], default=0)
+    if least < 1 or batch_size < 1:
+        raise ValueError(
+            f"the smallest of lengths is {least}, batch_size={batch_size}; allowed: 1 or more"
+        )
+    if samples:  # shuffled: any may come together, the longest with the shortest
+        n = min(batch_size, len(samples))
+        batches = [(max(samples),) if n == 1 else (*[max(samples)] * (n - 1), min(samples))]
+    return {(len(one), max(one), min(one) < max(one)) for one in batches}
+
+
+def _largest_ones(sizes: set[_Size]) -> list[_Size]:
+    """Those that no other one is at least as large as in every respect."""
+    return [
+        one
+        for one in sorted(sizes)
+        if not any(
+            other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in sizes
+        )
+    ]
+
+
+def _sized(batch: Any, samples: int, length: int, padded: bool) -> Any:
+    sized = resized(resized(batch, "seq", length), "batch", samples)
+    if isinstance(sized, Mapping) and _MASK in sized:  # with data: padding makes transformers build
+        mask = torch.ones(samples, length, dtype=sized[_MASK].dtype)  # another one
+        mask[-1, -1] = 0 if padded else 1
+        return {**sized, _MASK: mask}
+    return sized
+
+
+def _text_batch(model: Any) -> dict[str, Tensor]:
+    if getattr(model, "main_input_name", "") != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} is no transformers model of text: give a batch of any size "
+            "beside lengths"
+        )
+    return {
+        name: torch.empty(1, 8, dtype=torch.long, device="meta")
+        for name in ("input_ids", _MASK, "labels")
+    }
