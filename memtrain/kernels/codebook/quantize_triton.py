@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook.values import Codebook
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import load_codes, store_codes, tile
 
 
@@ -58,7 +59,7 @@ def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
     return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
     x_ptr,
     row_ptr,
@@ -181,7 +182,9 @@ def quantize(x, book: Codebook, seed, codes, scale, row, col):
     row, col, scale = (row, col, values) if matrix else (values, values, scale)
     options = tile(width * 8)
     # Without contraction the results equal the reference's bit for bit.
-    _quantize_kernel[(triton.cdiv(n_blocks, options["GROUPS"]),)](
+    launch(
+        _quantize_kernel,
+        (triton.cdiv(n_blocks, options["GROUPS"]),),
         x,
         row,
         col,
@@ -211,7 +214,9 @@ def dequantize(codes, book: Codebook, out, scale, row, col):
     matrix = scale is None
     row, col, scale = (row, col, values) if matrix else (values, values, scale)
     options = tile(width * 8)
-    _dequantize_kernel[(triton.cdiv(n_blocks, options["GROUPS"]),)](
+    launch(
+        _dequantize_kernel,
+        (triton.cdiv(n_blocks, options["GROUPS"]),),
         codes,
         scale,
         row,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memtrain.kernels.derivative.pointwise import FUNCTIONS
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.packing.bits import lanes
 
 BLOCK_SIZE = 256
@@ -313,7 +314,9 @@ def forward(
     n_blocks = triton.cdiv(x.numel(), BLOCK_SIZE)
     codes = torch.empty((n_blocks, 32 * bits), dtype=torch.uint8, device=x.device)
     if n_blocks:
-        _forward_kernel[(triton.cdiv(n_blocks, _tile(bits)),)](
+        launch(
+            _forward_kernel,
+            (triton.cdiv(n_blocks, _tile(bits)),),
             x,
             y,
             codes,
@@ -345,7 +348,9 @@ def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out:
     gather = bits > 4 or out.dtype == torch.float64
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     if n_blocks:
-        _backward_kernel[(triton.cdiv(n_blocks, _tile(bits)),)](
+        launch(
+            _backward_kernel,
+            (triton.cdiv(n_blocks, _tile(bits)),),
             out if grad is None else grad,
             codes,
             out,

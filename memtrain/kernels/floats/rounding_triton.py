@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels.device_guard import launch
+
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `rounding.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
 _TILE = tl.constexpr(1024)
@@ -110,7 +112,7 @@ def _nearest_kernel(
     tl.atomic_add(count_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _stochastic_kernel(
     x_ptr, out_ptr, count_ptr, n, least, limit, over, nan_code, mark, seed,
     MANTISSA: tl.constexpr, ENCODE: tl.constexpr,
@@ -155,16 +157,16 @@ def run(x, out, count, numbers, seed):
     )  # fmt: skip
     if rounding == 2:
         grid = (triton.cdiv(n, 8 * _WIDTH.value * _BLOCKS.value),)
-        _stochastic_kernel[grid](*given, seed, mantissa, encodes)
+        launch(_stochastic_kernel, grid, *given, seed, mantissa, encodes)
     else:
-        _nearest_kernel[(triton.cdiv(n, _TILE.value),)](*given, mantissa, rounding, encodes)
+        launch(_nearest_kernel, (triton.cdiv(n, _TILE.value),), *given, mantissa, rounding, encodes)
 
 
 def decode(codes, out, numbers):
     mantissa, least, limit, _, _, nan_code, mark, infinity, _ = numbers
     n = codes.numel()
     form = (least, limit, nan_code, mark, infinity)
-    _decode_kernel[(triton.cdiv(n, _TILE.value),)](codes, _as_bits(out), n, *form, mantissa)
+    launch(_decode_kernel, (triton.cdiv(n, _TILE.value),), codes, _as_bits(out), n, *form, mantissa)
 
 
 def _as_bits(out):

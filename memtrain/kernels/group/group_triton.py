@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels.device_guard import launch
+
 _LIMIT = tl.constexpr(3.3895313892515355e38)
 _TINY = tl.constexpr(2.0**-101)
 
@@ -168,7 +170,7 @@ def encode(
     store_codes(codes_ptr + group * (WIDTH * BITS) + column, codes, inside, BITS, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
     x_ptr,
     codes_ptr,
@@ -253,7 +255,9 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
     options = tile(group_size)
     wide = bounds.dtype == torch.float32
     # Without contraction the results equal the reference's bit for bit.
-    _quantize_kernel[(triton.cdiv(n_groups, options["GROUPS"]),)](
+    launch(
+        _quantize_kernel,
+        (triton.cdiv(n_groups, options["GROUPS"]),),
         x,
         codes,
         bounds if wide else bounds.view(torch.int16),
@@ -275,7 +279,9 @@ def dequantize(codes, bounds, out, bits, group_size):
         return
     options = tile(group_size)
     wide, bf16 = bounds.dtype == torch.float32, out.dtype == torch.bfloat16
-    _dequantize_kernel[(triton.cdiv(n_groups, options["GROUPS"]),)](
+    launch(
+        _dequantize_kernel,
+        (triton.cdiv(n_groups, options["GROUPS"]),),
         codes,
         bounds if wide else bounds.view(torch.int16),
         out.view(torch.int16) if bf16 else out,

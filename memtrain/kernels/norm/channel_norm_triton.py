@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import encode, half_step, load_bounds, rounded, tile
 from memtrain.kernels.norm.channel_norm import Channels
 
@@ -53,7 +54,7 @@ def _channel_of(
         return channel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
     x_ptr,
     mean_ptr,
@@ -241,7 +242,9 @@ def quantize(x, mean, rstd, packed, bounds, where, codes):
     if n_groups == 0:
         return
     sizes, kinds = _places(where)
-    _quantize_kernel[(triton.cdiv(n_groups, options["GROUPS"]),)](
+    launch(
+        _quantize_kernel,
+        (triton.cdiv(n_groups, options["GROUPS"]),),
         x,
         mean,
         rstd,
@@ -305,7 +308,9 @@ def sums(dy, codes, bounds, where, bits, group_size):
     rows_each = triton.cdiv(where.middle, splits)
     out = dy.new_empty(2, splits, where.outer, where.channels, dtype=torch.float32)
     wide = bounds.dtype == torch.float32
-    _sums_kernel[(programs, splits)](
+    launch(
+        _sums_kernel,
+        (programs, splits),
         dy,
         codes,
         bounds if wide else bounds.view(torch.int16),
@@ -326,7 +331,9 @@ def sums(dy, codes, bounds, where, bits, group_size):
 def gradient(dy, dx, codes, bounds, lines, where, bits, group_size):
     wide, bf16 = bounds.dtype == torch.float32, dx.dtype == torch.bfloat16
     sizes, kinds = _places(where)
-    _gradient_kernel[(triton.cdiv(dy.numel(), 1024),)](
+    launch(
+        _gradient_kernel,
+        (triton.cdiv(dy.numel(), 1024),),
         dy,
         codes,
         bounds if wide else bounds.view(torch.int16),

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import encode, rounded
 
 
@@ -22,7 +23,7 @@ def _sum(x_ptr, start, size, mean, SQUARE: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _norm_kernel(
     x_ptr,
     weight_ptr,
@@ -94,7 +95,9 @@ def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narro
     wide, bf16 = bounds.dtype == torch.float32, x.dtype == torch.bfloat16
     options = _options(size, codes.group_size)
     tiles = triton.cdiv(size // codes.group_size, options["GROUPS"])
-    _norm_kernel[(rows * tiles,)](
+    launch(
+        _norm_kernel,
+        (rows * tiles,),
         x,
         weight,
         bias,

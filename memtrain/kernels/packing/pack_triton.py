@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.packing.bits import lanes
 
 TILE = 16  # blocks of 256 elements per program
@@ -52,14 +53,14 @@ def pack(x, packed, bits):
     n = x.numel()
     if n:
         grid = (triton.cdiv(n, 256 * TILE),)
-        _pack_kernel[grid](x, packed, n, BITS=bits, LANES=lanes(bits), N_BLOCKS=TILE)
+        launch(_pack_kernel, grid, x, packed, n, BITS=bits, LANES=lanes(bits), N_BLOCKS=TILE)
 
 
 def unpack(packed, x, bits):
     n = x.numel()
     if n:
         grid = (triton.cdiv(n, 256 * TILE),)
-        _unpack_kernel[grid](packed, x, n, BITS=bits, LANES=lanes(bits), N_BLOCKS=TILE)
+        launch(_unpack_kernel, grid, packed, x, n, BITS=bits, LANES=lanes(bits), N_BLOCKS=TILE)
 
 
 AOT_CASES = [

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels import cpu
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import bound, rounded
 
 _TWO_THIRDS = tl.constexpr(0.6666666865348816)
@@ -67,7 +68,7 @@ def _corner(patch, rows, columns, inner, INNER_ONE: tl.constexpr):
     return patch // down, patch % down * 4, column, channel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
     x_ptr,
     words_ptr,
@@ -128,8 +129,8 @@ def _quantize_kernel(
     codes = tl.zeros((LANES,), tl.uint32)
     for half in tl.static_range(2):
         if STOCHASTIC:
-            counter = patch.to(tl.uint32) + half * n_patches.to(tl.uint32)
-            w0, w1, w2, w3 = tl.randint4x(seed, counter)
+            counter = patch + half * n_patches
+            w0, w1, w2, w3 = tl.randint4x(seed, counter.to(tl.uint32))
             draws = (w0, w1, w2, w3)
         for k in tl.static_range(8):
             u = 0.5
@@ -218,14 +219,14 @@ def quantize(x, words, seed, stochastic):
     if n:
         grid = (triton.cdiv(n, _LANES),)
         options = _options(x) | {"STOCHASTIC": stochastic}
-        _quantize_kernel[grid](_bits(x), words, n, *x.shape[1:], seed, **options)
+        launch(_quantize_kernel, grid, _bits(x), words, n, *x.shape[1:], seed, **options)
 
 
 def dequantize(words, out):
     n = words.numel()
     if n:
         grid = (triton.cdiv(n, _LANES),)
-        _dequantize_kernel[grid](words, _bits(out), n, *out.shape[1:], **_options(out))
+        launch(_dequantize_kernel, grid, words, _bits(out), n, *out.shape[1:], **_options(out))
 
 
 def _case(dtype, kind, inner_one, whole, stochastic=None):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.codebook import rank1
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import step_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
 from memtrain.kernels.step.cuda_graph import GraphTables
@@ -25,10 +26,10 @@ def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
     for entry in entries:
         groups[alike(entry)].append(entry)
     for group in groups.values():
-        launch = launch_of(group, tables)
-        launch.reduce()
-        launch.finalize_scales()
-        launch.update()
+        passes = launch_of(group, tables)
+        passes.reduce()
+        passes.finalize_scales()
+        passes.update()
 
 
 def alike(entry: Entry) -> Hashable:
@@ -42,9 +43,10 @@ def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
     """A launch for entries that are alike: a new one, or one that a graph may have captured."""
     if tables is None or not isinstance(entries[0].scalars, Tensor):
         return Launch(entries)
-    launch = tables.get((alike(entries[0]), *map(_held, entries)), lambda: Launch(entries))
-    launch.renew(entries)
-    return launch
+    key = alike(entries[0]), *map(_held, entries)
+    passes = tables.get(key, lambda: Launch(entries))
+    passes.renew(entries)
+    return passes
 
 
 def _held(entry: Entry) -> Hashable:
@@ -118,7 +120,9 @@ class Launch:
         if self.form not in ROWS_AND_COLUMNS:
             return
         reduce = self._programs["reduce"]
-        kernels._reduce_kernel[(len(reduce),)](
+        launch(
+            kernels._reduce_kernel,
+            (len(reduce),),
             reduce,
             self._table,
             self._scalars,
@@ -155,8 +159,8 @@ class Launch:
                 vectors["row_inv"].copy_(ratio(entry.states[1]["row"], found["mean"]))
         elif self.form == "factored":
             mean = self._programs["mean"]
-            kernels._mean_kernel[(len(mean),)](mean, self._table)
-            kernels._ratio_kernel[(len(self.entries),)](self._table)
+            launch(kernels._mean_kernel, (len(mean),), mean, self._table)
+            launch(kernels._ratio_kernel, (len(self.entries),), self._table)
 
     def _invert_scales(self, whole: Sequence[Sums]) -> None:
         targets: list[Tensor] = []
@@ -174,8 +178,13 @@ class Launch:
     def update(self) -> None:
         """Pass 2: decode, update, encode."""
         update = self._programs["update"]
-        kernels._update_kernel[(len(update),)](
-            update, self._table, *self._like(), **self._update_form
+        launch(
+            kernels._update_kernel,
+            (len(update),),
+            update,
+            self._table,
+            *self._like(),
+            **self._update_form,
         )
         if self.form == "rank1":
             scales = [entry.states[1]["scale"] for entry in self.entries]

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels.device_guard import launch
+
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `split.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
 _TILE = tl.constexpr(2048)
@@ -41,7 +43,7 @@ def _split_kernel(master_ptr, weight_ptr, correction_ptr, n, KEPT: tl.constexpr)
     tl.store(weight_ptr + at, weight, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _stochastic_kernel(master_ptr, weight_ptr, n, n_blocks, seed):
     block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)[:, None]
     column = tl.arange(0, _WIDTH)[None, :]
@@ -173,17 +175,18 @@ def split(master, weight, correction, *, seed, stochastic):
     if stochastic:
         n_blocks = triton.cdiv(n, 8 * _WIDTH.value)
         grid = (triton.cdiv(n_blocks, _BLOCKS.value),)
-        _stochastic_kernel[grid](bits, out, n, n_blocks, seed)
+        launch(_stochastic_kernel, grid, bits, out, n, n_blocks, seed)
         return
     grid = (triton.cdiv(n, _TILE.value),)
-    _split_kernel[grid](bits, out, out if correction is None else correction, n, _kept(correction))
+    lost = out if correction is None else correction
+    launch(_split_kernel, grid, bits, out, lost, n, _kept(correction))
 
 
 def merge(weight, correction, master):
     n, bits = weight.numel(), weight.view(torch.int16)
     grid = (triton.cdiv(n, _TILE.value),)
     given = bits if correction is None else correction
-    _merge_kernel[grid](bits, given, master.view(torch.int32), n, _kept(correction))
+    launch(_merge_kernel, grid, bits, given, master.view(torch.int32), n, _kept(correction))
 
 
 def _kept(correction):

@@ -75,7 +75,8 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     dtype. One C++ call (CPU), or a few launches for each kind of entries (CUDA), serve all
     contiguous parameters of float32, bfloat16 and float16 with gradients of any of these; other
     layouts and float64 take the reference's arithmetic, one parameter at a time. A gradient whose
-    strides differ from its parameter's is copied first.
+    strides differ from its parameter's is copied first. Parameters may lie on several devices: each
+    is stepped by its own device's kernels.
 
     NaN and Inf in a gradient reach the parameter as in torch, and stay in the states of the
     element's block (block), of the element alone (rank-1, as `rank1.quantize` says), or of the
@@ -109,7 +110,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         _check(entry)
     parts = [e for e in given if e.shard is not None and e.form in ROWS_AND_COLUMNS]
     whole = [e for e in given if e.shard is None or e.form not in ROWS_AND_COLUMNS]
-    together = []
+    together: dict[str, list[Entry]] = {}
     for entry in whole:
         if not entry.param.numel():
             continue
@@ -120,19 +121,18 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
 
             pieces.step(entry._replace(grad=entry.grad.contiguous()))
         else:
-            together.append(entry._replace(grad=entry.grad.contiguous()))
+            ready = entry._replace(grad=entry.grad.contiguous())
+            together.setdefault(choose(entry.param), []).append(ready)
     if parts:
         from memtrain.kernels.step import sharded
 
         sharded.step(parts, tables)
-    if not together:
-        return
-    if choose(together[0].param) == "cpu":
-        _step_cpu(together)
-    else:
+    if "cpu" in together:
+        _step_cpu(together["cpu"])
+    if "triton" in together:
         from memtrain.kernels.step import launch
 
-        launch.step(together, tables)
+        launch.step(together["triton"], tables)
 
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:

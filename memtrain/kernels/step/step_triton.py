@@ -1,13 +1,13 @@
 """Triton kernels of the fused step: one launch a pass for all parameters of a kind and dtype."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from memtrain.kernels.codebook.quantize_triton import encode, least, magnitude, place
+from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step.split_triton import DRAWN, draws, read_weight, ticked, write_weight
 
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
@@ -351,9 +351,6 @@ def _point_kernel(
     tl.store(column_ptr + 15 * stride, g15.to(tl.int64), mask=count > 15)
 
 
-launch: Any = _point_kernel  # launches take a grid that no signature shows
-
-
 def point(table: Tensor, column: int, tensors: Sequence[Tensor]) -> None:
     """`table[k, column] = tensors[k].data_ptr()`, as a kernel's arguments: CUDA graphs hold them.
 
@@ -365,7 +362,8 @@ def point(table: Tensor, column: int, tensors: Sequence[Tensor]) -> None:
     for first in range(0, len(tensors), _COUNT):
         some = list(tensors[first : first + _COUNT])
         padded = some + some[-1:] * (_COUNT - len(some))
-        launch[(1,)](table[first:, column], table.stride(0), len(some), *padded)
+        given = table[first:, column], table.stride(0), len(some), *padded
+        launch(_point_kernel, (1,), *given)
 
 
 _LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}

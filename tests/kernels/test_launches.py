@@ -1,0 +1,126 @@
+"""Every Triton kernel is launched on the device of its tensors, whichever is current."""
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import memtrain
+from memtrain.kernels import cpu, device_guard
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import launch, step
+from tests.kernels import test_adamw
+
+SOURCES = sorted(Path(memtrain.__file__).parent.rglob("*.py"))
+
+
+def launches(source, kernels):
+    """Lines of `kernel[grid](...)`, under the kernel's own name or another's."""
+    tree = ast.parse(source)
+    names = kernels | {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and last_name(node.value) in kernels
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Subscript) and last_name(call.func.value) in names
+    ]
+
+
+def last_name(node):
+    return getattr(node, "id", getattr(node, "attr", None))
+
+
+def test_kernels_are_launched_by_the_guard_only():
+    texts = {path: path.read_text() for path in SOURCES}
+    kernels = {n for text in texts.values() for n in re.findall(r"def (\w+_kernel)\(", text)}
+    assert "_update_kernel" in kernels
+    assert launches("run = a._update_kernel\nrun[(1,)](x)\n_update_kernel[g](x)", kernels) == [2, 3]
+    assert [path.name for path, text in texts.items() if launches(text, kernels)] == []
+
+
+class Kernel:
+    """Writes down where it was launched."""
+
+    def __init__(self):
+        self.log = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.log.append((torch.cuda.current_device(), grid))
+
+
+def test_the_tensors_device_is_current_in_a_launch(monkeypatch):
+    current, entered = [0], []
+
+    class Guard:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            entered.append(self.index)
+            current.append(self.index)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    kernel = Kernel()
+    for where in ("cuda:1", "cuda:0", "cpu"):
+        device_guard.launch(kernel, (4,), SimpleNamespace(device=torch.device(where)), 7, BLOCK=2)
+    assert kernel.log == [(1, (4,)), (0, (4,)), (0, (4,))]
+    assert entered == [1]  # nothing is entered where the device is current already
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no C++ library")
+def test_each_device_steps_its_own_parameters(monkeypatch):
+    """Interpreted kernels stand for a GPU: they take what `choose` says lies there."""
+    shapes = [(3, 128), (3, 77), (2, 43), (130,)]
+
+    def entries():
+        torch.manual_seed(0)
+        kinds = ("block", "rank1", "block", "exact")
+        return [
+            test_adamw.entry(s, k, test_adamw.hyper()) for s, k in zip(shapes, kinds, strict=True)
+        ]
+
+    ours, theirs = entries(), entries()
+    on_gpu = {id(ours[k].param) for k in (1, 2)}
+    seen = {"cpu": [], "triton": []}
+    monkeypatch.setattr(step, "choose", lambda x: "triton" if id(x) in on_gpu else "cpu")
+    on_cpu, by_triton = step._step_cpu, launch.step
+    monkeypatch.setattr(step, "_step_cpu", lambda e: (seen["cpu"].extend(e), on_cpu(e)))
+    monkeypatch.setattr(launch, "step", lambda e, t: (seen["triton"].extend(e), by_triton(e, t)))
+    step.fused_step(ours)
+    places = {id(e.param): k for k, e in enumerate(ours)}
+    assert {name: [places[id(e.param)] for e in some] for name, some in seen.items()} == {
+        "cpu": [0, 3],
+        "triton": [1, 2],
+    }
+    monkeypatch.undo()
+    with backend("reference"):
+        step.fused_step(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.param, b.param)
+
+
+def test_one_launch_serves_one_device():
+    with FakeTensorMode():
+        found = {
+            launch.alike(
+                test_adamw.entry((4, 128), "exact", test_adamw.hyper())._replace(
+                    param=torch.empty(4, 128, device=device)
+                )
+            )
+            for device in ("cuda:0", "cuda:1", "cuda:0")
+        }
+    assert len(found) == 2
