@@ -35,7 +35,7 @@ def _dropout_forward(ctx: Any, x: Tensor, p: float) -> Tensor:
     else:
         y, mask = None, torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     flat = mask if mask.is_contiguous() else memory_order(mask)
-    packed, factor = pack_mask(flat), _factor(p, x.dtype)
+    packed, factor = pack_mask(flat), _factor(p, x.dtype, x.device.type)
     ctx.save_for_backward(packed)
     ctx.scaling = factor, x.shape, x.stride()
     return _scaled(x, packed, factor) if y is None else y
@@ -57,8 +57,10 @@ def _scaled(x: Tensor, packed: Tensor, factor: float) -> Tensor:
 
 
 @cache
-def _factor(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p) as torch rounds it."""
+def _factor(p: float, dtype: torch.dtype, device: str) -> float:
+    """1 / (1 - p) as torch rounds it: CUDA's kernels compute in float32, the CPU in the dtype."""
+    if device == "cuda":
+        return 1 / (1 - p)
     return float(torch.tensor(1.0, dtype=dtype, device="cpu") / (1 - p))
 
 

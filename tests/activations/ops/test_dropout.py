@@ -3,9 +3,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from memtrain.activations.ops.dropout import dropout, recognise
+from memtrain.activations.ops.dropout import _factor, _scaled, dropout, recognise
 from memtrain.kernels.cpu import library
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.packing.pack import pack_mask
 
 FORMS = {
     "contiguous": lambda x: x,
@@ -77,3 +78,19 @@ def test_fake_tensors_give_shapes_without_data():
 def test_dtypes_that_it_does_not_know_are_left_alone():
     assert recognise("dropout", (torch.ones(3),), {}) is not None
     assert recognise("dropout", (torch.ones(3, dtype=torch.complex64),), {}) is None
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cudas_gradient_is_scaled_in_float32(name, dtype):
+    """CUDA's dropout never rounds 1 / (1 - p) to 16 bits; its formula runs on a CPU too."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    grad, mask = torch.randn(3000).to(dtype), torch.rand(3000) < 0.9
+    for p in (0.1, 0.37):
+        factor = _factor(p, dtype, "cuda")
+        with backend(name):
+            ours = _scaled(grad, pack_mask(mask), factor)
+        assert torch.equal(ours, torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - p)))
+    if dtype == torch.bfloat16:
+        assert (_factor(0.1, dtype, "cuda"), _factor(0.1, dtype, "cpu")) == (1 / 0.9, 1.109375)
