@@ -1,6 +1,7 @@
 """Payloads that wait in host memory: swapped out after the forward, back before the backward."""
 
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,38 +26,57 @@ class Transfers(Protocol):
         ...
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        """Let work on the device that follows see what `back` has brought."""
+        """Let work on the device that follows see what `back` has brought, or reuse its memory."""
         ...
 
 
+_AT_ONCE = 2
+"""Payloads whose way out may be unfinished when another one starts."""
+
+
 class _Streams:
-    """CUDA: pinned host memory, and a side stream each way."""
+    """CUDA: pinned host memory, and a side stream each way.
+
+    Memory is given away in the order of the device's own stream, never by `record_stream`: that
+    waits until the host has *seen* a copy end, and a host that runs ahead of the device sees none
+    before the forward is over, so that nothing would be free again. So what leaves is held here
+    until the device's stream has waited for its copy; what comes back lies in that stream's memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        copies = {}
+        stream = torch.cuda.current_stream(self.device)
+        while len(self._leaving) >= _AT_ONCE:  # else a forward outruns the bus
+            left, _ = self._leaving.popleft()
+            stream.wait_event(left)
+        self._out.wait_stream(stream)
         with torch.cuda.stream(self._out):
+            copies = {name: _pinned(x) for name, x in tensors.items()}
             for name, x in tensors.items():
-                copies[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
                 copies[name].copy_(x, non_blocking=True)
-                x.record_stream(self._out)  # its memory is not given away before it is read
+        self._leaving.append((self._out.record_event(), [*tensors.values()]))
         return copies
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        copies = {n: torch.empty_like(x, device=self.device) for n, x in tensors.items()}
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
         self._in.wait_stream(self._out)
         with torch.cuda.stream(self._in):
-            copies = {n: x.to(self.device, non_blocking=True) for n, x in tensors.items()}
+            for name, x in tensors.items():
+                copies[name].copy_(x, non_blocking=True)
         return copies, self._in.record_event()
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(started)
-        for x in tensors.values():
-            x.record_stream(stream)
+        torch.cuda.current_stream(self.device).wait_event(started)
+        self._leaving.clear()  # what comes back has waited for all that left
+
+
+def _pinned(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
 
 
 class _Copies:
@@ -101,30 +121,45 @@ _newest: "dict[torch.device, weakref.ref[_Swapped]]" = {}
 
 
 class _Swapped(dict[str, Tensor]):
-    """A payload's tensors on the host, and which payload went there just before."""
+    """A payload's tensors on the host, and which payload went there just before.
 
-    def __init__(self, tensors: Mapping[str, Tensor], lane: Transfers) -> None:
-        marker = next(iter(tensors.values())).new_empty(0)
-        super().__init__({**lane.out(tensors), _DEVICE: marker})
+    A tensor that lay there anyway, such as a projection's key, does not travel.
+    """
+
+    _coming: tuple[dict[str, Tensor], Any] | None = None
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], lane: Transfers, device: torch.device
+    ) -> None:
+        marker = torch.empty(0, device=device)
+        self._travel = [name for name, x in tensors.items() if x.device == device]
+        gone = lane.out({name: tensors[name] for name in self._travel})
+        super().__init__({**tensors, **gone, _DEVICE: marker})
         self._lane = lane
-        self._coming: tuple[dict[str, Tensor], Any] | None = None
         self._before = _newest.get(marker.device)
         _newest[marker.device] = weakref.ref(self)
 
     def prefetch(self) -> None:
         """Start the way back, if it has not been started."""
         if self._coming is None:
-            self._coming = self._lane.back(_without_device(self))
+            self._coming = self._start()
+
+    def _start(self) -> tuple[dict[str, Tensor], Any]:
+        return self._lane.back({name: self[name] for name in self._travel})
 
     def fetch(self) -> dict[str, Tensor]:
         """The tensors on their device; the payload that a backward needs next starts to come."""
-        tensors, started = self._coming or self._lane.back(_without_device(self))
+        tensors, started = self._coming or self._start()
         self._coming = None
         before = self._before() if self._before else None
         if before is not None:
             before.prefetch()
         self._lane.wait(tensors, started)
-        return tensors
+        return {**_without_device(self), **tensors}
+
+    def __del__(self) -> None:
+        if self._coming is not None:  # a copy may be writing into memory that is given away now
+            self._lane.wait(*self._coming)
 
 
 def _without_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +182,8 @@ class Host(Compressor):
         TypeError: If `inner` is no compressor.
 
     Memory:
-        On the device none but two payloads at a time in backward; on the host that of `inner`.
+        On the device up to three payloads at a time in forward, two in backward: the device waits
+        where the host's bus is slower than that; on the host that of `inner`.
 
     Example:
         >>> from memtrain.compressors.group import Group
@@ -198,7 +234,7 @@ class Host(Compressor):
         lane = transfers(x)
         if lane is None or not packed.tensors:
             return packed
-        return packed._replace(tensors=_Swapped(packed.tensors, lane))
+        return packed._replace(tensors=_Swapped(packed.tensors, lane, x.device))
 
     def decompress(self, packed: Packed) -> Tensor:
         """The tensor, on the device it came from."""
@@ -206,7 +242,9 @@ class Host(Compressor):
         if isinstance(tensors, _Swapped):
             packed = packed._replace(tensors=tensors.fetch())
         elif _DEVICE in tensors:  # passed on as plain tensors: right, though not prefetched
-            device = tensors[_DEVICE].device
-            back = {name: x.to(device) for name, x in _without_device(tensors).items()}
+            lane, back = transfers(tensors[_DEVICE]), _without_device(tensors)
+            if lane is not None:
+                back, started = lane.back(back)
+                lane.wait(back, started)
             packed = packed._replace(tensors=back)
         return self.inner.decompress(packed)

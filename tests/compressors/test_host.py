@@ -1,11 +1,14 @@
 """Swapping: what is copied when, with a device that only writes down what it is asked."""
 
 import gc
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from memtrain.compressors import Group, Host, Identity, Key, Samples, host
+from memtrain.compressors import Group, Host, Identity, Key, Projection, Samples, host
 
 
 class Lane:
@@ -113,3 +116,109 @@ def test_shaped_follows_the_inner_compressor():
 def test_inner_must_be_a_compressor():
     with pytest.raises(TypeError, match="inner='group' is a str"):
         Host(inner="group")
+
+
+def test_a_key_in_host_memory_stays_there(monkeypatch):
+    """Of a projection of a device's tensor only what lies on the device travels."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def out(self, tensors):
+        assert {x.device.type for x in tensors.values()} == {"cuda"}
+        return {name: x.to("cpu") for name, x in tensors.items()}
+
+    def back(self, tensors):
+        assert {*tensors} == {"rows"}
+        return {name: x.to(self.device) for name, x in tensors.items()}, None
+
+    monkeypatch.setattr(host._Copies, "out", out)
+    monkeypatch.setattr(host._Copies, "back", back)
+    compressor = Host(inner=Projection(kind="rademacher", ratio=0.5))
+    with FakeTensorMode():
+        packed = compressor.compress(torch.empty(64, 32, device="cuda"), key=Key(seed=3))
+        assert packed.tensors["key"].device.type == "cpu"
+        assert compressor.decompress(packed).device.type == "cuda"
+
+
+class Stream:
+    """A queue of a device: what is asked of it begins at `time`, when all before it has ended."""
+
+    def __init__(self, device=None):
+        self.time = 0.0
+
+    def wait_stream(self, other):
+        self.time = max(self.time, other.time)
+
+    def wait_event(self, event):
+        self.time = max(self.time, event)
+
+    def record_event(self):
+        return self.time
+
+
+class Bus:
+    """Streams, a bus, and an allocator that gives memory away in the order of a stream.
+
+    The host asks for everything at time 0, as one that runs ahead of its device. A layer takes a
+    unit of time, a copy `slow` units. What `record_stream` has touched is not seen to be free
+    before the host waits, so never.
+    """
+
+    def __init__(self, monkeypatch, slow):
+        self.slow, self.current = slow, Stream()
+        self.main, self.held, self.peak, self.read_until = self.current, 0, 0, {}
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: self.recorded.append(id(x)))
+        monkeypatch.setattr(host, "_pinned", lambda x: SimpleNamespace(copy_=self.copy))
+        self.recorded = []
+
+    @contextmanager
+    def entered(self, stream):
+        previous, self.current = self.current, stream
+        yield
+        self.current = previous
+
+    def copy(self, x, non_blocking):
+        assert non_blocking
+        self.current.time += self.slow
+        self.read_until[id(x)] = self.current.time
+
+    def born(self, x):
+        self.main.time += 1
+        self.held += 1
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(x, self.freed, id(x))
+        return x
+
+    def freed(self, key):
+        if key not in self.recorded:
+            assert self.main.time >= self.read_until[key], "given away while it is copied"
+            self.held -= 1
+
+
+@pytest.mark.parametrize("slow", [0.5, 3.0])
+def test_a_forward_does_not_outrun_the_bus(monkeypatch, slow):
+    bus = Bus(monkeypatch, slow)
+    lane = host._Streams(torch.device("cpu"))
+    for _ in range(20):
+        lane.out({"codes": bus.born(torch.empty(1))})
+    assert bus.peak <= 3  # of 20: the new one, and two on their way
+    assert bus.main.time >= 20 * max(1, slow) - 3 * slow  # the device waits for the bus
+    lane.wait({}, lane._out.record_event())
+    assert bus.held == 0
+
+
+def test_what_comes_back_unasked_is_waited_for(lane):
+    compressor, packed = payloads(2)
+    compressor.decompress(packed[1])  # starts the way back of the one before
+    del packed
+    gc.collect()
+    assert lane.log[-2:] == [("wait", 1), ("wait", 0)]
+
+
+def test_a_payload_that_was_saved_as_tensors_comes_back_by_its_lane(lane):
+    compressor, packed = payloads(1)
+    plain = packed[0]._replace(tensors=dict(packed[0].tensors))
+    assert compressor.decompress(plain).tolist() == [0.0] * 4
+    assert lane.log == [("out", 0), ("back", 0), ("wait", 0)]
