@@ -4,6 +4,8 @@ Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on t
 `CudaForms` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose.
 """
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,9 +19,11 @@ from memtrain.audit.peak.timeline import Phase
 UNIT = 512
 """torch's CUDA allocator hands out multiples of so many bytes (kMinBlockSize)."""
 CUBLAS = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""Bytes of a cuBLAS workspace (`:4096:2:16:8`, torch's default below sm_90)."""
+"""Bytes of a cuBLAS workspace (`:4096:2:16:8`, torch's default but for `LARGE`)."""
 CUBLAS_SM90 = 4096 * 1024 * 8
-"""The same for sm_90 (`:4096:8`)."""
+"""The same for the capabilities of `LARGE` (`:4096:8`)."""
+LARGE = (9, 10, 12)
+"""Major compute capabilities, Hopper and Blackwell, where torch gives cuBLAS 32 MiB."""
 FLASH_ROWS = 128
 """Flash attention's backward pads the sequence to a multiple of so many rows."""
 HALVES = (torch.float16, torch.bfloat16)
@@ -41,13 +45,22 @@ def workspaces(device: str) -> dict[Phase, int]:
     """Bytes that cuBLAS holds: a workspace per thread, the forward's and the backward's.
 
     Args:
-        device: `cuda`, or `cuda:sm_90`.
+        device: `cuda:sm_90`, or `cuda`: the current device's capability where there is one.
 
     Example:
-        >>> workspaces("cuda")["backward"] // 1024
-        16640
+        >>> workspaces("cuda:sm_90")["backward"] // 2**20
+        64
+
+    Reference:
+        torch's aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
-    one = CUBLAS_SM90 if device == "cuda:sm_90" else CUBLAS
+    chosen = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    large = device == "cuda:sm_90"
+    if device == "cuda" and torch.cuda.is_available():
+        large = torch.cuda.get_device_capability()[0] in LARGE
+    one = CUBLAS_SM90 if large else CUBLAS
+    if chosen:  # torch takes its sum, in KiB, on every device
+        one = sum(int(size) * int(count) * 1024 for size, count in chosen)
     return {"forward": one, "backward": 2 * one, "step": 2 * one}
 
 

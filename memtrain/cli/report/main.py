@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.cuda import workspaces
 from memtrain.audit.peak.disk_cache import DiskCache, cache_folder
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report
@@ -155,7 +156,9 @@ def _cache(
     if path != request.model:
         path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         asked["model"] = path.read_text() if path.is_file() else request.model
-    subject = f"{asked} on {step.device} under {step.autocast}"
+    where = step.device or "cpu"
+    held = workspaces(where) if where.startswith("cuda") else {}
+    subject = f"{asked} on {where} with {held} under {step.autocast}"
     return DiskCache(folder, subject, lambda text: errors.print(f"memtrain-report: {text}"))
 
 

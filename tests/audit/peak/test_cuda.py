@@ -85,3 +85,17 @@ def test_a_step_on_cuda_by_hand():
     assert sm90.peak.nbytes - found["step"].nbytes >= 2 * (cuda.CUBLAS_SM90 - cuda.CUBLAS)
     with pytest.raises(ValueError, match="allowed: cpu, cuda, cuda:sm_90"):
         StepOptions(device="tpu")
+
+
+def test_a_workspace_follows_the_devices_capability_and_the_environment(monkeypatch):
+    def forward(device="cuda", capability=None):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        return cuda.workspaces(device)["forward"]
+
+    assert forward() == forward(capability=(8, 6)) == forward(capability=(11, 0)) == cuda.CUBLAS
+    for capability in ((9, 0), (10, 0), (12, 0)):
+        assert forward(capability=capability) == 32 * 2**20
+    assert forward("cuda:sm_90") == forward("cuda:sm_90", (8, 0)) == 32 * 2**20
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8:4096:2")
+    assert forward(capability=(9, 0)) == forward() == (16 * 8 + 4096 * 2) * 1024
