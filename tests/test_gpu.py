@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.compressors import COMPRESSORS, Key
+from memtrain.activations.ops.dropout import dropout
+from memtrain.compressors import COMPRESSORS, Host, Identity, Key, Projection
 from memtrain.kernels.dispatch import backend, choose
 from memtrain.optim import AdamW4bit, SplitWeights
 
@@ -171,5 +172,66 @@ def test_a_capture_without_capturable_raises():
     param = nn.Parameter(torch.ones(80, 80, device="cuda"))
     param.grad = torch.ones_like(param)
     optimizer = AdamW4bit([param])
+
+    def step():
+        # Of an empty graph torch warns as it ends the capture; that is an error here, and it would
+        # leave the capture's stream current for the tests that follow.
+        param.grad.mul_(2)
+        optimizer.step()
+
+    stream = torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match="capturable=False"):
-        captured(optimizer.step)
+        captured(step)
+    assert torch.cuda.current_stream() == stream
+
+
+def test_kernels_run_on_the_device_of_their_tensors():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    x = torch.randn(3000)
+    packed = COMPRESSORS["group"]().compress(x.to("cuda:1"), key=Key(seed=5))
+    with backend("reference"):
+        expected = COMPRESSORS["group"]().compress(x, key=Key(seed=5))
+    assert (packed.tensors["codes"].cpu() == expected.tensors["codes"]).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_and_its_gradient_are_torchs(dtype):
+    def run(f):
+        torch.manual_seed(3)
+        x = torch.linspace(-3, 3, 5000, device="cuda").to(dtype).requires_grad_()
+        y = f(x, 0.1)
+        return y, torch.autograd.grad(y, x, torch.linspace(1, 2, 5000, device="cuda").to(dtype))[0]
+
+    for ours, theirs in zip(run(dropout), run(nn.functional.dropout), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_one_optimizer_steps_parameters_of_the_cpu_and_of_cuda():
+    def run(devices):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(64, 256).to(device)) for device in devices]
+        optimizer = AdamW4bit(params, lr=1e-2)
+        for p in params:
+            p.grad = torch.randn(64, 256).to(p.device)
+        optimizer.step()
+        return [p.detach().cpu() for p in params]
+
+    for a, b in zip(run(["cpu", "cuda", "cpu"]), run(["cpu"] * 3), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", [Identity(), Projection(kind="rademacher", ratio=0.5)], ids=str)
+def test_a_forward_that_swaps_holds_three_payloads(inner):
+    compressor = Host(inner=inner)
+    x = torch.randn(64, 2**16, device="cuda")  # 16 MiB
+    packed, nbytes = [], inner.compress(x, key=Key()).tensors[inner.parts[0]].nbytes
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for k in range(20):
+        packed.append(compressor.compress(x + k, key=Key(call=k)))
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 3 * nbytes + 4 * x.nbytes  # and the sum, and what `inner` works in
+    for k in reversed(range(20)):
+        expected = inner.decompress(inner.compress(x + k, key=Key(call=k)))
+        assert torch.equal(compressor.decompress(packed[k]), expected)
