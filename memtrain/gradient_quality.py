@@ -291,7 +291,5 @@ def _projection(output: Any) -> Tensor:
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise ValueError("the model's output has no tensor that requires a gradient")
-    generator = torch.Generator().manual_seed(0)
-    return sum(
-        (x.float() * torch.randn(x.shape, generator=generator).to(x.device)).sum() for x in leaves
-    )  # type: ignore[return-value]
+    drawn = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    return sum((x.float() * torch.randn(x.shape, **drawn).to(x.device)).sum() for x in leaves)  # type: ignore[return-value]

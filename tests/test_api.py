@@ -379,3 +379,20 @@ def test_the_environment_is_told_in_plain_text_without_names_of_places():
     assert {"python", "platform", "triton", "cuda", "C++ kernels"} <= found.keys()
     assert all(type(value) is str for value in found.values())
     assert not any("/" in value for name, value in found.items() if name != "cuda")
+
+
+def test_another_default_device_changes_nothing():
+    def run(where):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 80))
+        x, y = torch.randn(40, 64), torch.randint(80, (40,))
+        with where:  # a table made there has no data
+            small = ["preset=balanced", "activations.min_elements=1"]
+            optimizer = memtrain.optim.AdamW8bit(model.parameters(), min_elements=1)
+            model, optimizer = memtrain.wrap(model, optimizer, [*small, "optim=none"])
+            for _ in range(2):
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return model[0].weight
+
+    assert torch.equal(run(torch.device("cpu")), run(torch.device("meta")))

@@ -126,7 +126,7 @@ def _through(curve: Function, compressor: Compressor) -> float:
 
 @cache
 def _normal() -> Tensor:
-    return torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    return torch.randn(64, 256, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
 
 
 def _rounded(compressor: Compressor, x: Tensor) -> Tensor:
@@ -136,9 +136,9 @@ def _rounded(compressor: Compressor, x: Tensor) -> Tensor:
 
 @cache
 def _moment_error(unsigned: bool, compressor: Compressor) -> float:
-    generator = torch.Generator().manual_seed(0)
-    rows, columns = (torch.randn(n, generator=generator) for n in (128, 512))
-    noise = torch.randn(128, 512, generator=generator)
+    drawn = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    rows, columns = (torch.randn(n, **drawn) for n in (128, 512))
+    noise = torch.randn(128, 512, **drawn)
     scale = (rows[:, None] + columns / 2 + noise.flip(0, 1) / 4).exp()
     if not unsigned:
         return _share(_round_trip(compressor, noise * scale) / scale, noise)

@@ -62,13 +62,15 @@ class GradientVariance:
         """Hook parameters that train for the next backward passes; forget earlier ones."""
         self.stop()
         self._clear()
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         for param in parameters:
             if not param.requires_grad or param.numel() == 0:
                 continue
             n = min(self.elements, param.numel())
-            drawn = torch.randint(param.numel(), (n,), generator=generator)
-            indices = (torch.arange(n) if n == param.numel() else drawn).to(param.device)
+            drawn = torch.randint(param.numel(), (n,), generator=generator, device="cpu")
+            indices = (torch.arange(n, device="cpu") if n == param.numel() else drawn).to(
+                param.device
+            )
             hook = partial(_sample, self._now, len(self._scales), indices)
             self._scales.append(param.numel() / n)
             self._handles.append(param.register_hook(hook))

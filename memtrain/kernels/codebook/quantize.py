@@ -239,7 +239,7 @@ def buckets(book: Codebook, stochastic: bool) -> tuple[Tensor, Tensor, int, int]
         shift = 23 - mantissa
         lowest = ((127 + exponent) << mantissa) - 1
         n = (127 << mantissa) - lowest + 1
-        keys = (torch.arange(n + 1) + lowest) << shift
+        keys = (torch.arange(n + 1, device=device) + lowest) << shift
         edges = keys.to(torch.int32).view(torch.float32).double()
         edges[0], edges[-1] = 0.0, math.inf
         lo, hi = edges[:-1] * (1 - 2.0**-18), edges[1:] * (1 + 2.0**-18)
@@ -247,7 +247,7 @@ def buckets(book: Codebook, stochastic: bool) -> tuple[Tensor, Tensor, int, int]
         below = torch.searchsorted(bounds.double(), lo)
         if (torch.searchsorted(bounds.double(), hi, right=True) - below).max() <= 1:
             break
-    return torch.cat([bounds, torch.tensor([math.inf])]), below.int(), shift, lowest
+    return torch.cat([bounds, torch.tensor([math.inf], device=device)]), below.int(), shift, lowest
 
 
 def _quantize(

@@ -293,7 +293,7 @@ def _encoder(
 
     def run(x: Tensor, y: int) -> Tensor:
         n = x.numel()
-        codes = torch.empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, width, dtype=torch.uint8)
+        codes = x.new_empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, width, dtype=torch.uint8)
         threads = torch.get_num_threads()
         kernel(pack(settings, x.data_ptr(), y, codes.data_ptr(), n, threads))
         return codes

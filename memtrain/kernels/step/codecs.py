@@ -147,9 +147,9 @@ def buckets(codebook: str, signed: bool) -> Tensor:
         True
     """
     bounds = Codebook(codebook, 8, signed).midpoints(torch.device("cpu")).double()
-    bits = torch.arange(_LOWEST, _LOWEST + _BUCKETS + 1, dtype=torch.int32) << 16
+    bits = torch.arange(_LOWEST, _LOWEST + _BUCKETS + 1, dtype=torch.int32, device="cpu") << 16
     edges = bits.view(torch.float32).double()
     edges[0] = 0.0
     above = torch.searchsorted(bounds, edges[:-1] * (1 - 2.0**-20))
     below = torch.searchsorted(bounds, -edges[1:] * (1 + 2.0**-20))
-    return torch.cat([above, below, torch.zeros(4)]).to(torch.uint8)
+    return torch.cat([above, below, torch.zeros(4, device="cpu")]).to(torch.uint8)

@@ -101,7 +101,7 @@ class Launch:
             row = table_row(entry, self._scalars[k], entry.master.device_fields())
             row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
             rows.append(row + [0] * (FIELDS - len(row)))
-        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
 
     def _count_programs(self) -> dict[str, Tensor]:
         sizes = [entry.matrix for entry in self.entries]
@@ -207,9 +207,9 @@ def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
         >>> programs((1, 2), torch.device("cpu")).tolist()
         [[0, 0], [1, 0], [1, 1]]
     """
-    each = torch.tensor(counts)
-    tensor = torch.repeat_interleave(torch.arange(len(counts)), each)
-    chunk = torch.arange(len(tensor)) - (each.cumsum(0) - each)[tensor]
+    each = torch.tensor(counts, device="cpu")
+    tensor = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), each)
+    chunk = torch.arange(len(tensor), device="cpu") - (each.cumsum(0) - each)[tensor]
     return torch.stack([tensor, chunk], dim=1).int().to(device)
 
 

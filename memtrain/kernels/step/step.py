@@ -265,7 +265,7 @@ def _step_cpu(entries: Sequence[Entry]) -> None:
         row = [*table_row(entry, scalars[k], entry.master.fields()), *tail]
         rows.append(row + [0] * (FIELDS - len(row)))
     # C++ sees only addresses: entries and scalars outlive the call.
-    cpu.call("mt_step", torch.tensor(rows, dtype=torch.int64), len(entries))
+    cpu.call("mt_step", torch.tensor(rows, dtype=torch.int64, device="cpu"), len(entries))
 
 
 def table_row(entry: Entry, scalars: Tensor, master: Sequence[int]) -> list[int]:

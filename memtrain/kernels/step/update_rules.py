@@ -284,7 +284,7 @@ def stacked(scalars: Sequence[Scalars | Tensor], device: torch.device) -> Tensor
     """The scalars of n entries as kernels read them, float32 [n, 8]: all on the host, or none."""
     if isinstance(scalars[0], Tensor):
         return torch.stack([row for row in scalars if isinstance(row, Tensor)]).float()
-    return torch.tensor(scalars, dtype=torch.float32).to(device)
+    return torch.tensor(scalars, dtype=torch.float32, device="cpu").to(device)
 
 
 def where(number: Number, yes: Callable[[], Tensor], no: Tensor) -> Tensor:

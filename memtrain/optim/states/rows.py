@@ -98,7 +98,10 @@ def from_rows(
     wanted: dict[str, tuple[int, ...]] = {"codes": (rows, _row_bytes(cols, compressor.bits))}
     if compressor.by_rows == "rank1":
         _check(compressor, part, mine, {**wanted, "row": (rows,), "col": (sum(part.shape[1:]),)})
-        codes, scale = _unpack(mine["codes"], compressor.bits, cols), torch.ones(1)
+        codes, scale = (
+            _unpack(mine["codes"], compressor.bits, cols),
+            torch.ones(1, device=part.device),
+        )
         return {"codes": _blocks(codes, 128, compressor, scale), "scale": _join(mine)}
     size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
     start, block, used = _touched(rows, cols, size, part.device)
