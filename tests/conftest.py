@@ -1,7 +1,8 @@
 """Shared fixtures. The interpreter switch must be set before triton is first imported.
 
-Kernels run in the interpreter, also where there is a GPU; `MEMTRAIN_GPU=1` runs them natively, for
-the tests marked `gpu`.
+Kernels run in the interpreter, also where there is a GPU; `MEMTRAIN_GPU=1` runs them natively: the
+tests marked `gpu`, and the Triton cases of all others, which it marks so and whose tensors it puts
+on the device.
 
 The interpreter is slow: of a test's cases there, and of those of tests marked `each_value`, CI runs
 as many as show each value of each parameter once, and the nightly run the others.
@@ -11,6 +12,7 @@ import fcntl
 import json
 import os
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 
 import torch
 
@@ -21,6 +23,7 @@ os.environ["MEMTRAIN_CACHE"] = ""  # no prediction of an earlier run stands for 
 
 import pytest
 
+_GPU = bool(os.environ.get("MEMTRAIN_GPU"))
 # Workers side by side share the cores: more threads than cores would wait for each other.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
@@ -29,6 +32,13 @@ torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Make the tensors of a Triton case where its kernels run."""
+    with torch.device("cuda") if _GPU and _interpreted(request.node) else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +60,10 @@ def once(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
+    if _GPU:  # where no case is slow
+        for item in filter(_interpreted, items):
+            item.add_marker("gpu")
+        return
     tests = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("nightly") and _slow(item):
@@ -60,8 +74,13 @@ def pytest_collection_modifyitems(items):
 
 
 def _slow(item):
-    interpreted = "triton" in item.originalname or "triton" in item.callspec.id.split("-")
-    return interpreted or item.get_closest_marker("each_value")
+    return _interpreted(item) or item.get_closest_marker("each_value")
+
+
+def _interpreted(item):
+    """Whether a test runs a Triton kernel: by its name, or that of its case."""
+    case = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
+    return "triton" in getattr(item, "originalname", "") or "triton" in case
 
 
 def _repeating(cases):
