@@ -26,4 +26,4 @@ def run(preset, folder, resume):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        report(2, ["peft", "transformers", "accelerate"], run, folder, ["balanced"])
+        report(2, ["peft", "transformers", "accelerate"], run, folder, ["balanced", "lora"])

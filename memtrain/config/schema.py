@@ -60,6 +60,9 @@ class Activations:
     derive_outputs: bool = True
     """An op's output that another op saves is computed again from the payload of the op's input
     (a nonlinearity's kept in groups, a norm's), where that spares a payload."""
+    derive_products: bool = False
+    """So is the output of a product (a gate's) or a dropout, from the payloads of the factors, or
+    of the input and the mask."""
     backward_bytes: int | None = None
     """A convolution's backward decompresses at most so many bytes of its input at once and works
     through the batch in pieces; empty: the whole batch at once."""

@@ -16,7 +16,8 @@ from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.replaced_ops import SMOOTH, recognise
 from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
-from memtrain.activations.saved.flatten import layout_of
+from memtrain.activations.ops.dropout import dropout_again
+from memtrain.activations.saved.flatten import flatten, layout_of
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import Op, Site
@@ -145,6 +146,12 @@ class Executor(TorchFunctionMode):
         again = output_again(y) if derives else None
         if again is not None:
             self.saved.derive(y, again, op.name)
+        if (
+            op.name == "dropout"
+            and self.options.derive_products
+            and layout_of(y) == layout_of(call.x)
+        ):
+            self.saved.copied(y, call.x, dropout_again(y))
         return y
 
     def as_one_op(self, call: Call) -> Callable[[], Any] | None:
@@ -181,6 +188,8 @@ class Executor(TorchFunctionMode):
         result = self._during(op, func, *args, **kwargs)
         if op.name in SMOOTH and self.options.derive_outputs:
             self._derive(op, result, func, args, kwargs)
+        if op.name == "mul" and self.options.derive_products:
+            self._derive_product(op, result)
         if op.name in COPIES:
             self._copied(op, result, func, args, kwargs)
         return result
@@ -210,6 +219,19 @@ class Executor(TorchFunctionMode):
         again = _again(func, args, kwargs)
         self.saved.derive(y, lambda: again(source()), op.name)
 
+    def _derive_product(self, op: Op, y: Any) -> None:
+        """Let later saves of a product be computed again from the payloads of both factors."""
+        like = layout_of(y) if isinstance(y, Tensor) and not foreign(y) else None
+        if like is None or len(op.inputs) != 2 or any(like.expanded):
+            return
+        if any(
+            foreign(x) or layout_of(x) != like or storage_id(x) == storage_id(y) for x in op.inputs
+        ):
+            return
+        first, second = map(self.saved.cache.source_of, op.inputs)
+        if first is not None and second is not None:
+            self.saved.derive(y, partial(_product, first, second), op.name)
+
     def _copied(
         self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
@@ -238,6 +260,10 @@ class Executor(TorchFunctionMode):
             and x.numel() >= self.options.min_elements
             and top_hooks() == self.saved.pack  # not inside someone's activation checkpointing
         )
+
+
+def _product(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
+    return flatten(first())[0] * flatten(second())[0]
 
 
 def _again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:

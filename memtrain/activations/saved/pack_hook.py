@@ -234,6 +234,8 @@ class SavedTensors:
         if version == x._version and numel == x.numel():
             note = "a weight: rounded again from its parameter"
             return self._note(derived(save, source), save.site, x, note)
+        if requires_grad and op.name.startswith("conv") and _needless(op):
+            return self._drop(save)
         why = self._why_keep(save, op, requires_grad=requires_grad)
         if why:
             return self._keep(save, Keep(why))
@@ -257,6 +259,15 @@ class SavedTensors:
             self._record(handle, save, planned, name, note, from_op)
         if self.watch is not None and handle.shared is not None:
             self.watch.saved(save.site, x, handle.shared)
+        return handle
+
+    def _drop(self, save: Save) -> Compressed:
+        """The handle of a save of which the backward reads the shape only."""
+        x = save.tensor
+        content = partial(x.new_empty(0).new_empty_strided, x.shape, x.stride())
+        handle = Compressed(None, content, None, save.witness, save.witness._version)
+        if self._recorded is not None:
+            self._record(handle, save, 0, "", "a convolution's, whose weight is frozen: not needed")
         return handle
 
     def _why_keep(self, save: Save, op: Op, *, requires_grad: bool) -> str:
@@ -333,6 +344,14 @@ class SavedTensors:
         record = Record(save.site, shape, dtype, nbytes, planned, name, reason, number, source)
         if self._recorded is not None:
             self._recorded.append(watched(record, saved))
+
+
+def _needless(op: Op) -> bool:
+    """Whether of a convolution's input and weight only one has a gradient, which needs the other.
+
+    torch saves both, whichever that is. (A bias has one dimension, and its gradient needs neither.)
+    """
+    return sum(x.requires_grad for x in op.inputs if x.dim() > 1) == 1
 
 
 RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
