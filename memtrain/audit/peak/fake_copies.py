@@ -36,6 +36,9 @@ def fake_copies(
         for x in (*_tensors(model, optimizer), *leaves):
             if id(x) not in memo:
                 memo[id(x)] = _fake(x)
+        for x in filter(_is_special, model.parameters()):
+            for name, value in vars(x).items():
+                setattr(memo[id(x)], name, copy.deepcopy(value, memo))
         yield (
             copy.deepcopy(model, memo),
             copy_optimizer(optimizer, memo),
@@ -66,12 +69,28 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
     """Every tensor that a copy would allocate."""
     yield from model.parameters()
     yield from model.buffers()
+    for parameter in filter(_is_special, model.parameters()):
+        yield from _beside(vars(parameter))
     for module in model.modules():
         internal = ("_parameters", "_buffers", "_modules")
         own = {name: value for name, value in vars(module).items() if name not in internal}
         yield from (x for x in tree_leaves(own) if isinstance(x, Tensor))
     for state in optimizer.state.values():
         yield from (x for x in tree_leaves(state) if isinstance(x, Tensor))
+
+
+def _is_special(x: Tensor) -> bool:
+    """Whether a parameter is of a class of its own, as quantised ones that hold their scales."""
+    return type(x) is not nn.Parameter and issubclass(type(x), nn.Parameter)
+
+
+def _beside(value: Any) -> Iterator[Tensor]:
+    """Tensors in attributes of a parameter, and in those of plain objects there."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            yield from _beside(vars(leaf))
 
 
 def _fake(x: Tensor) -> Tensor:

@@ -66,6 +66,40 @@ def test_the_estimate_of_a_large_vocabulary_is_what_a_step_takes(make, cfg):
     assert (found.worst, found.peaks) == (None, {})
 
 
+class Scales:
+    def __init__(self):
+        self.scale = torch.ones(64, 1)
+
+
+class Codes(nn.Parameter):
+    """As quantised bases have them: the scales are an attribute of the parameter."""
+
+    def __new__(cls, data):
+        found = super().__new__(cls, data, requires_grad=False)
+        found.state = Scales()
+        return found
+
+
+class Quantised(nn.Module):
+    in_features = out_features = 64
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Codes(torch.zeros(64, 64, dtype=torch.uint8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.float() * self.weight.state.scale)
+
+
+def test_a_quantised_base_is_estimated_with_its_scales():
+    model, batch = nn.Sequential(nn.Linear(64, 64), Adapted(Quantised())), torch.ones(32, 64)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = memtrain.estimate(model, batch)
+    real = measure(model, torch.optim.AdamW(trained), batch, None)
+    assert found.peak.parts == real.peak.parts
+    assert type(model[1].base.weight) is Codes
+
+
 def test_the_worst_batch_of_a_data_sets_lengths():
     model = llama(device="meta")
     lengths = [7, 90, 12, 33, 90]

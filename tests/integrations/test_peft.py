@@ -1,0 +1,132 @@
+"""PEFT: adapters that come after `wrap`, merged ones, and 4-bit bases, as users have them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.audit.live_storages import saved_nbytes
+from memtrain.audit.peak.measure import measure
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield __import__("tiny")
+    sys.modules.pop("tiny")
+
+
+def batch(tiny):
+    rows = tiny.tokens(8)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def adapted(tiny, base=None, **options):
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny.llama() if base is None else base
+    torch.manual_seed(0)
+    return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", **options))
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def trained(model, optimizer, given, steps):
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(**given).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved(model, given):
+    return saved_nbytes(lambda: model(**given).loss, exclude=given.values())[0]
+
+
+@pytest.mark.parametrize("preset", ["balanced", "lora", "all_four"])
+def test_an_adapter_added_and_switched_to_after_wrap_is_trained_and_compressed(preset, tiny):
+    from peft import LoraConfig
+
+    given, model = batch(tiny), adapted(tiny)
+    plain = saved(model.train(), given)
+    model, optimizer = memtrain.wrap(model, optimizer_of(model), preset)
+    trained(model, optimizer, given, 2)
+    model.add_adapter("second", LoraConfig(r=8, target_modules=["q_proj", "down_proj"]))
+    model.set_adapter("second")
+    own = [p for name, p in model.named_parameters() if ".second." in name]
+    optimizer.add_param_group({"params": own})
+    before = [p.detach().clone() for p in own]
+    losses = trained(model, optimizer, given, 6)
+    assert losses[-1] < losses[0]
+    assert not any(map(torch.equal, before, own))
+    assert saved(model, given) < 0.15 * plain
+    model.set_adapter("default")
+    trained(model, optimizer, given, 1)
+
+
+def test_merged_adapters_give_the_same_outputs_and_leave_nothing_behind(tiny):
+    given, model = batch(tiny), adapted(tiny)
+    model, optimizer = memtrain.wrap(model, optimizer_of(model), "lora")
+    trained(model, optimizer, given, 4)
+    model.eval()
+    with torch.no_grad():
+        expected = model(**given).logits
+    model, optimizer = memtrain.unwrap(model, optimizer)
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        # weights of about 1, once through float32 sums of 176 terms in 2 layers
+        torch.testing.assert_close(merged(**given).logits, expected, rtol=1e-4, atol=1e-5)
+    merged.requires_grad_(True)
+    assert saved(merged.train(), given) == saved(tiny.llama().train(), given)
+
+
+def in_4_bits(model):
+    import bitsandbytes as bnb
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            sizes = (layer.in_features, layer.out_features)
+            new = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32)
+            new.weight = bnb.nn.Params4bit(layer.weight.detach().clone(), requires_grad=False)
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, new.to("cpu"))
+    model.is_loaded_in_4bit = True
+    return model
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+def test_4_bit_bases_are_trained_and_estimated(tiny):
+    given, found = batch(tiny), {}
+    for preset in (None, "exact", "balanced", "lora"):
+        model = adapted(tiny, in_4_bits(tiny.llama()), lora_dropout=0.05)
+        optimizer = optimizer_of(model.train())
+        if preset:
+            model, optimizer = memtrain.wrap(model, optimizer, preset)
+        found[preset] = (trained(model, optimizer, given, 6), saved(model, given))
+    assert found["exact"] == found[None]
+    losses, nbytes = found[None]
+    for preset, share in (("balanced", 0.15), ("lora", 0.1)):
+        assert found[preset][1] < share * nbytes
+        assert losses[0] - found[preset][0][-1] > 0.9 * (losses[0] - losses[-1])
+    model = adapted(tiny, in_4_bits(tiny.llama()))
+    predicted = memtrain.estimate(model, given, "lora")
+    assert predicted.peak.parts == measure(model, optimizer_of(model), given, "lora").peak.parts
