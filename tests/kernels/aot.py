@@ -1,9 +1,10 @@
 """Compiles every Triton kernel for sm_80 and sm_90 without a GPU and reads its resources.
 
 A script: it must run without TRITON_INTERPRET, which conftest.py sets for the tests' process.
-Of a kernel's cases it takes as many as show each type and each constant of each argument, or all
-with `--all`. Prints one JSON line per compiled case and architecture, and one per fault; exits 1 on
-a fault.
+Of a kernel's cases it takes as many as show each type and each constant of each argument, and what
+a launch specialises on (`machine_code.SIZES`), or all with `--all`. Those of the table of machine
+code count their instructions. Prints one JSON line per compiled case, and one per fault; exits 1
+on a fault.
 """
 
 import ast
@@ -11,22 +12,19 @@ import importlib.util
 import inspect
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import machine_code
 
 KERNELS = Path(__file__).parents[2] / "memtrain" / "kernels"
 ARCHITECTURES = (80, 90)
-# Launch options may stand among a case's constants; they go to the compiler.
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 
 def modules(folder=KERNELS):
@@ -80,70 +78,73 @@ def coverage_faults(loaded):
     return faults
 
 
-def cuobjdump():
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        raise FileNotFoundError(f"this triton carries no {tool.name}")
-    return tool
+def pinned(name):
+    """Place in AOT_CASES -> row of the table of machine code, for a module's kernels."""
+    rows = {row: case for row, case in machine_code.CASES.items() if case.module == name}
+    return {machine_code.find(case): row for row, case in rows.items()}
 
 
-def compile_case(kernel, signature, constants, architecture):
-    """The cubin of one case."""
-    options = {key: value for key, value in constants.items() if key in OPTIONS}
-    values = {key: value for key, value in constants.items() if key not in OPTIONS}
-    unknown = (signature.keys() | values.keys()) ^ set(kernel.arg_names)
-    if unknown:
-        raise ValueError(f"arguments missing or not the kernel's: {sorted(unknown)}")
-    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, types, values)
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options=options).asm["cubin"]
+def integers(case):
+    """A case's arguments that a launch may specialise away."""
+    kernel, signature, _ = case
+    names = [p.name for p in kernel.params if not p.do_not_specialize]
+    return [name for name in names if signature.get(name) in ("i32", "i64")]
 
 
-def resources(cubin):
-    """Registers, stack and local (spilled) bytes, as cuobjdump tells them."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [cuobjdump(), "-res-usage", path]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
-    if found.keys() != {"REG", "STACK", "LOCAL"}:
-        raise ValueError(f"cuobjdump said: {text!r}")
-    return {key: int(value) for key, value in found.items()}
+def telling(cases, first=()):
+    """(place, architecture, sizes) that show each type and constant of each kernel's arguments.
 
-
-def telling(cases):
-    """(place, architecture) of cases that show each type and constant of each kernel's arguments.
-
-    A kernel's first is for both architectures, each other for one of them.
+    Each is for one architecture; besides, integers of 1 and odd ones for the case that takes most
+    branches. Those of `first` come first.
     """
     left = {
         place: {(kernel, *pair) for pair in (signature | constants).items()}
         for place, (kernel, signature, constants) in enumerate(cases)
     }
-    shown, kernels, jobs = set(), set(), []
-    while any(values - shown for values in left.values()):
-        place = max(left, key=lambda at: len(left[at] - shown))
+    shown, kernels = set(), {kernel: [] for kernel, _, _ in cases}
+    jobs, waiting = [], list(first)
+    while waiting or any(values - shown for values in left.values()):
+        architecture = ARCHITECTURES[len(jobs) % 2]
+        if waiting:
+            place, architecture = waiting.pop(0), machine_code.ARCHITECTURE
+        else:
+            place = max(left, key=lambda at: len(left[at] - shown))
         shown |= left.pop(place)
-        kernel = cases[place][0]
-        both = kernel not in kernels
-        kernels.add(kernel)
-        jobs += [(place, sm) for sm in ARCHITECTURES if both or sm == ARCHITECTURES[len(jobs) % 2]]
-    return jobs
+        jobs.append((place, architecture, "multiples"))
+    for place, (kernel, _, _) in enumerate(cases):
+        kernels[kernel].append(place)
+    for places in kernels.values():
+        branches = {at: sum(value is True for value in cases[at][2].values()) for at in places}
+        richest = max(places, key=branches.__getitem__)
+        sizes = ("ones", "odd") if integers(cases[richest]) else ("multiples",)
+        jobs += [(richest, sm, size) for sm, size in zip(ARCHITECTURES, sizes, strict=False)]
+    return list(dict.fromkeys(jobs))
 
 
-def every(cases):
-    return [(place, sm) for place in range(len(cases)) for sm in ARCHITECTURES]
+def every(cases, first=()):
+    """All of them, and of those that tell each integer of 1 alone."""
+    jobs = [(place, sm, "multiples") for place in range(len(cases)) for sm in ARCHITECTURES]
+    jobs += [(place, 90, sizes) for place in range(len(cases)) for sizes in ("odd", "ones")]
+    told = {place for place, _, _ in telling(cases, first)}
+    return jobs + [(place, 90, one) for place in sorted(told) for one in integers(cases[place])]
 
 
 def examine(job):
     """One row: module, case, architecture, resources, and the fault if there is one."""
-    name, index, architecture = job
+    name, index, architecture, sizes = job
     kernel, signature, constants = load(name).AOT_CASES[index]
-    row = {"module": name, "case": index, "kernel": kernel.fn.__name__, "sm": architecture}
+    row = {"module": name, "case": index, "kernel": kernel.fn.__name__}
+    row |= {"sm": architecture, "sizes": sizes}
     try:
-        row |= resources(compile_case(kernel, signature, constants, architecture))
+        one = None if sizes in machine_code.SIZES else sizes
+        kind = "odd" if one else sizes
+        made = machine_code.compiled(kernel, signature, constants, architecture, kind, one)
+        row |= machine_code.resources(made["cubin"])
+        if (architecture, sizes) == (machine_code.ARCHITECTURE, "multiples"):
+            told = pinned(name).get(index)
+            if told is not None:
+                row |= {"row": told} | machine_code.measure(told, made["cubin"], constants)
+                row["wide"] = machine_code.wide(made["ptx"])
     except Exception as error:  # noqa: BLE001 (this case's fault; the others still run)
         return row | {"fault": f"{type(error).__name__}: {error}"}
     if row["STACK"] or row["LOCAL"]:
@@ -162,7 +163,7 @@ def main(names, choose=telling):
     jobs = [
         (name, *job)
         for name, module in loaded.items()
-        for job in choose(getattr(module, "AOT_CASES", ()))
+        for job in choose(getattr(module, "AOT_CASES", ()), [*pinned(name)])
     ]
     workers = min(len(os.sched_getaffinity(0)), 8)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

@@ -1,12 +1,18 @@
-"""Every Triton kernel compiles for sm_80 and sm_90 without a stack and without spills."""
+"""Every Triton kernel compiles for sm_80 and sm_90 without a stack and without spills.
+
+It does so whatever integers a launch gives it, and takes no more instructions than it took.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from benchmarks import machine_code
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("aot.py")
@@ -35,10 +41,15 @@ def _covered_kernel(x_ptr, N: tl.constexpr):
 def _forgotten_kernel(x_ptr):
     tl.store(x_ptr, 0.0)
 
+@triton.jit
+def _one_kernel(x_ptr, n):
+    tl.store(x_ptr, n.to(tl.float32))
+
 AOT_CASES = [
     (_covered_kernel, {"x_ptr": "*fp32"}, {"N": 16}),
     (_covered_kernel, {"x_ptr": "*fp32"}, {"N": 64, "maxnreg": 16}),
     (_covered_kernel, {"pointer": "*fp32"}, {"N": 16}),
+    (_one_kernel, {"x_ptr": "*fp32", "n": "i32"}, {}),
 ]
 """
 
@@ -58,6 +69,20 @@ def test_kernels_compile_without_stack_or_spills(module, once):
     rows = [row for row in once("aot", examined)[0] if row.get("module") == module]
     assert [row for row in rows if "fault" in row] == []
     assert {row["sm"] for row in rows} == {80, 90}
+    if any(row["sizes"] != "multiples" for row in rows):
+        assert {row["sizes"] for row in rows} == {"multiples", "odd", "ones"}
+
+
+@pytest.mark.parametrize("name", machine_code.CASES)
+def test_a_kernel_takes_no_more_instructions_than_the_table_says(name, once):
+    """Loads that are not vectorised, divisions and searches for each element show here."""
+    table = machine_code.read()[name]
+    (row,) = [row for row in once("aot", examined)[0] if row.get("row") == name]
+    if version("triton").rsplit(".", 1)[0] == machine_code.TRITON:  # others compile otherwise
+        for what in ("instructions", "memory", "registers"):
+            assert row[what] <= table[what] * 1.01, what
+    both = row["kernel"] == "_update_kernel"
+    assert (all if both else any)(row["wide"].values()), row["wide"]
 
 
 @pytest.mark.nightly
@@ -73,6 +98,8 @@ def test_faults_are_found(tmp_path):
     bare.write_text("import triton\n")
     rows, status = examined(str(faulty), str(bare))
     faults = {(row.get("kernel"), row.get("case")): row["fault"] for row in rows if "fault" in row}
+    assert [r["sizes"] for r in rows if r.get("case") == 3 and "fault" in r] == ["ones"]
+    assert "has no attribute 'to'" in faults.pop(("_one_kernel", 3))
     assert status == 1
     assert faults.keys() == {
         ("_forgotten_kernel", None),
