@@ -157,7 +157,10 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def instructions(cubin: bytes, trips: int = 1) -> Counter[str]:
-    """How often a thread executes each opcode, both sides of forward branches counted.
+    """How often a thread executes each opcode where every condition is true.
+
+    Of an `if` with an `else` the shorter side counts: the longer one is what seldom happens (blocks
+    whose scale is below 2**-90, in a step).
 
     Args:
         cubin: Machine code of one kernel.
@@ -172,13 +175,16 @@ def instructions(cubin: bytes, trips: int = 1) -> Counter[str]:
                 jumps.append((len(opcodes), target[1]))
             opcodes.append(code[1])
     weights = [1] * len(opcodes)
-    last = len(opcodes)
-    for start, target in jumps:
-        to = places[target]
+    last, ends = len(opcodes), {start: places[target] for start, target in jumps}
+    for start, to in ends.items():
         if to == start:  # the program ends in a jump to itself
             last = min(last, start)
         elif to < start:
             weights[to : start + 1] = [trips * weight for weight in weights[to : start + 1]]
+        elif ends.get(to - 1, 0) > to:  # the first side ends in a jump over the second
+            sides = (start + 1, to), (to, ends[to - 1])
+            longer = max(sides, key=lambda side: side[1] - side[0])
+            weights[slice(*longer)] = [0] * (longer[1] - longer[0])
     found: Counter[str] = Counter()
     for opcode, weight in list(zip(opcodes, weights, strict=True))[:last]:
         found[opcode] += weight

@@ -9,9 +9,17 @@ import torch
 
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
-from memtrain.kernels.codebook.values import Codebook
+from memtrain.kernels.codebook.values import CODEBOOKS, Codebook
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, Codec, buckets
+from memtrain.kernels.step.codecs import (
+    BLOCKS,
+    CODEBOOKS8,
+    EXACT,
+    MANTISSA,
+    Codec,
+    buckets,
+    upper_buckets,
+)
 from memtrain.kernels.step.step import Entry, fused_step
 from memtrain.kernels.step.update_rules import RULES, adamw, lion, sgd
 
@@ -161,16 +169,61 @@ def test_a_bucket_holds_at_most_one_bound(map, signed):
     assert (torch.searchsorted(bounds, -nearer) - starts[half : 2 * half].int()).max() <= 1
 
 
+NARROW = [(name, signed) for name in CODEBOOKS for signed in (True, False)]
+NARROW += [("E2M1", True), ("E3M0", True), ("E2M2", False), ("E3M1", False)]
+NARROW.remove(("DE-0", True))
+EVERY = [(4, *pair) for pair in NARROW] + [(8, "DE", True), (8, "DE", False), (8, "DE-0", False)]
+
+
+@pytest.mark.parametrize(("bits", "map", "signed"), EVERY)
+def test_upper_bits_leave_one_bound_in_doubt(bits, map, signed):
+    device = torch.device("cpu")
+    bounds = Codebook(map, bits, signed).midpoints(device)
+    exact = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([0.0, 1.0])])
+    exact = torch.cat([exact, torch.rand(2000) ** 4]) * torch.tensor([[1.0], [-1.0]])[: 1 + signed]
+    exact = exact.flatten()
+    count = (exact[:, None] > bounds).sum(1)
+    table = upper_buckets(codec(bits, map, signed), device)
+    shift, centre = 23 - MANTISSA[bits], len(table) // 4
+    for error in (-(2.0**-22), 0.0, 2.0**-22):  # of a reciprocal and a product
+        place = ((exact * (1 + error)).view(torch.int32) >> shift) + centre
+        start = table[place].long() & (15 if bits == 4 else 255)
+        assert ((count - start == 0) | (count - start == 1)).all()
+        if bits == 4:
+            following = torch.cat([bounds, torch.tensor([math.inf])])[start]
+            assert torch.equal((table[place] >> 32).int().view(torch.float32), following)
+    nan = torch.tensor([math.nan, -math.nan]).view(torch.int32)
+    assert not ((table[(nan >> shift) + centre] & 15).any())
+    assert not (table[2 * centre :] & 255).any()
+
+
 @pytest.mark.parametrize("exponent", [-140, -100, -30, 0, 30, 100, 126])
-def test_8_bit_codes_at_every_bound_and_scale(exponent):
+@pytest.mark.parametrize(("name", "bits"), [("cpu", 8), ("triton", 8), ("triton", 4)])
+def test_codes_at_every_bound_and_scale(name, bits, exponent):
     # a state that is kept as it is (b1 = 1) and quantised again: every bound, and its neighbours
-    bounds = Codebook("DE", 8, True).midpoints(torch.device("cpu"))
+    bounds = Codebook("DE", bits, True).midpoints(torch.device("cpu"))
     near = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([1.0])])
     x = (near.double() * 2.0**exponent).float()
     h = sgd(lr=0.0, momentum=0.0)
-    states = (payload(torch.zeros_like(x), "DE", 8, True),)
-    before = [Entry(torch.zeros_like(x), x, states, (codec(8),), "sgd", h)]
-    check_equal(run("cpu", before), run("reference", before), before)
+    states = (payload(torch.zeros_like(x), "DE", bits, True),)
+    before = [Entry(torch.zeros_like(x), x, states, (codec(bits),), "sgd", h)]
+    check_equal(run(name, before), run("reference", before), before)
+
+
+@pytest.mark.filterwarnings("ignore")  # numpy, in the interpreter
+@pytest.mark.parametrize("bits", [4, 8])
+def test_triton_blocks_that_have_no_scale(bits):
+    h = sgd(lr=0.0, momentum=0.0)
+    x = torch.randn(4, BLOCKS[bits])
+    x[0] = 0.0
+    x[1, 3], x[2, 5] = math.inf, math.nan
+    states = (payload(torch.zeros_like(x), "DE", bits, True),)
+    before = [Entry(torch.zeros_like(x), x, states, (codec(bits),), "sgd", h)]
+    (ours,), (theirs,) = run("triton", before), run("reference", before)
+    assert torch.equal(ours.states[0]["codes"], theirs.states[0]["codes"])
+    torch.testing.assert_close(
+        ours.states[0]["scale"], theirs.states[0]["scale"], rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("map", CODEBOOKS8)

@@ -113,14 +113,20 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
         torch.testing.assert_close(a.param, b.param)
 
 
-def test_one_launch_serves_one_device():
+def test_one_launch_serves_one_device(monkeypatch):
+    monkeypatch.setattr(launch, "is_whole", lambda entry: True)  # fake tensors have no addresses
+    whole = test_adamw.entry((4, 128), "exact", test_adamw.hyper())
     with FakeTensorMode():
-        found = {
-            launch.alike(
-                test_adamw.entry((4, 128), "exact", test_adamw.hyper())._replace(
-                    param=torch.empty(4, 128, device=device)
-                )
-            )
-            for device in ("cuda:0", "cuda:1", "cuda:0")
-        }
+        params = [torch.empty(4, 128, device=device) for device in ("cuda:0", "cuda:1", "cuda:0")]
+        found = {launch.alike(whole._replace(param=param)) for param in params}
     assert len(found) == 2
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("block", (3, 80)), ("rank1", (4, 128))])
+def test_vectors_are_loaded_where_all_is_aligned(kind, shape):
+    entry = test_adamw.entry(shape, kind, test_adamw.hyper())
+    assert launch.is_whole(entry)
+    moved = torch.zeros(1 + entry.grad.numel())[1:].view(shape)
+    assert not launch.is_whole(entry._replace(grad=moved))
+    odd = (3, 81) if kind == "block" else (4, 129)
+    assert not launch.is_whole(test_adamw.entry(odd, kind, test_adamw.hyper()))

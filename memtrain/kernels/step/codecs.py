@@ -23,6 +23,8 @@ BLOCKS = {4: 128, 8: 256}
 """Bits of a code -> elements of a block, which share a scale (rank-1: only a layout)."""
 CODEBOOKS8 = ("DE", "DE-0")
 """Codebooks of 8 bits: those that `buckets` serves."""
+MANTISSA = {4: 4, 8: 7}
+"""Bits of a code -> bits of a value's mantissa that tell its bucket (`upper_buckets`)."""
 _LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucket
 _BUCKETS = 26 * 128 + 2
 
@@ -153,3 +155,43 @@ def buckets(codebook: str, signed: bool) -> Tensor:
     above = torch.searchsorted(bounds, edges[:-1] * (1 - 2.0**-20))
     below = torch.searchsorted(bounds, -edges[1:] * (1 + 2.0**-20))
     return torch.cat([above, below, torch.zeros(4, device="cpu")]).to(torch.uint8)
+
+
+@cache
+def upper_buckets(codec: Codec, device: torch.device) -> Tensor:
+    """How many bounds of a codebook lie below each bucket of float32 values from -1 to 1.
+
+    A bucket holds the values that share sign, exponent and `MANTISSA` bits; it holds at most one
+    bound, so one compare with the next bound finds a value's code. Edges are moved out by 2**-20:
+    the bucket may be that of a rounded value.
+
+    Args:
+        codec: Of 4 or 8 bits.
+        device: Where the kernels run.
+
+    Returns:
+        uint8, or for 4 bits int64 with the next bound in the upper half: [2 * n], by a value's
+        upper bits as a signed integer, plus n / 2. NaN finds 0, and so does everything in the last
+        n, which are for blocks without a scale.
+
+    Example:
+        >>> found = upper_buckets(Codec("block", 4, "DE"), torch.device("cpu"))
+        >>> (found & 15).unique().numel()
+        16
+    """
+    shift, cpu = 23 - MANTISSA[codec.bits], torch.device("cpu")
+    bounds = Codebook(codec.codebook, codec.bits, codec.signed).midpoints(cpu)
+    edges = torch.arange((1 << (31 - shift)) + 1, dtype=torch.int64, device=cpu) << shift
+    edges = edges.clamp(max=0x7F7FFFFF).int().view(torch.float32).double()  # no Inf among them
+    above = torch.searchsorted(bounds.double(), edges[:-1] * (1 - 2.0**-20))
+    below = torch.searchsorted(bounds.double(), -edges[1:] * (1 + 2.0**-20))
+    starts = torch.cat([below, above])
+    nan = 0x7F800000 >> shift  # the bucket of Inf; those above are of NaN
+    starts[nan + 1 : len(below)] = 0
+    starts[len(below) + nan + 1 :] = 0
+    if codec.bits == 4:
+        inf, zero = bounds.new_tensor([float("inf")]), bounds.new_zeros(1)
+        following = torch.cat([bounds, inf])[starts].view(torch.int32).long() << 32
+        nothing = (zero / zero).view(torch.int32).long() << 32
+        return torch.cat([starts | following, nothing.expand_as(starts)]).to(device)
+    return torch.cat([starts, torch.zeros_like(starts)]).to(device, torch.uint8)

@@ -11,13 +11,13 @@ from torch import Tensor
 from memtrain.kernels.codebook import rank1
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import step_triton
-from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
+from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import FIELDS, SECOND, Entry, Sums, table_row
 from memtrain.kernels.step.update_rules import RULES, stacked
 
 kernels: Any = step_triton  # launches take options that no signature shows
-ELEMENTS = 1024  # of a program of the update: 8 blocks of 128, or 4 of 256
+ELEMENTS = 2048  # of a program of the update: 16 blocks of 128, or 8 of 256
 
 
 def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
@@ -36,7 +36,28 @@ def alike(entry: Entry) -> Hashable:
     """Equal for entries that one `Launch` serves."""
     p, on_device = entry.param, isinstance(entry.scalars, Tensor)
     kind = entry.rule, entry.bits, entry.form, entry.master.form
-    return p.device, p.dtype, entry.grad.dtype, kind, on_device
+    return p.device, p.dtype, entry.grad.dtype, kind, on_device, is_whole(entry)
+
+
+def is_whole(entry: Entry) -> bool:
+    """Whether the kernels may load 16 bytes at once: aligned tensors, rows of whole blocks.
+
+    Example:
+        >>> from memtrain.kernels.step.update_rules import sgd
+        >>> p, h = torch.ones(64), sgd(lr=1.0, momentum=0.0)
+        >>> is_whole(Entry(p, p, (), (), "sgd", h)), is_whole(Entry(p[:7], p[:7], (), (), "sgd", h))
+        (True, False)
+    """
+    rows, cols = entry.matrix
+    if entry.form in ROWS_AND_COLUMNS:
+        # A block lies in one row; and a vector of columns follows one of rows.
+        whole = cols % entry.codecs[0].block == 0 and rows % 4 == 0
+    else:
+        whole = rows * cols % 16 == 0
+    tensors = [entry.param, entry.grad, *(x for state in entry.states for x in state.values())]
+    if entry.master.correction is not None:
+        tensors.append(entry.master.correction)
+    return whole and not any(tensor.data_ptr() % 16 for tensor in tensors)
 
 
 def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
@@ -71,6 +92,7 @@ class Launch:
         self._scalars = stacked([entry.scalars for entry in entries], self.device)
         self._table = self._make_table()
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
+        self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
         self._update_form = {
             **self._reduce_form,
@@ -96,10 +118,13 @@ class Launch:
                 vectors["col_old"].copy_(rank1.columns(entry.states[1]["scale"], shape))
 
     def _make_table(self) -> Tensor:
-        rows = []
+        rows, places = [], (kernels.FIRST, kernels.SECOND_STATE)
         for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
             row = table_row(entry, self._scalars[k], entry.master.device_fields())
             row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
+            for codec, state in zip(entry.codecs, places, strict=False):
+                if codec.form in ("block", "rank1"):
+                    row[state.value + 3] = upper_buckets(codec, self.device).data_ptr()
             rows.append(row + [0] * (FIELDS - len(row)))
         return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
 

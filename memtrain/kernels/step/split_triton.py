@@ -78,21 +78,12 @@ def _ulp(half):
 
 
 @triton.jit
-def _corrections(address, KEPT: tl.constexpr):
-    if KEPT == 8:
-        found = address.to(tl.pointer_type(tl.int8))
-    else:
-        found = address.to(tl.pointer_type(tl.int16))
-    return found
-
-
-@triton.jit
-def read_weight(weight_ptr, correction, at, inside, KEPT: tl.constexpr):
-    """float32 masters; `correction` is an address where KEPT is 8 or 16."""
+def read_weight(weight_ptr, lost_ptr, at, inside, KEPT: tl.constexpr):
+    """float32 masters; corrections are read where KEPT is 8 or 16."""
     low = tl.load(weight_ptr + at, mask=inside, other=0.0)
     master = low.to(tl.float32)
     if KEPT > DRAWN:
-        lost = tl.load(_corrections(correction, KEPT) + at, mask=inside, other=0).to(tl.int32)
+        lost = tl.load(lost_ptr + at, mask=inside, other=0).to(tl.int32)
         bits = low.to(tl.int16, bitcast=True).to(tl.int32)
         if weight_ptr.dtype.element_ty == tl.float16:
             unit = (_ulp(bits) - (KEPT << 23)).to(tl.float32, bitcast=True)
@@ -111,22 +102,29 @@ def ticked(seed, tick):
 
 
 @triton.jit
-def draws(seed, chunk, lane, at):
-    """The 16 random bits of elements `at` [R, L] of the 1024 of a chunk; `lane` [L] is `at % L`."""
-    counter = chunk * _WIDTH + lane % _WIDTH
+def draws(seed, chunk, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """The 16 random bits of both halves of a program's COUNT blocks, [COUNT, HALF] each.
+
+    One counter serves eight elements, which other threads own: the bits move once through shared
+    memory, and no counter is drawn twice.
+    """
+    RUNS: tl.constexpr = COUNT * HALF // 512  # of 8 * _WIDTH elements
+    run = chunk.to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
+    counter = run * _WIDTH + tl.arange(0, _WIDTH)[None, :]
     w0, w1, w2, w3 = tl.randint4x(seed, counter.to(tl.uint32))
-    s = at // _WIDTH % 8
-    low = tl.where(s < 2, w0[None, :], w1[None, :])
-    high = tl.where(s < 6, w2[None, :], w3[None, :])
-    word = tl.where(s < 4, low, high).to(tl.uint32)
-    return (word >> (s % 2 * 16).to(tl.uint32)) & 0xFFFF
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 i + j at [run, position, i, j]
+    words = tl.permute(tl.reshape(words, (RUNS, _WIDTH, 4)), (0, 2, 1)).to(tl.uint32)
+    low, high = (words & 0xFFFF).to(tl.uint16), (words >> 16).to(tl.uint16)
+    bits = tl.permute(tl.join(low, high), (0, 1, 3, 2))  # in the order of the elements
+    low, high = tl.split(tl.permute(tl.reshape(bits, (COUNT, 2, HALF)), (0, 2, 1)))
+    return low.to(tl.uint32), high.to(tl.uint32)
 
 
 @triton.jit
-def write_weight(weight_ptr, correction, at, inside, master, draw, KEPT: tl.constexpr):
+def write_weight(weight_ptr, lost_ptr, at, inside, master, draw, KEPT: tl.constexpr):
     """Round masters into weights; what that loses, into corrections."""
     if KEPT and weight_ptr.dtype.element_ty == tl.float16:
-        _write_float16(weight_ptr, correction, at, inside, master, KEPT)
+        _write_float16(weight_ptr, lost_ptr, at, inside, master, KEPT)
     else:
         bits = master.to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -135,7 +133,6 @@ def write_weight(weight_ptr, correction, at, inside, master, draw, KEPT: tl.cons
             weight = weight.to(tl.bfloat16, bitcast=True)
         elif KEPT:
             weight, lost = _halves(bits, magnitude, _rounded(magnitude, KEPT), KEPT)
-            lost_ptr = _corrections(correction, KEPT)
             tl.store(lost_ptr + at, lost.to(lost_ptr.dtype.element_ty), mask=inside)
             weight = weight.to(tl.bfloat16, bitcast=True)
         else:
@@ -144,7 +141,7 @@ def write_weight(weight_ptr, correction, at, inside, master, draw, KEPT: tl.cons
 
 
 @triton.jit
-def _write_float16(weight_ptr, correction, at, inside, master, KEPT: tl.constexpr):
+def _write_float16(weight_ptr, lost_ptr, at, inside, master, KEPT: tl.constexpr):
     weight = master.to(tl.float16)
     bits = weight.to(tl.int16, bitcast=True).to(tl.int32)
     per_ulp = ((254 + KEPT - (_ulp(bits) >> 23)) << 23).to(tl.float32, bitcast=True)
@@ -153,7 +150,6 @@ def _write_float16(weight_ptr, correction, at, inside, master, KEPT: tl.constexp
     # To the nearest integer, ties to even: at most half of 2**KEPT in magnitude.
     units = ((units + 12582912.0) - 12582912.0).to(tl.int32)
     most = (1 << (KEPT - 1)) - 1
-    lost_ptr = _corrections(correction, KEPT)
     units = tl.minimum(tl.maximum(units, -most - 1), most)
     tl.store(lost_ptr + at, units.to(lost_ptr.dtype.element_ty), mask=inside)
     tl.store(weight_ptr + at, weight, mask=inside)

@@ -6,14 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memtrain.kernels.codebook.quantize_triton import encode, least, magnitude, place
+from memtrain.kernels.codebook.quantize_triton import least, magnitude
 from memtrain.kernels.device_guard import launch
+from memtrain.kernels.step.codecs import MANTISSA
 from memtrain.kernels.step.split_triton import DRAWN, draws, read_weight, ticked, write_weight
 
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
 TILE = tl.constexpr(16)
 REDUCE_WARPS = 8
 PIECE = tl.constexpr(1024)
+TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
+SHIFT4, SHIFT8 = (tl.constexpr(23 - MANTISSA[bits]) for bits in (4, 8))  # of `upper_buckets`
+CENTRE4, CENTRE8 = (tl.constexpr(2 ** (8 + MANTISSA[bits])) for bits in (4, 8))
 ADAMW, SGD, LION = (tl.constexpr(k) for k in range(3))  # as in `update_rules.RULES`
 AS_FIRST, RANK1, FACTORED = (tl.constexpr(k) for k in range(3))  # SECOND, as `step.SECOND`
 
@@ -34,21 +38,32 @@ def _field(table_ptr, tensor, k):
 
 
 @triton.jit
+def _pointer(table_ptr, tensor, k, dtype: tl.constexpr, WHOLE: tl.constexpr):
+    """The address in field k. WHOLE: the compiler is told what it cannot see in a table."""
+    pointer = _field(table_ptr, tensor, k).to(tl.pointer_type(dtype))
+    if WHOLE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
 def _floats(table_ptr, tensor, k):
-    return _field(table_ptr, tensor, k).to(tl.pointer_type(tl.float32))
+    return _pointer(table_ptr, tensor, k, tl.float32, False)
 
 
 @triton.jit
-def _bytes(table_ptr, tensor, k):
-    return _field(table_ptr, tensor, k).to(tl.pointer_type(tl.uint8))
+def _numbers(scalars):
+    """The eight scalars of a step."""
+    return (
+        tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3),
+        tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6), tl.load(scalars + 7),
+    )  # fmt: skip
 
 
 @triton.jit
-def _updated(p, g, m, v, scalars, RULE: tl.constexpr, SECOND: tl.constexpr):
+def _updated(p, g, m, v, numbers, RULE: tl.constexpr, SECOND: tl.constexpr):
     """A rule's update, as `update_rules.py` has it: the new parameter and states."""
-    decay = tl.load(scalars)
-    a, b, c = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-    d, e = tl.load(scalars + 6), tl.load(scalars + 7)
+    decay, _, _, a, b, c, d, e = numbers
     if RULE == ADAMW:
         m = m + a * (g - m)
         if SECOND != FACTORED:
@@ -69,64 +84,114 @@ def _updated(p, g, m, v, scalars, RULE: tl.constexpr, SECOND: tl.constexpr):
 
 
 @triton.jit
+def _new_second(
+    g_ptr, p_ptr, lost_ptr, scalars, at, inside, old, MASTER: tl.constexpr, SECOND: tl.constexpr
+):  # fmt: skip
+    """What the first pass reduces: magnitudes of rank-1's new second moment, squares of g."""
+    # The scalars are loaded where they are used: held over the loop, they would spill.
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars + 2)
+    l2 = tl.load(scalars + 1)
+    # No traffic without L2 decay: the mask is false throughout then. (The interpreter cannot
+    # broadcast a scalar condition.)
+    wanted = inside & (tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0)
+    g = g + l2 * read_weight(p_ptr, lost_ptr, at, wanted, MASTER)
+    if SECOND == RANK1:
+        new = tl.load(scalars + 4) * old + (tl.load(scalars + 5) * g) * g
+        found = tl.where(inside, magnitude(new), 0)
+    else:
+        found = tl.where(inside, g * g, 0.0)
+    return found
+
+
+@triton.jit
 def _reduce_kernel(
     programs_ptr, table_ptr, scalars_ptr, p_like, g_like,
-    SECOND: tl.constexpr, MASTER: tl.constexpr,
+    SECOND: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Pass 1. Rank-1: maxima of the new second moment. Factored: partial sums of g * g."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
     scalars = scalars_ptr + tensor * 8
-    p_ptr = _field(table_ptr, tensor, P).to(p_like.dtype)
-    g_ptr = _field(table_ptr, tensor, G).to(g_like.dtype)
-    correction = _field(table_ptr, tensor, CORRECTION)
+    p_ptr = _pointer(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE)
+    g_ptr = _pointer(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE)
+    lost_ptr = _lost(table_ptr, tensor, MASTER, WHOLE)
     rows, cols = _field(table_ptr, tensor, N_ROWS), _field(table_ptr, tensor, N_COLS)
-    row_new, col_new = _field(table_ptr, tensor, ROW_NEW), _field(table_ptr, tensor, COL_NEW)
+    if WHOLE:
+        cols = cols // 128 * 128  # it is: the compiler sees it so
     across = (cols + 127) // 128
-    col = chunk % across * 128 + tl.arange(0, 128)
+    first_col = chunk % across * 128
+    first_row = chunk // across * ROWS
     if SECOND == RANK1:
-        row_ptr, col_ptr = (
-            row_new.to(tl.pointer_type(tl.int32)),
-            col_new.to(tl.pointer_type(tl.int32)),
-        )
-        codes_ptr = _bytes(table_ptr, tensor, SECOND_STATE)
+        row_ptr = _pointer(table_ptr, tensor, ROW_NEW, tl.int32, False)
+        col_ptr = _pointer(table_ptr, tensor, COL_NEW, tl.int32, WHOLE) + first_col
+        codes_ptr = _pointer(table_ptr, tensor, SECOND_STATE, tl.uint8, WHOLE)
         values_ptr = _floats(table_ptr, tensor, SECOND_STATE + 2)
         row_old = _floats(table_ptr, tensor, ROW_OLD)
-        col_old = tl.load(_floats(table_ptr, tensor, COL_OLD) + col, mask=col < cols, other=0.0)
-        col_top = tl.zeros([128], dtype=tl.int32)
+        col_old = _pointer(table_ptr, tensor, COL_OLD, tl.float32, WHOLE) + first_col
     else:
-        row_part = row_new.to(tl.pointer_type(tl.float32)) + chunk % across * rows
-        col_part = col_new.to(tl.pointer_type(tl.float32)) + chunk // across * cols
-        col_sum = tl.zeros([128], dtype=tl.float32)
-    for first in range(0, ROWS, TILE):
-        row = chunk // across * ROWS + first + tl.arange(0, TILE)
-        at = row[:, None] * cols + col[None, :]
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        # The scalars are loaded where they are used: held over the loop, they would spill.
-        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars + 2)
-        l2 = tl.load(scalars + 1)
-        # No traffic without L2 decay: the mask is false throughout then. (The interpreter cannot
-        # broadcast a scalar condition.)
-        wanted = inside & (tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0)
-        g = g + l2 * read_weight(p_ptr, correction, at, wanted, MASTER)
+        row_part = _floats(table_ptr, tensor, ROW_NEW) + chunk % across * rows
+        col_part = (
+            _pointer(table_ptr, tensor, COL_NEW, tl.float32, WHOLE) + first_row // ROWS * cols
+        )
+    if SECOND == RANK1 and WHOLE:
+        # Whole blocks of 128: a byte's two elements are 64 columns apart.
+        lane = tl.arange(0, 64)
+        low_old, high_old = tl.load(col_old + lane)[None, :], tl.load(col_old + 64 + lane)[None, :]
+        low_top = tl.zeros([TILE, 64], dtype=tl.int32)
+        high_top = tl.zeros([TILE, 64], dtype=tl.int32)
+        for first in range(0, ROWS, TILE):
+            row = first_row + first + tl.arange(0, TILE)
+            here = row < rows
+            start = (row * cols + first_col)[:, None]
+            inside = here[:, None] & (lane < 64)[None, :]
+            byte = tl.load(codes_ptr + start // 2 + lane[None, :], mask=inside, other=0)
+            scale = tl.load(row_old + row, mask=here, other=0.0)[:, None]
+            low = tl.load(values_ptr + (byte & 15)) * least(scale, low_old)
+            high = tl.load(values_ptr + (byte >> 4)) * least(scale, high_old)
+            at = start + lane[None, :]
+            low = _new_second(
+                g_ptr, p_ptr, lost_ptr, scalars, at, inside, low, MASTER, SECOND
+            )  # fmt: skip
+            high = _new_second(
+                g_ptr, p_ptr, lost_ptr, scalars, at + 64, inside, high, MASTER, SECOND
+            )  # fmt: skip
+            tl.atomic_max(row_ptr + row, tl.max(tl.maximum(low, high), axis=1), mask=here)
+            low_top, high_top = tl.maximum(low_top, low), tl.maximum(high_top, high)
+        tl.atomic_max(col_ptr + lane, tl.max(low_top, axis=0))
+        tl.atomic_max(col_ptr + 64 + lane, tl.max(high_top, axis=0))
+    else:
+        lane = tl.arange(0, 128)
+        in_cols = first_col + lane < cols
         if SECOND == RANK1:
-            place_in = at % 128
-            byte = tl.load(codes_ptr + at // 128 * 64 + place_in % 64, mask=inside, other=0)
-            code = (byte.to(tl.int32) >> (place_in // 64 * 4).to(tl.int32)) & 15
-            scale = tl.load(row_old + row, mask=row < rows, other=0.0)
-            old = tl.load(values_ptr + code) * least(scale[:, None], col_old[None, :])
-            new = tl.load(scalars + 4) * old + (tl.load(scalars + 5) * g) * g
-            size = tl.where(inside, magnitude(new), 0)
-            tl.atomic_max(row_ptr + row, tl.max(size, axis=1), mask=row < rows)
-            col_top = tl.maximum(col_top, tl.max(size, axis=0))
+            old_cols = tl.load(col_old + lane, mask=in_cols, other=0.0)[None, :]
+            col_top = tl.zeros([TILE, 128], dtype=tl.int32)
         else:
-            square = tl.where(inside, g * g, 0.0)
-            tl.store(row_part + row, tl.sum(square, axis=1), mask=row < rows)
-            col_sum += tl.sum(square, axis=0)
-    if SECOND == RANK1:
-        tl.atomic_max(col_ptr + col, col_top, mask=col < cols)
-    else:
-        tl.store(col_part + col, col_sum, mask=col < cols)
+            col_sum = tl.zeros([TILE, 128], dtype=tl.float32)
+        for first in range(0, ROWS, TILE):
+            row = first_row + first + tl.arange(0, TILE)
+            here = row < rows
+            at = (row * cols + first_col)[:, None] + lane[None, :]
+            inside = here[:, None] & in_cols[None, :]
+            old = 0.0
+            if SECOND == RANK1:
+                place_in = at % 128
+                byte = tl.load(codes_ptr + at // 128 * 64 + place_in % 64, mask=inside, other=0)
+                code = (byte.to(tl.int32) >> (place_in // 64 * 4).to(tl.int32)) & 15
+                scale = tl.load(row_old + row, mask=here, other=0.0)
+                old = tl.load(values_ptr + code) * least(scale[:, None], old_cols)
+            new = _new_second(
+                g_ptr, p_ptr, lost_ptr, scalars, at, inside, old, MASTER, SECOND
+            )  # fmt: skip
+            if SECOND == RANK1:
+                tl.atomic_max(row_ptr + row, tl.max(new, axis=1), mask=here)
+                col_top = tl.maximum(col_top, new)
+            else:
+                tl.store(row_part + row, tl.sum(new, axis=1), mask=here)
+                col_sum += new
+        if SECOND == RANK1:
+            tl.atomic_max(col_ptr + lane, tl.max(col_top, axis=0), mask=in_cols)
+        else:
+            tl.store(col_part + first_col + lane, tl.sum(col_sum, axis=0), mask=in_cols)
 
 
 @triton.jit
@@ -177,152 +242,262 @@ def _ratio_kernel(table_ptr):
 
 
 @triton.jit
-def _encode8(x, bounds_ptr, scale):
-    """The number of bounds (times the scale) below x, by halving; NaN and a scale of Inf give 0."""
-    scale += scale - scale  # Inf becomes NaN
+def _encode(x, state, scale, usable, SCALED: tl.constexpr, BITS: tl.constexpr):
+    """The number of bounds (times the scale) below x; one at most is in doubt by x's upper bits."""
+    SHIFT: tl.constexpr = SHIFT8 if BITS == 8 else SHIFT4
+    CENTRE: tl.constexpr = CENTRE8 if BITS == 8 else CENTRE4
+    starts_ptr = state[3] + CENTRE
+    ratio = x
+    if SCALED:
+        ratio = x * (1.0 / tl.where(usable, scale, 1.0))
+        starts_ptr += tl.where(usable, 0, 2 * CENTRE)
+    start = tl.load(starts_ptr + (ratio.to(tl.int32, bitcast=True) >> SHIFT))
+    code = start.to(tl.int32)
+    if BITS == 8:
+        bound = tl.load(state[2] + 256 + code)
+    else:
+        bound = (start >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if SCALED:
+        bound *= scale + (scale - scale)  # Inf becomes NaN: no bound is below x
+    return tl.where(x > bound, code + 1, code)
+
+
+@triton.jit
+def _encode_tiny(x, state, scale, BITS: tl.constexpr):
+    """The same by halving: products of bounds and tiny scales lose bits, and more is in doubt."""
+    scale += scale - scale
     code = tl.zeros(x.shape, dtype=tl.int32)
-    for k in tl.static_range(8):
-        half = 128 >> k
-        bound = tl.load(bounds_ptr + code + (half - 1)) * scale
-        code = tl.where(x > bound, code + half, code)
+    for k in tl.static_range(BITS):
+        bound = tl.load(state[2] + 2**BITS + code + (2 ** (BITS - 1 - k) - 1)) * scale
+        code = tl.where(x > bound, code + 2 ** (BITS - 1 - k), code)
     return code
 
 
 @triton.jit
-def _decoded(
-    table_ptr, tensor, state, at, inside, block, real, code, BITS: tl.constexpr
-):  # fmt: skip
-    """A state of its own, or in blocks with a scale each."""
-    if BITS == 32:
-        return tl.load(_floats(table_ptr, tensor, state) + at, mask=inside, other=0.0)
-    scale = tl.load(_floats(table_ptr, tensor, state + 1) + block, mask=real, other=0.0)
-    return tl.load(_floats(table_ptr, tensor, state + 2) + code) * scale[:, None]
+def _lost(table_ptr, tensor, MASTER: tl.constexpr, WHOLE: tl.constexpr):
+    """Where the corrections of weights are, if there are any."""
+    if MASTER == 8:
+        return _pointer(table_ptr, tensor, CORRECTION, tl.int8, WHOLE)
+    else:
+        return _pointer(table_ptr, tensor, CORRECTION, tl.int16, WHOLE)
 
 
 @triton.jit
-def _half(
-    table_ptr, tensor, p_like, g_like, chunk, block, lane, m_code, v_code,
-    RULE: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
-    SIZE: tl.constexpr, MASTER: tl.constexpr,
+def _state(
+    table_ptr, tensor, state, first, BITS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """The update of one half of each block: new states (rank-1: times the new reciprocals)."""
-    numel = _field(table_ptr, tensor, NUMEL)
-    scalars = _floats(table_ptr, tensor, SCALARS)
-    p_ptr = _field(table_ptr, tensor, P).to(p_like.dtype)
-    g_ptr = _field(table_ptr, tensor, G).to(g_like.dtype)
-    correction = _field(table_ptr, tensor, CORRECTION)
-    at = block[:, None] * SIZE + lane[None, :]
-    inside = at < numel
-    real = block * SIZE < numel
-    p = read_weight(p_ptr, correction, at, inside, MASTER)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars + 2)
-    l2 = tl.load(scalars + 1)
-    g = tl.where(tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0, g + l2 * p, g)
-    scaling = g
-    m = tl.zeros(at.shape, dtype=tl.float32)
-    if STATES > 0:
-        m = _decoded(table_ptr, tensor, FIRST, at, inside, block, real, m_code, BITS)
-    v = m
-    if SECOND != AS_FIRST:
-        row, col = place(
-            (block * (SIZE // 128))[:, None], lane[None, :], 128, _field(table_ptr, tensor, N_COLS)
-        )
-        inv = tl.load(_floats(table_ptr, tensor, ROW_INV) + row, mask=inside, other=0.0)
-        if SECOND == RANK1:
-            a = tl.load(_floats(table_ptr, tensor, ROW_OLD) + row, mask=inside, other=0.0)
-            b = tl.load(_floats(table_ptr, tensor, COL_OLD) + col, mask=inside, other=0.0)
-            v = tl.load(_floats(table_ptr, tensor, SECOND_STATE + 2) + v_code) * least(a, b)
-            other = tl.load(_floats(table_ptr, tensor, COL_INV) + col, mask=inside, other=0.0)
-            scaling = tl.maximum(inv, other)
-        else:
-            means = _floats(table_ptr, tensor, SECOND_STATE + 1)
-            v = inv * tl.load(means + col, mask=inside, other=0.0)
-    elif STATES > 1:
-        v = _decoded(table_ptr, tensor, SECOND_STATE, at, inside, block, real, v_code, BITS)
-    p, m, v = _updated(p, g, m, v, scalars, RULE, SECOND)
-    draw = 0
-    if MASTER == DRAWN:
-        seed = ticked(_field(table_ptr, tensor, SEED), _field(table_ptr, tensor, TICK))
-        draw = draws(seed, chunk, lane, at)
-    write_weight(p_ptr, correction, at, inside, p, draw, MASTER)
+    """A state's addresses from element `first` on: numbers or codes, scales, values, buckets."""
     if BITS == 32:
-        tl.store(_floats(table_ptr, tensor, FIRST) + at, m, mask=inside)
-        if STATES > 1:
-            tl.store(_floats(table_ptr, tensor, SECOND_STATE) + at, v, mask=inside)
-    m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
-    if SECOND == RANK1:
-        v = v * scaling
-    return m, v
-
-
-@triton.jit
-def _read_codes(table_ptr, tensor, state, real, at, BITS: tl.constexpr, HALF: tl.constexpr):
-    """The codes of both halves of the blocks of one state."""
-    codes = _bytes(table_ptr, tensor, state)
-    byte = tl.load(codes + at, mask=real[:, None], other=0).to(tl.int32)
+        data = _pointer(table_ptr, tensor, state, tl.float32, WHOLE) + first
+    else:
+        data = _pointer(table_ptr, tensor, state, tl.uint8, WHOLE) + first // (8 // BITS)
+    scale = _floats(table_ptr, tensor, state + 1) + first // SIZE
+    values = _floats(table_ptr, tensor, state + 2)
     if BITS == 8:
-        high = tl.load(codes + at + HALF, mask=real[:, None], other=0).to(tl.int32)
+        starts = _pointer(table_ptr, tensor, state + 3, tl.uint8, False)
+    else:
+        starts = _pointer(table_ptr, tensor, state + 3, tl.int64, False)
+    return data, scale, values, starts
+
+
+@triton.jit
+def _read_codes(state, real, at, BITS: tl.constexpr, HALF: tl.constexpr):
+    """The codes of both halves of the blocks of one state."""
+    byte = tl.load(state[0] + at, mask=real, other=0).to(tl.int32)
+    if BITS == 8:
+        high = tl.load(state[0] + at + HALF, mask=real, other=0).to(tl.int32)
         return byte, high
     return byte & 15, byte >> 4
 
 
 @triton.jit
+def _scale(low, high, state, row, real):
+    """The bits of the new scale of each block, which are stored."""
+    top = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=1)[:, None]
+    tl.store(state[1] + row, top.to(tl.float32, bitcast=True), mask=real)
+    return top
+
+
+@triton.jit
 def _write_codes(
-    table_ptr, tensor, state, block, real, at, low, high,
+    state, top, tiny, real, at, low, high,
     SCALED: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Quantise both halves of the blocks of one state; SCALED: by a scale of each block."""
-    bounds = _floats(table_ptr, tensor, state + 2) + (1 << BITS)
-    scale = tl.full([real.shape[0]], 1.0, dtype=tl.float32)
-    if SCALED:
-        top = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=1)
-        scale = top.to(tl.float32, bitcast=True)
-        tl.store(_floats(table_ptr, tensor, state + 1) + block, scale, mask=real)
-    codes = _bytes(table_ptr, tensor, state)
-    if BITS == 8:
-        code = _encode8(low, bounds, scale[:, None])
-        tl.store(codes + at, code.to(tl.uint8), mask=real[:, None])
-        code = _encode8(high, bounds, scale[:, None])
-        tl.store(codes + at + HALF, code.to(tl.uint8), mask=real[:, None])
+    scale = top.to(tl.float32, bitcast=True)
+    usable = (top > 0) & (top < 0x7F800000)
+    if not SCALED:
+        low_code = _encode(low, state, scale, usable, False, BITS)
+        high_code = _encode(high, state, scale, usable, False, BITS)
+    elif tiny:
+        low_code = _encode_tiny(low, state, scale, BITS)
+        high_code = _encode_tiny(high, state, scale, BITS)
     else:
-        code = encode(low, bounds, scale[:, None]) | (encode(high, bounds, scale[:, None]) << 4)
-        tl.store(codes + at, code.to(tl.uint8), mask=real[:, None])
+        low_code = _encode(low, state, scale, usable, True, BITS)
+        high_code = _encode(high, state, scale, usable, True, BITS)
+    if BITS == 8:
+        tl.store(state[0] + at, low_code.to(tl.uint8), mask=real)
+        tl.store(state[0] + at + HALF, high_code.to(tl.uint8), mask=real)
+    else:
+        tl.store(state[0] + at, (low_code | (high_code << 4)).to(tl.uint8), mask=real)
 
 
 @triton.jit
 def _update_kernel(
     programs_ptr, table_ptr, p_like, g_like,
     RULE: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
-    COUNT: tl.constexpr, HALF: tl.constexpr, MASTER: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2: decode the states, update the parameter, encode them: COUNT blocks a program."""
+    """Pass 2: decode the states, update the parameter, encode them: COUNT blocks a program.
+
+    WHOLE: addresses are aligned, and lengths (rank-1, factored: of rows) whole, as `is_whole` says.
+    """
+    SIZE: tl.constexpr = 2 * HALF
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
-    chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
-    block = chunk * COUNT + tl.arange(0, COUNT)
-    real = block * (2 * HALF) < _field(table_ptr, tensor, NUMEL)
-    lane = tl.arange(0, HALF)
-    at = block[:, None] * (2 * HALF if BITS == 8 else HALF) + lane[None, :]
+    chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1)
+    first = chunk.to(tl.int64) * (COUNT * SIZE)
+    # From here on 32 bits do.
+    left = tl.minimum(_field(table_ptr, tensor, NUMEL) - first, COUNT * SIZE).to(tl.int32)
+    if WHOLE:
+        left = tl.multiple_of(left, 16)
+    row, lane = tl.arange(0, COUNT)[:, None], tl.arange(0, HALF)[None, :]
+    real = row * SIZE < left
+    numbers = _numbers(_floats(table_ptr, tensor, SCALARS))
+    p_ptr = _pointer(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE) + first
+    g_ptr = _pointer(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE) + first
+    lost_ptr = _lost(table_ptr, tensor, MASTER, WHOLE) + first
+
+    low_draw = 0
+    high_draw = 0
+    if MASTER == DRAWN:
+        seed = ticked(_field(table_ptr, tensor, SEED), _field(table_ptr, tensor, TICK))
+        low_draw, high_draw = draws(seed, chunk, COUNT, HALF)
+    # The addresses of states that there are.
     m_low = tl.zeros([COUNT, HALF], dtype=tl.int32)
     m_high, v_low, v_high = m_low, m_low, m_low
-    if (BITS == 4) | (BITS == 8):
-        m_low, m_high = _read_codes(table_ptr, tensor, FIRST, real, at, BITS, HALF)
-        if STATES == 2 and SECOND != FACTORED:
-            v_low, v_high = _read_codes(table_ptr, tensor, SECOND_STATE, real, at, BITS, HALF)
+    m_state, v_state = (), ()
+    at = row * (SIZE if BITS == 8 else HALF) + lane
+    if STATES > 0:
+        m_state = _state(table_ptr, tensor, FIRST, first, BITS, SIZE, WHOLE)
+        if BITS != 32:
+            m_low, m_high = _read_codes(m_state, real, at, BITS, HALF)
+    if STATES > 1 and SECOND != FACTORED:
+        v_state = _state(table_ptr, tensor, SECOND_STATE, first, BITS, SIZE, WHOLE)
+        if BITS != 32:
+            v_low, v_high = _read_codes(v_state, real, at, BITS, HALF)
+    m_scale, v_scale = 0.0, 0.0
+    if BITS != 32 and STATES > 0:
+        m_scale = tl.load(m_state[1] + row, mask=real, other=0.0)
+        if STATES > 1 and SECOND == AS_FIRST:
+            v_scale = tl.load(v_state[1] + row, mask=real, other=0.0)
+    lines = ()
+    if SECOND != AS_FIRST:
+        lines = _lines(table_ptr, tensor, chunk, row, SECOND, COUNT, SIZE, WHOLE)
+
     m_low, v_low = _half(
-        table_ptr, tensor, p_like, g_like, chunk, block, lane, m_low, v_low,
-        RULE, STATES, BITS, SECOND, 2 * HALF, MASTER,
+        p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, m_low, v_low, m_state, v_state,
+        m_scale, v_scale, lines, low_draw,
+        RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
     )  # fmt: skip
     m_high, v_high = _half(
-        table_ptr, tensor, p_like, g_like, chunk, block, lane + HALF, m_high, v_high,
-        RULE, STATES, BITS, SECOND, 2 * HALF, MASTER,
+        p_ptr, g_ptr, lost_ptr, numbers, left, row, lane + HALF, m_high, v_high, m_state, v_state,
+        m_scale, v_scale, lines, high_draw,
+        RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
     )  # fmt: skip
-    if (BITS == 4) | (BITS == 8):
-        _write_codes(table_ptr, tensor, FIRST, block, real, at, m_low, m_high, True, BITS, HALF)
+    if STATES > 0 and BITS != 32:
+        m_top = _scale(m_low, m_high, m_state, row, real)
+        v_top = m_top
+        if STATES == 2 and SECOND == AS_FIRST:
+            v_top = _scale(v_low, v_high, v_state, row, real)
+        least_top = tl.minimum(tl.where(m_top > 0, m_top, TINY), tl.where(v_top > 0, v_top, TINY))
+        tiny = tl.min(tl.min(least_top, axis=1), axis=0) < TINY
+        _write_codes(m_state, m_top, tiny, real, at, m_low, m_high, True, BITS, HALF)
         if STATES == 2 and SECOND != FACTORED:
             _write_codes(
-                table_ptr, tensor, SECOND_STATE, block, real, at, v_low, v_high,
-                SECOND == AS_FIRST, BITS, HALF,
+                v_state, v_top, tiny, real, at, v_low, v_high, SECOND == AS_FIRST, BITS, HALF
             )  # fmt: skip
+
+
+@triton.jit
+def _lines(
+    table_ptr, tensor, chunk, row,
+    SECOND: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Where rows and columns of blocks are: row and first column of each, and their vectors."""
+    cols = _field(table_ptr, tensor, N_COLS)
+    if WHOLE:  # a block lies in one row
+        each = (cols // SIZE).to(tl.int32)
+        block = chunk * COUNT + row
+        i = block // each
+        j = (block - i * each) * SIZE
+    else:
+        start = (chunk.to(tl.int64) * COUNT + row) * SIZE
+        i = start // cols
+        j = (start - i * cols).to(tl.int32)
+    if SECOND == RANK1:
+        old_row = _floats(table_ptr, tensor, ROW_OLD)
+        old_col = _pointer(table_ptr, tensor, COL_OLD, tl.float32, WHOLE)
+        inv_col = _pointer(table_ptr, tensor, COL_INV, tl.float32, WHOLE)
+    else:
+        old_row = _floats(table_ptr, tensor, ROW_INV)
+        old_col = _pointer(table_ptr, tensor, SECOND_STATE + 1, tl.float32, WHOLE)
+        inv_col = old_col
+    return i, j, cols.to(tl.int32), _floats(table_ptr, tensor, ROW_INV), old_row, old_col, inv_col
+
+
+@triton.jit
+def _half(
+    p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, m_code, v_code, m_state, v_state,
+    m_scale, v_scale, lines, draw,
+    RULE: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
+    SIZE: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The update of one half of each block: new states (rank-1: times the new reciprocals)."""
+    at = row * SIZE + lane
+    inside = at < left
+    p = read_weight(p_ptr, lost_ptr, at, inside, MASTER)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * numbers[2]
+    l2 = numbers[1]
+    g = tl.where(tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0, g + l2 * p, g)
+    scaling = g
+    m = tl.zeros(at.shape, dtype=tl.float32)
+    if STATES > 0:
+        if BITS == 32:
+            m = tl.load(m_state[0] + at, mask=inside, other=0.0)
+        else:
+            m = tl.load(m_state[2] + m_code) * m_scale
+    v = m
+    if SECOND != AS_FIRST:
+        first_row, first_col, cols, row_inv, row_old, col_old, col_inv = lines
+        if WHOLE:
+            i, j = first_row, first_col + lane
+            known = row * SIZE < left
+        else:
+            i, j = first_row + (first_col + lane) // cols, (first_col + lane) % cols
+            known = inside
+        inv = tl.load(row_inv + i, mask=known, other=0.0)
+        if SECOND == RANK1:
+            a = tl.load(row_old + i, mask=known, other=0.0)
+            b = tl.load(col_old + j, mask=inside, other=0.0)
+            v = tl.load(v_state[2] + v_code) * least(a, b)
+            scaling = tl.maximum(inv, tl.load(col_inv + j, mask=inside, other=0.0))
+        else:
+            v = inv * tl.load(col_old + j, mask=inside, other=0.0)
+    elif STATES > 1:
+        if BITS == 32:
+            v = tl.load(v_state[0] + at, mask=inside, other=0.0)
+        else:
+            v = tl.load(v_state[2] + v_code) * v_scale
+    p, m, v = _updated(p, g, m, v, numbers, RULE, SECOND)
+    write_weight(p_ptr, lost_ptr, at, inside, p, draw, MASTER)
+    if BITS == 32:
+        tl.store(m_state[0] + at, m, mask=inside)
+        if STATES > 1:
+            tl.store(v_state[0] + at, v, mask=inside)
+    m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
+    if SECOND == RANK1:
+        v = v * scaling
+    return m, v
 
 
 _COUNT = 16  # addresses a launch of `point`
@@ -379,14 +554,15 @@ _KINDS += [(1, 0, 0, 0)]
 _UPDATES = [
     {
         **dict(zip(("RULE", "STATES", "BITS", "SECOND"), kind, strict=True)),
-        "COUNT": 4 if kind[2] == 8 else 8,
+        "COUNT": 8 if kind[2] == 8 else 16,
         "HALF": 128 if kind[2] == 8 else 64,
     }
     for kind in _KINDS
 ]
 _REDUCES = [{"SECOND": second, "num_warps": REDUCE_WARPS} for second in (1, 2)]
 AOT_CASES = [
-    (kernel, {**lists, "p_like": p, "g_like": g}, {**form, "MASTER": master})
+    (kernel, {**lists, "p_like": p, "g_like": g}, {**form, "MASTER": master, "WHOLE": whole})
+    for whole in (True, False)
     for p, g, master in _DTYPES
     for kernel, lists, forms in (
         (_update_kernel, _LISTS, _UPDATES),
