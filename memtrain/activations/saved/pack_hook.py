@@ -240,8 +240,8 @@ class SavedTensors:
         if why:
             return self._keep(save, Keep(why))
         chosen = self.checkpointed if op.name == RECOMPUTE else self.choose(save.site)
-        if not isinstance(chosen, Keep) and (x.dtype not in FLOATS or chosen.gives_derivative):
-            chosen = _fit(chosen, x, op)
+        if not isinstance(chosen, Keep):
+            chosen, copy = _fit(save, op, chosen, copy)
         exact = None
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)
@@ -354,6 +354,10 @@ def _needless(op: Op) -> bool:
     return sum(x.requires_grad for x in op.inputs if x.dim() > 1) == 1
 
 
+ATTENTION = "scaled_dot_product_attention"
+ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
+_MASK_PLACE = 3  # among the op's tensors
+
 RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
 """Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
 
@@ -373,10 +377,43 @@ def _view_of_cast(kept: KeptTensor, dtype: torch.dtype, seen_as: tuple[Any, ...]
     return kept.unpack().to(dtype).as_strided(*seen_as)
 
 
-def _fit(chosen: Compressor, x: Tensor, op: Op) -> Compressor | Keep:
+def _attention_mask(
+    save: Save, op: Op, chosen: Compressor, copy: Copy | None
+) -> tuple[Compressor | Keep, Copy | None]:
+    """The compressor of an attention's save: a mask takes one bit, or is kept.
+
+    Of a mask of bools attention makes -inf and 0, and saves these.
+    """
+    x = save.tensor
+    if len(op.inputs) <= _MASK_PLACE or save.site.tensor != f"input{_MASK_PLACE}":
+        return chosen, copy
+    query, _, value, mask = op.inputs[: _MASK_PLACE + 1]
+    if mask.requires_grad and storage_id(mask) == save.storage:
+        return chosen, copy  # a bias that is learned
+    result = x.shape == (*query.shape[:-1], value.shape[-1])  # perhaps, not the mask
+    if mask.dtype != torch.bool or result or mask.stride() != x.stride():
+        return Keep(ATTENTION_MASK), copy
+    return Mask(), Copy.of(mask, partial(_bias_of, x.dtype))
+
+
+def _bias_of(dtype: torch.dtype, mask: Tensor) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def _fit(
+    save: Save, op: Op, chosen: Compressor, copy: Copy | None
+) -> tuple[Compressor | Keep, Copy | None]:
+    """The compressor for this dtype and op, and what the save is a copy of."""
+    plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
+    if chosen.is_identity or (plain and op.name != ATTENTION):
+        return chosen, copy
+    if plain:
+        return _attention_mask(save, op, chosen, copy)
+    return _lossless(save.tensor, op), copy
+
+
+def _lossless(x: Tensor, op: Op) -> Compressor | Keep:
     """The compressor for this dtype: masks and indices are packed without loss."""
-    if chosen.is_identity:
-        return chosen
     if x.dtype == torch.bool:
         return Mask()
     if x.dtype in INTEGERS:
