@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 HELP = """\
 usage: memtrain-train [key=value ...]
 
-Train a model plain, then wrapped by memtrain, from the same seed on the same batches, and show
-bytes, step time and losses side by side. Results go to outputs/<experiment>/<time>/.
+Train a small model plain, then wrapped by memtrain, from the same seed on the same batches, and
+show bytes, step time and losses side by side; or train a model of your own. Results go to
+outputs/<experiment>/<time>/.
 
 examples:
   memtrain-train                                    a byte-level GPT on Python's own library
@@ -24,6 +26,12 @@ examples:
   memtrain-train training.runs=[wrapped]            one run only
   memtrain-train model.layers=6 optimizer.lr=1e-3   any key of the config
   memtrain-train budget=200MiB                      a plan whose peak fits, and whether it did
+  memtrain-train model=hf:FOLDER data=text:FILE budget=16GiB
+                                                    a model of transformers on a text, in 16 GiB
+  memtrain-train model=hf:CONFIG model.weights=random data=jsonl:FILE data.prompt=question
+                                                    from initial values; prompts are not learned
+  torchrun --nproc-per-node 2 -m memtrain.cli.train model=hf:FOLDER data=text:FILE
+                                                    in two processes (training.parallel=fsdp)
   memtrain-train resume=outputs/gpt_stdlib/<time>   continue to the last bit (Ctrl-C saved it)
   memtrain-train --config [key=value ...]           print the config, train nothing
 
@@ -55,13 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         Console().out(_help(), end="", highlight=False)
         return 0
-    return run("memtrain-train", arguments, _session)
+    # torch takes a second to import: help does not wait for it
+    from memtrain.training.processes import joined
+
+    with joined() as processes:
+        make = partial(_session, processes)
+        return run("memtrain-train", arguments, make, quiet=not processes.first)
 
 
 def run(
     program: str,
     arguments: Sequence[str],
     make: Callable[[list[str], Console | None], tuple[Any, Any]],
+    *,
+    quiet: bool = False,
 ) -> int:
     """Run a program that trains: its mistakes and failures are one line and an exit status each.
 
@@ -70,11 +85,13 @@ def run(
         arguments: `key=value` each; with `--config` the config is printed and nothing trained.
         make: Overrides and a console -> the config, and what has a `train()`: None without a
             console.
+        quiet: Another process says the same.
 
     Returns:
         The exit status.
     """
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console(quiet=quiet)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, quiet=quiet)
     shown = "--config" in arguments
     overrides = [item for item in arguments if item != "--config"]
     try:
@@ -96,8 +113,7 @@ def run(
     return 0
 
 
-def _session(overrides: list[str], console: Console | None) -> tuple[Any, Any]:
-    # torch takes a second to import: help does not wait for it
+def _session(processes: Any, overrides: list[str], console: Console | None) -> tuple[Any, Any]:
     from memtrain.training.session import Session
     from memtrain.training.settings import compose, from_mapping
 
@@ -107,7 +123,8 @@ def _session(overrides: list[str], console: Console | None) -> tuple[Any, Any]:
             f"{moved[0]!r} is an experiment of memtrain's repository: python -m experiments there"
         )
     config, state = read_config(overrides, lambda given: from_mapping(compose(given)))
-    return config, console and Session(config, state=state, console=console)
+    session = console and Session(config, state=state, console=console, processes=processes)
+    return config, session
 
 
 def read_config(
@@ -156,3 +173,7 @@ def _help() -> str:
         )
     ]
     return HELP.format(groups=("\n" + " " * 8).join(lines))
+
+
+if __name__ == "__main__":  # torchrun -m memtrain.cli.train
+    sys.exit(main())

@@ -90,8 +90,8 @@ def explain(
             return ValueError(f"unknown {key} {value!r}; {nearest(value, group)}")
     failed = [line for line in str(error).splitlines() if line.strip()]
     text = " ".join(line.strip() for line in failed[:3])
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
+    keys = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    for key, override in sorted(keys.items(), key=lambda pair: -len(pair[0])):
         if key and key in text:
             valid = _keys(defaults(), "")
             if key not in valid:

@@ -133,11 +133,12 @@ def compose(
             search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
             return hydra_compose(name, overrides=[*search, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
+        groups = [item for item in overrides if options(item.partition("=")[0], searchpath)]
         raise explain(
             error,
             overrides,
             lambda group: options(group, searchpath),
-            lambda: compose([], name, searchpath),
+            lambda: compose(groups, name, searchpath),
         ) from error
     finally:
         GlobalHydra.instance().hydra = outer

@@ -1,7 +1,9 @@
 """Checkpoints: plain dicts, written whole or not at all, that continue a run to the last bit."""
 
 import os
+import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,10 @@ import torch
 
 FORMAT = 1
 NAME = "checkpoint.pt"
+FOLDERS = "checkpoint-"
+"""What folders of checkpoints begin with, of a model of one's own; the step follows."""
+PROGRESS = "progress.pt"
+STATES = "states"
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -68,7 +74,11 @@ def read_checkpoint(where: str | Path) -> dict[str, Any]:
         ValueError: If the file is no checkpoint of memtrain-train.
     """
     path = Path(where)
-    path = path / NAME if path.is_dir() else path
+    if path.is_dir():
+        inner = newest(path)
+        path = path / PROGRESS if (path / PROGRESS).is_file() else path
+        path = path / NAME if path.is_dir() and inner is None else path
+        path = inner / PROGRESS if inner is not None and path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"resume={str(where)!r}: there is no checkpoint {str(path)!r}")
     try:
@@ -78,7 +88,82 @@ def read_checkpoint(where: str | Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} is not a readable checkpoint: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is no memtrain-train checkpoint of format {FORMAT}")
-    return {**content, "folder": str(path.parent)}
+    if path.name != PROGRESS:
+        return {**content, "folder": str(path.parent)}
+    return {**content, "folder": str(path.parent.parent), "weights": str(path.parent)}
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint folder in an output folder."""
+    found = [item for item in folder.glob(f"{FOLDERS}*") if (item / PROGRESS).is_file()]
+    return max(found, default=None)
+
+
+def write_folder(path: Path, fill: Callable[[Path], object], what: str, processes: Any) -> None:
+    """Fill a folder beside `path`, then move it there: it is whole, or not there.
+
+    Args:
+        path: The folder's place; one that is there is replaced.
+        fill: Writes into the folder that it is given; called by every process.
+        what: Names the folder in messages.
+        processes: Those that write together.
+
+    Raises:
+        OSError: In every process, if one cannot write; names the path. Nothing is left behind.
+    """
+    partial = path.with_name(f".{path.name}.tmp")
+    failed: Exception | None = None
+    if processes.first:
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            failed = error
+    if not processes.any(failed is not None):
+        try:
+            fill(partial)
+        except Exception as error:  # noqa: BLE001 (each library has its own for a full disk)
+            failed = error
+    found = next((text for text in processes.gathered(failed and _cause(failed)) if text), None)
+    if found is None and processes.first:
+        try:
+            _sync(partial)
+            older = path.with_name(f".{path.name}.old")
+            shutil.rmtree(older, ignore_errors=True)
+            if path.exists():
+                path.rename(older)
+            partial.rename(path)
+            shutil.rmtree(older, ignore_errors=True)
+        except OSError as error:
+            failed = error
+    found = found or processes.told(failed and _cause(failed))
+    if found is None:
+        return
+    if processes.first:
+        shutil.rmtree(partial, ignore_errors=True)
+    number, text = found
+    told = OSError(f"cannot write {what} {str(path)!r}: {text}")
+    told.errno = number
+    raise told from failed
+
+
+def _cause(error: BaseException) -> tuple[int | None, str]:
+    """The number and the words of the error that the system gave."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return cause.errno, str(cause)
+    found = re.search(r"os error (\d+)", str(error))  # safetensors' words
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (int(found[1]) if found else None), first
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
 
 
 def probe(folder: Path, nbytes: int) -> None:

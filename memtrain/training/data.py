@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Key
+from memtrain.training import image_rows, rows
+from memtrain.training.networks import described
+from memtrain.training.rows import ALL, Rows, generator
 from memtrain.training.settings import build_named, in_range
 
-SPLITS = ("train", "validation")
 # Other people's packages, and tests, which are mostly data: not the library's own source.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -30,7 +31,7 @@ class Text:
         ValueError: If a split is no longer than a sequence.
     """
 
-    kind = "tokens"
+    kind = unit = "tokens"
 
     def __init__(self, parts: Mapping[str, Tensor], sequence: int, seed: int) -> None:
         for split, part in parts.items():
@@ -40,13 +41,13 @@ class Text:
                 )
         self.parts, self.sequence, self.seed = dict(parts), sequence, seed
 
-    def batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
-        """`size` sequences, and the same one byte later as targets."""
-        part = self.parts[split]
+    def batch(self, split: str, index: int, size: int, part: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Sequences `part` of `size`, and the same one byte later as targets."""
+        found = self.parts[split]
         starts = torch.randint(
-            len(part) - self.sequence, (size, 1), generator=_generator(self.seed, split, index)
+            len(found) - self.sequence, (size, 1), generator=generator(self.seed, split, index)
         )
-        windows = part[starts + torch.arange(self.sequence + 1)].long()
+        windows = found[starts[part] + torch.arange(self.sequence + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -58,22 +59,25 @@ class Images:
         seed: Of the order.
     """
 
-    kind = "images"
+    kind = unit = "images"
 
     def __init__(self, parts: Mapping[str, tuple[Tensor, Tensor]], seed: int) -> None:
         self.parts, self.seed = dict(parts), seed
 
-    def batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
-        """`size` images of the epoch that batch `index` falls in; an incomplete one is left out."""
+    def batch(self, split: str, index: int, size: int, part: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Images `part` of `size` in the epoch that batch `index` falls in.
+
+        An incomplete batch at an epoch's end is left out.
+        """
         images, targets = self.parts[split]
         size = min(size, len(images))
         epoch, position = divmod(index, len(images) // size)
         if split == "validation":
             chosen = torch.arange(position * size, (position + 1) * size)
         else:
-            order = torch.randperm(len(images), generator=_generator(self.seed, split, epoch))
+            order = torch.randperm(len(images), generator=generator(self.seed, split, epoch))
             chosen = order[position * size : (position + 1) * size]
-        return images[chosen], targets[chosen]
+        return images[chosen[part]], targets[chosen[part]]
 
 
 def stdlib(seed: int, *, sequence: int = 128, validation: float = 0.1) -> Text:
@@ -124,22 +128,33 @@ def digits(seed: int, *, validation: float = 0.2) -> Images:
     found: Any = load_digits()
     images = torch.from_numpy(found.images.astype("float32") / 16).unsqueeze(1)
     targets = torch.from_numpy(found.target.astype("int64"))
-    order = torch.randperm(len(images), generator=_generator(seed, "split", 0))
+    order = torch.randperm(len(images), generator=generator(seed, "split", 0))
     held_out = max(1, round(validation * len(images)))
     parts = {"validation": order[:held_out], "train": order[held_out:]}
     return Images({split: (images[i], targets[i]) for split, i in parts.items()}, seed)
 
 
+Source = Text | Images | Rows
 SOURCES: dict[str, Callable[..., Text | Images]] = {"stdlib": stdlib, "digits": digits}
 """Name in a config -> what reads the data, from a seed and the config's other keys."""
+OWN: dict[str, Callable[..., Rows]] = {
+    "text": rows.text,
+    "jsonl": rows.jsonl,
+    "dataset": rows.dataset,
+    "images": image_rows.images,
+}
+"""Data of one's own, read from a seed, the model (`Pretrained`) and the config's other keys."""
 
 
-def build_source(spec: Mapping[str, Any], seed: int) -> Text | Images:
+def build_source(
+    spec: Mapping[str, Any], seed: int, model: Mapping[str, Any] | None = None
+) -> Source:
     """Build data from its config.
 
     Args:
         spec: `{"name": "stdlib", "sequence": 128, ...}`; missing fields take their defaults.
         seed: Decides the split and the order.
+        model: The model's config, whose tokenizer and task data of one's own are read for.
 
     Returns:
         The source of batches.
@@ -155,7 +170,10 @@ def build_source(spec: Mapping[str, Any], seed: int) -> Text | Images:
         >>> source.batch("train", 0, 4)[0].shape
         torch.Size([4, 8])
     """
-    return build_named("data", spec, SOURCES, seed)
+    table: dict[str, Callable[..., Source]] = {**SOURCES, **OWN}
+    if spec.get("name") in OWN:
+        return build_named("data", spec, table, seed, described(model or {}))
+    return build_named("data", spec, table, seed)
 
 
 def stdlib_files(root: Path) -> list[Path]:
@@ -191,9 +209,3 @@ def split_files(files: list[Path], validation: float, seed: int) -> tuple[list[P
 def _read(files: list[Path]) -> Tensor:
     joined = b"\n".join(path.read_bytes() for path in files)
     return torch.from_numpy(np.frombuffer(joined, dtype=np.uint8).copy())
-
-
-def _generator(seed: int, split: str, index: int) -> torch.Generator:
-    site = ("split", *SPLITS).index(split)
-    mixed = Key(seed=seed, site=site, step=index).bits()
-    return torch.Generator().manual_seed(mixed)

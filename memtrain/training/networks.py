@@ -1,13 +1,15 @@
-"""The models that `memtrain-train` trains: plain PyTorch, without a word of memtrain in them."""
+"""The models that `memtrain-train` trains: small ones of its own, and those of `pretrained`."""
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtrain.training.pretrained import Pretrained, load, py
 from memtrain.training.settings import build_named, in_range
 
 VOCABULARY = 256  # one token a byte
@@ -187,20 +189,27 @@ def resnet(*, width: int = 32, blocks: int = 2, classes: int = 10) -> nn.Sequent
     )
 
 
-MODELS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
+MODELS: dict[str, tuple[str, Callable[..., nn.Module | Pretrained]]] = {
     "gpt": ("tokens", GPT),
     "resnet": ("images", resnet),
+    "hf": ("labelled", Pretrained),
+    "py": ("labelled", py),
 }
 """Name in a config -> kind of data, and what builds the model of the config's other keys."""
 
 
-def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> nn.Module:
+def build_model(
+    spec: Mapping[str, Any], seed: int, kind: str | None = None, weights: Path | None = None
+) -> nn.Module:
     """Build a model from its config with seeded weights.
 
     Args:
         spec: `{"name": "gpt", "layers": 4, ...}`; missing keys take their defaults.
         seed: Seeds torch's global generator; equal seeds give equal weights.
-        kind: What the data gives, `"tokens"` or `"images"`, if that is to be checked.
+        kind: What the data gives, `"tokens"`, `"images"` or `"labelled"` (data of one's own), if
+            that is to be checked.
+        weights: A folder that `pretrained.save` wrote, of a model of one's own; in place of its
+            own weights.
 
     Returns:
         The model, fp32, on the CPU.
@@ -217,6 +226,23 @@ def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> 
     """
     takes, _ = MODELS.get(str(spec.get("name")), (kind, None))
     if kind not in (None, takes):
-        raise ValueError(f"model.name={spec['name']!r} takes {takes}, but the data are {kind}")
+        hint = "; data=text, jsonl, dataset or images go with model=hf and model=py"
+        own = hint if "labelled" in (kind, takes) else ""
+        raise ValueError(f"model.name={spec['name']!r} takes {takes}, but the data are {kind}{own}")
     torch.manual_seed(seed)
+    model = _named(spec)
+    if isinstance(model, Pretrained):
+        return model.build(weights)
+    if weights is not None:
+        load(model, weights)
+    return model
+
+
+def described(spec: Mapping[str, Any]) -> Pretrained | None:
+    """A model of transformers before it is built; None of another."""
+    found = _named(spec) if spec.get("name") == "hf" else None
+    return found if isinstance(found, Pretrained) else None
+
+
+def _named(spec: Mapping[str, Any]) -> nn.Module | Pretrained:
     return build_named("model", spec, {name: build for name, (_, build) in MODELS.items()})

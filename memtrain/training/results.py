@@ -162,11 +162,58 @@ def promise(found: Fit, peak: int) -> str:
         found: What the planner found.
         peak: Bytes, the highest of the metered steps; 0 if none was.
     """
-    told = f"budget {format_size(found.budget)}: promised peak {format_size(found.peak.nbytes)}"
+    return f"budget {format_size(found.budget)}: {promised(found.peak.nbytes, peak)}"
+
+
+def promised(nbytes: int, peak: int) -> str:
+    """The promise beside what came.
+
+    Args:
+        nbytes: Promised.
+        peak: As in `promise`.
+
+    Example:
+        >>> promised(2**21, 2**20)
+        'promised peak 2.00 MiB, measured 1.00 MiB (0.500 of it)'
+    """
+    told = f"promised peak {format_size(nbytes)}"
     if not peak:
         return f"{told}, measured: no step was metered"
-    share = peak / found.peak.nbytes
-    return f"{told}, measured {format_size(peak)} ({share:.3f} of it)"
+    return f"{told}, measured {format_size(peak)} ({peak / nbytes:.3f} of it)"
+
+
+def import_tensorboard() -> Any:
+    """The class that writes TensorBoard's files.
+
+    Raises:
+        ModuleNotFoundError: If TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "output.tensorboard=true needs TensorBoard: pip install tensorboard"
+        ) from error
+    return SummaryWriter
+
+
+def board(folder: Path) -> Any:
+    """A writer of TensorBoard's files into a folder; a context manager."""
+    return import_tensorboard()(str(folder))
+
+
+def show_on(writer: Any, row: Metrics) -> None:
+    """Add a row to TensorBoard's curves: losses, the learning rate and the speed.
+
+    Args:
+        writer: Of `board`.
+        row: The row.
+    """
+    writer.add_scalar(f"{row.run}/{row.split} loss", row.loss, row.step)
+    if row.lr is not None:
+        writer.add_scalar(f"{row.run}/learning rate", row.lr, row.step)
+    if row.seconds:
+        writer.add_scalar(f"{row.run}/per second", row.tokens / row.seconds, row.step)
 
 
 def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:

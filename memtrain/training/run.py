@@ -3,8 +3,11 @@
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +19,21 @@ from memtrain import api
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
-from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak import Moment, StepOptions
+from memtrain.audit.peak.predict import UnpredictableError, predict
+from memtrain.audit.peak.timeline import GRADIENTS
+from memtrain.compressors.base import Key
 from memtrain.config import sources as base
+from memtrain.config.sizes import parse_size
 from memtrain.kernels.random.generators import random_state, set_random_state
+from memtrain.optim.wrappers.accumulate import sum_bytes
+from memtrain.plan.entries import sum_compressor, training_dtypes
 from memtrain.planner import Fit, fit
-from memtrain.training.data import Images, Text
+from memtrain.training.batches import Batch, count, learned, loss_of, moved
+from memtrain.training.data import Source
 from memtrain.training.networks import build_model
+from memtrain.training.processes import ALONE, Processes, replicate, shard, unsynchronised
+from memtrain.training.rows import Rows
 from memtrain.training.settings import OptimizerConfig, TrainConfig
 
 BYTES = ("weights", "gradients", "states", "saved", "peak")
@@ -54,6 +66,9 @@ class Run:
         config: The whole config.
         source: Gives the batches.
         fit: The wrapped run's plan, where a budget made one before.
+        processes: Those that train together.
+        foretell: Predict the peak of a step on the longest batch, where no budget does.
+        weights: A folder of a checkpoint, whose weights the model begins with.
 
     Raises:
         ValueError: For a model, optimizer, plan or device that the config gets wrong, or a budget
@@ -61,35 +76,66 @@ class Run:
     """
 
     def __init__(
-        self, name: str, config: TrainConfig, source: Text | Images, fit: Fit | None = None
+        self,
+        name: str,
+        config: TrainConfig,
+        source: Source,
+        fit: Fit | None = None,
+        *,
+        processes: Processes = ALONE,
+        foretell: bool = False,
+        weights: Path | None = None,
     ) -> None:
-        self.name, self.config, self.source = name, config, source
+        self.name, self.config, self.source, self.processes = name, config, source, processes
         self.device = pick_device(config.training.device)
+        self.micro = micro_rows(config, processes)
+        """Rows of a microbatch of this process."""
         self._adapter: GactAdapter | None = None
-        model = build_model(config.model, config.seed, source.kind).to(self.device)
+        model = build_model(config.model, config.seed, source.kind, weights).to(self.device)
         optimizer = build_optimizer(config.optimizer, model)
-        if name == "wrapped":
-            own = base.from_mapping(OmegaConf.create(asdict(config)))
-            if own.gradients == "release" and own.release.clip == "none" and config.training.clip:
-                # no gradient is left to clip after backward
-                own.release = base.Release(clip="previous", limit=config.training.clip)
-            fit = fit or self._fit(model, optimizer, own)
-            model, optimizer = api.wrap(model, optimizer, own if fit is None else fit.plan.config)
-            bits = api.plan_of(model).bits
-            if bits is not None and own.activations.sensitivity == "passes":
+        own = self._own() if name == "wrapped" else None
+        self.fit = (fit or self._fit(model, optimizer, own)) if own is not None else None
+        """The plan for a budget."""
+        own = own if self.fit is None else self.fit.plan.config
+        self.forecast: Moment | None = None if self.fit is None else self.fit.peak
+        """The moment when most is alive in a step on the longest batch, predicted."""
+        self.unpredictable = ""
+        """Why it is not."""
+        if foretell and self.forecast is None:
+            self._foretell(model, optimizer, own)
+        if config.training.parallel == "fsdp":
+            shard(model)
+            optimizer = build_optimizer(config.optimizer, model)  # the parameters are new
+        if own is not None:
+            model, optimizer = api.wrap(model, optimizer, own)
+            if api.plan_of(model).bits is not None and own.activations.sensitivity == "passes":
                 self._adapter = api.adapter(model)
-        self.fit = fit if name == "wrapped" else None
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
+        self._replica: nn.Module | None = None
+        if processes.world > 1:
+            self._replica = replicate(model) if config.training.parallel == "ddp" else None
+            # replicas drop elements of their own
+            torch.manual_seed(Key(seed=config.seed, rank=processes.rank).bits())
         self.step = 0
+        self.best: tuple[float, int] | None = None
+        """The least validation loss after a step, and that step."""
+        self.waited = 0
+        """Validations since then."""
         self.bytes = dict.fromkeys(BYTES, 0)
         """The highest seen of each of `BYTES`."""
         self.rows: list[Metrics] = []
 
     @property
+    def called(self) -> nn.Module:
+        """What is called in a step: the model, or DistributedDataParallel around it."""
+        return self._replica or self.model
+
+    @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
-        return self.step >= self.config.training.steps
+        """Whether all steps are done, or the validation loss has stopped falling."""
+        patience = self.config.training.patience
+        return self.step >= self.config.training.steps or 0 < patience <= self.waited
 
     @property
     def kept(self) -> int:
@@ -108,18 +154,18 @@ class Run:
         training, rate = self.config.training, self._rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        inputs, targets = self._batch("train", self.step, training.batch)
-        self.model.train()
+        batches = self._batches("train", self.step)
+        self.called.train()
         self.optimizer.zero_grad(set_to_none=True)
         # The second step, and so on: the first still creates states and tables.
         metered = is_due(self.step - min(1, training.steps - 1), training.meter_every)
         start = time.perf_counter()
         if self._adapter is not None:
-            self._adapter.step(lambda: self._loss(inputs, targets).backward())
-        loss = (self._metered if metered else self._update)(inputs, targets)
+            self._adapter.step(lambda: self._loss(batches[0]).backward())
+        loss = (self._metered if metered else self._update)(batches)
         seconds = time.perf_counter() - start
         self.step += 1
-        tokens = targets.numel()
+        tokens = int(self.processes.total(sum(map(count, batches))))
         row = Metrics(
             self.name, self.step, "train", loss, rate, None if metered else seconds, tokens
         )
@@ -131,25 +177,48 @@ class Run:
     @torch.no_grad()
     def validate(self) -> Metrics:
         """The mean loss of `eval_batches` validation batches, the same ones every time."""
-        training, total, tokens = self.config.training, 0.0, 0
-        self.model.eval()
-        for index in range(training.eval_batches):
-            inputs, targets = self._batch("validation", index, training.batch)
-            total += self._loss(inputs, targets).item() * targets.numel()
-            tokens += targets.numel()
-        row = Metrics(self.name, self.step, "validation", total / tokens, None, None, tokens)
+        total, targets, tokens = 0.0, 0, 0
+        self.called.eval()
+        for index in range(self.validations):
+            for batch in self._batches("validation", index):
+                own = learned(batch)
+                total += self._loss(batch).item() * own
+                targets += own
+                tokens += count(batch)
+        total, targets, tokens = map(self.processes.total, (total, targets, tokens))
+        row = Metrics(self.name, self.step, "validation", total / targets, None, None, int(tokens))
         self.rows.append(row)
+        if self.step:
+            better = self.best is None or row.loss < self.best[0]
+            self.best = (row.loss, self.step) if better else self.best
+            self.waited = 0 if better else self.waited + 1
         return row
+
+    @property
+    def validations(self) -> int:
+        """Batches of a validation; 0 where no data are held out."""
+        asked = self.config.training.eval_batches
+        if not isinstance(self.source, Rows):
+            return asked
+        return min(asked, self.source.batches("validation", self.config.training.batch))
 
     def state(self) -> dict[str, Any]:
         """Everything that continues this run to the last bit, as plain dicts."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **self.progress(),
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """What `state` has besides the model and its optimizer."""
         wrapped = self.name == "wrapped"
         return {
             "run": self.name,
             "step": self.step,  # also the position in the data, and in the learning rate's schedule
             "lr": self._rate(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "best": self.best,
+            "waited": self.waited,
             "memtrain": api.state_dict(self.model) if wrapped else {},
             "rng": random_state(),
             "bytes": dict(self.bytes),
@@ -160,6 +229,12 @@ class Run:
         """Continue from what `state` gave."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.load_progress(state)
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Continue from what `progress` gave; model and optimizer have been loaded."""
+        best = state.get("best")  # checkpoints of 0.1 have none
+        self.best, self.waited = best and (best[0], best[1]), state.get("waited", 0)
         if self.name == "wrapped":
             api.load_state_dict(self.model, state["memtrain"])
         self.step = state["step"]
@@ -180,20 +255,76 @@ class Run:
             "bytes": {**self.bytes, "total": self.kept},
             "steps": self.step,
             "step_seconds": seconds,
-            f"{self.source.kind}_per_second": speed,
+            f"{self.source.unit}_per_second": speed,
             # one batch is noisy: the mean of the last tenth
             "train_loss": _mean([row.loss for row in train[-max(1, len(train) // 10) :]]),
             "validation_loss": validation[-1].loss if validation else None,
         }
 
+    @property
+    def _buckets(self) -> bool:
+        """Whether DistributedDataParallel's buckets hold, and add up, all gradients."""
+        return self.processes.world > 1 and self.config.training.parallel == "ddp"
+
+    def _own(self) -> base.Config:
+        """Memtrain's own part of the config, with the run's clipping and accumulation in it."""
+        training = self.config.training
+        own = base.from_mapping(OmegaConf.create(asdict(self.config)))
+        released = own.gradients == "release"
+        released |= self.config.budget is not None and "release" in self.config.planner.allow
+        if released and own.release.clip == "none" and training.clip:
+            # no gradient is left to clip after backward
+            own.release = replace(own.release, clip="previous", limit=training.clip)
+        if released and own.release.accumulate == 1 and not self._buckets:
+            own.release = replace(own.release, accumulate=training.accumulate)
+        return own
+
     def _fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> Fit | None:
         """The plan whose peak fits the budget; None without a budget."""
         if self.config.budget is None:
             return None
-        inputs, _ = self._batch("train", 0, self.config.training.batch)
-        autocast = torch.bfloat16 if self.config.training.autocast else None
-        goal = self.config.planner.goal(StepOptions(autocast=autocast, loss=_zero_targets_loss))
-        return fit(model, optimizer, inputs, self.config.budget, own, goal=goal)
+        goal = self.config.planner.goal(self._step_options())
+        find = partial(fit, model, optimizer, self.longest(), cfg=own, goal=goal)
+        budget = parse_size(self.config.budget, "budget")
+        found = find(budget)
+        if found.peak.nbytes + self._waiting(model, found.plan.config) > budget:
+            found = find(budget - self._waiting(model, found.plan.config))
+        peak = with_sums(found.peak, self._waiting(model, found.plan.config))
+        return replace(found, budget=budget, peak=peak)
+
+    def _foretell(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> None:
+        try:
+            timeline = predict(model, optimizer, self.longest(), own, self._step_options())
+            sums = 0 if own is None else self._waiting(model, own)
+            self.forecast = with_sums(timeline.peak, sums)
+        except UnpredictableError as error:
+            self.unpredictable = str(error)
+
+    def _waiting(self, model: nn.Module, config: base.Config) -> int:
+        """Bytes that released gradients take besides: sums of microbatches, or buckets."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if config.gradients != "release":
+            return 0
+        if self._buckets:
+            dtypes = training_dtypes(model, config)
+            return sum(p.numel() * dtypes.get(p, p.dtype).itemsize for p in trained)
+        sums = sum_compressor(config)
+        return sum(sum_bytes(p, sums) for p in trained) if config.release.accumulate > 1 else 0
+
+    def longest(self) -> Any:
+        """What the model is called with for the longest microbatch."""
+        if isinstance(self.source, Rows):
+            return moved(self.source.longest(self.micro), self.device)
+        batch = self._batches("train", 0)[0]
+        return batch if isinstance(batch, dict) else batch[0]
+
+    def _step_options(self) -> StepOptions:
+        training = self.config.training
+        return StepOptions(
+            autocast=torch.bfloat16 if training.autocast else None,
+            loss=None if isinstance(self.source, Rows) else _zero_targets_loss,
+            accumulated=training.accumulate > 1 or self._buckets,
+        )
 
     def _rate(self) -> float:
         training = self.config.training
@@ -205,16 +336,44 @@ class Run:
             final=training.final_lr,
         )
 
-    def _batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.source.batch(split, index, size)
-        return inputs.to(self.device), targets.to(self.device)
+    def _batches(self, split: str, index: int) -> list[Batch]:
+        """This process's microbatches of a batch."""
+        size, parts = self.config.training.batch, self.config.training.accumulate
+        places = [self.processes.part(size, number, parts) for number in range(parts)]
+        found = [self.source.batch(split, index, size, part) for part in places]
+        return [moved(batch, self.device) for batch in found]
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         cast: AbstractContextManager[Any] = nullcontext()
         if self.config.training.autocast:
             cast = torch.autocast(self.device.type, torch.bfloat16)
         with cast:
-            return F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
+            return loss_of(self.called, batch)
+
+    def _backward(
+        self, batches: list[Batch], forwarded: Callable[[Tensor], None] = lambda loss: None
+    ) -> list[tuple[Tensor, float]]:
+        """Forward and backward of each microbatch.
+
+        Args:
+            batches: Of this process.
+            forwarded: Is given each loss before its backward.
+
+        Returns:
+            Each loss, and its share in the step's: that of its targets in those of all processes.
+        """
+        targets = [learned(batch) for batch in batches]
+        world, total = self.processes.world, self.processes.total(sum(targets))
+        losses = []
+        for number, (batch, own) in enumerate(zip(batches, targets, strict=True), 1):
+            with unsynchronised(self.called, last=number == len(batches)):
+                loss = self._loss(batch)
+                forwarded(loss)
+                share = own / total
+                # processes' gradients are averaged, not added up
+                (loss if share == 1 else loss * (share * world)).backward()
+            losses.append((loss.detach(), share))
+        return losses
 
     def _apply(self) -> None:
         """Clip and step, from the gradients that are there."""
@@ -222,33 +381,65 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
         self.optimizer.step()
 
-    def _update(self, inputs: Tensor, targets: Tensor) -> float:
-        loss = self._loss(inputs, targets)
-        loss.backward()
-        self._apply()
-        return loss.item()
+    def _value(self, losses: list[tuple[Tensor, float]]) -> float:
+        """The mean loss over the step's targets."""
+        return self.processes.total(sum(loss.item() * share for loss, share in losses))
 
-    def _metered(self, inputs: Tensor, targets: Tensor) -> float:
+    def _update(self, batches: list[Batch]) -> float:
+        losses = self._backward(batches)
+        self._apply()
+        return self._value(losses)
+
+    def _metered(self, batches: list[Batch]) -> float:
         """`_update` with its bytes counted; the arithmetic is the same."""
         weights, states = weight_tensors(self.model), state_tensors(self.optimizer)
         with LiveStorages(peak=True) as live:
             live.adopt([*weights, *states])
-            loss = self._loss(inputs, targets)
-            saved = live.nbytes(exclude=[loss, *weights, *states])
-            del states  # a compressed optimizer replaces them; the old ones must be free to go
-            loss.backward()
+            saved: list[int] = []
+
+            def forwarded(loss: Tensor) -> None:
+                if not saved:  # later ones would find gradients
+                    saved.append(live.nbytes(exclude=[loss, *weights, *states]))
+                # a compressed optimizer replaces them; the old ones must be free to go
+                states.clear()
+
+            losses = self._backward(batches, forwarded)
             gradients = storage_nbytes(gradient_tensors(self.model))
             self._apply()
         now = (
             storage_nbytes(weights),
             gradients,
             storage_nbytes(state_tensors(self.optimizer)),
-            saved,
+            saved[0],
             live.peak_nbytes,
         )
         for name, nbytes in zip(BYTES, now, strict=True):
             self.bytes[name] = max(self.bytes[name], nbytes)
-        return loss.item()
+        return self._value(losses)
+
+
+def with_sums(peak: Moment, sums: int) -> Moment:
+    """The peak of a microbatch where sums of those before are held besides: at most so much."""
+    if not sums:
+        return peak
+    parts = {**peak.parts, GRADIENTS: peak.parts.get(GRADIENTS, 0) + sums}
+    return replace(peak, nbytes=peak.nbytes + sums, parts=parts)
+
+
+def micro_rows(config: TrainConfig, processes: Processes) -> int:
+    """Rows of a microbatch.
+
+    Raises:
+        ValueError: If a batch cannot be divided evenly.
+    """
+    training = config.training
+    micro, rest = divmod(training.batch, training.accumulate * processes.world)
+    if rest:
+        raise ValueError(
+            f"training.batch={training.batch} is no multiple of training.accumulate="
+            f"{training.accumulate} times {processes.world} processes"
+        )
+    return micro
 
 
 def _zero_targets_loss(output: Any) -> Tensor:

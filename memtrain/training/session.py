@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -19,10 +19,13 @@ from rich.console import Console
 
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.process_memory import hand_back_freed_pages
+from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
-from memtrain.training import checkpoint, results
+from memtrain.training import checkpoint, forecast, results, run_folder
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
+from memtrain.training.processes import ALONE, Processes
+from memtrain.training.rows import Rows
 from memtrain.training.run import Metrics, Run, is_due, pick_device
 from memtrain.training.settings import TrainConfig
 
@@ -39,6 +42,7 @@ class Session:
         config: The whole config.
         state: A checkpoint's content, to continue from it.
         console: Where progress and the table go.
+        processes: Those that train together; the first one writes and speaks.
 
     Raises:
         ValueError: For anything in the config that is wrong.
@@ -60,40 +64,65 @@ class Session:
         *,
         state: Mapping[str, Any] | None = None,
         console: Console | None = None,
+        processes: Processes = ALONE,
     ) -> None:
+        if config.output.tensorboard:
+            results.import_tensorboard()
         if config.budget is not None:
             training = config.training
             device = pick_device(training.device).type
             own = config.planner.with_rates(device, autocast=training.autocast)
             config = replace(config, planner=own)
-        self.config, self.state, self.console = config, state, console or Console(quiet=True)
-        self.source = build_source(config.data, config.seed)
-        self.fit: Fit | None = None
-        nbytes = 0
-        for name in config.training.runs:  # wrong plans show now, not after the plain run
-            run = Run(name, config, self.source)
-            self.fit = run.fit or self.fit
-            nbytes = max(nbytes, storage_nbytes(run.model.parameters()))
+        self.config, self.state, self.processes = config, state, processes
+        self.console = console if console and processes.first else Console(quiet=True)
+        self.source = build_source(config.data, config.seed, config.model)
+        self.own = isinstance(self.source, Rows)
+        """Whether a model of one's own is trained: it is told what that takes, and its checkpoints
+        are folders."""
         self.summaries: dict[str, dict[str, Any]] = dict(state["summaries"]) if state else {}
         self.rows: list[Metrics] = (
             [Metrics(*row) for row in state["finished_rows"]] if state else []
         )
-        self.folder = new_folder(Path(config.output.folder) / str(config.experiment))
+        self.fit: Fit | None = None
+        self._lines: list[str] = []
+        self._forecasts: dict[str, int] = {}  # run -> bytes at its predicted peak
+        self._board: Any = None
+        self._made: tuple[Run, dict[str, Any]] | None = None  # a single run is made once
+        nbytes = max(map(self._check, config.training.runs))
+        folder = Path(config.output.folder) / str(config.experiment)
+        self.folder: Path = processes.told(new_folder(folder) if processes.first else None)
         try:
             # weights and two moments, twice while one is replaced, and the finished models
-            checkpoint.probe(self.folder, 8 * nbytes + 2**20)
+            if processes.first:
+                checkpoint.probe(self.folder, 8 * nbytes + 2**20)
         except OSError:
             self.folder.rmdir()
             raise
-        OmegaConf.save(OmegaConf.create(asdict(config)), self.folder / "config.yaml")
+        if processes.first:
+            OmegaConf.save(OmegaConf.create(asdict(config)), self.folder / "config.yaml")
         self._stop = False
         self._lost: dict[str, OSError] = {}  # file -> why it could not be written
+        self._kept_as = "checkpoint" if self.own else checkpoint.NAME
         self._saved = ""  # what the newest checkpoint holds
+
+    def _check(self, name: str) -> int:
+        """Make a run, so that a wrong plan shows now and not after the plain run; its weights."""
+        run = self._run(name)
+        self.fit = run.fit or self.fit
+        if run.forecast is not None:
+            self._forecasts[name] = run.forecast.nbytes
+        if self.own:
+            self._lines += forecast.described(run) if not self._lines else []
+            self._lines += [f"{name}: {line}" for line in forecast.foretold(run)]
+        if len(self.config.training.runs) == 1:
+            self._made = run, random_state()
+        return storage_nbytes(run.model.parameters())
 
     @property
     def checkpoint(self) -> Path:
         """The newest checkpoint."""
-        return self.folder / checkpoint.NAME
+        newest = checkpoint.newest(self.folder) if self.own else None
+        return newest or self.folder / checkpoint.NAME
 
     def stop(self) -> None:
         """Ask to stop after the present step."""
@@ -115,10 +144,15 @@ class Session:
         training, output = self.config.training, self.config.output
         current = self.state["current"] if self.state else None
         earlier = [*self.rows, *(Metrics(*row) for row in (current or {}).get("rows", ()))]
-        metrics = results.metrics_file(self.folder / "metrics.csv", earlier)
-        display = Display(self.console, self.source.kind, quiet=output.quiet)
-        with metrics as write, self._signals(), display:
+        metrics = nullcontext(lambda row: None)
+        if self.processes.first:
+            metrics = results.metrics_file(self.folder / "metrics.csv", earlier)
+        display = Display(self.console, self.source.unit, quiet=output.quiet)
+        board = results.board(self.folder) if output.tensorboard and self.processes.first else None
+        with metrics as write, board or nullcontext() as self._board, self._signals(), display:
             display.say(f"writing to {self.folder}")
+            for line in self._lines:
+                display.say(line)
             self._bring_models(display)
             for name in training.runs:
                 if name not in self.summaries:
@@ -126,25 +160,27 @@ class Session:
                     self._train_one(name, resumed, write, display)
         self._finish(display)
         if self._lost:
-            raise OSError(self._told())
+            raise OSError(self._losses())
         return self.summaries
 
     def _train_one(
         self, name: str, state: dict[str, Any] | None, write: Write, display: Display
     ) -> None:
         training = self.config.training
-        run = Run(name, self.config, self.source, self.fit)
+        run = self._run(name, state)
         hand_back_freed_pages()  # of the run before, and of weights that were converted
         if state:
-            run.load_state(state)
+            self._load(run, state)
 
         def note(row: Metrics) -> None:
             self._keep("metrics.csv", lambda: write(row), display)
+            if self._board is not None:
+                results.show_on(self._board, row)
 
         display.begin(name, run.step, training.steps)
         if not state:
             self._validate(run, note, display)
-        while not run.finished and not self._stop:
+        while not run.finished and not self._stopped():
             row = run.train_step()
             note(row)
             display.step(row, training.steps, run.kept)
@@ -152,52 +188,96 @@ class Session:
                 self._validate(run, note, display)
             if is_due(run.step, training.checkpoint_every) and not run.finished:
                 self._save(run, display)
-        if not self._stop:
+        stopped = self._stopped()
+        if not stopped:
             display.say(results.result(name, run.summary()))
         self._save(run, display)
-        if self._stop:
+        if stopped:
             resume = f"memtrain-train resume={self.folder}"
             raise KeyboardInterrupt(
-                f"interrupted; {self._told() if self._lost else f'continue with: {resume}'}"
+                f"interrupted; {self._losses() if self._lost else f'continue with: {resume}'}"
             )
         self.summaries[name] = run.summary()
         self.rows += run.rows
-        path = self._model_file(self.folder, name)
-        weights = run.model.state_dict()
-        self._keep(path.name, lambda: checkpoint.write_whole(path, weights, "model"), display)
+        self._save_model(run, self._model_file(self.folder, name), display)
+
+    def _run(self, name: str, state: Mapping[str, Any] | None = None) -> Run:
+        """A run at its start; the one that was made to be checked, where there is only one."""
+        if self._made is not None:
+            run, random = self._made
+            self._made = None
+            set_random_state(random)
+            return run
+        current = self.state and self.state["current"]["run"] == name
+        weights = self.state.get("weights") if self.state and current else None
+        return Run(
+            name,
+            self.config,
+            self.source,
+            self.fit,
+            processes=self.processes,
+            foretell=self.own and state is None,
+            weights=Path(weights) if weights else None,
+        )
+
+    def _stopped(self) -> bool:
+        """Whether any process was asked to stop: then all do, after the same step."""
+        self._stop = self.processes.any(self._stop)
+        return self._stop
 
     def _bring_models(self, display: Display) -> None:
         """Copy the models of the runs that were finished before this call."""
-        for name in self.summaries:
+        for name in self.summaries if self.processes.first else ():
             earlier = self._model_file(Path(self.state["folder"] if self.state else "."), name)
-            if earlier.is_file():
-                copy = partial(shutil.copyfile, earlier, self._model_file(self.folder, name))
-                self._keep(f"{name}_model.pt", copy, display)
+            target = self._model_file(self.folder, name)
+            if earlier.exists():
+                copy = shutil.copytree if earlier.is_dir() else shutil.copyfile
+                self._keep(target.name, partial(copy, earlier, target), display)
             else:
                 display.warn(f"{str(earlier)!r} is gone: the new folder will not have it")
 
-    @staticmethod
-    def _model_file(folder: Path, name: str) -> Path:
-        return folder / f"{name}_model.pt"
+    def _model_file(self, folder: Path, name: str) -> Path:
+        return folder / (f"{name}_model" if self.own else f"{name}_model.pt")
 
     def _validate(self, run: Run, write: Write, display: Display) -> None:
+        if not run.validations:
+            return
         row = run.validate()
         write(row)
         display.validation(row)
+        if self.own and run.best is not None and run.best[1] == run.step:
+            self._save_model(run, self.folder / f"{run.name}_best", display)
+
+    def _save_model(self, run: Run, path: Path, display: Display) -> None:
+        if self.own:
+            self._keep(path.name, lambda: run_folder.write_model(path, run), display)
+            return
+        weights = run.model.state_dict()
+        self._keep(path.name, lambda: checkpoint.write_whole(path, weights, "model"), display)
 
     def _save(self, run: Run, display: Display) -> None:
         content = {
             "config": asdict(self.config),
             "summaries": self.summaries,
             "finished_rows": [list(row) for row in self.rows],
-            "current": run.state(),
         }
 
         def write() -> None:
-            checkpoint.write_checkpoint(self.checkpoint, content)
+            if self.own:
+                done = run.step + sum(summary["steps"] for summary in self.summaries.values())
+                run_folder.write_newest(self.folder, done, run, content)
+            else:
+                whole = {**content, "current": run.state()}
+                checkpoint.write_checkpoint(self.checkpoint, whole)
             self._saved = f"step {run.step} of {self.config.training.steps} of the {run.name} run"
 
-        self._keep(self.checkpoint.name, write, display)
+        self._keep(self._kept_as, write, display)
+
+    def _load(self, run: Run, state: dict[str, Any]) -> None:
+        if self.own:
+            run_folder.load_run(run, self.state or {})
+        else:
+            run.load_state(state)
 
     def _keep(self, name: str, write: Callable[[], object], display: Display) -> None:
         """Write a file; a failure costs a warning, and is told again at the end."""
@@ -212,17 +292,18 @@ class Session:
         else:
             self._lost.pop(name, None)
 
-    def _told(self) -> str:
+    def _losses(self) -> str:
         """Tell what could not be written and why, what is kept, and what to do."""
         why = next(iter(self._lost.values()))
         reason = os.strerror(why.errno) if why.errno else str(why)
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         kept = sorted(item.name for item in found if not item.name.startswith("."))
-        lost = [name for name in self._lost if name not in kept or name != self.checkpoint.name]
-        stale = [f"a newer {self.checkpoint.name}"] * (len(lost) < len(self._lost))
+        saved = self.checkpoint.exists()
+        lost = [name for name in self._lost if not (saved and name == self._kept_as)]
+        stale = [f"a newer {self._kept_as}"] * (len(lost) < len(self._lost))
         whole = [name for name in kept if name not in lost]
         then = f"memtrain-train resume={self.folder} continues from {self._saved}"
-        if self.checkpoint.name not in kept:
+        if not saved:
             then = "run it again, there is no checkpoint (output.folder= takes another disk)"
         return (
             f"could not write {', '.join([*stale, *lost])}: {reason}; "
@@ -233,9 +314,15 @@ class Session:
         """Print the results, then write them."""
         self.console.print(results.table(str(self.config.experiment), self.summaries))
         found = self.fit if "wrapped" in self.summaries else None
-        if found is not None:
-            peak = self.summaries["wrapped"]["bytes"]["peak"]
-            self.console.print(results.promise(found, peak), highlight=False, soft_wrap=True)
+        for name, summary in self.summaries.items():
+            peak = summary["bytes"]["peak"]
+            if name == "wrapped" and found is not None:
+                self.console.print(results.promise(found, peak), highlight=False, soft_wrap=True)
+            elif name in self._forecasts:
+                told = f"{name}: {results.promised(self._forecasts[name], peak)}"
+                self.console.print(told, highlight=False, soft_wrap=True)
+        if not self.processes.first:
+            return
         summary, plot, plan = (
             self.folder / name for name in ("summary.json", "plot.png", "plan.yaml")
         )

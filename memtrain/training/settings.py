@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.audit.peak import StepOptions
@@ -17,6 +17,10 @@ from memtrain.planner import Goal, Rates, measure_rates, read_rates
 RUNS = ("plain", "wrapped")
 OPTIMIZERS = ("adamw", "sgd")
 DEVICES = ("auto", "cpu", "cuda")
+PARALLEL = ("ddp", "fsdp")
+OWN = {"model": ("hf", "py"), "data": ("text", "jsonl", "dataset", "images")}
+"""Options of config groups that name a path: `model=hf:<path>`."""
+OWN_EXPERIMENT = "finetune"
 MEASURE = "measure"
 
 T = TypeVar("T")
@@ -59,7 +63,9 @@ class TrainingConfig:
     steps: int = 300
     """Optimizer steps of each run."""
     batch: int = 16
-    """Sequences or images a step."""
+    """Sequences or images a step, of all processes together."""
+    accumulate: int = 1
+    """Backward passes that a process makes of its part of a batch."""
     warmup: int = 20
     """Steps over which the learning rate rises from zero."""
     final_lr: float = 0.1
@@ -74,10 +80,14 @@ class TrainingConfig:
     """Between validations; one comes at the end anyway."""
     eval_batches: int = 10
     """Batches a validation."""
+    patience: int = 0
+    """Stop after so many validations without a better loss; 0 does not."""
     meter_every: int = 25
     """Between steps whose bytes are counted; they are left out of the step time."""
     checkpoint_every: int = 100
     """Between checkpoints; one is written at the end of each run anyway."""
+    parallel: str = "ddp"
+    """Under torchrun: `ddp` (each process holds the model) or `fsdp` (each holds a part of it)."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -87,10 +97,17 @@ class TrainingConfig:
         if len(set(self.runs)) < len(self.runs):
             raise ValueError(f"training.runs={self.runs} names a run twice")
         one_of("training.device", self.device, DEVICES)
-        for name in ("steps", "batch", "eval_batches"):
+        one_of("training.parallel", self.parallel, PARALLEL)
+        for name in ("steps", "batch", "accumulate", "eval_batches"):
             in_range(f"training.{name}", getattr(self, name), at_least=1)
-        for name in ("warmup", "clip", "eval_every", "meter_every", "checkpoint_every"):
+        periods = ("warmup", "clip", "eval_every", "meter_every", "checkpoint_every", "patience")
+        for name in periods:
             in_range(f"training.{name}", getattr(self, name), at_least=0)
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"training.batch={self.batch} is no multiple of "
+                f"training.accumulate={self.accumulate}"
+            )
         in_range("training.final_lr", self.final_lr, at_least=0, at_most=1)
 
 
@@ -104,6 +121,8 @@ class OutputConfig:
     """Draw `plot.png`."""
     quiet: bool = False
     """No progress, only the table."""
+    tensorboard: bool = False
+    """Write losses, learning rate and speed for TensorBoard too, which must be installed."""
 
 
 @dataclass(kw_only=True)
@@ -214,7 +233,33 @@ def compose(
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="train_schema", node=schema)
-    return base.compose(overrides, name="train", searchpath=searchpath)
+    return base.compose(own_paths(overrides), name="train", searchpath=searchpath)
+
+
+def own_paths(overrides: Sequence[str]) -> list[str]:
+    """Write `model=hf:<path>` and its kin as Hydra has them: the option, and its `path`.
+
+    Where one is given and no experiment, the experiment is `finetune`.
+
+    Example:
+        >>> own_paths(["model=hf:my model", "seed=1"])
+        ['model=hf', "model.path='my model'", 'seed=1', 'experiment=finetune']
+    """
+    found: list[str] = []
+    own = False
+    for override in overrides:
+        group, _, value = override.partition("=")
+        option, colon, path = value.partition(":")
+        if option not in OWN.get(group, ()):
+            found.append(override)
+            continue
+        own = True
+        found.append(f"{group}={option}")
+        if colon:
+            quoted = path.replace("\\", "\\\\").replace("'", "\\'")
+            found.append(f"{group}.path='{quoted}'")
+    named = any(override.startswith("experiment=") for override in overrides)
+    return [*found, f"experiment={OWN_EXPERIMENT}"] if own and not named else found
 
 
 def from_mapping(cfg: DictConfig | Mapping[str, Any], schema: type[T] = TrainConfig) -> T:
@@ -282,8 +327,12 @@ def build_named(
     """
     name = one_of(f"{kind}.name", str(spec.get("name")), tuple(table))
     parameters = inspect.signature(table[name]).parameters.values()
-    keys = [(p.name, p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     rest = {key: value for key, value in spec.items() if key != "name"}
+    for p in own:
+        if p.default is p.empty and rest.get(p.name) in (None, MISSING):
+            raise ValueError(f"{kind}={name} needs a path: {kind}={name}:<{p.name}>")
+    keys = [(p.name, p.annotation, MISSING if p.default is p.empty else p.default) for p in own]
     values = typed(make_dataclass(name, keys), rest, f"{kind}.")
     return table[name](*arguments, **vars(values))
 

@@ -33,6 +33,8 @@ class StepOptions:
     """The dtype of `torch.autocast` around the forward; None without."""
     loss: Callable[[Any], Tensor] | None = None
     """Loss of a model's output; by default `default_loss`."""
+    accumulated: bool = False
+    """Whether gradients of an earlier microbatch are there, which the step adds to."""
     cache: DiskCache | None = None
     """Of predictions, where what is predicted can be told in words."""
 
@@ -56,7 +58,7 @@ def run_step(
     options: StepOptions,
     recorder: StorageRecorder | None = None,
 ) -> None:
-    """Run one step: gradients from nothing, forward, backward, update.
+    """Run one step: forward, backward, update; gradients from nothing unless they accumulate.
 
     Args:
         model: Real or fake.
@@ -65,7 +67,8 @@ def run_step(
         options: Autocast, and the loss.
         recorder: Is told where phases begin, and corrects the forward for its device.
     """
-    optimizer.zero_grad(set_to_none=True)
+    if not options.accumulated:
+        optimizer.zero_grad(set_to_none=True)
     device = next(model.parameters()).device.type
     begin = (lambda phase: None) if recorder is None else recorder.begin
     corrections = nullcontext if recorder is None else recorder.corrections
@@ -123,6 +126,10 @@ def record_step(
         recorder.adopt(state_tensors(optimizer), STATES)
         recorder.adopt([*weight_tensors(model), *_corrections(optimizer)], WEIGHTS)
         recorder.adopt([x for x in tree_leaves(batch) if isinstance(x, Tensor)], INPUTS)
+        if options.accumulated and not released(optimizer):
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param) if param.requires_grad else None
+            recorder.adopt(gradient_tensors(model), GRADIENTS)
         with recorder.modules(), recorder:
             run_step(model, optimizer, batch, options, recorder)
             recorder.adopt(gradient_tensors(model), GRADIENTS)
@@ -190,6 +197,11 @@ def check_batch(batch: Any) -> None:
             f"the batch is a {type(batch).__name__} of {', '.join(kinds)}; allowed: a tensor, a "
             "tuple of arguments or a dict of keyword arguments with tensors among them"
         )
+
+
+def released(optimizer: Optimizer) -> bool:
+    """Whether gradients are used up inside the backward."""
+    return isinstance(optimizer, ReleaseGradients)
 
 
 def wants_closure(optimizer: Optimizer) -> bool:

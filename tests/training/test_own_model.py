@@ -1,0 +1,294 @@
+"""`memtrain-train model=hf:... data=text:...`: one's own model on one's own data."""
+
+import json
+import resource
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from memtrain.training import checkpoint
+from memtrain.training.session import Session
+from memtrain.training.settings import compose, from_mapping
+
+LINES = "".join(f"line {n}: the quick brown fox counts {n * n}\n" for n in range(400))
+SHORT = [
+    "data.sequence=32", "training.steps=6", "training.batch=4", "training.warmup=1",
+    "training.eval_every=3", "training.eval_batches=2", "training.checkpoint_every=2",
+    "training.meter_every=0", "optimizer.lr=1e-2", "output.plot=false", "output.quiet=true",
+]  # fmt: skip
+
+
+def tokenizer_of(words):
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>"]
+    vocabulary = {word: place for place, word in enumerate([*special, *sorted(set(words))])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {f"{name[1:-1]}_token": name for name in special}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Tiny models as `save_pretrained` writes them, and a text."""
+    root = tmp_path_factory.mktemp("own")
+    (root / "text").mkdir()
+    (root / "text" / "a.txt").write_text(LINES)
+    tokenizer = tokenizer_of(LINES.replace(":", " : ").split())
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads))
+    llama.save_pretrained(root / "llama")
+    tokenizer.save_pretrained(root / "llama")
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2))
+    gpt2.save_pretrained(root / "gpt2", max_shard_size="20KB")
+    return root
+
+
+@pytest.fixture
+def made(folders, tmp_path):
+    """Makes the session of a short run, with overrides."""
+
+    def make(*overrides, console=None, short=SHORT):
+        given = [f"model=hf:{folders / 'llama'}", f"data=text:{folders / 'text'}"]
+        named = {override.partition("=")[0] for override in overrides}
+        given = [override for override in given if override.partition("=")[0] not in named]
+        given.append(f"output.folder={tmp_path}/outputs")
+        if any(override.startswith("data=images") for override in overrides):
+            short = [override for override in short if not override.startswith("data.")]
+        config = from_mapping(compose([*given, *short, *overrides]))
+        return Session(config, console=console)
+
+    return make
+
+
+def resumed(folder, **training):
+    state = checkpoint.read_checkpoint(folder)
+    return Session(from_mapping(state["config"]), state=state)
+
+
+def weights_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def losses(session, split="train"):
+    return [(row.step, row.loss) for row in session.rows if row.split == split]
+
+
+def test_a_folder_trains_and_what_is_left_loads(made, folders):
+    console = Console(record=True, width=200)
+    session = made("output.quiet=false", "training.meter_every=1", console=console)
+    summary = session.train()["wrapped"]
+    first, last = losses(session, "validation")[0][1], summary["validation_loss"]
+    assert last < first
+    text = console.export_text()
+    assert "peak of a step" in text
+    assert "predicted for the longest batch of 4 rows" in text
+    assert summary["bytes"]["peak"] == pytest.approx(session._forecasts["wrapped"], rel=0.03)
+    assert "promised peak" in text.splitlines()[-2]
+    model = weights_of(session.folder / "wrapped_model")
+    same(model, weights_of(session.checkpoint))
+    assert session.checkpoint.name == "checkpoint-00000006"
+    tokenizer = AutoTokenizer.from_pretrained(session.folder / "wrapped_model")
+    assert (
+        tokenizer("the fox")["input_ids"]
+        == AutoTokenizer.from_pretrained(folders / "llama")("the fox")["input_ids"]
+    )
+    names = {item.name for item in session.folder.iterdir()}
+    assert names == {
+        "config.yaml", "metrics.csv", "summary.json", "checkpoint-00000006", "wrapped_model",
+        "wrapped_best",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["preset=balanced", "model.dropout=0.1"], id="balanced"),
+        pytest.param(
+            ["preset=all_four", "training.accumulate=2"], id="all_four", marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_a_run_that_was_killed_goes_on_bit_for_bit(made, folders, monkeypatch, overrides):
+    model = f"model=hf:{folders / 'gpt2'}"
+    tokens = ["data.tokenizer=bytes"]
+    straight = made(model, *tokens, *overrides)
+    straight.train()
+    from memtrain.training.run import Run
+
+    step = Run.train_step
+
+    def die(self):
+        if self.step == 5:
+            raise MemoryError("killed")
+        return step(self)
+
+    killed = made(model, *tokens, *overrides)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", die)
+        with pytest.raises(MemoryError):
+            killed.train()
+    assert killed.checkpoint.name == "checkpoint-00000004"
+    again = resumed(killed.folder)
+    again.train()
+    assert losses(again) == losses(straight)
+    assert losses(again, "validation") == losses(straight, "validation")
+    same(weights_of(again.folder / "wrapped_model"), weights_of(straight.folder / "wrapped_model"))
+
+
+def test_microbatches_are_the_batch_up_to_rounding(made, tmp_path):
+    data = records(tmp_path / "a.jsonl", *({"text": "the fox " * (1 + n % 9)} for n in range(40)))
+    plain = ["training.runs=[plain]", "training.steps=2", data]
+    whole, parts = (made(*plain, f"training.accumulate={n}") for n in (1, 4))
+    whole.train()
+    parts.train()
+    for (_, a), (_, b) in zip(losses(whole), losses(parts), strict=True):
+        assert b == pytest.approx(a, rel=1e-5)  # a mean over a few hundred targets, in float32
+
+
+def test_a_loss_that_stops_falling_stops_the_run(made):
+    still = ["optimizer.lr=1e-12", "training.eval_every=1", "training.patience=2"]
+    session = made(*still, "training.runs=[plain]")
+    assert session.train()["plain"]["steps"] == 3  # no better than step 1, twice
+    assert (session.folder / "plain_best" / "model.safetensors").is_file()
+
+
+def records(path, *lines):
+    path.write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
+    return f"data=jsonl:{path}"
+
+
+def test_prompts_are_read_and_not_learned(made, tmp_path):
+    pairs = [{"q": "line 1", "a": "the fox"}, {"q": "line", "a": "the quick brown fox"}] * 2
+    data = records(tmp_path / "pairs.jsonl", *pairs)
+    fields = ["data.prompt=q", "data.completion=a", "data.validation=0"]
+    source = made(data, *fields, "training.batch=2").source
+    tokenizer = source.tokenizer
+    batch = source.collate([0, 1], [None, None])
+    read, learned = (tokenizer(pairs[0][key])["input_ids"] for key in "qa")
+    row = [*read, *learned, tokenizer.eos_token_id]
+    assert batch["input_ids"][0].tolist() == [*row, tokenizer.pad_token_id]
+    assert batch["labels"][0].tolist() == [-100, -100, *learned, tokenizer.eos_token_id, -100]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0], [1] * 6]
+    assert source.length == 6
+    packed = made(data, *fields, "data.packed=true", "data.sequence=4", "training.batch=2").source
+    assert "attention_mask" not in packed.batch("train", 0, 2)
+    assert packed.batch("train", 0, 2)["input_ids"].shape == (2, 4)
+
+
+def test_rows_do_not_depend_on_the_part_that_reads_them(made, folders):
+    source = made("training.batch=4").source
+    whole = source.batch("train", 7, 4)
+    again = [source.batch("train", 7, 4, part) for part in (slice(0, 1), slice(1, 4))]
+    for name, value in whole.items():
+        assert torch.equal(value, torch.cat([part[name] for part in again]))
+    epoch = len(source.parts["train"]) // 4
+    seen = [
+        tuple(row)
+        for n in range(epoch)
+        for row in source.batch("train", n, 4)["input_ids"].tolist()
+    ]
+    assert len(set(seen)) == len(seen)
+
+
+BAD = {
+    "no weights": (["model=hf:{config}"], "has no weights .*model.weights=random"),
+    "no folder": (
+        ["model=hf:{root}/nowhere"],
+        "nowhere/?'? does not exist|nowhere' does not exist",
+    ),
+    "no data": (["data=text:{root}/nothing.txt"], "nothing.txt' does not exist"),
+    "empty": (["data=text:{empty}"], "has no text in it"),
+    "short": (["data=text:{short}"], "the text has 3 tokens, data.sequence=32 asks for more"),
+    "not utf-8": (["data=text:{binary}"], "not UTF-8 at byte 3; .*data.tokenizer=bytes"),
+    "not json": (["data=jsonl:{broken}"], "broken.jsonl:3: this line is not JSON"),
+    "no field": (["data=jsonl:{fields}"], "fields.jsonl:2: no field 'text'; it has words"),
+    "not text": (["data=jsonl:{numbers}"], "numbers.jsonl:1: field 'text' is a int, not text"),
+    "tokenizer": (
+        ["model=hf:{root}/gpt2", "data.tokenizer={root}/llama"],
+        "do not belong together",
+    ),
+    "no tokenizer": (["model=hf:{root}/gpt2"], "has no tokenizer; .*data.tokenizer=bytes"),
+    "too long": (["data.sequence=65"], "the model takes at most 64 tokens"),
+    "task": (["model.task=MaskedLM"], "LlamaConfig has CausalLM"),
+    "images": (["data=images:{root}/text"], "has no images"),
+    "kind": (
+        ["model=gpt", "experiment=finetune"],
+        "model.name='gpt' takes tokens, but the data are labelled",
+    ),
+    "batch": (["training.batch=5", "training.accumulate=2"], "no multiple of"),
+    "key": (["model.wieghts=random"], "nearest valid: model.weights"),
+    "no path": (["model=hf"], "model=hf needs a path: model=hf:<path>"),
+    "budget": (["budget=100KiB"], "is too small: the smallest peak found"),
+    "function": (["model=py:json:nothing"], "json has no function 'nothing'"),
+}
+
+
+SLOW = ("budget",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in SLOW else n for n in BAD]
+)
+def test_bad_input_is_told_before_the_first_step(made, folders, tmp_path, name):
+    files = {"empty": "", "short": "the fox", "config": (folders / "llama/config.json").read_text()}
+    files |= {"broken": '{"text": "a"}\n\n{"text"\n', "fields": '{"text": "a"}\n{"words": 3}\n'}
+    paths = {"root": folders, "binary": tmp_path / "binary", "numbers": tmp_path / "numbers.jsonl"}
+    paths["numbers"].write_text('{"text": 3}\n')
+    paths["binary"].write_bytes(b"abc\xff")
+    for key, content in files.items():
+        paths[key] = tmp_path / f"{key}.{'json' if key == 'config' else 'jsonl'}"
+        paths[key].write_text(content)
+    overrides, message = BAD[name]
+    with pytest.raises((ValueError, OSError), match=message):
+        made(*(override.format(**paths) for override in overrides)).train()
+    assert not list(tmp_path.rglob("metrics.csv"))
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoint(made, monkeypatch):
+    session = made("training.runs=[plain]", "training.steps=6", "training.patience=0")
+    from memtrain.training.run import Run
+
+    original, limit = Run.train_step, resource.RLIMIT_FSIZE
+    before = resource.getrlimit(limit)
+
+    def train_step(self):
+        if self.step == 4:
+            resource.setrlimit(limit, (2**12, before[1]))
+        return original(self)
+
+    monkeypatch.setattr(Run, "train_step", train_step)
+    try:
+        with pytest.raises(
+            OSError, match="could not write a newer checkpoint, plain_best"
+        ) as caught:
+            session.train()
+    finally:
+        resource.setrlimit(limit, before)
+    assert str(caught.value).endswith("continues from step 4 of 6 of the plain run")
+    assert [item.name for item in session.folder.glob(".*")] == []
+    monkeypatch.undo()
+    again = resumed(session.folder)
+    assert again.train()["plain"]["steps"] == 6
