@@ -72,6 +72,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="wall",
         help="wall, or cpu: the process's time, for one thread on a busy machine",
     )
+    run.add_argument(
+        "--missing", action="store_true", help="go on: leave out what <out>/<name>.csv has"
+    )
     run.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
     run.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="a benchmark's own settings"
@@ -90,10 +93,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def run(benchmark: Benchmark, options: Options, out: Path, console: Console) -> list[str]:
-    """Run one benchmark's jobs; returns the gates that failed."""
+def run(
+    benchmark: Benchmark, options: Options, out: Path, console: Console, *, missing: bool = False
+) -> list[str]:
+    """Run one benchmark's jobs, or those whose rows are missing; returns the gates that failed."""
     jobs, rows, failed = benchmark.jobs(options), [], []
     path = out / f"{benchmark.name}.csv"
+    if missing:
+        jobs = [job for job in jobs if not job.stands_in(path)]
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(benchmark.name, total=len(jobs))
         for job in jobs:
@@ -139,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     failed: list[str] = []
     for name in args.names or BENCHMARKS:
-        failed += run(BENCHMARKS[name], options, args.out, console)
+        failed += run(BENCHMARKS[name], options, args.out, console, missing=args.missing)
     for line in failed:
         console.print(f"GATE FAILED, not timed: {line}", style="bold red")
     return 1 if failed else 0

@@ -57,6 +57,13 @@ class Job(NamedTuple):
 
     title: str
     run: Callable[[], list[Row]]
+    labels: Row = {}  # noqa: RUF012 (never changed)
+    """Cells that tell its rows from those of other jobs."""
+
+    def stands_in(self, path: Path) -> bool:
+        """Whether a CSV file has a row with its labels; no, if it has none."""
+        wanted = {key: str(value) for key, value in self.labels.items()}
+        return bool(wanted) and any(wanted.items() <= row.items() for row in _rows_of(path))
 
 
 class Benchmark(NamedTuple):
@@ -220,11 +227,7 @@ def _version(package: str) -> str:
 
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to a CSV file; old rows stay, with empty cells in columns that they lack."""
-    old: list[Row] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            old = list(csv.DictReader(file))
-    every = [*old, *rows]
+    every = [*_rows_of(path), *rows]
     columns = list(dict.fromkeys(name for row in every for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -233,6 +236,13 @@ def append(path: Path, rows: Iterable[Row]) -> None:
         writer.writeheader()
         writer.writerows({key: _rounded(value) for key, value in row.items()} for row in every)
     part.replace(path)  # a run that is broken off leaves the old file
+
+
+def _rows_of(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _rounded(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Predicted against measured peak of a training step, for models of others, by a tracker.
 
-    python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--set models=lstm,regnet]
+    python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--missing]
+        [--set models=lstm,regnet presets=plain]
 
 Small models of timm, torchvision, transformers and torch.nn take AdamW steps on one CPU thread,
 plain and under five presets. A row says what `audit.peak` predicts without running the model, and
@@ -85,7 +86,7 @@ def _jobs(options: Options) -> list[Job]:
             raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
         chosen[key] = value
     return [
-        Job(f"{name}, {preset}", partial(_rows, name, preset))
+        Job(f"{name}, {preset}", partial(_rows, name, preset), {"model": name, "preset": preset})
         for name in chosen["models"].split(",")
         for preset in chosen["presets"].split(",")
     ]

@@ -1,6 +1,6 @@
 """Plans at nine, six and four tenths of plain PyTorch's peak, run under a tracker of allocations.
 
-    python -m benchmarks.tracker -m benchmarks run promises [--set models=pointnet]
+    python -m benchmarks.tracker -m benchmarks run promises [--missing] [--set models=pointnet]
 
 Each small model takes AdamW steps on one CPU thread under the plan that `memtrain.planner.fit`
 finds with all that may be allowed. A row says what the plan promises, and what was allocated at
@@ -58,7 +58,11 @@ def _jobs(options: Options) -> list[Job]:
             raise ValueError(f"unknown setting {key!r}; allowed: models")
         names = tuple(value.split(","))
     return [
-        Job(f"{name} at {share} of plain's peak", partial(_rows, name, share))
+        Job(
+            f"{name} at {share} of plain's peak",
+            partial(_rows, name, share),
+            {"model": name, "share": share},
+        )
         for name in names
         for share in (SHARES[1:2] if options.quick else SHARES)
     ]

@@ -133,6 +133,31 @@ def test_an_error_is_no_gate(harness, command, monkeypatch, tmp_path):
         command.main(["run", "fake", "--quick", "--out", str(tmp_path)])
 
 
+def test_a_run_goes_on_where_it_was_broken_off(harness, command, monkeypatch, tmp_path):
+    ran = []
+
+    def jobs(options):
+        def row(case):
+            ran.append(case)
+            return [{"case": case, "share": 0.5}]
+
+        labels = [{"case": "a", "share": 0.5}, {"case": "b", "share": 0.5}, {}]
+        return [
+            harness.Job(name, lambda name=name: row(name), own)
+            for name, own in zip("abc", labels, strict=True)
+        ]
+
+    benchmark = harness.Benchmark("fake", "a fake", jobs, ("case",))
+    monkeypatch.setitem(command.BENCHMARKS, "fake", benchmark)
+    harness.append(tmp_path / "fake.csv", [{"case": "a", "share": 0.5}])
+    assert command.main(["run", "fake", "--missing", "--out", str(tmp_path)]) == 0
+    assert ran == ["b", "c"]  # a job without labels always runs
+    assert [row["case"] for row in read(tmp_path / "fake.csv")] == ["a", "b", "c"]
+    ran.clear()
+    assert command.main(["run", "fake", "--out", str(tmp_path)]) == 0
+    assert ran == ["a", "b", "c"]
+
+
 def test_sides_take_turns_and_ratios_are_of_rounds(harness, monkeypatch):
     order, clock = [], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
