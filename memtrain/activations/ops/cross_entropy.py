@@ -23,6 +23,7 @@ from memtrain.activations.ops.autograd import (
 )
 from memtrain.activations.ops.call import Call, as_autocast, gives_floats
 from memtrain.compressors import Compressor, Key
+from memtrain.kernels import cpu
 
 REDUCTIONS = ("mean", "sum", "none")
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
@@ -111,7 +112,7 @@ def _cross_entropy_forward(
     classes = _narrow(target.masked_fill(target == options[0], -1), x.shape[ctx.dim])
     # Torch's own value comes of the rows' losses: these can be worked on by pieces.
     usual = weight is None and not options[2] and x.dim() == 2 and x.is_contiguous()
-    if usual and len(x) > _rows(x):
+    if usual and len(x) > _rows(x.shape):
         loss, payloads = _by_pieces(x, target, options, compressor, key)
     else:
         saved = torch.log_softmax(x, ctx.dim)
@@ -126,15 +127,17 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     _, reduction, smoothing = ctx.options
     scale, classes = _scale(grad, classes.long(), weight, reduction)
     scale, classes = scale.unsqueeze(ctx.dim), classes.unsqueeze(ctx.dim)
-    dx, row = None, 0
-    for payload in payloads:
-        part = decompress(payload, ctx.compressor)
-        rows = slice(row, row + len(part)) if len(payloads) > 1 else slice(None)
+    if len(payloads) == 1:
+        part = decompress(payloads[0], ctx.compressor)
+        _to_gradient(part, scale, classes, ctx.dim, smoothing)
+        return part, None, None
+    dx, size = None, _rows(ctx.shape)
+    for place in _differing(len(payloads)):
+        part = decompress(payloads[place], ctx.compressor)
+        rows = slice(place * size, place * size + len(part))
         _to_gradient(part, scale[rows], classes[rows], ctx.dim, smoothing)
-        if len(payloads) == 1:
-            return part, None, None
         dx = part.new_empty(ctx.shape) if dx is None else dx
-        dx[rows], row = part, rows.stop
+        dx[rows] = part
         del part  # before the next is made
     return dx, None, None
 
@@ -142,8 +145,13 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 _cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backward, tensors=3)
 
 
-def _rows(x: Tensor) -> int:
-    return max(1, _PIECE // x.shape[1])
+def _rows(shape: torch.Size) -> int:
+    return max(1, _PIECE // shape[1])
+
+
+def _differing(count: int) -> Sequence[int]:
+    """Pieces that are worked on: without data all are alike but the first and the last two."""
+    return [0, *range(max(1, count - 2), count)] if cpu.is_dataless() else range(count)
 
 
 def _by_pieces(
@@ -153,7 +161,13 @@ def _by_pieces(
     losses: list[Tensor] = []
     payloads: list[Payload] = []
     ignored, reduction, _ = options
-    for logits, classes in zip(x.split(_rows(x)), target.split(_rows(x)), strict=True):
+    pieces = [*zip(x.split(_rows(x.shape)), target.split(_rows(x.shape)), strict=True)]
+    differing = {*_differing(len(pieces))}
+    for place, (logits, classes) in enumerate(pieces):
+        if place not in differing:
+            losses.append(torch.empty_like(losses[0]))
+            payloads.append(_empty_like(payloads[0]))
+            continue
         saved = torch.log_softmax(logits, 1)
         losses.append(functional.nll_loss(saved, classes, ignore_index=ignored, reduction="none"))
         # Random bits of its own, as each process has for its part of a tensor.
@@ -163,6 +177,12 @@ def _by_pieces(
     column, classes = -torch.cat(losses).unsqueeze(1), torch.zeros_like(target)
     classes.masked_fill_(target == ignored, -1)
     return functional.nll_loss(column, classes, ignore_index=-1, reduction=reduction), payloads
+
+
+def _empty_like(payload: Payload) -> Payload:
+    packed, layout = payload
+    tensors = {name: torch.empty_like(x) for name, x in packed.tensors.items()}
+    return packed._replace(tensors=tensors), layout
 
 
 def _loss(

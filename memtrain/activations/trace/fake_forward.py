@@ -31,6 +31,7 @@ from memtrain.activations.trace.repeats import (
 from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 from memtrain.compressors import Compressor, Keep
+from memtrain.kernels import cpu
 
 
 def trace(
@@ -118,7 +119,8 @@ def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
     )
     args, kwargs = call_arguments(batch)
     one_row = one_sequence_per_row(kwargs)
-    with _fake_mode(model) as fake, RnnWorkspaces(), torch.enable_grad(), one_row:
+    dataless = cpu.without_data()
+    with _fake_mode(model) as fake, RnnWorkspaces(), dataless, torch.enable_grad(), one_row:
         state = {
             name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())

@@ -28,11 +28,21 @@ class RnnWorkspaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
-        result = func(*args, **(kwargs or {}))
-        if func is not LAYER:
-            return result
-        output, hidden, cell, workspace = result
-        return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
+        return with_workspace(func, args, func(*args, **(kwargs or {})))
+
+
+def with_workspace(func: Any, args: Any, result: Any) -> Any:
+    """Give an op's fake result, where it is `aten.mkldnn_rnn_layer`'s, a workspace of its size.
+
+    Args:
+        func: The op, as a dispatch mode is given it.
+        args: Its arguments.
+        result: What it returned.
+    """
+    if func is not LAYER:
+        return result
+    output, hidden, cell, workspace = result
+    return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
 
 
 def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import RECOMPUTE, Site
 from memtrain.activations.trace.repeats import Run, inside, refined, runs_of, shortened, unlike
-from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import fake_copies
@@ -110,7 +109,6 @@ def _predicted(
     with (
         explain_fake_errors(model),
         copies as (model, optimizer, batch),
-        RnnWorkspaces(),
         cpu.without_data(),
     ):
         if on_cuda:

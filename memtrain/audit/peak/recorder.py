@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memtrain.activations.trace.rnn_workspace import with_workspace
 from memtrain.audit.live_storages import storages
 from memtrain.audit.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
 
@@ -20,6 +21,8 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 INSIDE = 0
 """The number of what ops hold inside themselves."""
 _ADD = torch.ops.aten.add.Tensor
+_DEVICE = torch.ops.prim.device.default
+"""What a fake tensor's `device` asks: more than half of all ops."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
 
@@ -77,9 +80,13 @@ class StorageRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and register the storages that it makes."""
         kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args)
         if self._fake and func is _SCALAR and self.phase != "forward":
             return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
+        if self._fake:
+            result = with_workspace(func, args, result)
         made = list(storages(tree_leaves(result)))
         if any(storage._cdata not in self._numbers for storage in made):
             made = self._without_older(made, func, (args, kwargs))

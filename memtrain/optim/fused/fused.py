@@ -317,15 +317,13 @@ def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
 
 def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
     """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
-    dtype, shape = moment_dtype(param), local(param).shape
+    dtype, shape, device = moment_dtype(param), local(param).shape, param.device
+    zeros = torch.empty if cpu.is_dataless() else torch.zeros  # fake tensors take long to fill
     if compressor.is_identity:
-        return sharded_like(torch.zeros(shape, dtype=dtype, device=param.device), param)
+        return sharded_like(zeros(shape, dtype=dtype, device=device), param)
     if compressor.zeros_from_zeros and (parts := _parts(compressor, shape, dtype)) is not None:
-        return {
-            k: torch.zeros(size, dtype=kind, device=param.device)
-            for k, (size, kind) in parts.items()
-        }
-    return layout.pack(compressor, torch.zeros(shape, dtype=dtype, device=param.device))
+        return {k: zeros(size, dtype=kind, device=device) for k, (size, kind) in parts.items()}
+    return layout.pack(compressor, zeros(shape, dtype=dtype, device=device))
 
 
 @cache
@@ -348,7 +346,7 @@ def moment_dtype(param: Tensor) -> torch.dtype:
 
 def counter_dtype() -> torch.dtype:
     """The dtype of counters of steps: float32, and float64 where that is torch's default."""
-    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:

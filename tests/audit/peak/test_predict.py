@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memtrain import audit
+from memtrain.activations.ops import cross_entropy
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
@@ -280,3 +281,21 @@ def test_the_allocators_peak_is_the_predicted_one(name):
     measured = measure(model, optimizer, batch, CONFIGS[name])
     held = predicted.peak.parts["workspaces"]
     assert predicted.peak.nbytes - held == pytest.approx(measured.allocated, rel=0.03, abs=held)
+
+
+def test_pieces_of_a_cross_entropy_are_told_by_few(monkeypatch):
+    """All pieces but the first and the last two are alike: peaks and bytes are those of all."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    labels = torch.zeros(1000, dtype=torch.long)  # pieces of 64 rows, the last one of 40
+    options = StepOptions(loss=lambda y: nn.functional.cross_entropy(y, labels))
+    monkeypatch.setattr(cross_entropy, "_PIECE", 64 * 512)
+
+    def told():
+        timeline = predict(model, optimizer, torch.ones(1000, 32), "balanced", options)
+        saved = [m.parts.get("saved activations", 0) for m in timeline.moments]
+        return timeline.peak, max(saved)
+
+    few = told()
+    monkeypatch.setattr(cross_entropy, "_differing", range)
+    assert few == told()
