@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
 from memtrain.activations.adaptive.replay import Closure
-from memtrain.audit.peak import Moment, StepOptions
-from memtrain.audit.peak.timeline import GRADIENTS, SAVED, STATES, WEIGHTS
+from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.config.sizes import format_size
 from memtrain.config.sources import KEEP, nearest
 from memtrain.plan.plan import Plan
@@ -25,12 +21,6 @@ Told = Callable[[str, int, int], None]
 """Is told a stage of the planning, and how many of how many of its parts begin: 0 of 0 where they
 are not counted."""
 Objective = Literal["time", "error"]
-_MEANS = {
-    "quantise": "compresses saved tensors and optimizer states",
-    "recompute": "recomputes blocks in the backward",
-    "release": "lets each gradient go as soon as it is used",
-    "weights": "keeps weights in 2 bytes, or in 3 with a correction",
-}
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -95,8 +85,8 @@ class Fit:
     """Give it, or the file that it saves, to `memtrain.wrap`."""
     budget: int
     """Bytes."""
-    peak: Moment
-    """The moment when most is alive, by a step on fake tensors."""
+    timeline: Timeline
+    """Of a step on fake tensors."""
     seconds: float
     """Of a step, by the rates."""
     plain_seconds: float
@@ -112,6 +102,11 @@ class Fit:
     """Of which device."""
     sensitivity: str
     """`measured` or `analytic`."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment when most is alive."""
+        return self.timeline.peak
 
     @property
     def slower(self) -> float:
@@ -173,54 +168,6 @@ class DoesNotFit(ValueError):
             ),
             *(f"what would help: {line}" for line in self.help),
         ]
-
-
-def advice(
-    budget: int,
-    smallest: Moment,
-    batch: Any,
-    allowed: Iterable[str],
-    names: Iterable[str],
-    max_error: float = 1.0,
-) -> list[str]:
-    """Advise how to make a step fit, from what holds its smallest peak.
-
-    Args:
-        budget: Bytes.
-        smallest: That moment.
-        batch: What the model is called with; its first tensor's first size counts samples.
-        allowed: Everything that could be allowed.
-        names: What was.
-        max_error: What was; one below 1 is the first that could be larger.
-
-    Returns:
-        Lines.
-    """
-    fixed = sum(smallest.parts.get(name, 0) for name in (WEIGHTS, GRADIENTS, STATES))
-    rest = smallest.nbytes - fixed
-    lines: list[str] = []
-    sizes = [x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
-    samples = sizes[0] if sizes else 1
-    fits = int((budget - fixed) / rest * samples) if rest > 0 else samples
-    if 1 <= fits < samples:
-        lines.append(f"a batch of about {fits} in place of {samples} (and accumulated gradients)")
-    elif rest > 0 and budget > fixed:
-        share = (budget - fixed) / rest
-        lines.append(f"shorter sequences or smaller images: about {share:.0%} of what a sample has")
-    if fixed and rest < budget:
-        lines.append(
-            f"weights, gradients and states ({format_size(fixed)}) sharded over "
-            f"{-(-fixed // (budget - rest))} devices"
-        )
-    known, allowed = set(names), [*allowed]
-    missing = [name for name in allowed if name not in known]
-    if missing:
-        means = "; ".join(_MEANS[name] for name in missing)
-        lines.append(f"allow={','.join(allowed)} ({means})")
-    tight = max_error < 1 and "quantise" in known
-    if tight or (smallest.parts.get(SAVED, 0) > rest // 2 and "recompute" not in missing):
-        lines.append("a larger max_error")
-    return lines
 
 
 def _mixture(states: Mapping[str, int]) -> str:

@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import Site
-from memtrain.audit.peak import Moment, StepOptions
+from memtrain.audit.peak import Moment, StepOptions, Timeline
+from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import conditions, predict
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sizes import parse_size
@@ -24,17 +26,9 @@ from memtrain.plan.build import spec
 from memtrain.plan.entries import training_dtypes
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
+from memtrain.planner.advice import advice
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.goal import (
-    ALLOWED,
-    DoesNotFit,
-    Fit,
-    Goal,
-    Objective,
-    Told,
-    advice,
-    silent,
-)
+from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Told, silent
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
 from memtrain.planner.optimizer_states import count_states, gather_states, state_config
 from memtrain.planner.schemes import STATES, TORCH
@@ -43,6 +37,8 @@ from memtrain.planner.sensitivity import analytic, is_real, measured
 
 PLANS = 256
 """Of the trade between the objective and the peak, so many plans are told apart."""
+ROOM = 0.95
+"""A smaller batch is advised that takes this share of the budget: it gets another plan."""
 TEMPORARIES = 0.9
 """This share of temporaries that three plans need, all are taken to need."""
 
@@ -160,25 +156,19 @@ def fit(
     size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
     measure = goal.sensitivity == "measured"
     measure |= goal.sensitivity == "auto" and is_real(model, batch)
-    candidates = _all_candidates(model, optimizer, config, batch, goal, measure=measure, told=told)
-    listed = best_candidates(candidates, goal.objective)
-    most, count = 3 + len(listed).bit_length(), itertools.count(1)
-
-    @cache
-    def peak(index: int) -> Moment:
-        told("the peak of a plan", next(count), most)
-        return predict(model, optimizer, batch, config_of(listed[index]), goal.options).peak
-
-    place = first_that_fits(listed, peak, size)
-    if peak(place).nbytes > size:
-        helps = advice(size, peak(place), batch, ALLOWED, goal.names, goal.max_error)
-        raise DoesNotFit(size, peak(place), helps)
-    best = listed[place]
+    planning = _Planning(model, optimizer, config, batch, told, measure=measure)
+    best, timeline = planning.best(goal, size)
+    peak = timeline.peak
+    if peak.nbytes > size:
+        told("what would help", 0, 0)
+        resized = partial(planning.largest, best, goal, size)
+        error = partial(planning.enough_error, goal, size)
+        raise DoesNotFit(size, peak, advice(size, peak, batch, goal, resized, error))
     told("the plan's sites", 0, 0)
     return Fit(
         plan=_plan(model, optimizer, config_of(best), batch, goal.options),
         budget=size,
-        peak=peak(place),
+        timeline=timeline,
         seconds=best.seconds,
         plain_seconds=_plain_seconds(optimizer, best.space, goal.rates),
         error=best.error,
@@ -221,43 +211,89 @@ def first_that_fits(
     return high
 
 
-def _all_candidates(
-    model: nn.Module,
-    optimizer: Optimizer,
-    config: Config,
-    batch: Any,
-    goal: Goal,
-    *,
-    measure: bool,
-    told: Told = silent,
-) -> list[CandidatePlan]:
-    """The candidate plans of every way to keep weights and gradients."""
-    names, found = goal.names, []
-    spaces: dict[Any, SearchSpace] = {}
-    variants = STATES if "quantise" in names else (TORCH,)
-    told("optimizer states", 0, 0)
-    states, mixtures = gather_states(model, optimizer, config, variants, goal)
-    solved: dict[Any, list[Solution]] = {}
-    for weights in _settings(config.weights, _weights(model), "weights" in names):
-        held = replace(config, weights=weights)
-        key = _converts(model, batch, held)
-        if key not in spaces:
-            spaces[key] = gather(model, optimizer, held, batch, goal, told)
-            if measure:
-                told("sensitivities", 0, 0)
-                closure = goal.closure or closure_of(model, batch)
-                spaces[key] = measured(model, closure, spaces[key])
-            else:
-                spaces[key] = analytic(spaces[key])
-        none = replace(spaces[key].plan.config, weights=weights)
-        for gradients in _settings(config.gradients, ("release",), "release" in names):
-            plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
-            own = replace(spaces[key], plan=plan, states=states, mixtures=mixtures)
-            if (key, gradients) not in solved:
-                told("combinations", 0, 0)
-                solved[key, gradients] = solve(priced(own, goal), goal.max_error, goal.objective)
-            found += candidate_plans(own, goal, solved[key, gradients])
-    return found
+class _Planning:
+    """Plans of one model and batch, for one goal or another; what all need is traced once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config,
+        batch: Any,
+        told: Told,
+        *,
+        measure: bool,
+    ) -> None:
+        self.given = model, optimizer, batch
+        self.config, self.told, self.measure = config, told, measure
+        self.spaces: dict[Any, SearchSpace] = {}
+
+    def best(self, goal: Goal, size: int) -> tuple[CandidatePlan, Timeline]:
+        """The best plan that fits, or else the smallest that is known, and its predicted step."""
+        listed = best_candidates(self._candidates(goal), goal.objective)
+        most, count = 3 + len(listed).bit_length(), itertools.count(1)
+
+        @cache
+        def timeline(index: int) -> Timeline:
+            self.told("the peak of a plan", next(count), most)
+            return predict(*self.given, config_of(listed[index]), goal.options)
+
+        place = first_that_fits(listed, lambda index: timeline(index).peak, size)
+        return listed[place], timeline(place)
+
+    def largest(self, plan: CandidatePlan, goal: Goal, size: int, what: str, most: int) -> int:
+        """The largest batch, or the longest sequence, whose peak fits well under a plan."""
+        fits = partial(largest, *self.given, int(ROOM * size), config_of(plan), what=what)
+        return fits(most=most, options=goal.options).size
+
+    def enough_error(self, goal: Goal, size: int) -> float | None:
+        """A `max_error` of 1, 2, 4, ... with which a plan fits; None if more does not help."""
+        most = self._smallest(replace(goal, max_error=inf), size)
+        error = 1.0
+        while most is not None and error < 2 * most:
+            if error > goal.max_error and self._smallest(replace(goal, max_error=error), size):
+                return error
+            error *= 2
+        return None
+
+    def _smallest(self, goal: Goal, size: int) -> float | None:
+        """The error of the smallest plan that is known; None if it does not fit."""
+        plan, timeline = self.best(goal, 0)
+        return plan.error if timeline.peak.nbytes <= size else None
+
+    def _candidates(self, goal: Goal) -> list[CandidatePlan]:
+        """Those of every way to keep weights and gradients."""
+        (model, optimizer, batch), config, told = self.given, self.config, self.told
+        names, found = goal.names, []
+        variants = STATES if "quantise" in names else (TORCH,)
+        told("optimizer states", 0, 0)
+        states, mixtures = gather_states(model, optimizer, config, variants, goal)
+        solved: dict[Any, list[Solution]] = {}
+        for weights in _settings(config.weights, _weights(model), "weights" in names):
+            held = replace(config, weights=weights)
+            key = _converts(model, batch, held)
+            if key not in self.spaces:
+                self.spaces[key] = self._space(held, goal)
+            space = self.spaces[key]
+            none = replace(space.plan.config, weights=weights)
+            for gradients in _settings(config.gradients, ("release",), "release" in names):
+                plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
+                own = replace(space, plan=plan, states=states, mixtures=mixtures)
+                way = key, gradients
+                if way not in solved:
+                    told("combinations", 0, 0)
+                    solved[way] = solve(priced(own, goal), goal.max_error, goal.objective)
+                found += candidate_plans(own, goal, solved[way])
+        return found
+
+    def _space(self, config: Config, goal: Goal) -> SearchSpace:
+        """The search space of a forward, with errors."""
+        model, optimizer, batch = self.given
+        space = gather(model, optimizer, config, batch, goal, self.told)
+        if not self.measure:
+            return analytic(space)
+        self.told("sensitivities", 0, 0)
+        return measured(model, goal.closure or closure_of(model, batch), space)
 
 
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:

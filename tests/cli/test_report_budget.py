@@ -12,7 +12,7 @@ from torch import nn
 
 import memtrain
 from memtrain import planner
-from memtrain.audit.peak import Moment, StepOptions
+from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.cli.command_line import working
 from memtrain.cli.render.data_files import as_text
 from memtrain.cli.render.outcome import Outcome, verdict
@@ -194,7 +194,8 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
     model = nn.Linear(8, 8)
     plan = memtrain.make_plan(model, torch.optim.SGD(model.parameters()), Config())
     found = planner.Fit(
-        plan=plan, budget=2**21, peak=Moment("step", "step", 2**20, {"weights": 2**20}),
+        plan=plan, budget=2**21,
+        timeline=Timeline((Moment("step", "step", 2**20, {"weights": 2**20}),)),
         seconds=1.2, plain_seconds=1.0, error=0.5,
         states={"8-bit": 3, "factored": 1}, chosen={"group 4": 2, "recompute": 1},
         rates="byte counts", sensitivity="analytic",

@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from memtrain.audit.peak import Moment
+from memtrain.audit.peak import Moment, Timeline
 from memtrain.planner import Fit, Rates, write_rates
 from memtrain.training import settings
 from memtrain.training.results import promise
@@ -16,7 +16,7 @@ from memtrain.training.settings import PlannerConfig, compose, from_mapping
 def test_a_promise_is_one_line():
     peak = Moment("step", "step", 2**20, {})
     found = Fit(
-        plan=None, budget=2**21, peak=peak, seconds=1.0, plain_seconds=1.0,
+        plan=None, budget=2**21, timeline=Timeline((peak,)), seconds=1.0, plain_seconds=1.0,
         error=0.0, states="torch", chosen={}, rates="byte counts",
         sensitivity="analytic",
     )  # type: ignore[arg-type]  # fmt: skip

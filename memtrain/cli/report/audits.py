@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak import StepOptions, Timeline
 from memtrain.audit.peak.measure import measure
-from memtrain.audit.peak.predict import UnpredictableError
+from memtrain.audit.peak.predict import UnpredictableError, predict
 from memtrain.audit.report import CATEGORIES, Report, audit
 from memtrain.cli.models.build_model import Built, build_real
 from memtrain.cli.models.request import Request
@@ -19,7 +19,14 @@ from memtrain.plan.plan import make_plan
 Working = Callable[[str], AbstractContextManager[Any]]
 
 
-def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) -> Report:
+def predicted(
+    built: Built,
+    config: Config,
+    step: StepOptions,
+    *,
+    peak: bool,
+    planned: Timeline | None = None,
+) -> Report:
     """The audit of a model under a plan.
 
     Args:
@@ -27,6 +34,7 @@ def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) ->
         config: The plan.
         step: What the step behind the timelines is.
         peak: Whether there shall be timelines.
+        planned: The step under the plan, where it has been predicted.
 
     Returns:
         The report.
@@ -37,7 +45,11 @@ def predicted(built: Built, config: Config, step: StepOptions, *, peak: bool) ->
     """
     make_plan(*built[:2], config)  # what is wrong in a plan is not the model's
     try:
-        return audit(*built, config, peak=peak, options=step)
+        report = audit(*built, config, peak=peak and planned is None, options=step)
+        if not peak or planned is None:
+            return report
+        plain = predict(*built, None, step)
+        return replace(report, timeline=plain, planned_timeline=planned)
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
         raise UnpredictableError(explained(error)) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak import StepOptions, Timeline
 from memtrain.audit.peak.cuda import workspaces
 from memtrain.audit.peak.disk_cache import DiskCache, cache_folder
 from memtrain.audit.peak.predict import UnpredictableError
@@ -105,7 +105,8 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
         fitting.save(options.plan, built, config, step)
-    report = _audited(options, built, config, step, told)
+    timeline = None if planned is None else planned.timeline
+    report = _audited(options, built, config, step, told, timeline)
     asked = settings(request, options.overrides, built[2])
     sizes, memory = {}, parse_size(request.memory or 0, "memory")
     if memory:
@@ -167,11 +168,16 @@ def _place(step: StepOptions) -> str:
 
 
 def _audited(
-    options: argparse.Namespace, built: Built, config: Config, step: StepOptions, told: Working
+    options: argparse.Namespace,
+    built: Built,
+    config: Config,
+    step: StepOptions,
+    told: Working,
+    planned: Timeline | None,
 ) -> Report:
     try:
         with told("tracing the step, plain and planned"):
-            report = predicted(built, config, step, peak=options.peak)
+            report = predicted(built, config, step, peak=options.peak, planned=planned)
     except UnpredictableError as error:
         if not options.measure:
             raise

@@ -1,0 +1,101 @@
+"""What a refusal advises: when it is done, a plan fits, or is refused for another reason."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.planner import ALLOWED, DoesNotFit, Fit, Goal, fit
+from tests.planner.nets import Net, X
+
+ANALYTIC = Goal(sensitivity="analytic")
+EVERYTHING = replace(ANALYTIC, allow=ALLOWED)
+TAKEN = {"a batch of": "batch", "sequences of": "seq", "allow=": "allow", "max_error=": "max_error"}
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.net, self.head = nn.Embedding(128, 32), Net(2), nn.Linear(8, 128)
+
+    def forward(self, input_ids):
+        return self.head(self.net(self.embed(input_ids)))
+
+
+def maps():
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1),
+        nn.ReLU(), nn.Flatten(), nn.Linear(64 * 256, 10),
+    )  # fmt: skip
+
+
+TOKENS = {"input_ids": torch.zeros(1, 256, dtype=torch.long)}
+CASES = {
+    "temporaries": (lambda: Net(2), X, "1.5MB", ANALYTIC, {"batch", "allow"}),
+    "weights": (lambda: Net(2), X, "300KB", ANALYTIC, {"allow"}),
+    "noise": (lambda: Net(2), X, "2.1MB", replace(ANALYTIC, max_error=0.01), None),
+    "one sample of text": (Text, TOKENS, "400KB", EVERYTHING, {"seq"}),
+    "maps": (maps, torch.zeros(8, 3, 32, 32), "4MB", ANALYTIC, {"batch", "allow"}),
+}
+
+
+def outcome(model, batch, size, goal):
+    """The plan, or the refusal."""
+    torch.manual_seed(0)
+    model = model()
+    try:
+        return fit(model, torch.optim.AdamW(model.parameters()), batch, size, goal=goal)
+    except DoesNotFit as error:
+        return error
+
+
+def taken(line, model, batch, size, goal):
+    """What comes of a line of advice; None of one about other machines."""
+    found = re.match(r"(a batch of|sequences of|allow=|max_error=) ?(\S+)", line)
+    if found is None:
+        assert "sharded over" in line
+        return None
+    what, value = TAKEN[found[1]], found[2]
+    if what == "allow":
+        goal = replace(goal, allow=value.split(","))
+    elif what == "max_error":
+        goal = replace(goal, max_error=float(value))
+    else:
+        part = (slice(int(value)),) if what == "batch" else (slice(None), slice(int(value)))
+        shorter = {name: x[part] for name, x in batch.items()} if what == "seq" else batch[part]
+        batch = shorter
+    return what, outcome(model, batch, size, goal)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "maps" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES],
+)
+def test_advice_that_is_taken_ends_the_refusal(name):
+    *case, expected = CASES[name]
+    refusal = outcome(*case)
+    assert isinstance(refusal, DoesNotFit)
+    seen = set()
+    for line in refusal.help:
+        done = taken(line, *case)
+        if done is None:
+            continue
+        what, result = done
+        seen.add(what)
+        if what != "allow":  # sizes and noise were tried before they were advised
+            assert isinstance(result, Fit), (line, result)
+        if isinstance(result, DoesNotFit):
+            assert not any(other.startswith("allow=") for other in result.help)
+    assert expected is None or seen == expected
+    assert expected is not None or "max_error" in seen
+
+
+@pytest.mark.nightly
+def test_a_larger_error_is_not_advised_where_it_does_not_help():
+    model = Net(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(DoesNotFit) as caught:
+        fit(model, optimizer, X[:8], "50KB", goal=EVERYTHING)
+    assert not any("max_error" in line for line in caught.value.help)
