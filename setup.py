@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CPU = Path("memtrain/kernels/cpu")
@@ -50,6 +51,14 @@ class BuildPlainLibrary(build_ext):
         super().build_extension(ext)
 
 
+class AnyPythonsWheel(bdist_wheel):
+    """One wheel for every Python of a platform; for every platform, where nothing was compiled."""
+
+    def get_tag(self):
+        built = list(Path(self.bdist_dir).rglob("*.so"))
+        return "py3", "none", super().get_tag()[2] if built else "any"
+
+
 setup(
     ext_modules=[
         Extension(
@@ -76,5 +85,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildPlainLibrary},
+    cmdclass={"build_ext": BuildPlainLibrary, "bdist_wheel": AnyPythonsWheel},
 )
