@@ -16,8 +16,10 @@ NEEDS = {
     "trl_sft": ("trl",),
     "peft_lora": ("peft", "accelerate"),
     "accelerate_loop": ("accelerate",),
+    "accelerate_ddp": ("accelerate",),
     "lightning_fit": ("lightning",),
 }
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def test_every_example_has_its_test_and_its_rows():
@@ -36,7 +38,8 @@ def test_an_example_saves_bytes_learns_and_resumes_bit_for_bit(name):
         **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    launcher = TWO_PROCESSES if name.endswith("_ddp") else []
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"preset"')]
