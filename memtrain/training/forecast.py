@@ -8,7 +8,7 @@ from memtrain.audit.live_storages import storage_nbytes
 from memtrain.config.sizes import format_size
 from memtrain.planner.goal import ALLOWED, advice
 from memtrain.training.rows import Rows, TextRows
-from memtrain.training.run import Run
+from memtrain.training.run import Run, in_keys
 
 
 def described(run: Run) -> list[str]:
@@ -60,7 +60,7 @@ def foretold(run: Run) -> list[str]:
     if room is not None and peak.nbytes > room:
         lines.append(f"that does not fit: {format_size(room)} are left on {run.device.type}")
         helps = advice(room, peak, run.longest(), ALLOWED, ())
-        lines += [f"what would help: {line}" for line in helps]
+        lines += [f"what would help: {in_keys(line)}" for line in helps]
         lines.append(f"what would help: budget={format_size(room).replace(' ', '')} plans for it")
     return lines
 

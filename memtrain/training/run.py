@@ -1,6 +1,7 @@
 """One run: a model, its optimizer and a step counter, advanced step by step."""
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from memtrain.config.sizes import parse_size
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.optim.wrappers.accumulate import sum_bytes
 from memtrain.plan.entries import sum_compressor, training_dtypes
-from memtrain.planner import Fit, fit
+from memtrain.planner import DoesNotFit, Fit, fit
 from memtrain.training.batches import Batch, count, learned, loss_of, moved
 from memtrain.training.data import Source
 from memtrain.training.networks import build_model
@@ -286,13 +287,19 @@ class Run:
         goal = self.config.planner.goal(self._step_options())
         find = partial(fit, model, optimizer, self.longest(), cfg=own, goal=goal)
         budget = parse_size(self.config.budget, "budget")
-        found = find(budget)
+        try:
+            found = find(budget)
+        except DoesNotFit as error:
+            raise DoesNotFit(budget, error.smallest, map(in_keys, error.help)) from error
         if found.peak.nbytes + self._waiting(model, found.plan.config) > budget:
             found = find(budget - self._waiting(model, found.plan.config))
         peak = with_sums(found.peak, self._waiting(model, found.plan.config))
         return replace(found, budget=budget, peak=peak)
 
     def _foretell(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> None:
+        if self.config.training.parallel == "fsdp":
+            self.unpredictable = "a step gathers FSDP2's parts, which no prediction knows"
+            return
         try:
             timeline = predict(model, optimizer, self.longest(), own, self._step_options())
             sums = 0 if own is None else self._waiting(model, own)
@@ -416,6 +423,17 @@ class Run:
         for name, nbytes in zip(BYTES, now, strict=True):
             self.bytes[name] = max(self.bytes[name], nbytes)
         return self._value(losses)
+
+
+def in_keys(advice: str) -> str:
+    """The planner's advice, in keys of `memtrain-train`.
+
+    Example:
+        >>> in_keys("allow=quantise,release (lets each gradient go)")
+        'planner.allow=[quantise,release] (lets each gradient go)'
+    """
+    advice = advice.replace("(and accumulated gradients)", "(training.accumulate)")
+    return re.sub(r"^allow=(\S+)", r"planner.allow=[\1]", advice)
 
 
 def with_sums(peak: Moment, sums: int) -> Moment:

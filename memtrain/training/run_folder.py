@@ -97,7 +97,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         state: What `read_checkpoint` read.
 
     Raises:
-        ValueError: If its states are not this run's.
+        OSError: If its states are not this run's.
     """
     states = {"optimizer": get_optimizer_state_dict(run.model, run.optimizer)}
     where, alone = Path(state["weights"]) / STATES, not dist.is_initialized()
@@ -106,7 +106,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
             dcp.load(states, checkpoint_id=where, no_dist=alone)
     except CheckpointException as error:
         why = next(iter(error.failures.values()))[0]
-        raise ValueError(
+        raise OSError(
             f"the states of {str(where)!r} do not fit this run ({why}); allowed: the "
             "training.parallel that wrote them"
         ) from error
