@@ -1,0 +1,98 @@
+"""What a training step asks of the host: processor time beside plain, in one run.
+
+    OMP_NUM_THREADS=1 python -m benchmarks run host --clock cpu [--set layers=12 width=64]
+
+GPT-2 of 12 layers at width 64, everything compressed (`min_elements` low): the tensors are so small
+that nearly all of it is Python and launches, which a GPU's host does too. Forward, backward and
+step are timed on their own, plain and wrapped in turn; the sums are the last row.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import memtrain
+from benchmarks.harness import Benchmark, Job, Options, Row, quantiles
+
+PARTS = ("forward", "backward", "step")
+SMALL = ("activations.min_elements=1", "optim.min_elements=1")
+
+
+class Step:
+    """A training step of GPT-2, plain or wrapped, and its parts' processor time."""
+
+    def __init__(self, preset: str, *, layers: int, width: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+        size = {"n_layer": layers, "n_embd": width, "n_head": 4, "vocab_size": 64}
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        config = GPT2Config(**size, **still, **ends, n_positions=32)
+        self.model: nn.Module = GPT2LMHeadModel(config).train()
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True)
+        if preset:
+            overrides = [f"preset={preset}", *SMALL]
+            self.model, self.optimizer = memtrain.wrap(self.model, self.optimizer, overrides)
+        self.x = torch.randint(config.vocab_size, (1, 32))
+
+    def run(self, now: Callable[[], float]) -> tuple[float, ...]:
+        """Seconds of forward, backward and step."""
+        times = [now()]
+        loss = self.model(input_ids=self.x, labels=self.x).loss
+        times.append(now())
+        loss.backward()
+        times.append(now())
+        self.optimizer.step()
+        times.append(now())
+        self.optimizer.zero_grad()
+        return tuple(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+def _rows(preset: str, options: Options, layers: int, width: int) -> list[Row]:
+    sides = {"plain": "", "ours": preset}
+    steps = {side: Step(name, layers=layers, width=width) for side, name in sides.items()}
+    now = time.process_time if options.clock == "cpu" else time.perf_counter
+    for step in steps.values():
+        for _ in range(3):  # the first forward records the plan's sites
+            step.run(now)
+    times: dict[str, list[tuple[float, ...]]] = {side: [] for side in steps}
+    for _ in range(options.rounds * (1 if options.quick else 5)):
+        for side, step in steps.items():
+            each = step.run(now)
+            times[side].append((*each, sum(each)))
+    rows = []
+    for k, part in enumerate((*PARTS, "all")):
+        plain, ours = ([t[k] for t in times[side]] for side in ("plain", "ours"))
+        row = {"preset": preset, "part": part, "layers": layers, "width": width}
+        row |= quantiles("plain_ms", [1e3 * t for t in plain])
+        row |= quantiles("ours_ms", [1e3 * t for t in ours])
+        row["ratio"] = statistics.median(ours) / statistics.median(plain)
+        rows.append({**row, "rounds": len(ours)})
+    return rows
+
+
+def _jobs(options: Options) -> list[Job]:
+    chosen = {"layers": "2" if options.quick else "12", "width": "64", "presets": "balanced"}
+    for setting in options.overrides:
+        key, _, value = setting.partition("=")
+        if key not in chosen:
+            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
+        chosen[key] = value
+    size = {"layers": int(chosen["layers"]), "width": int(chosen["width"])}
+    return [
+        Job(preset, lambda preset=preset: _rows(preset, options, **size))
+        for preset in chosen["presets"].split(",")
+    ]
+
+
+BENCHMARK = Benchmark(
+    "host",
+    "processor time of forward, backward and step where tensors are tiny, beside plain",
+    _jobs,
+    ("preset", "part", "plain_ms_p50", "ours_ms_p50", "ratio"),
+)
