@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.intercept.executor import tensors_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors
+from memtrain.activations.saved.site import tensors_of
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep
 from memtrain.kernels.floats.rounding import DTYPES

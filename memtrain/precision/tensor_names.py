@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept.executor import tensors_of
 from memtrain.activations.saved.origin import foreign, storage_id
-from memtrain.activations.saved.site import Site
+from memtrain.activations.saved.site import Site, tensors_of
 from memtrain.kernels.floats.rounding import DTYPES
 
 # Matrix products, by the torch function's name without underscores at either end. What a function

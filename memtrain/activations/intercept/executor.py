@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from memtrain.activations.intercept.index_bounds import limit_of
+from memtrain.activations.intercept.index_bounds import BOUNDED, limit_of
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
-from memtrain.activations.intercept.replaced_ops import SMOOTH, recognise
+from memtrain.activations.intercept.replaced_ops import SMOOTH, is_replaced, recognise
 from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.dropout import dropout_again
@@ -25,6 +25,18 @@ from memtrain.compressors import Compressor, Keep
 
 # Ops whose result has its input's elements, in another dtype or memory order (or is the input).
 COPIES = ("to", "float", "half", "bfloat16", "double", "type", "contiguous", "reshape", "flatten")
+# Queries and views, and sums, whose backward needs none of their tensors: they run as they are.
+_SAVE_NOTHING = """
+size stride storage_offset dim ndimension numel nelement element_size data_ptr untyped_storage
+get_device is_contiguous is_floating_point is_complex is_neg is_conj is_same_size tolist item
+__len__ __bool__ __hash__ __repr__ __format__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+eq ne lt le gt ge arange zeros ones empty full zeros_like ones_like empty_like full_like
+new_empty new_zeros new_ones new_full new_tensor
+view view_as transpose permute movedim swapaxes swapdims t unsqueeze squeeze expand expand_as
+split chunk unbind narrow select unflatten detach
+add sub __add__ __radd__ __sub__ __rsub__ neg __neg__ add_ sub_ __iadd__ __isub__
+"""
+SAVE_NOTHING = frozenset(_SAVE_NOTHING.split())
 _HOLE = object()  # where an op's input goes when the op is run again
 
 
@@ -95,6 +107,8 @@ class Executor(TorchFunctionMode):
         if name == "__get__":  # x.shape and its like: nothing to save
             return func(*args, **kwargs)
         if self.rounding is None or self._one_op:
+            if name in SAVE_NOTHING and self.options.low is None:
+                return func(*args, **kwargs)
             return self._run(func, name, args, kwargs)
         args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
         func = self.rounding.function(func, self.module, name, args, kwargs)
@@ -114,17 +128,18 @@ class Executor(TorchFunctionMode):
         return run_mixed(partial(self._run_op, func, name), low, (self.module, name), args, kwargs)
 
     def _run_op(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.idle or not torch.is_grad_enabled():
+        if self.idle or name in SAVE_NOTHING or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        call = recognise(name, args, kwargs, self.options)
-        if call is not None:
-            chosen = self.compressor(call)
-            if chosen is not None and call.accepts(chosen):
-                return self.replace(call, chosen)
-            name = call.op
+        if is_replaced(name):
+            call = recognise(name, args, kwargs, self.options)
+            if call is not None:
+                chosen = self.compressor(call)
+                if chosen is not None and call.accepts(chosen):
+                    return self.replace(call, chosen)
+                name = call.op
         name = _op_name(name, args)
-        limit = limit_of(name, args, kwargs)
-        op = Op(self.module, name, tensors_of(args, kwargs), limit=limit)
+        limit = limit_of(name, args, kwargs) if name in BOUNDED else None
+        op = Op(self.module, name, (args, kwargs), limit=limit)
         return self._hook(op, func, args, kwargs)
 
     def compressor(self, call: Call) -> Compressor | None:
@@ -136,7 +151,7 @@ class Executor(TorchFunctionMode):
 
     def replace(self, call: Call, compressor: Compressor) -> Any:
         """The call's result, in the form that saves the compressor's payload."""
-        op = Op(self.module, call.op, (call.x,), replaced=call.tensor)
+        op = Op(self.module, call.op, ((call.x,), {}), replaced=call.tensor)
         site = Site(self.module, call.op, call.tensor)
         key = self.saved.key(site)
         if self.saved.watch is not None:
@@ -164,7 +179,7 @@ class Executor(TorchFunctionMode):
         plain = getattr(call, "plain", None)
         if plain is None or compressor.is_identity or compressor.gives_derivative:
             return None
-        op = Op(self.module, call.op, (call.x,))
+        op = Op(self.module, call.op, ((call.x,), {}))
         return self._one(call, partial(self._hook, op, plain, (call.x,), {}))
 
     def _one(self, call: Call, run: Callable[[], Any]) -> Callable[[], Any]:
@@ -185,7 +200,14 @@ class Executor(TorchFunctionMode):
         return rounded
 
     def _hook(self, op: Op, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        result = self._during(op, func, *args, **kwargs)
+        saved = self.saved
+        outer, saved.op = saved.op, op  # as `_during`: a call less for each op of a forward
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            saved.op = outer
+        if saved.watch is not None:
+            saved.watch.after(op, result)
         if op.name in SMOOTH and self.options.derive_outputs:
             self._derive(op, result, func, args, kwargs)
         if op.name == "mul" and self.options.derive_products:
@@ -236,9 +258,11 @@ class Executor(TorchFunctionMode):
         self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Let later saves of a copy hold its source."""
-        (x,) = op.inputs if len(op.inputs) == 1 else (None,)
+        inputs = op.inputs
+        (x,) = inputs if len(inputs) == 1 else (None,)
         if (
             x is not None
+            and x is not y
             and isinstance(y, Tensor)
             and not foreign(x)
             and not foreign(y)
@@ -283,14 +307,3 @@ def _op_name(name: str, args: Sequence[Any]) -> str:
     if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2:
         return "square"
     return name
-
-
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The tensors among a function's arguments, one level of lists included."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return tuple(found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept.executor import Executor, Rounding, tensors_of
+from memtrain.activations.intercept.executor import Executor, Rounding
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
@@ -35,6 +35,9 @@ from memtrain.activations.saved.site import OTHER_THREAD, Op, Record, Site
 # A module whose forward runs: its path, what gives its result where it is run as one op, and the op
 # that its own `autograd.Function` stands for.
 _Running = tuple[str, Callable[[], Any] | None, Op]
+# Of a module: its path, that op, the op's name where torch's Function is its own, and what
+# recognises a module that writes an op out.
+_Known = tuple[str, Op, str | None, Callable[[nn.Module, Tensor], Call | None] | None]
 _unpack = methodcaller("unpack")
 
 
@@ -102,7 +105,10 @@ class Interception:
         for name, module in self.model.named_modules():
             if name and isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no such hooks; what it saves is kept, and listed, as its parent's
-            before = partial(self._before, name, recognise_module(type(module).__name__))
+            kind = type(module).__name__
+            own = Op(name, "autograd.Function")
+            function = FUNCTION_MODULES.get(kind)
+            before = partial(self._before, (name, own, function, recognise_module(kind)))
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
@@ -120,7 +126,9 @@ class Interception:
 
     def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's forward within its backward, known by its path as the first time."""
-        given = self._before(name, None, module, args, kwargs)
+        function = FUNCTION_MODULES.get(type(module).__name__)
+        known = (name, Op(name, "autograd.Function"), function, None)
+        given = self._before(known, module, args, kwargs)
         args, kwargs = given or (args, kwargs)
         output = None
         try:
@@ -161,12 +169,12 @@ class Interception:
 
     def _before(
         self,
-        name: str,
-        composite: Callable[[nn.Module, Tensor], Call | None] | None,
+        known: _Known,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        name, op, function, composite = known
         if torch.compiler.is_compiling():  # a compiled forward saves what its compiler chose
             return None
         refuse_replica(module)
@@ -182,11 +190,8 @@ class Interception:
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
             as_one_op = None if call is None else self.executor.as_one_op(call)
-        function = FUNCTION_MODULES.get(type(module).__name__)
-        if function is None:
-            op = Op(name, "autograd.Function")
-        else:
-            as_one_op, op = None, Op(name, function, tensors_of(args, kwargs))
+        if function is not None:
+            as_one_op, op = None, Op(name, function, (args, kwargs))
         self._path.append((name, as_one_op, op))
         self.saved.custom = op
         if as_one_op is None:
@@ -269,7 +274,6 @@ class Interception:
         return not busy and not suspended(self)
 
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
-        own = [*self.model.parameters(), *self.model.buffers()]
         # A submodule called on its own may be given what another one made: not the user's to keep.
         given = [
             x
@@ -279,7 +283,8 @@ class Interception:
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
-        parameters, inputs = {storage_id(x) for x in own}, {storage_id(x) for x in given}
+        parameters = {storage_id(x) for x in own_tensors(self.model)}
+        inputs = {storage_id(x) for x in given}
         self.saved.begin(parameters, inputs, record=name not in self._recorded)
         self._depth = len(self._path)
         hooks = saved_tensors_hooks(self.saved.pack, _unpack)
@@ -305,6 +310,21 @@ class Interception:
         if name not in self._recorded:
             self._recorded.add(name)
             self.on_saved(records)
+
+
+def own_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, some perhaps twice: `model.parameters()` names each as it goes."""
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        for own in (module._parameters, module._buffers):
+            for x in own.values():
+                if x is not None:
+                    yield x
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
 
 
 def _untouched(module: str, why: str) -> Record:

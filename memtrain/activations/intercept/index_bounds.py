@@ -17,6 +17,8 @@ _ALONG = frozenset(
         "scatter_reduce",
     )
 )
+BOUNDED = _ALONG | {"embedding"}
+"""Ops whose indices have a bound that is known."""
 
 
 def limit_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

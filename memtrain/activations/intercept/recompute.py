@@ -179,7 +179,7 @@ class Recompute:
 
         generator = _checkpoint_without_reentrant_generator(again, *_TORCH, *leaves)
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        outer, self.saved.op = self.saved.op, Op(name, RECOMPUTE, inputs)
+        outer, self.saved.op = self.saved.op, Op(name, RECOMPUTE, (inputs, {}))
         try:
             next(generator)
         finally:

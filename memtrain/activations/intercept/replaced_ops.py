@@ -17,6 +17,7 @@ from memtrain.activations.ops import (
     shape_only,
 )
 from memtrain.activations.ops.call import Call
+from memtrain.compressors.fewbit.register import REGISTERED
 
 Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 
@@ -46,6 +47,17 @@ FUNCTION_MODULES = {"SyncBatchNorm": "sync_batch_norm"}
 # Smooth nonlinearities that save their input: from its payload the output, which the next op
 # saves, can be computed again. (A step near a kink would be taken on the wrong side.)
 SMOOTH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "logsigmoid")
+
+
+def is_replaced(name: str) -> bool:
+    """Whether `recognise` may know a call of a torch function of this `__name__`.
+
+    Example:
+        >>> is_replaced("relu_"), is_replaced("addmm")
+        (True, False)
+    """
+    base = name.strip("_")
+    return base in FUNCTIONS or base in conv.NAMES or name in REGISTERED
 
 
 def recognise(

@@ -1,6 +1,7 @@
 """A call of an op that also exists in a form which saves a compressor's payload."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,12 @@ class Call(NamedTuple):
 
 def gives_floats(compressor: Compressor) -> bool:
     """Whether an op may hand it a float tensor of its own making, and take another one back."""
-    return not isinstance(compressor, HOOKED)
+    return _gives_floats(type(compressor))
+
+
+@cache
+def _gives_floats(kind: type[Compressor]) -> bool:
+    return not issubclass(kind, HOOKED)  # a protocol's check is slow
 
 
 def is_lossy(compressor: Compressor) -> bool:

@@ -1,7 +1,9 @@
 """Any strided tensor as a dense flat one and back, in memory order: no copy where it is dense."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -40,6 +42,8 @@ def flatten(x: Tensor, layout: Layout | None = None) -> tuple[Tensor, Layout]:
         (1, 3)
     """
     layout = layout or layout_of(x)
+    if x.is_contiguous():
+        return x.view(-1), layout
     for dim, once in enumerate(layout.expanded):
         if once:
             x = x.narrow(dim, 0, 1)
@@ -61,10 +65,20 @@ def restore(flat: Tensor, layout: Layout) -> Tensor:
     Returns:
         A view of `flat`.
     """
+    stored, inverse, expanded = _steps(layout)
+    x = flat.view(stored)
+    x = x if inverse is None else x.permute(inverse)
+    return x.expand(layout.shape) if expanded else x
+
+
+@lru_cache(maxsize=4096)
+def _steps(layout: Layout) -> tuple[list[int], list[int] | None, bool]:
+    """The shape in memory order, the permutation back, if there is one, and whether to expand."""
     stored = [1 if once else size for size, once in zip(layout.shape, layout.expanded, strict=True)]
     inverse = [layout.order.index(dim) for dim in range(len(layout.order))]
-    x = flat.view([stored[dim] for dim in layout.order]).permute(inverse)
-    return x.expand(layout.shape) if any(layout.expanded) else x
+    in_memory = [stored[dim] for dim in layout.order]
+    plain = inverse == list(range(len(inverse)))
+    return in_memory, None if plain else inverse, any(layout.expanded)
 
 
 def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
@@ -84,7 +98,17 @@ def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
         >>> [memory_of(x)[1] for x in (torch.ones(2, 3).t(), torch.ones(6).unfold(0, 3, 1))]
         [(0, ((1, 6),)), None]
     """
-    shape, strides = tuple(x.shape), x.stride()
+    try:  # a model's tensors have few forms
+        return _memory_of(x.shape, x.stride(), x.storage_offset())
+    except TypeError:  # symbolic sizes have no hash
+        return _memory_of.__wrapped__(x.shape, x.stride(), x.storage_offset())
+
+
+@lru_cache(maxsize=4096)
+def _memory_of(
+    sizes: torch.Size, strides: tuple[int, ...], offset: int
+) -> tuple[Layout, Memory | None]:
+    shape = tuple(sizes)
     expanded = (False,) * len(shape)
     if 0 in strides:
         pairs = zip(shape, strides, strict=True)
@@ -92,8 +116,6 @@ def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
     # Stable, so that equal strides (of size-1 dimensions) keep their order.
     order = tuple(sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
     layout = Layout(shape, order, expanded)
-    if x.numel() > 1 and x.is_contiguous():
-        return layout, (int(x.storage_offset()), ((1, x.numel()),))
     merged: list[tuple[int, int]] = []
     reach = 1  # elements that the dimensions so far span
     for dim in reversed(order):
@@ -107,4 +129,4 @@ def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:
             merged.append((stride, size))
-    return layout, (int(x.storage_offset()), tuple(merged))
+    return layout, (int(offset), tuple(merged))

@@ -67,7 +67,10 @@ class Compressed(NamedTuple):
                 old values, but plain PyTorch refuses, and so do we.
         """
         check_version(self.witness, self.version)
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # a backward that is differentiated again
+            with torch.no_grad():
+                x = self.content()
+        else:
             x = self.content()
         return x if self.layout is None else restore(x, self.layout)
 

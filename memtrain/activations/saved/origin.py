@@ -29,6 +29,7 @@ _STAND_INS = (
     "WeightNormInterfaceBackward",
 )
 _STEPS = 6
+_STRIDED = torch.strided
 # Who calls to save the inputs, so many frames above at the most.
 _CHECKPOINT = (unwrap(checkpoint).__code__, _checkpoint_without_reentrant_generator.__code__)
 _DEPTH = 12
@@ -158,7 +159,7 @@ def storage_id(x: Tensor) -> int:
 
     Tensors without one of their own (sparse, nested) get a number that no storage has.
     """
-    if x.layout is not torch.strided or x.is_nested or _wrapped(x):
+    if x.layout is not _STRIDED or x.is_nested or _wrapped(x):
         return -id(x)
     return x.untyped_storage()._cdata
 

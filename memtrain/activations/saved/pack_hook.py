@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Save, Source, derived
@@ -85,6 +86,7 @@ class SavedTensors:
         self.exact: Callable[[Tensor, Keep], Compressor | None] | None = None
         self.defers = False  # whether an op's result is packed once it has been rounded
         self._numbers: dict[Site, int] = {}
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what witnesses hold
         self._recorded: list[Held] | None = None
         self._reset()
 
@@ -107,7 +109,7 @@ class SavedTensors:
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _numbers={}, _recorded=None)
+        vars(self).update(state, _numbers={}, _nothing={}, _recorded=None)
         self._reset()
 
     def begin(self, parameters: set[int], inputs: set[int], *, record: bool) -> None:
@@ -150,13 +152,20 @@ class SavedTensors:
             x: The tensor.
             op: The op that saves it, where it has ended; else the one that runs now.
         """
+        if self.op is not None and self.op.replaced and op is None and self._recorded is None:
+            return KeptTensor(x.detach(), x._version)  # a payload's part, or a parameter
         storage = storage_id(x)
+        if storage in self._parameters and not self.defers and type(x) in PLAIN:
+            return KeptTensor(x.detach(), x._version)
         if op is None:
             op, deferred = self.op or self.custom, self.defers and self.op is not None
             if deferred and op.inputs and not op.replaced and op.role(x, storage) == "saved":
                 # Perhaps the op's result, which is rounded when the op has run.
                 self._waiting.append(Waiting(x.detach(), op))
                 return self._waiting[-1]
+        return self._pack(x, op, storage)
+
+    def _pack(self, x: Tensor, op: Op, storage: int) -> Saved:
         if storage < 0 or type(x) not in PLAIN:
             note = f"{foreign(x)}; its bytes are not counted"
             kept = KeptTensor(x.detach(), x._version)
@@ -171,7 +180,7 @@ class SavedTensors:
             saved = saved.resolve_neg()
             storage = storage_id(saved)
         if not op.inputs and of_checkpoint():
-            op = Op(op.module, RECOMPUTE, (saved,) if x.requires_grad else ())
+            op = Op(op.module, RECOMPUTE, ((saved,) if x.requires_grad else (), {}))
         site = Site(op.module, op.name, op.replaced or op.role(saved, storage))
         if op.replaced:
             kept = KeptTensor(saved, saved._version)
@@ -179,11 +188,21 @@ class SavedTensors:
                 save = Save(saved, storage, *memory_of(saved), site, saved)
                 self._record(kept, save, saved.nbytes, "payload")
             return kept
-        witness = x.detach()  # shares the counter; what `data` is set to does not change that
-        witness.data = x.new_empty(0)
-        save = Save(saved, storage, *memory_of(saved), site, witness)
+        save = Save(saved, storage, *memory_of(saved), site, self._witness(x))
         copy = source if source is None else _cast_of(source, saved)
         return self._compress(save, op, copy, requires_grad=x.requires_grad)
+
+    def _witness(self, x: Tensor) -> Tensor:
+        """A tensor with the version counter of `x`, and no elements."""
+        witness = x.detach()  # shares the counter; what `data` is set to does not change that
+        if type(x) is FakeTensor:
+            witness.data = x.new_empty(0)
+            return witness
+        kind = x.dtype, x.device
+        if kind not in self._nothing:
+            self._nothing[kind] = x.new_empty(0)
+        witness.data = self._nothing[kind]
+        return witness
 
     def pack_deferred(self) -> None:
         """Pack the results that were deferred: their op has run, and they have been rounded."""
@@ -211,9 +230,7 @@ class SavedTensors:
 
     def _cast_again(self, x: Tensor, leaf: Tensor, op: Op) -> Compressed:
         """The handle of a parameter's copy in another dtype: the parameter, to be cast again."""
-        saved = x.detach()
-        witness = x.detach()
-        witness.data = x.new_empty(0)
+        saved, witness = x.detach(), self._witness(x)
         storage = storage_id(saved)
         kept = KeptTensor(leaf.detach(), leaf._version)
         seen_as = (saved.shape, saved.stride(), saved.storage_offset())

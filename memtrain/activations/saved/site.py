@@ -1,8 +1,8 @@
 """Where a saved tensor comes from, in a name that people can read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -77,10 +77,18 @@ class Op:
 
     module: str
     name: str
-    inputs: tuple[Tensor, ...] = ()
+    given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})  # its arguments
     replaced: str = ""  # role of its site, where its saved tensors are payloads already
     limit: int | None = None  # its indices are known to be below
     storages: Sequence[int] | None = None  # of its inputs, once `role` has asked for them
+    _inputs: tuple[Tensor, ...] | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors among its arguments; most ops save nothing, and are never asked."""
+        if self._inputs is None:
+            self._inputs = tensors_of(*self.given)
+        return self._inputs
 
     def role(self, x: Tensor, storage: int) -> str:
         """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`.
@@ -89,11 +97,24 @@ class Op:
             x: A tensor that the op saves.
             storage: Its storage's id.
         """
-        if self.storages is None:
-            self.storages = [storage_id(candidate) for candidate in self.inputs]
-        if storage in self.storages:
-            return f"input{self.storages.index(storage) or ''}"
+        storages = self.storages
+        if storages is None:
+            storages = self.storages = [storage_id(candidate) for candidate in self.inputs]
+        if storage in storages:
+            index = storages.index(storage)
+            return f"input{index}" if index else "input"
         for index, candidate in enumerate(self.inputs):
             if candidate.shape == x.shape and candidate.dtype != x.dtype:
                 return f"input{index or ''}"
         return "saved"
+
+
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The tensors among a function's arguments, one level of lists included."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return tuple(found)

@@ -216,9 +216,9 @@ def _empty(
 def _quantize(
     x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    _check(bits, group_size, x.dtype)
     chosen = choose(x)
     if chosen == "reference":
+        _check(bits, group_size, x.dtype)
         return quantize_reference(x, bits, group_size, seed, stochastic, wide)
     codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
     flat = x.reshape(-1).contiguous()

@@ -160,7 +160,7 @@ def test_sensitivity_of_a_linear_layer_predicts_its_variance():
     watch.begin(0, [])
     watch.saved(site, x)
     y = model(x)
-    watch.after(Op("", "linear", (x, model.weight)), y)
+    watch.after(Op("", "linear", ((x, model.weight), {})), y)
     y.backward(dy)
     bound = sum(c for c, _ in watch._sensitivities()[site.name])
     compressor = Samples(bits=(1,), group_size=64)
@@ -179,14 +179,14 @@ def test_convolutions_count_kernel_groups_and_positions():
     from memtrain.activations.adaptive.actnn import _factor
 
     x, y = torch.empty(2, 8, 6, 6), torch.empty(2, 12, 6, 6)
-    conv = Op("", "conv2d", (x, torch.empty(12, 4, 3, 3)))
+    conv = Op("", "conv2d", ((x, torch.empty(12, 4, 3, 3)), {}))
     assert _factor(conv, x, y, 256) == 9 / (4 * 2) * 256 / 36
-    transposed = Op("", "conv_transpose2d", (x, torch.empty(8, 6, 3, 3)))
+    transposed = Op("", "conv_transpose2d", ((x, torch.empty(8, 6, 3, 3)), {}))
     assert _factor(transposed, x, y, 256) == 9 / (4 * 2) * 256 / 36
     tokens = torch.empty(2, 5, 8)
-    assert _factor(Op("", "linear", (tokens,)), tokens, tokens, 64) == 1 / 4 * 64 / 5
+    assert _factor(Op("", "linear", ((tokens,), {})), tokens, tokens, 64) == 1 / 4 * 64 / 5
     flat = torch.empty(6, 8)
-    assert _factor(Op("", "linear", (flat,)), flat, flat, 64) == 1 / 4 * 64
+    assert _factor(Op("", "linear", ((flat,), {})), flat, flat, 64) == 1 / 4 * 64
 
 
 def test_a_backward_that_comes_late_is_waited_for():
