@@ -13,7 +13,7 @@ from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import step_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
-from memtrain.kernels.step.step import FIELDS, SECOND, Entry, Sums, table_row
+from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, Sums, table_row
 from memtrain.kernels.step.update_rules import RULES, stacked
 
 kernels: Any = step_triton  # launches take options that no signature shows
@@ -119,8 +119,9 @@ class Launch:
 
     def _make_table(self) -> Tensor:
         rows, places = [], (kernels.FIRST, kernels.SECOND_STATE)
+        first = self._scalars.data_ptr()
         for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
-            row = table_row(entry, self._scalars[k], entry.master.device_fields())
+            row = table_row(entry, first + k * SCALARS, entry.master.device_fields())
             row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
             for codec, state in zip(entry.codecs, places, strict=False):
                 if codec.form in ("block", "rank1"):

@@ -1,6 +1,8 @@
 """One optimizer step over many tensors at once, with their states compressed."""
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -114,15 +116,18 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     for entry in whole:
         if not entry.param.numel():
             continue
-        if choose(entry.param) == "reference" or not fits(entry):
+        chosen = choose(entry.param)
+        if chosen == "reference" or not fits(entry):
             step_reference(entry)
-        elif choose(entry.param) == "cpu" and (entry.bits, entry.form) == (8, "factored"):
+            continue
+        if not entry.grad.is_contiguous():
+            entry = entry._replace(grad=entry.grad.contiguous())
+        if chosen == "cpu" and (entry.bits, entry.form) == (8, "factored"):
             from memtrain.kernels.step import pieces
 
-            pieces.step(entry._replace(grad=entry.grad.contiguous()))
+            pieces.step(entry)
         else:
-            ready = entry._replace(grad=entry.grad.contiguous())
-            together.setdefault(choose(entry.param), []).append(ready)
+            together.setdefault(chosen, []).append(entry)
     if parts:
         from memtrain.kernels.step import sharded
 
@@ -170,25 +175,33 @@ def fits(entry: Entry) -> bool:
     return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES
 
 
-def _check(entry: Entry) -> None:
-    if entry.rule not in RULES:
-        raise ValueError(f"rule {entry.rule!r} is unknown; allowed: {', '.join(RULES)}")
-    shape = entry.param.shape
-    for codec in entry.codecs:
+@lru_cache(maxsize=4096)
+def _sizes(
+    rule: str, codecs: tuple[Codec, ...], states: int, shape: torch.Size
+) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Names and elements of each state's tensors; asked once for each form of entry."""
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r} is unknown; allowed: {', '.join(RULES)}")
+    for codec in codecs:
         codec.check(shape)
-    if not has_kernel(entry.rule, entry.codecs) or len(entry.states) != len(entry.codecs):
-        raise ValueError(
-            f"rule {entry.rule!r} has no kernel for {len(entry.states)} states kept as "
-            f"{list(entry.codecs)}"
-        )
-    found = [("the gradient", entry.grad, shape.numel())]
+    if not has_kernel(rule, codecs) or states != len(codecs):
+        raise ValueError(f"rule {rule!r} has no kernel for {states} states kept as {list(codecs)}")
+    return tuple(tuple(codec.sizes(shape).items()) for codec in codecs)
+
+
+def _check(entry: Entry) -> None:
+    shape = entry.param.shape
+    sizes = _sizes(entry.rule, tuple(entry.codecs), len(entry.states), shape)
+    n = shape.numel()
+    found = [("the gradient", entry.grad, n)]
     if entry.master.correction is not None:
-        found.append(("the correction", entry.master.correction, shape.numel()))
-    for state, codec in zip(entry.states, entry.codecs, strict=True):
-        sizes = codec.sizes(shape).items()
-        found += [(f"{name!r} of a state", state[name], size) for name, size in sizes]
+        found.append(("the correction", entry.master.correction, n))
+    for state, parts in zip(entry.states, sizes, strict=True):
+        for name, size in parts:
+            found.append((name, state[name], size))
     for what, tensor, size in found:
         if tensor.numel() != size:  # kernels write by address
+            what = what if what.startswith("the ") else f"{what!r} of a state"
             raise ValueError(
                 f"{what} has {tensor.numel():,} elements; a parameter of shape {tuple(shape)} "
                 f"needs {size:,}. A parameter that has changed its size needs a new optimizer"
@@ -257,44 +270,60 @@ def _check_library() -> None:
 
 def _step_cpu(entries: Sequence[Entry]) -> None:
     _check_library()
-    scalars = update_rules.stacked([entry.scalars for entry in entries], entries[0].param.device)
-    rows = []
-    for k, entry in enumerate(entries):
-        shape = list(entry.param.shape) if entry.form == "rank1" else []
-        tail = [len(shape), *shape]
-        row = [*table_row(entry, scalars[k], entry.master.fields()), *tail]
-        rows.append(row + [0] * (FIELDS - len(row)))
+    different = {id(entry.scalars): entry.scalars for entry in entries}  # mostly one for all
+    scalars = update_rules.stacked([*different.values()], entries[0].param.device)
+    places = {kept: scalars.data_ptr() + k * SCALARS for k, kept in enumerate(different)}
+    rows: array[int] = array("q")
+    for entry in entries:
+        rows.extend(table_row(entry, places[id(entry.scalars)], entry.master.fields()))
+        shape = entry.param.shape if entry.form == "rank1" else ()
+        rows.extend((len(shape), *shape, *_ZEROS[len(shape) :]))
     # C++ sees only addresses: entries and scalars outlive the call.
-    cpu.call("mt_step", torch.tensor(rows, dtype=torch.int64, device="cpu"), len(entries))
+    cpu.call("mt_step", torch.frombuffer(rows, dtype=torch.int64), len(entries))
 
 
-def table_row(entry: Entry, scalars: Tensor, master: Sequence[int]) -> list[int]:
+def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
     """The first 23 fields of a row of the kernels' table (struct Row of cpu/step/table.h).
 
     Args:
         entry: With a contiguous parameter and gradient.
-        scalars: float32, [8], on the entry's device.
+        scalars: Address of float32, [8], on the entry's device.
         master: `MasterWeight.fields` or `MasterWeight.device_fields`.
 
     Returns:
         Addresses and sizes.
     """
-    row = [entry.param.data_ptr(), entry.grad.data_ptr()]
-    for k in range(2):
-        row += _state_fields(entry, k)
-    row += [scalars.data_ptr(), entry.param.numel(), *entry.matrix]
-    row += [list(RULES).index(entry.rule), entry.bits, SECOND.get(entry.form, 0)]
-    return [*row, cpu.FLOAT_TYPES[entry.param.dtype], cpu.FLOAT_TYPES[entry.grad.dtype], *master]
+    p, g, states = entry.param, entry.grad, entry.states
+    names, tables, kind = _row_form(entry.rule, tuple(entry.codecs), p.shape, p.device)
+    row = [p.data_ptr(), g.data_ptr()]
+    for state, (first, second), known in zip(states, names, tables, strict=True):
+        row += (state[first].data_ptr(), state[second].data_ptr() if second else 0, *known)
+    row += _ZEROS[: 4 * (2 - len(states))]
+    return [*row, scalars, *kind, cpu.FLOAT_TYPES[p.dtype], cpu.FLOAT_TYPES[g.dtype], *master]
 
 
-def _state_fields(entry: Entry, k: int) -> list[int]:
-    """The payload's two addresses, the codebook's and that of the C++ encoder's buckets."""
-    if k >= len(entry.states):
-        return [0, 0, 0, 0]
-    codec, state = entry.codecs[k], entry.states[k]
-    data = [state[name].data_ptr() for name in codec.sizes(entry.param.shape)]
-    if codec.form in ("exact", "factored"):
-        return [*data, 0, 0, 0][:4]
-    book = codebook_and_bounds(codec, entry.param.device).data_ptr()
-    starts = buckets(codec.codebook, codec.signed).data_ptr() if codec.bits == 8 else 0
-    return [*data, book, starts]
+SCALARS = 32
+"""Bytes of a row of `update_rules.stacked`."""
+_ZEROS = (0,) * _MAX_DIMS
+_Names = tuple[str, str]
+
+
+@lru_cache(maxsize=4096)
+def _row_form(
+    rule: str, codecs: tuple[Codec, ...], shape: torch.Size, device: torch.device
+) -> tuple[list[_Names], list[tuple[int, int]], tuple[int, ...]]:
+    """What entries of a form share: names of each state's tensors, its tables, sizes and kind."""
+    names: list[_Names] = []
+    tables: list[tuple[int, int]] = []
+    for codec in codecs:
+        first, *second = codec.sizes(shape)
+        names.append((first, second[0] if second else ""))
+        coded = codec.form not in ("exact", "factored")
+        book = codebook_and_bounds(codec, device).data_ptr() if coded else 0
+        eight = coded and codec.bits == 8
+        tables.append((book, buckets(codec.codebook, codec.signed).data_ptr() if eight else 0))
+    form = codecs[-1].form if codecs else "none"
+    matrix = (shape[0], shape[1:].numel()) if shape else (1, 1)
+    bits = codecs[0].bits if codecs else 0
+    kind = (list(RULES).index(rule), bits, SECOND.get(form, 0))
+    return names, tables, (shape.numel(), *matrix, *kind)

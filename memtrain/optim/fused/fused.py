@@ -29,6 +29,7 @@ from memtrain.optim.states.compressed_states import (
 )
 from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
 
+_CPU = torch.device("cpu")
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
 }
@@ -168,9 +169,9 @@ class FusedStates(CompressedStates):
     def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
         """The kernel's entries of a group; what no kernel serves is stepped at once."""
         params = [param for param in group["params"] if param.grad is not None]
-        names, scalars = self.state_names(group), self._scalars(group, params)
-        for param in params:
-            entry = self._entry(param, names, scalars[param])
+        names = self.state_names(group)
+        for param, scalars in zip(params, self._scalars(group, params), strict=True):
+            entry = self._entry(param, names, scalars)
             if entry is not None:
                 yield entry
 
@@ -179,11 +180,10 @@ class FusedStates(CompressedStates):
     ) -> Entry | None:
         """A parameter's entry, its first states made; None where it was stepped here."""
         state = self.state[param] if names else {}
-        compressors = [self.compressor(param, name)[0] for name in names]
+        compressors, codecs = self._kept_as(param, names)
         for name, compressor in zip(names, compressors, strict=True):
             if state.get(name) is None:
                 state[name] = _zeros(compressor, param)
-        codecs = self.codecs(compressors)
         if codecs is None:
             self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
             return None
@@ -191,6 +191,17 @@ class FusedStates(CompressedStates):
         own, master = real_view(local(param)), self._masters.get(param, PLAIN)
         grad, shard = real_view(local_gradient(param)), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master)
+
+    def _kept_as(
+        self, param: Tensor, names: tuple[str, ...]
+    ) -> tuple[list[Compressor], tuple[Codec, ...] | None]:
+        """The compressors of a parameter's states and the kernels' codecs, decided once."""
+        kept = self.__dict__.setdefault("_codecs", {})
+        found = kept.get((param, names))
+        if found is None:
+            compressors = [self.compressor(param, name)[0] for name in names]
+            found = kept[param, names] = (compressors, self.codecs(compressors))
+        return found
 
     def _step_whole(
         self,
@@ -223,37 +234,37 @@ class FusedStates(CompressedStates):
             self.state[param]["step"] = torch.as_tensor(step, dtype=dtype, device=device)
         return self.state[param]["step"]
 
-    def _turn(self, param: Tensor) -> float:
-        """Count a step of a parameter; the first is 1. Optimizers without a counter say 1 or 2."""
+    def _turns(self, params: Sequence[Tensor]) -> list[float]:
+        """Count a step of parameters; the first is 1. Optimizers without a counter say 1 or 2."""
         if not self.counts:
-            return 2.0 if self.state.get(param) else 1.0
-        step = self._counter(param, torch.device("cpu"))
+            return [2.0 if self.state.get(param) else 1.0 for param in params]
+        steps = [self._counter(param, _CPU) for param in params]
         if cpu.is_dataless():  # it counts nothing
-            return 1.0
-        step += 1
-        return step.item()
+            return [1.0] * len(steps)
+        if steps:
+            torch._foreach_add_(steps, 1)
+        return [step.item() for step in steps]
 
     def _scalars(
         self, group: dict[str, Any], params: Sequence[Tensor]
-    ) -> dict[Tensor, Scalars | Tensor]:
+    ) -> Sequence[Scalars | Tensor]:
         """The scalars of each parameter's step; capturable: rows of tensors on the device."""
         if group.get("capturable") and self.counts:
             return self._scalars_on_device(group, params)
-        found: dict[Tensor, Scalars | Tensor] = {}
+        found: list[Scalars | Tensor] = []
         made: dict[Any, Scalars | Tensor] = {}
-        for param in params:
-            turn = self._turn(param)
-            key = turn, param.device if group.get("capturable") else None
+        on_host = not group.get("capturable")
+        for param, turn in zip(params, self._turns(params), strict=True):
+            key = turn, None if on_host else param.device
             if key not in made:
                 scalars = self.scalars(group, turn)
-                on_host = not group.get("capturable")
                 made[key] = scalars if on_host else on_device(scalars, 1, param.device)[0]
-            found[param] = made[key]
+            found.append(made[key])
         return found
 
     def _scalars_on_device(
         self, group: dict[str, Any], params: Sequence[Tensor]
-    ) -> dict[Tensor, Scalars | Tensor]:
+    ) -> Sequence[Scalars | Tensor]:
         found: dict[Tensor, Scalars | Tensor] = {}
         for device in {param.device for param in params}:
             own = [param for param in params if param.device == device]
@@ -261,7 +272,7 @@ class FusedStates(CompressedStates):
             torch._foreach_add_(steps, 1)
             scalars = self.scalars(group, torch.stack(steps).double())
             found.update(zip(own, on_device(scalars, len(own), device), strict=True))
-        return found
+        return [found[param] for param in params]
 
     def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""
