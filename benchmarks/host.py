@@ -10,6 +10,7 @@ step are timed on their own, plain and wrapped in turn; the sums are the last ro
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Step:
         self.optimizer.step()
         times.append(now())
         self.optimizer.zero_grad()
-        return tuple(b - a for a, b in zip(times, times[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(times))
 
 
 def _rows(preset: str, options: Options, layers: int, width: int) -> list[Row]:

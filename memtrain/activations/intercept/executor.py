@@ -107,9 +107,11 @@ class Executor(TorchFunctionMode):
         if name == "__get__":  # x.shape and its like: nothing to save
             return func(*args, **kwargs)
         if self.rounding is None or self._one_op:
-            if name in SAVE_NOTHING and self.options.low is None:
+            if self.options.low is not None:
+                return self._run(func, name, args, kwargs)
+            if name in SAVE_NOTHING:
                 return func(*args, **kwargs)
-            return self._run(func, name, args, kwargs)
+            return self._run_op(func, name, args, kwargs)
         args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
         func = self.rounding.function(func, self.module, name, args, kwargs)
         result = self._run(func, name, args, kwargs)

@@ -275,7 +275,8 @@ def _step_cpu(entries: Sequence[Entry]) -> None:
     places = {kept: scalars.data_ptr() + k * SCALARS for k, kept in enumerate(different)}
     rows: array[int] = array("q")
     for entry in entries:
-        rows.extend(table_row(entry, places[id(entry.scalars)], entry.master.fields()))
+        master = _NO_MASTER if entry.master is PLAIN else entry.master.fields()
+        rows.extend(table_row(entry, places[id(entry.scalars)], master))
         shape = entry.param.shape if entry.form == "rank1" else ()
         rows.extend((len(shape), *shape, *_ZEROS[len(shape) :]))
     # C++ sees only addresses: entries and scalars outlive the call.
@@ -305,6 +306,7 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
 SCALARS = 32
 """Bytes of a row of `update_rules.stacked`."""
 _ZEROS = (0,) * _MAX_DIMS
+_NO_MASTER = PLAIN.fields()
 _Names = tuple[str, str]
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
@@ -30,6 +30,7 @@ from memtrain.optim.states.compressed_states import (
 from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
 
 _CPU = torch.device("cpu")
+_USUAL = (nn.Parameter, Tensor)  # neither split over processes nor of another kind
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
 }
@@ -187,8 +188,15 @@ class FusedStates(CompressedStates):
         if codecs is None:
             self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
             return None
+        master = self._masters.get(param, PLAIN) if self._masters else PLAIN
+        grad = param.grad
+        usual = type(param) in _USUAL and not param.is_complex()
+        if usual and grad is not None and type(grad) in _USUAL:
+            values = [state[name] for name in names]
+            parts = tuple([v if isinstance(v, dict) else {"tensor": v} for v in values])
+            return Entry(param, grad, parts, codecs, self.rule, scalars, None, master)
         payloads = tuple(_as_payload(state[name]) for name in names)
-        own, master = real_view(local(param)), self._masters.get(param, PLAIN)
+        own = real_view(local(param))
         grad, shard = real_view(local_gradient(param)), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master)
 
