@@ -115,7 +115,10 @@ def convolution_backward(  # noqa: PLR0913 (torch's own)
     copied = 0 if dy.is_contiguous() or _channels_last(x, weight) else dy.nbytes
     backend = _backend(x, weight, None, geometry)
     if backend not in _ONEDNN:
-        return copied + _columns(backend, x, weight, stride, dy, transposed=transposed, mask=mask)
+        held = _columns(backend, x, weight, stride, dy, transposed=transposed, mask=mask)
+        if mask[2]:  # a sum, before the weight's gradient is there
+            held = max(held, _widened(dy) - mask[1] * weight.nbytes)
+        return copied + held
     if _channels_last(x, weight):
         return (3 if mask[1] else 2) * weight.nbytes
     of_input = of_weight = 0
@@ -246,6 +249,11 @@ def _channels_last(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _widened(x: Tensor) -> int:
+    """Bytes of a float32 copy of 16-bit floats; 0 of others, which need none."""
+    return 2 * x.nbytes if x.dtype in (torch.float16, torch.bfloat16) else 0
+
+
 def _columns(
     backend: str,
     x: Tensor,
@@ -262,6 +270,8 @@ def _columns(
     kernel = weight.shape[2:].numel()
     of = weight.shape[1]  # of a group: one is worked on after another
     one = of * kernel * math.prod((x if transposed else y).shape[2:]) * x.element_size()
+    if backend == "SlowTranspose2d" and mask is None:
+        return one * len(x) + (_widened(x) and 2 * one)  # the product of a sample's in float32
     if backend in _UNFOLD_ONE:
         return one
     unfolded = kernel > 1 or max(stride) > 1

@@ -45,6 +45,11 @@ convolution("transposed", maps(64, 32, 32), w(64, 32, 2, 2), 2, transposed=True)
 convolution("1-d", maps(64, 4096), w(64, 64, 3), 1, 1)
 convolution("3-d", torch.randn(2, 64, 8, 16, 16), w(64, 64, 3, 3, 3), 1, 1)
 convolution("dilated", maps(160, 12, 12), w(256, 160, 3, 3), 1, 12, 12)
+turned = half(8, 64, 16, 16), half(64, 32, 4, 4)
+convolution("transposed, 16 bits", *turned, 2, 1, transposed=True)
+dy, rest = half(8, 32, 32, 32), ([2, 2], [1, 1], [1, 1], True, [0, 0], 1)
+cases["gradient of a bias of 16 bits"] = A.convolution_backward.default, (
+    dy, *turned, [32], *rest, [True] * 3)
 x, c = maps(32, 64, 64), torch.ones(32)
 mean, rstd = x.mean((0, 2, 3)), c
 cases["batch norm"] = A.native_batch_norm_backward.default, (
