@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,20 @@ _FIXED = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", 
 _ADAPTIVE = ("input", "output_size", "return_indices")
 
 
-Axis = tuple[list[int], int, int]
+class Starts(NamedTuple):
+    """Where the windows of one spatial dimension start: `i * times // over - less`, i from 0."""
+
+    count: int
+    times: int
+    over: int = 1
+    less: int = 0
+
+    def on(self, device: torch.device) -> Tensor:
+        """int64, [count]: made on the device, so that no call copies and no graph holds a copy."""
+        return torch.arange(self.count, device=device) * self.times // self.over - self.less
+
+
+Axis = tuple[Starts, int, int]
 """The windows of one spatial dimension: where each starts in the input (below 0 where it starts in
 the padding), the step between its elements, and how many elements the widest has."""
 
@@ -142,17 +155,15 @@ def _axes(
         return [_even(size, n) for size, n in zip(sizes, outputs, strict=True)]
     kernel, stride, padding, dilation, _ = args
     return [
-        ([i * stride[d] - padding[d] for i in range(n)], dilation[d], kernel[d])
+        (Starts(n, stride[d], less=padding[d]), dilation[d], kernel[d])
         for d, n in enumerate(outputs)
     ]
 
 
 def _even(size: int, n: int) -> Axis:
     """As many windows as outputs are asked for, as even as they can be."""
-    starts = [i * size // n for i in range(n)]
-    ends = [-((i + 1) * size // -n) for i in range(n)]
-    count = max((end - start for start, end in zip(starts, ends, strict=True)), default=1)
-    return starts, 1, count
+    count = max((-((i + 1) * size // -n) - i * size // n for i in range(n)), default=1)
+    return Starts(n, size, over=max(n, 1)), 1, count
 
 
 def _area(aten: str, args: tuple[Any, ...], sizes: Sequence[int]) -> int:
@@ -193,9 +204,9 @@ def _within_planes(
     return offsets, first
 
 
-def _along(values: list[int], d: int, n: int, like: Tensor) -> Tensor:
+def _along(starts: Starts, d: int, n: int, like: Tensor) -> Tensor:
     """One number per output along spatial dimension `d` of `n`, in the dtype of `like`."""
-    flat = torch.tensor(values, dtype=like.dtype, device=like.device)
+    flat = starts.on(like.device).to(like.dtype)
     return flat.view(-1, *[1] * (n - 1 - d))
 
 

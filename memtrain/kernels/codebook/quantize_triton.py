@@ -14,37 +14,6 @@ from memtrain.kernels.group.group_triton import load_codes, store_codes, tile
 
 
 @triton.jit
-def scaled_bounds(bounds_ptr, scale):
-    """15 ascending bounds times the scale, for `encode`; NaN where the scale is Inf."""
-    scale += scale - scale  # Inf becomes NaN
-    steps = ()
-    for k in tl.static_range(15):
-        steps = steps + (tl.load(bounds_ptr + k) * scale,)  # noqa: RUF005 (the compiler knows no other)
-    return steps
-
-
-@triton.jit
-def encode(x, steps):
-    """How many of 15 ascending steps are below x, by halving in registers, times 2**16; NaN: 0.
-
-    Of a code in the lowest bits the compiler makes vectors of bytes, at three instructions each.
-    """
-    # Each answer halves the steps at once: no answer lives long, of which a thread can hold few.
-    passed = x > steps[7]
-    code = tl.where(passed, 8 << 16, 0)
-    s0, s1 = tl.where(passed, steps[8], steps[0]), tl.where(passed, steps[9], steps[1])
-    s2, s3 = tl.where(passed, steps[10], steps[2]), tl.where(passed, steps[11], steps[3])
-    s4, s5 = tl.where(passed, steps[12], steps[4]), tl.where(passed, steps[13], steps[5])
-    s6 = tl.where(passed, steps[14], steps[6])
-    passed = x > s3
-    code |= tl.where(passed, 4 << 16, 0)
-    s0, s1, s2 = tl.where(passed, s4, s0), tl.where(passed, s5, s1), tl.where(passed, s6, s2)
-    passed = x > s1
-    code |= tl.where(passed, 2 << 16, 0)
-    return code | tl.where(x > tl.where(passed, s2, s0), 1 << 16, 0)
-
-
-@triton.jit
 def magnitude(x):
     """|x| as an integer that sorts like it: NaN above Inf above every number."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -103,8 +103,14 @@ def load_codes(source, inside, H: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
+def _left(group, n, WIDTH: tl.constexpr):
+    """Elements of each group that are there, up to all."""
+    return tl.minimum(n - group * (WIDTH * 8), WIDTH * 8).to(tl.int32)
+
+
+@triton.jit
 def encode(
-    xs,  # eight slices of float32, 0 where not inside
+    xs,  # eight slices of float32
     codes_ptr,
     bounds_ptr,
     group,
@@ -118,24 +124,30 @@ def encode(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     WIDE: tl.constexpr,
+    REPEATED: tl.constexpr = False,  # what is not there repeats a value of its group, else it is 0
 ):
     LEVELS: tl.constexpr = float(2**BITS - 1)
     inside = here & (column < WIDTH)
-    start = group * (WIDTH * 8) + column
+    left = _left(group, n, WIDTH)
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
-    tops = tl.zeros((GROUPS, WIDTH_PAD), tl.uint32)
+    tops = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
     for s in tl.static_range(8):
-        valid = inside & (start + s * WIDTH < n)
         x = xs[s]
-        lows = tl.where(valid & (x < lows), x, lows)
-        highs = tl.where(valid & (x > highs), x, highs)
-        top = x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-        tops = tl.where(top > tops, top, tops)
+        tops = tl.maximum(tops, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        if REPEATED:
+            lows, highs = tl.minimum(lows, x), tl.maximum(highs, x)
+        else:
+            valid = inside & (column + s * WIDTH < left)
+            lows = tl.minimum(lows, tl.where(valid, x, float("inf")))
+            highs = tl.maximum(highs, tl.where(valid, x, float("-inf")))
+    # Minima pass over a NaN on a GPU, but the interpreter's keep it. Such a group is lost anyway.
+    lows = tl.where(lows == lows, lows, float("inf"))
+    highs = tl.where(highs == highs, highs, float("-inf"))
     lo = bound(tl.min(lows, axis=1)[:, None], False, not WIDE)
     hi = bound(tl.max(highs, axis=1)[:, None], True, not WIDE)
     # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
-    finite = tl.max(tops.to(tl.int32), axis=1)[:, None] < 0x7F800000
+    finite = tl.max(tops, axis=1)[:, None] < 0x7F800000
     step = half_step(lo, hi, LEVELS)
     inverse = tl.where(
         step > 0.0, tl.div_rn(step * 0.0 + 1.0, tl.where(step > 0.0, step, 1.0)), 0.0
@@ -150,22 +162,23 @@ def encode(
     )
 
     if STOCHASTIC:
-        counter = ((group // 2) * WIDTH + column).to(tl.uint32)
+        # The shift gives 0, and the counters the layout of the values: else every random number
+        # would travel through shared memory.
+        counter = ((group // 2) * WIDTH + column).to(tl.uint32) + (tops >> 31).to(tl.uint32)
         w0, w1, w2, w3 = tl.randint4x(seed, counter)
         odd = (group % 2 == 1) & inside
         words = (_turned(w0, odd), _turned(w1, odd), _turned(w2, odd), _turned(w3, odd))
+    base = 0.5 * lo
     codes = ()
     for s in tl.static_range(8):
         u = 0.5
         if STOCHASTIC:
             r = (words[s // 2] >> (s % 2 * 16)) & 0xFFFF
-            u = (r.to(tl.float32) + 0.5) * (1.0 / 65536)
-        t = (0.5 * xs[s] - 0.5 * lo) * inverse + u
-        t = tl.where(t < LEVELS, t, LEVELS)
-        t = tl.where(t > 0.0, t, 0.0)
-        valid = finite & (start + s * WIDTH < n)
-        code = tl.where(valid, t, 0.0).to(tl.int32)
-        codes = codes + (code,)  # noqa: RUF005
+            # (r + 0.5) / 65536, exactly: the bits are those of 2**23 + r
+            u = tl.fma((r | 0x4B000000).to(tl.float32, bitcast=True), 2.0**-16, 2.0**-17 - 128.0)
+        t = tl.maximum(tl.minimum((0.5 * xs[s] - base) * inverse + u, LEVELS), 0.0)
+        t = tl.where(finite & (column + s * WIDTH < left), t, 0.0)
+        codes = codes + (t.to(tl.int32),)  # noqa: RUF005
 
     store_codes(codes_ptr + group * (WIDTH * BITS) + column, codes, inside, BITS, WIDTH)
 
@@ -188,15 +201,16 @@ def _quantize_kernel(
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     here = group < n_groups
-    start = group * (WIDTH * 8) + column
+    left = _left(group, n, WIDTH)
+    first = tl.load(x_ptr + group * (WIDTH * 8), mask=here, other=0.0)
     xs = ()
     for s in tl.static_range(8):
-        valid = here & (column < WIDTH) & (start + s * WIDTH < n)
-        x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
+        valid = (column < WIDTH) & (column + s * WIDTH < left)
+        x = tl.load(x_ptr + group * (WIDTH * 8) + column + s * WIDTH, mask=valid, other=first)
+        xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
     encode(
         xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
-        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE,
+        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE, True,
     )  # fmt: skip
 
 

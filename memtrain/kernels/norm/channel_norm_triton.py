@@ -13,6 +13,8 @@ from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import encode, half_step, load_bounds, rounded, tile
 from memtrain.kernels.norm.channel_norm import Channels
 
+_MAGIC = ["inner_magic", "channels_magic"]  # never 1, and multiples of 16 by chance
+
 
 @triton.jit
 def _over(x, size, magic, shift, ONE: tl.constexpr, BIG: tl.constexpr):
@@ -54,7 +56,7 @@ def _channel_of(
         return channel
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", *_MAGIC])
 def _quantize_kernel(
     x_ptr,
     mean_ptr,
@@ -132,7 +134,7 @@ def _decoded(
     return 2.0 * (0.5 * lo + code.to(tl.float32) * step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_MAGIC)
 def _gradient_kernel(
     dy_ptr,
     codes_ptr,

@@ -200,3 +200,16 @@ def test_graph_can_be_used_twice_and_under_fake_tensors():
         y.sum().backward()
     assert y.shape == (2, 3, 4, 4)
     assert fake.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("call", ["max_pool2d", "adaptive_max_pool2d"])
+def test_no_list_is_copied_to_the_device(call, monkeypatch):
+    """A list that becomes a tensor waits for the device, and a graph cannot hold it."""
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    found = pool.recognise(call, (x, 3), {"return_indices": False})
+    assert found is not None
+    monkeypatch.setattr(torch, "tensor", None)
+    found.run(Identity(), Key()).sum().backward()
+    monkeypatch.undo()
+    (expected,) = torch.autograd.grad(getattr(F, call)(x, 3).sum(), x)
+    assert torch.equal(x.grad, expected)
