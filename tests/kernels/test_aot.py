@@ -47,7 +47,7 @@ def _one_kernel(x_ptr, n):
 
 AOT_CASES = [
     (_covered_kernel, {"x_ptr": "*fp32"}, {"N": 16}),
-    (_covered_kernel, {"x_ptr": "*fp32"}, {"N": 64, "maxnreg": 16}),
+    (_covered_kernel, {"x_ptr": "*fp32"}, {"N": 128, "maxnreg": 16}),
     (_covered_kernel, {"pointer": "*fp32"}, {"N": 16}),
     (_one_kernel, {"x_ptr": "*fp32", "n": "i32"}, {}),
 ]
