@@ -6,9 +6,8 @@ import torch
 
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.config.sizes import format_size
-from memtrain.planner.goal import ALLOWED, advice
 from memtrain.training.rows import Rows, TextRows
-from memtrain.training.run import Run, in_keys
+from memtrain.training.run import Run
 
 
 def described(run: Run) -> list[str]:
@@ -47,7 +46,9 @@ def foretold(run: Run) -> list[str]:
     """
     peak = run.forecast
     if run.fit is not None:
-        return run.fit.lines()
+        more = 0 if peak is None else peak.nbytes - run.fit.peak.nbytes
+        held = f"besides, gradients of earlier microbatches take at most {format_size(more)}"
+        return [*run.fit.lines(), *([held] if more else [])]
     if peak is None:
         return [f"peak of a step: not predicted ({run.unpredictable})"] if run.unpredictable else []
     parts = sorted(peak.parts.items(), key=lambda pair: -pair[1])
@@ -59,8 +60,6 @@ def foretold(run: Run) -> list[str]:
     room = memory_left(run.device, storage_nbytes(run.model.parameters()))
     if room is not None and peak.nbytes > room:
         lines.append(f"that does not fit: {format_size(room)} are left on {run.device.type}")
-        helps = advice(room, peak, run.longest(), ALLOWED, ())
-        lines += [f"what would help: {in_keys(line)}" for line in helps]
         lines.append(f"what would help: budget={format_size(room).replace(' ', '')} plans for it")
     return lines
 

@@ -155,14 +155,15 @@ def result(name: str, summary: Mapping[str, Any]) -> str:
     return f"{name}: " + ", ".join([f"{summary['steps']} steps", *told])
 
 
-def promise(found: Fit, peak: int) -> str:
+def promise(found: Fit, peak: int, nbytes: int | None = None) -> str:
     """One line: the promised peak beside the measured one.
 
     Args:
         found: What the planner found.
         peak: Bytes, the highest of the metered steps; 0 if none was.
+        nbytes: Promised, where that is more than the plan's own peak.
     """
-    return f"budget {format_size(found.budget)}: {promised(found.peak.nbytes, peak)}"
+    return f"budget {format_size(found.budget)}: {promised(nbytes or found.peak.nbytes, peak)}"
 
 
 def promised(nbytes: int, peak: int) -> str:

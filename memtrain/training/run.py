@@ -98,11 +98,13 @@ class Run:
         self.fit = (fit or self._fit(model, optimizer, own)) if own is not None else None
         """The plan for a budget."""
         own = own if self.fit is None else self.fit.plan.config
-        self.forecast: Moment | None = None if self.fit is None else self.fit.peak
+        self.forecast: Moment | None = None
         """The moment when most is alive in a step on the longest batch, predicted."""
         self.unpredictable = ""
         """Why it is not."""
-        if foretell and self.forecast is None:
+        if self.fit is not None and own is not None:
+            self.forecast = with_sums(self.fit.peak, self._waiting(model, own))
+        elif foretell:
             self._foretell(model, optimizer, own)
         if config.training.parallel == "fsdp":
             shard(model)
@@ -293,8 +295,7 @@ class Run:
             raise DoesNotFit(budget, error.smallest, map(in_keys, error.help)) from error
         if found.peak.nbytes + self._waiting(model, found.plan.config) > budget:
             found = find(budget - self._waiting(model, found.plan.config))
-        peak = with_sums(found.peak, self._waiting(model, found.plan.config))
-        return replace(found, budget=budget, peak=peak)
+        return replace(found, budget=budget)
 
     def _foretell(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> None:
         if self.config.training.parallel == "fsdp":

@@ -317,7 +317,8 @@ class Session:
         for name, summary in self.summaries.items():
             peak = summary["bytes"]["peak"]
             if name == "wrapped" and found is not None:
-                self.console.print(results.promise(found, peak), highlight=False, soft_wrap=True)
+                told = results.promise(found, peak, self._forecasts.get(name))
+                self.console.print(told, highlight=False, soft_wrap=True)
             elif name in self._forecasts:
                 told = f"{name}: {results.promised(self._forecasts[name], peak)}"
                 self.console.print(told, highlight=False, soft_wrap=True)
