@@ -214,13 +214,15 @@ def kernel_tests(scale: Scale) -> Iterator[Row]:
 
     paths = ["tests/kernels", "tests/test_gpu.py"] if scale.device == "cuda" else [TINY_TESTS]
     # An unknown warning of another torch is no failure here.
-    arguments = ["-q", "-o", "filterwarnings=default", "-p", "no:cacheprovider", "-p", "no:doctest"]
+    arguments = ["-q", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
     arguments += ["-m", "gpu"] if scale.device == "cuda" else ["-k", "triton"]
     if has("xdist"):
         arguments += ["-n", "4" if scale.device == "cuda" else "0"]
     os.chdir(ROOT)
     status = pytest.main([*arguments, *paths], plugins=[Told()])
     yield {"status": int(status), **counts}
+    if not counts["passed"]:
+        raise RuntimeError(f"no test passed: pytest ended with {int(status)}")
 
 
 def sanitizer(scale: Scale) -> Iterator[Row]:
