@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from memtrain import optim
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.compressors import Compressor, Keep
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
@@ -71,7 +72,8 @@ def wrap(
     The random stream of torch is not touched.
 
     Args:
-        model: The model, before or in the middle of a training run.
+        model: The model, before or in the middle of a training run; what `torch.compile` made of
+            one, too, and it may be compiled later, whole or in parts.
         optimizer: Its optimizer; all its parameters must be the model's. Of the one that
             accelerate's `prepare` returned, the optimizer inside is taken.
         cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"all_four"`, `"exact"`,
@@ -106,6 +108,9 @@ def wrap(
     if holder is not None:
         model, holder.optimizer = wrap(model, holder.optimizer, cfg, batch=batch)
         return model, holder
+    inside = inside_compiled(model)
+    if inside is not None:  # sites have the names of the model that was compiled
+        return model, wrap(inside, optimizer, cfg, batch=batch)[1]
     _check(model, optimizer)
     plan = make_plan(model, optimizer, cfg, batch=batch)
     check(model, plan.config)
@@ -169,6 +174,9 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     if holder is not None:
         model, holder.optimizer = unwrap(model, holder.optimizer)
         return model, holder
+    inside = inside_compiled(model)
+    if inside is not None:
+        return model, unwrap(inside, optimizer)[1]
     wrapped = wrapped_of(model)
     check_removable(optimizer, wrapped.plan.config)
     optimizer = remove(optimizer, wrapped.handles)

@@ -1,6 +1,6 @@
 """Which of the three backends serves a call: `reference`, `triton` or `cpu`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -128,6 +128,7 @@ def register(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     inside: Callable[..., int] | None = None,
+    tags: Sequence[torch.Tag] = (),
 ) -> Any:
     """Register an op `memtrain::<name>`, so that FakeTensorMode and torch.compile see it.
 
@@ -137,12 +138,13 @@ def register(
         fake: Returns empty tensors of the right shapes and dtypes, and reads no data.
         inside: Bytes that the implementation holds on the CPU while it runs, and then frees, given
             its arguments; without it: none to speak of. Predicted peaks count them.
+        tags: What compilers are told of it.
 
     Returns:
         The callable op.
     """
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=tags)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"memtrain::{name}", fake, lib=_LIBRARY)

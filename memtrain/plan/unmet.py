@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.inlined_hooks import HOST, NO_FAKE, UNSUPPORTED
 from memtrain.activations.saved.site import (
     CHECKPOINT_INPUT,
     CUSTOM_FUNCTION,
@@ -28,9 +29,12 @@ from memtrain.plan.rules import Rules
 SHARE = 0.1
 """Of what a forward saves: less than that, kept by custom Functions, is no warning."""
 
-_COMPILED = "it ran inside torch.compile, where the compiler chooses what is saved"
+_COMPILED = "it ran inside torch.compile, with a backend that is not of AOTAutograd"
 _MENDS = {
-    _COMPILED: "train without torch.compile, or say preset=optimizer_only",
+    UNSUPPORTED: "train on torch 2.11 to 2.13, or without torch.compile",
+    NO_FAKE: "give it one (torch.library.register_fake), or train without torch.compile",
+    HOST.reason: "train without torch.compile, or name the compressor inside of host",
+    _COMPILED: "train with another backend, or say preset=optimizer_only",
     CHECKPOINT_INPUT.reason: (
         "its layers run under activation checkpointing, which is not the plan's: turn that off and "
         "say preset=checkpointed, or keep it and say activations.recompute_inputs="
@@ -135,7 +139,11 @@ class FirstStep:
         compiled = not seen and _frames() != self._compiled
         if self._done or not (seen or compiled):
             return self._done
-        found = [Unmet(_COMPILED, _MENDS[_COMPILED], ("the whole forward",), 0)] * compiled
+        why = self._interception.graphs.why or _COMPILED
+        if compiled or (why != _COMPILED and _frames() != self._compiled):
+            found = [Unmet(why, _MENDS[why], ("the compiled forward",), 0)]
+        else:
+            found = []
         found += unmet(self._plan, self._interception.recompute.modules)
         self._done = not (found and self._plan.config.strict)
         if not found:

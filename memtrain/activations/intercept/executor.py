@@ -103,6 +103,8 @@ class Executor(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # a compiled part of the forward that is being traced
+            return func(*args, **(kwargs or {}))
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__get__":  # x.shape and its like: nothing to save
             return func(*args, **kwargs)
@@ -284,7 +286,7 @@ class Executor(TorchFunctionMode):
             and torch.is_grad_enabled()
             and x.is_floating_point()
             and x.numel() >= self.options.min_elements
-            and top_hooks() == self.saved.pack  # not inside someone's activation checkpointing
+            and top_hooks() == self.saved.hook  # not inside someone's activation checkpointing
         )
 
 

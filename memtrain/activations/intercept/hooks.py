@@ -5,15 +5,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from memtrain.activations.intercept.executor import Executor, Rounding
+from memtrain.activations.intercept.inlined_hooks import CompiledGraphs, run_untraced
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
@@ -38,7 +39,6 @@ _Running = tuple[str, Callable[[], Any] | None, Op]
 # Of a module: its path, that op, the op's name where torch's Function is its own, and what
 # recognises a module that writes an op out.
 _Known = tuple[str, Op, str | None, Callable[[nn.Module, Tensor], Call | None] | None]
-_unpack = methodcaller("unpack")
 
 
 class Interception:
@@ -46,8 +46,8 @@ class Interception:
 
     Hooks on every module (never a replaced `forward`, so that deepcopy and pickle work) turn a
     `TorchFunctionMode` and saved-tensor hooks on around the outermost forward, and keep the path
-    of the module that runs now. It is inactive under `no_grad`, inside `torch.compile` and inside
-    activation checkpointing (whose saved tensors are recomputed, not kept).
+    of the module that runs now. It is inactive under `no_grad` and inside activation checkpointing
+    (whose saved tensors are recomputed, not kept); inside `torch.compile` its graphs are.
 
     Args:
         model: The module whose forward is intercepted.
@@ -73,10 +73,11 @@ class Interception:
     ) -> None:
         self.model, self.on_saved = model, on_saved
         self.saved = SavedTensors(choose, options.min_elements, seed, options.recompute_inputs)
+        self.graphs = CompiledGraphs(model, self.saved, self._record_graph)
         self.executor = Executor(self.saved, options, rounding)
         self.rounding, self.compresses = rounding, compresses
         self.seen = False
-        """Whether a training forward has run here, not inside torch.compile."""
+        """Whether a training forward has run here, or a compiled one has been seen to."""
         if rounding is not None:
             rounding.attach(self.saved)
         self.recompute = Recompute(
@@ -102,6 +103,8 @@ class Interception:
 
     def attach(self) -> None:
         """Put the hooks on the model's modules."""
+        # Graphs are guarded by the numbers of hooks: alike, equal modules run one graph.
+        number = RemovableHandle.next_id
         for name, module in self.model.named_modules():
             if name and isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no such hooks; what it saves is kept, and listed, as its parent's
@@ -109,6 +112,7 @@ class Interception:
             own = Op(name, "autograd.Function")
             function = FUNCTION_MODULES.get(kind)
             before = partial(self._before, (name, own, function, recognise_module(kind)))
+            RemovableHandle.next_id = number
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
@@ -174,16 +178,18 @@ class Interception:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        name, op, function, composite = known
-        if torch.compiler.is_compiling():  # a compiled forward saves what its compiler chose
+        if torch.compiler.is_compiling():
+            if self.compresses:
+                self.graphs.claim()
             return None
+        name, op, function, composite = known
         refuse_replica(module)
         if not self._claim(name):
             return None
         if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
             self._stop(whole=False)
             self._path.clear()
-        self.executor.module = name
+        self.executor.module = self.graphs.root = name
         as_one_op, given = None, None
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
@@ -234,6 +240,7 @@ class Interception:
         result = as_one_op() if as_one_op is not None and not failed else None
         if self._path:
             self.executor.module, _, self.saved.custom = self._path[-1]
+            self.graphs.root = self.executor.module
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
             if self.rounding is not None:
@@ -287,7 +294,9 @@ class Interception:
         inputs = {storage_id(x) for x in given}
         self.saved.begin(parameters, inputs, record=name not in self._recorded)
         self._depth = len(self._path)
-        hooks = saved_tensors_hooks(self.saved.pack, _unpack)
+        pack, unpack = self.graphs.hooks()
+        self.saved.hook = pack
+        hooks = saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         self.executor.__enter__()
         self._outer = (name, hooks)
@@ -302,9 +311,15 @@ class Interception:
         if hooks is None:
             return
         hooks.__exit__(None, None, None)
-        records = self.saved.end()
+        compiled, records = self.graphs.end(), self.saved.end()
         if whole and records is not None:
-            self._record(name, records)
+            self._record(name, compiled + records)
+        elif whole and compiled:  # of other shapes, or after what was not a whole forward
+            self.on_saved(compiled)
+
+    def _record_graph(self, records: list[Record]) -> None:
+        self.seen = True
+        self.on_saved(records)
 
     def _record(self, name: str, records: list[Record]) -> None:
         if name not in self._recorded:
@@ -325,6 +340,9 @@ def own_tensors(model: nn.Module) -> Iterator[Tensor]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
+
+
+run_untraced(Interception._before, Interception._after)
 
 
 def _untouched(module: str, why: str) -> Record:

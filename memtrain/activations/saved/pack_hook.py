@@ -91,6 +91,8 @@ class SavedTensors:
         self._reset()
 
     def _reset(self) -> None:
+        self.hook: Any = self.pack
+        """The pack function of the hooks that are on: it calls `pack`."""
         self.op: Op | None = None
         """The op that runs now."""
         self.custom = Op("", "autograd.Function")
@@ -105,7 +107,7 @@ class SavedTensors:
         self._inputs: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("op", "custom", "cache")
+        runtime = ("hook", "op", "custom", "cache")
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:

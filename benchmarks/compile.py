@@ -1,0 +1,202 @@
+"""Training steps inside torch.compile: bytes held between forward and backward, peak, time, error.
+
+Each case runs in a process of its own under `benchmarks.tracker`, which counts what it asks
+of malloc: Python's and libraries' own are among it, but not what was alive before the step.
+Settings: `--set blocks=4 batch=4 sequence=512 width=768 cases=compiled,ours_balanced model=gpt2`.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import tracker
+from benchmarks.harness import Benchmark, Job, Options, Row
+
+# Name -> how the model is run: compiled, wrapped with which preset, checkpointed, memory budget.
+CASES = {
+    "eager": {},
+    "compiled": {"compiled": True},
+    "ours_balanced": {"compiled": True, "preset": "balanced"},
+    "compiled_checkpointed": {"compiled": True, "checkpointed": True},
+    "ours_smallest": {"compiled": True, "preset": "smallest"},
+    "eager_balanced": {"preset": "balanced"},
+    "compiled_budget": {"compiled": True, "budget": 0.5},
+    "ours_balanced_budget": {"compiled": True, "preset": "balanced", "budget": 0.5},
+    "compiled_fp8_pass": {"compiled": True, "fp8": True},
+}
+
+
+def build(case):  # noqa: C901 (two kinds of block)
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    width, llama = case["width"], case["model"] == "llama"
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(width, 3 * width, bias=not llama)
+            self.out = nn.Linear(width, width, bias=not llama)
+
+        def forward(self, x):
+            samples, tokens, _ = x.shape
+            heads = (samples, tokens, width // 64, 64)
+            q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, 2))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(y.transpose(1, 2).reshape(samples, tokens, width))
+
+    class GPT2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ln1, self.attention, self.ln2 = (
+                nn.LayerNorm(width),
+                Attention(),
+                nn.LayerNorm(width),
+            )
+            self.up, self.act = nn.Linear(width, 4 * width), nn.GELU(approximate="tanh")
+            self.down = nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            x = x + self.attention(self.ln1(x))
+            return x + self.down(self.act(self.up(self.ln2(x))))
+
+    class Llama(nn.Module):
+        def __init__(self):
+            super().__init__()
+            wide = 8 * width // 3 // 64 * 64
+            self.ln1, self.attention, self.ln2 = nn.RMSNorm(width), Attention(), nn.RMSNorm(width)
+            self.gate = nn.Linear(width, wide, bias=False)
+            self.up = nn.Linear(width, wide, bias=False)
+            self.down = nn.Linear(wide, width, bias=False)
+
+        def forward(self, x):
+            x = x + self.attention(self.ln1(x))
+            h = self.ln2(x)
+            return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            block = Llama if llama else GPT2
+            self.h = nn.ModuleList(block() for _ in range(case["blocks"]))
+
+        def forward(self, x):
+            for block in self.h:
+                if case.get("checkpointed"):
+                    x = checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    return Blocks().to(torch.bfloat16 if llama else torch.float32)
+
+
+def measure(case):
+    import torch
+
+    import memtrain
+
+    dtype = torch.bfloat16 if case["model"] == "llama" else torch.float32
+    model = build(case)
+    x = torch.randn(case["batch"], case["sequence"], case["width"], dtype=dtype)
+    target = torch.randn_like(x)
+    if case.get("preset"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        memtrain.wrap(model, optimizer, [f"preset={case['preset']}", "optim=none"])
+    if case.get("budget"):
+        torch._functorch.config.activation_memory_budget = case["budget"]
+    if case.get("fp8"):
+        passes = torch._inductor.config.post_grad_fusion_options
+        passes["activation_quantization_aten_pass"] = {"quant_type": "torch.float8_e4m3fn"}
+    run = torch.compile(model) if case.get("compiled") else model
+
+    def step():
+        start = time.perf_counter()
+        before = tracker.live()
+        loss = (run(x) * target).mean()
+        held = tracker.live() - before
+        loss.backward()
+        return held, time.perf_counter() - start
+
+    start = time.perf_counter()
+    step()  # gradients' memory is there from now on
+    first = time.perf_counter() - start
+    held, seconds, peaks = 0, [], []
+    for _ in range(case["rounds"]):
+        model.zero_grad(set_to_none=False)
+        tracker.restart()
+        before = tracker.live()
+        held, took = step()
+        peaks.append(tracker.peak() - before)
+        seconds.append(took)
+    graphs = sys.modules.get("torch._dynamo.utils")
+    torch.save([p.grad for p in model.parameters()], case["gradients"])
+    return {
+        "held_mib": round(held / 2**20, 1),
+        "peak_mib": round(statistics.median(peaks) / 2**20, 1),
+        "step_s": round(statistics.median(seconds), 3),
+        "first_step_s": round(first, 1),
+        "graphs": graphs.counters["stats"].get("unique_graphs", 0) if graphs else 0,
+    }
+
+
+def cosine(one: Path, other: Path) -> float:
+    """Of two saved gradients."""
+    import torch
+    import torch.nn.functional as F
+
+    flat = [torch.cat([g.flatten().double() for g in torch.load(path)]) for path in (one, other)]
+    return F.cosine_similarity(*flat, dim=0).item()
+
+
+def jobs(options: Options) -> list[Job]:
+    case = {"model": "gpt2", "blocks": 4, "batch": 4, "sequence": 512, "width": 768}
+    case["rounds"] = options.rounds
+    if options.quick:
+        case |= {"blocks": 1, "batch": 1, "sequence": 64, "width": 64}
+    names = [*CASES]
+    for key, value in (pair.split("=") for pair in options.overrides):
+        if key == "cases":
+            names = value.split(",")
+        else:
+            case[key] = value if key == "model" else int(value)
+    folder = Path("build")
+    folder.mkdir(exist_ok=True)
+
+    def row(name: str) -> list[Row]:
+        own = folder / f"compile_{case['model']}_{name}.pt"
+        full = {**case, **CASES[name], "gradients": str(own.resolve())}
+        result = _in_a_process(full)
+        exact = folder / f"compile_{case['model']}_eager.pt"
+        close = round(cosine(exact, own), 5) if exact.exists() else ""
+        shown = {key: case[key] for key in ("model", "blocks", "batch", "sequence", "width")}
+        return [{"case": name, **shown, **result, "gradient_cosine": close}]
+
+    return [Job(name, lambda name=name: row(name)) for name in names]
+
+
+def _in_a_process(case):
+    result = tracker.run(
+        ["-m", "benchmarks.compile", json.dumps(case)],
+        check=True,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+BENCHMARK = Benchmark(
+    "compile",
+    "training steps inside torch.compile: held bytes, peak, time, gradient",
+    jobs,
+    ("case", "held_mib", "peak_mib", "step_s", "first_step_s", "graphs", "gradient_cosine"),
+)
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

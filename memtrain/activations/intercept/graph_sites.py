@@ -1,0 +1,271 @@
+"""Sites of a compiled graph: which op of which module saves a tensor, read off its nodes."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from memtrain.activations.intercept.op_families import FAMILIES
+from memtrain.activations.saved.flatten import memory_of
+from memtrain.activations.saved.pack_hook import FLOATS, SIDE_RATIO
+from memtrain.activations.saved.site import Site
+
+aten = torch.ops.aten
+
+# The elements of their first argument, in the same number.
+_VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+)
+# Ops whose arguments have roles of their own -> those, in the order of the torch function.
+_ORDER = {
+    aten.addmm.default: (1, 2, 0),
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.baddbmm.default: (1, 2, 0),
+    aten.convolution.default: (0, 1, 2),
+    aten.embedding.default: (1, 0),
+    **{
+        getattr(aten, name).default: (0, 1, 2)
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+        )
+        if hasattr(aten, name)
+    },
+}
+_POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+
+OWN_INPUT = "the model's own input: stays alive anyway"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A forward op whose backward reads a saved tensor, or what it computes again from it."""
+
+    site: Site
+
+    @property
+    def jumps(self) -> bool:
+        """Whether its derivative jumps, so that noise may put an element on the other side."""
+        return self.site.op in FAMILIES["@piecewise"]
+
+
+class GraphSites:
+    """Reads the saved tensors of one graph.
+
+    Args:
+        forward: Its forward, as partitioned.
+        backward: Its backward.
+        modules: Paths of the model's modules.
+        root: Path of the module whose forward the graph is the first part of.
+        static: Numbers of the forward's inputs that are parameters or buffers.
+        sharded: Whether others may be parameters too, as FSDP2 gathers them for a forward.
+    """
+
+    def __init__(
+        self,
+        forward: Graph,
+        backward: Graph,
+        modules: Collection[str],
+        root: str,
+        static: Iterable[int],
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self.modules, self.root, self.sharded = modules, root, sharded
+        self._placed = {node.name: node for node in backward.nodes if node.op == "placeholder"}
+        self._ops: dict[int, list[Node]] = {}
+        for node in forward.nodes:
+            if node.op == "call_function" and "seq_nr" in node.meta:
+                self._ops.setdefault(node.meta["seq_nr"], []).append(node)
+        inputs = [node for node in forward.nodes if node.op == "placeholder"]
+        fixed = {inputs[index] for index in static if index < len(inputs)}
+        given = [node for node in inputs if node not in fixed]
+        (gradients,) = backward.output_node().args
+        wanted = gradients if isinstance(gradients, tuple | list) else ()
+        trained = [node for node, grad in zip(inputs, wanted, strict=False) if grad is not None]
+        self.given = set(given)
+        """Inputs that are no parameters or buffers."""
+        self._fed, self._differentiable = _reached(given), _reached(trained)
+
+    def uses(self, saved: Node) -> list[Use]:
+        """The forward ops whose backward reads the tensor, the first that runs first."""
+        found: dict[Use, None] = {}
+        start = self._placed.get(saved.name)
+        waiting, seen = [start] if start is not None else [], {start}
+        while waiting:
+            node = waiting.pop(0)
+            for user in node.users:
+                if user.op == "output" or user in seen:
+                    continue
+                stack = user.meta.get("fwd_source_fn_stack")
+                if stack:
+                    found[self._use(user, stack, saved)] = None
+                else:  # part of the forward that runs again
+                    seen.add(user)
+                    waiting.append(user)
+        return list(found)
+
+    def site(self, saved: Node) -> Site:
+        """A name for a tensor of which no use is known: that of the op that made it."""
+        stack = saved.meta.get("source_fn_stack")
+        return Site(self._module(saved.meta, "nn_module_stack"), _name(stack), "saved")
+
+    def why_keep(self, saved: Node, uses: list[Use], min_elements: int) -> str:
+        """Why the tensor is kept whatever the rules say, or an empty string."""
+        x = example(saved)
+        base = stripped(saved)
+        if base in self.given and base not in self._differentiable and not self.root:
+            return OWN_INPUT
+        if base in self.given and self.sharded:
+            return "an input of a sharded module's graph: perhaps a gathered weight"
+        if x.numel() < min_elements:
+            return f"under {min_elements:,} elements"
+        if memory_of(x)[1] is None:
+            return "its elements overlap in memory"
+        if x.dtype in FLOATS and base not in self._fed:
+            return "made of parameters and buffers alone"
+        if x.dtype in FLOATS and base not in self._differentiable:
+            return "no gradient reaches it: a mask, or a table of positions"
+        if any(use.site.tensor == "saved" for use in uses):
+            if x.dim() > 1 and x.shape[-1] == 1:
+                return "a statistic: its last dimension is 1"
+            if x.numel() * SIDE_RATIO <= max(self._reads(saved), default=0):
+                return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
+        return ""
+
+    def checkpointed(self, saved: Node) -> bool:
+        """Whether activation checkpointing inside the graph starts again from the tensor."""
+        users = [user for user in saved.users if user.op != "output"]
+        return bool(users) and any("recompute" in user.meta for user in users)
+
+    def limit(self, saved: Node) -> int | None:
+        """The number below which the tensor's indices are known to be, or None."""
+        base = stripped(saved)
+        source = base.args[0] if base.target is getitem else None
+        if isinstance(source, Node) and source.target in _POOLS:
+            x = source.args[0]
+            dims = 2 if source.target is _POOLS[0] else 3
+            return example(x).shape[-dims:].numel() if isinstance(x, Node) else None
+        return None
+
+    def _use(self, user: Node, stack: list[Any], saved: Node) -> Use:
+        number, name = user.meta.get("seq_nr", -1), _name(stack)
+        ops = self._ops.get(number, [])
+        if name == "pow" and any(_smooth_power(op) for op in ops):
+            name = "square"
+        role = self._role(stripped(saved), number, ops)
+        return Use(Site(self._module(user.meta, "fwd_nn_module_stack"), name, role))
+
+    def _role(self, base: Node, number: int, ops: list[Node]) -> str:
+        """As of `Op.role`: of ops that graphs decompose, `input` or `saved` only."""
+        for op in ops:
+            order = _ORDER.get(op.target)
+            if order is not None:
+                arguments = [op.args[index] for index in order if index < len(op.args)]
+                bases = [stripped(arg) for arg in arguments if isinstance(arg, Node)]
+                if base in bases:
+                    return f"input{bases.index(base) or ''}"
+        return "saved" if base.meta.get("seq_nr") == number else "input"
+
+    def _reads(self, saved: Node) -> Iterator[int]:
+        """Elements of what the ops that made the tensor read, parameters aside."""
+        for op in self._ops.get(saved.meta.get("seq_nr", -1), []):
+            for arg in op.args:
+                if isinstance(arg, Node) and arg in self._fed and is_tensor(arg):
+                    yield example(arg).numel()
+
+    def _module(self, meta: dict[str, Any], key: str) -> str:
+        """The path in the model of the innermost module of a node's stack."""
+        stack = [path for path, _ in (meta.get(key) or {}).values()]
+        for text in reversed(stack):
+            parts = [
+                part
+                for part in re.sub(r"\['?([^\]']*)'?\]", r".\1", str(text)).split(".")
+                if part and part != "_modules"
+            ]
+            for start in range(len(parts)):
+                tail = ".".join(parts[start:])
+                for path in (f"{self.root}.{tail}" if self.root else tail, tail):
+                    if path in self.modules:
+                        return path
+        return self.root
+
+
+def stripped(node: Node) -> Node:
+    """The node that a node is a view or a copy of, as far as all its elements are."""
+    while node.op == "call_function" and node.target in _VIEWS:
+        above = node.args[0]
+        if not isinstance(above, Node):
+            break
+        node = above
+    return node
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def example(node: Node) -> Tensor:
+    """A meta tensor of the sizes that the graph was traced with, symbolic ones as they were."""
+    x = node.meta["val"]
+    return torch.empty_strided(
+        [_hint(size) for size in x.shape],
+        [_hint(stride) for stride in x.stride()],
+        dtype=x.dtype,
+        device="meta",
+    )
+
+
+def _hint(size: Any) -> int:
+    return int(size) if isinstance(size, int) else int(size.node.hint)
+
+
+def _reached(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that is computed of them."""
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found:
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _name(stack: Any) -> str:
+    """The op's name in sites, of a stack of source functions."""
+    if not stack:
+        return "autograd.Function"
+    text, target = stack[-1][:2]
+    if not isinstance(target, type):
+        text = target if isinstance(target, str) else getattr(target, "__name__", text)
+    return re.sub(r"_\d+$", "", str(text)).strip("_")
+
+
+def _smooth_power(op: Node) -> bool:
+    """Whether it raises to a whole positive power, whose derivative has no pole."""
+    if op.target is not aten.pow.Tensor_Scalar:
+        return False
+    exponent = op.args[1]
+    return isinstance(exponent, int | float) and exponent >= 2 and float(exponent).is_integer()

@@ -1,0 +1,450 @@
+"""Saved tensors of compiled graphs: the pack and unpack functions that AOTAutograd inlines.
+
+The one module that touches what torch.compile does not promise to keep: the instance that traces a
+frame, the compiler that its graph is given to, and the node whose saved tensor is being packed.
+"""
+
+import sys
+import zlib
+from collections.abc import Callable
+from functools import cache, wraps
+from operator import methodcaller
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites, example, stripped
+from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.activations.saved import payload_ops
+from memtrain.activations.saved.flatten import flatten
+from memtrain.activations.saved.pack_hook import FLOATS, INTEGERS, SavedTensors
+from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
+
+_unpack = methodcaller("unpack")
+
+UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch keeps to itself"
+"""Why a compiled forward is left alone where torch's inside is another one."""
+DERIVATIVE_BITS = 2
+"""More bits than its derivative code: of a tensor that gives the op's output again, too."""
+
+_FILTER = "saved_tensors_hooks_filtering_mode"
+
+
+class _Packing(NamedTuple):
+    """What is done to one saved tensor of a graph."""
+
+    form: payload_ops.Form
+    key: tuple[int, int, int]
+    counts: bool
+    parts: int
+
+
+class CompiledGraphs:
+    """Compresses what the compiled parts of a model's forward save.
+
+    The hooks of a forward are graphs themselves, where Dynamo is there: AOTAutograd then inlines
+    them at the end of a compiled forward and at the beginning of its backward. When it runs, no
+    hook does, and nothing here. Outside of compiled parts they are the hooks that they stand for.
+
+    Args:
+        model: Its modules are named.
+        saved: Knows the rules, the seed, and the number of forwards.
+        on_graphs: Called with the records of what graphs save that have been compiled.
+    """
+
+    def __init__(
+        self, model: nn.Module, saved: SavedTensors, on_graphs: Callable[[list[Record]], None]
+    ) -> None:
+        self.model, self.saved, self.on_graphs = model, saved, on_graphs
+        self.why = ""
+        """Why a graph was left alone, if one was."""
+        self.root = ""
+        """Path of the module whose forward runs now, not traced."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._modules: tuple[Any, Any] | None = None
+        self._open: list[_Graph] = []
+        self._mode: Any = None  # of filtering, as it was before the forward
+
+    def __getstate__(self) -> dict[str, object]:
+        runtime = ("_modules", "_open", "_mode")
+        return {name: value for name, value in vars(self).items() if name not in runtime}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._clear()
+
+    def hooks(self) -> tuple[Any, Any]:
+        """The pack and the unpack function of a forward that begins."""
+        if "torch._dynamo" not in sys.modules:
+            return self.saved.pack, _unpack
+        if not _supported():
+            self.why = UNSUPPORTED
+            return self.saved.pack, _unpack
+        if self._modules is None:  # one pair for good: graphs are guarded by which it is
+            self._modules = _one_call(self._pack), _one_call(self._unpack)
+        self._mode = _set_filter("no_static")
+        return self._modules
+
+    def end(self) -> list[Record]:
+        """End the forward that has begun; what the graphs save that were compiled in it."""
+        if self._mode is not None:
+            _set_filter(self._mode)
+            self._mode = None
+        graphs, self._open = self._open, []
+        return [one for graph in graphs for one in self._of_siblings(graph.root, graph.records)]
+
+    def claim(self) -> None:
+        """Compress what the graph saves that is traced now, though no forward began outside of it.
+
+        It is not told of which module: equal modules run one graph, as long as nothing that was
+        read while it was traced tells them apart.
+        """
+        if top_hooks() is not None:  # ours, or another's: `hooks` has seen to it
+            return
+        try:
+            output = _tracing()
+            install = output.maybe_install_saved_tensors_hooks_subgraphs
+            compiler = output.compiler_fn
+        except (AttributeError, ImportError):
+            self.why = UNSUPPORTED
+            return
+        if hasattr(compiler, "_memtrain"):
+            return
+        hooks = self.hooks()
+        _set_filter(self._mode)
+        if self._modules is None:
+            return
+        with saved_tensors_hooks(*hooks):  # so that caches of whole compilations pass it over
+            output.saved_tensors_hooks_subgraph_names = install()
+        output.compiler_fn = self._around(compiler)
+
+    vars()["claim"]._dynamo_marked_constant = True  # run by the tracer, not traced
+
+    def _around(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiler of a graph, with our hooks for it to inline."""
+
+        @wraps(compiler)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            self.root = ""
+            try:
+                with saved_tensors_hooks(*self.hooks()):
+                    return compiler(*args, **kwargs)
+            finally:
+                records = self.end()
+                if records:
+                    self.on_graphs(records)
+
+        vars(inner)["_memtrain"] = True
+        return inner
+
+    def _graph(self, given: Any) -> "_Graph":
+        forward = given["_fw_graph"]
+        for graph in self._open:
+            if graph.forward is forward:
+                return graph
+        _name_alike(forward, given["_bw_graph"])
+        modules = {name for name, _ in self.model.named_modules()}
+        sharded = any(_is_sharded(module) for module in self.model.modules())
+        sites = GraphSites(
+            forward, given["_bw_graph"], modules, self.root, _static(), sharded=sharded
+        )
+        self._open.append(_Graph(self.saved, forward, sites, self.root))
+        return self._open[-1]
+
+    def _pack(self, x: Tensor) -> Any:
+        given = _context()
+        return self.saved.pack(x) if given is None else self._graph(given).pack(x, given["_node"])
+
+    def _unpack(self, packed: Any) -> Tensor:
+        given = _context()
+        if given is None:
+            return packed.unpack()
+        return self._graph(given).unpack(packed, given["_node"])
+
+    def _of_siblings(self, root: str, records: list[Record]) -> list[Record]:
+        """The records, and those of modules compiled by themselves that run the same graph."""
+        own = self.model.get_submodule(root)
+        if not root or not _is_compiled(self.model, root):
+            return records
+        found = list(records)
+        for name, module in self.model.named_modules():
+            if name != root and _alike(module, own) and _is_compiled(self.model, name):
+                offset = 1 + max((record.storage for record in found), default=0)
+                for record in records:
+                    path = record.site.module
+                    moved = path == root or path.startswith(f"{root}.")
+                    path = f"{name}{path[len(root) :]}" if moved else path
+                    site = record.site._replace(module=path)
+                    found.append(record._replace(site=site, storage=record.storage + offset))
+        return found
+
+
+class _Graph:
+    """One graph that is being compiled."""
+
+    def __init__(
+        self, saved: SavedTensors, forward: fx.Graph, sites: GraphSites, root: str
+    ) -> None:
+        self.saved, self.forward, self.sites, self.root = saved, forward, sites, root
+        self.records: list[Record] = []
+        self._packings: dict[fx.Node, _Packing | None] = {}
+        self._kept: dict[fx.Node, int] = {}
+
+    def pack(self, x: Tensor, node: fx.Node) -> Any:
+        """What the graph holds in place of a saved tensor."""
+        if node not in self._packings:
+            with _no_modes():
+                self._packings[node] = self._decide(node)
+        packing = self._packings[node]
+        if packing is None:
+            return x
+        parts = payload_ops.compress(x, packing.form, packing.key, counts=packing.counts)
+        return [*parts, *[size for size in x.shape if not isinstance(size, int)]]
+
+    def unpack(self, packed: Any, node: fx.Node) -> Tensor:
+        """The saved tensor of what `pack` gave."""
+        packing = self._packings[node]
+        if packing is None:
+            return packed
+        x = node.meta["val"]
+        sizes = iter(packed[packing.parts :])
+        shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
+        return payload_ops.decompress(packed[: packing.parts], packing.form, shape, x.dtype)
+
+    def _decide(self, node: fx.Node) -> _Packing | None:
+        x, saved = example(node), self.saved
+        site, chosen = self._choose(node, x)
+        parts: dict[str, Tensor] = {}
+        if isinstance(chosen, Compressor) and not chosen.is_identity:
+            flat, layout = flatten(x)
+            try:
+                parts = chosen.compress(x if chosen.shaped else flat, key=Key()).tensors
+            except Exception as error:  # noqa: BLE001 (a compressor of the user's own may raise any)
+                chosen = Keep(f"{NO_FAKE}: {type(chosen).__name__}: {error}")
+            else:
+                planned = sum(part.nbytes for part in parts.values())
+                if planned < x.numel() * x.element_size():
+                    form = payload_ops.form_of(chosen, layout, list(parts))
+                    counts = not any(self._packings.values())
+                    number = zlib.crc32(site.name.encode())
+                    key = (saved.seed, number, payload_ops.counter_of(saved))
+                    self._record(site, node, x, planned, repr(chosen))
+                    return _Packing(form, key, counts, len(parts))
+                chosen = Keep("its payload would be no smaller")
+        kept = isinstance(chosen, Keep)
+        reason, name = (chosen.reason, "") if kept else ("", repr(chosen))
+        self._record(site, node, x, None, name, reason)
+        return None
+
+    def _choose(self, node: fx.Node, x: Tensor) -> tuple[Site, Compressor | Keep]:
+        """The strictest of the choices for what reads the tensor, and the site that it is for."""
+        sites, saved = self.sites, self.saved
+        uses = sites.uses(node)
+        places = [use.site for use in uses] or [sites.site(node)]
+        why = sites.why_keep(node, uses, saved.min_elements)
+        if why:
+            return places[0], Keep(why)
+        if sites.checkpointed(node):
+            place = Site(places[0].module, RECOMPUTE, "input")
+            return place, saved.checkpointed
+        jumps = any(use.jumps for use in uses)
+        limit = sites.limit(node)
+        options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]
+        return max(options, key=lambda option: _strictness(option[1], x))
+
+    def _record(
+        self,
+        site: Site,
+        node: fx.Node,
+        x: Tensor,
+        planned: int | None,
+        compressor: str,
+        reason: str = "",
+    ) -> None:
+        base = stripped(node)
+        own = reason == OWN_INPUT
+        first = base not in self._kept and not own
+        number = self._kept.setdefault(base, len(self._kept))
+        nbytes = x.numel() * x.element_size() if first else 0
+        dtype = str(x.dtype).removeprefix("torch.")
+        held = nbytes if planned is None else planned
+        shape = tuple(x.shape)
+        self.records.append(Record(site, shape, dtype, nbytes, held, compressor, reason, number))
+
+
+NO_FAKE = "its compressor has no form on tensors without data, which graphs are traced with"
+"""Begins the reason where a compressor of the user's own cannot be traced."""
+HOST = Keep("inside torch.compile nothing is swapped out to the host")
+UNKNOWN_RANGE = Keep("integers whose range the compiler does not know")
+
+
+def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool) -> Any:
+    """The compressor for this dtype, where what reads the tensor computes it again too."""
+    if isinstance(chosen, Keep) or chosen.is_identity:
+        return chosen
+    if x.dtype == torch.bool:
+        return Mask()
+    if x.dtype in INTEGERS:
+        return UNKNOWN_RANGE if limit is None else Integers(limit=limit)
+    if x.dtype not in FLOATS:
+        return Keep(f"dtype {x.dtype}")
+    if isinstance(chosen, Host):
+        return HOST
+    if chosen.gives_derivative:
+        chosen = Group(bits=min(8, chosen.bits + DERIVATIVE_BITS))
+    if jumps and isinstance(chosen.bits, int) and chosen.bits < 8:
+        chosen = chosen.with_width(8)
+    return chosen
+
+
+def _strictness(chosen: Compressor | Keep, x: Tensor) -> float:
+    if isinstance(chosen, Keep) or chosen.is_identity:
+        return float("inf")
+    try:
+        flat = x if chosen.shaped else flatten(x)[0]
+        return sum(part.nbytes for part in chosen.compress(flat, key=Key()).tensors.values())
+    except Exception:  # noqa: BLE001 (`_decide` tells it)
+        return float("inf")
+
+
+def inside_compiled(model: Any) -> nn.Module | None:
+    """The module that `torch.compile(module)` was given, of what it returned; None of others.
+
+    Example:
+        >>> inside_compiled(nn.Linear(1, 1)) is None
+        True
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    return model._orig_mod if compiled else None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2's `fully_shard` has been called on it."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _is_compiled(model: nn.Module, name: str) -> bool:
+    """Whether a module is compiled by itself: in place, or by `torch.compile` around it."""
+    module = model.get_submodule(name)
+    above = model.get_submodule(name.rpartition(".")[0])
+    return module._compiled_call_impl is not None or inside_compiled(above) is not None
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have one class and parameters of the same names and shapes."""
+    return type(one) is type(other) and _shapes(one) == _shapes(other)
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in module.named_parameters()]
+
+
+# -- torch's inside ------------------------------------------------------------------------------
+
+
+def _tracing() -> Any:
+    """What Dynamo traces now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output
+
+
+@cache
+def _supported() -> bool:
+    try:
+        from torch._functorch import config
+        from torch._functorch._aot_autograd import graph_compile
+    except ImportError:
+        return False
+    return hasattr(config, _FILTER) and hasattr(graph_compile, "_get_saved_tensor_hook_context")
+
+
+def run_untraced(*functions: Callable[..., Any]) -> None:
+    """Let Dynamo run functions, and what they call, as they are where they are frames themselves.
+
+    The hooks of a module that is compiled whole are. Where such a call is traced as a part of
+    another frame, it is traced as ever.
+    """
+    from torch._C._dynamo import eval_frame
+
+    try:
+        action: Any = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(action, action)
+        for function in functions:
+            eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
+        return  # of a torch that has no graphs for us either
+
+
+def _set_filter(mode: str) -> str:
+    """Set which saved tensors AOTAutograd hands to hooks; gives what was set before."""
+    from torch._functorch import config
+
+    before = getattr(config, _FILTER)
+    setattr(config, _FILTER, mode)
+    return before
+
+
+def _context() -> Any:
+    """The node whose saved tensor a graph packs or unpacks, and its graphs; None outside."""
+    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
+
+    return _get_saved_tensor_hook_context()
+
+
+def _static() -> list[int]:
+    """Numbers of the inputs that are parameters or buffers, of the graph that is packed now."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
+            return [*frame.f_locals["static_input_indices"]]
+        frame = frame.f_back
+    raise RuntimeError("a graph is packed by another function than torch's own")
+
+
+def _name_alike(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Give the inputs of a backward the names of the forward's outputs, by which torch finds them.
+
+    Where activation checkpointing keeps states of random generators, they have names of their own.
+    """
+    inputs = [
+        node
+        for node in backward.find_nodes(op="placeholder")
+        if not str(node.target).startswith("tangents")
+    ]
+    outputs = forward.output_node().args[0]
+    last = cast(Any, outputs)[-len(inputs) :] if inputs else []
+    given, taken = {node.name for node in inputs}, {node.name for node in last}
+    others = [node for node in inputs if node.name not in taken]
+    for node, output in zip(others, [n for n in last if n.name not in given], strict=False):
+        for other in backward.nodes:
+            if other.name == output.name:
+                other._rename(f"{output.name}_again")
+        node.name = output.name
+
+
+def _no_modes() -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def _one_call(function: Callable[[Any], Any]) -> fx.GraphModule:
+    """A graph of one call, without a hash, so that no cache of AOTAutograd serves.
+
+    One that did would not say what it holds; code that inductor has generated is found in its own
+    cache, by the graph with the hooks inlined.
+    """
+
+    def call(x: Any) -> Any:
+        return function(x)
+
+    graph = fx.Graph()
+    graph.output(graph.call_function(call, (graph.placeholder("x"),)))
+    return fx.GraphModule(nn.Module(), graph)
