@@ -18,7 +18,7 @@ pytestmark = [
 SHORT = [
     "data.tokenizer=bytes", "data.sequence=32", "training.batch=6", "training.warmup=1",
     "training.eval_every=2", "training.eval_batches=2", "training.checkpoint_every=2",
-    "training.meter_every=0", "optimizer.lr=1e-2", "output.plot=false",
+    "training.meter_every=0", "optimizer.lr=1e-2", "training.final_lr=1", "output.plot=false",
 ]  # fmt: skip
 
 
