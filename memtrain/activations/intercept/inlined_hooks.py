@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memtrain.activations.intercept.graph_order import compress_early, decompress_late
 from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites, example, stripped
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.saved import payload_ops
@@ -86,7 +87,10 @@ class CompiledGraphs:
             self.why = UNSUPPORTED
             return self.saved.pack, _unpack
         if self._modules is None:  # one pair for good: graphs are guarded by which it is
-            self._modules = _one_call(self._pack), _one_call(self._unpack)
+            self._modules = (
+                _one_call(self.saved.pack, self._pack),
+                _one_call(_unpack, self._unpack),
+            )
         self._mode = _set_filter("no_static")
         return self._modules
 
@@ -156,14 +160,14 @@ class CompiledGraphs:
         self._open.append(_Graph(self.saved, forward, sites, self.root))
         return self._open[-1]
 
-    def _pack(self, x: Tensor) -> Any:
-        given = _context()
-        return self.saved.pack(x) if given is None else self._graph(given).pack(x, given["_node"])
+    def _pack(self, x: Tensor, given: Any) -> Any:
+        return self._graph(given).pack(x, given["_node"])
 
-    def _unpack(self, packed: Any) -> Tensor:
-        given = _context()
-        if given is None:
-            return packed.unpack()
+    def _unpack(self, packed: Any, given: Any) -> Tensor:
+        # What the hooks of the tensors before have put into the graphs; the last tensor's unpacking
+        # comes after this, at the head of a backward that needs it first.
+        compress_early(given["_fw_graph"])
+        decompress_late(given["_bw_graph"])
         return self._graph(given).unpack(packed, given["_node"])
 
     def _of_siblings(self, root: str, records: list[Record]) -> list[Record]:
@@ -391,13 +395,6 @@ def _set_filter(mode: str) -> str:
     return before
 
 
-def _context() -> Any:
-    """The node whose saved tensor a graph packs or unpacks, and its graphs; None outside."""
-    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
-
-    return _get_saved_tensor_hook_context()
-
-
 def _static() -> list[int]:
     """Numbers of the inputs that are parameters or buffers, of the graph that is packed now."""
     frame = sys._getframe()
@@ -435,15 +432,22 @@ def _no_modes() -> Any:
     return _disable_current_modes()
 
 
-def _one_call(function: Callable[[Any], Any]) -> fx.GraphModule:
+def _one_call(eager: Callable[[Any], Any], traced: Callable[[Any, Any], Any]) -> fx.GraphModule:
     """A graph of one call, without a hash, so that no cache of AOTAutograd serves.
 
     One that did would not say what it holds; code that inductor has generated is found in its own
     cache, by the graph with the hooks inlined.
+
+    Args:
+        eager: Called outside of graphs.
+        traced: Called while a graph is compiled, with the node whose saved tensor is at hand too,
+            and both its graphs.
     """
+    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
     def call(x: Any) -> Any:
-        return function(x)
+        given = _get_saved_tensor_hook_context()
+        return eager(x) if given is None else traced(x, given)
 
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))

@@ -1,6 +1,7 @@
 """Compiled forwards: what their graphs save is compressed, under the same rules, once."""
 
 import copy
+import operator
 import sys
 import warnings
 
@@ -195,6 +196,32 @@ def test_plans_of_models_that_share_their_code_are_told_apart():
     assert sizes[0] == sizes[1]
     assert sizes[0] == sorted(sizes[0], reverse=True)
     assert len(set(sizes[0])) == 3
+
+
+def test_graphs_compress_behind_the_last_reader_and_decompress_before_the_first():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return boxed_nop(graph, inputs)
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    model, _ = wrapped(Model(blocks=2))
+    torch.compile(model, backend=backend)(tokens()).sum().backward()
+    forward, backward = [list(graph.nodes) for graph in graphs]
+    ours = torch.ops.memtrain
+    compressing = [n for n in forward if n.target is ours.compress_saved.default]
+    assert len(compressing) > 10
+    for node in compressing:
+        saved = node.args[0]
+        readers = [saved, *(user for user in saved.users if user not in (node, forward[-1]))]
+        last = max(forward.index(reader) for reader in readers)
+        between = forward[last + 1 : forward.index(node)]
+        assert all(n in compressing or n.target is operator.getitem for n in between), node
+    decompressing = [n for n in backward if n.target is ours.decompress_saved.default]
+    for node in decompressing[1:]:  # the first one's tensor is the first that is needed
+        first = min(backward.index(user) for user in node.users)
+        assert all(n in decompressing for n in backward[backward.index(node) : first]), node
 
 
 def test_rounding_differs_from_step_to_step_and_repeats_under_its_seed():
