@@ -53,7 +53,7 @@ def advice(
         >>> peak = Moment("step", "step", 100, {"weights": 80, "inputs": 20})
         >>> goal = Goal(allow=("quantise", "recompute", "release", "weights"))
         >>> advice(60, peak, (), goal, lambda what, most: 0, lambda: None)
-        ['weights, gradients and states (80 B) sharded over 2 devices']
+        ['weights, gradients and states (0.08 KiB) sharded over 2 devices']
     """
     fixed = sum(smallest.parts.get(name, 0) for name in (WEIGHTS, GRADIENTS, STATES))
     rest = smallest.nbytes - fixed

@@ -95,7 +95,9 @@ def test_programs_are_numbered_in_64_bits_before_any_product(path):
         table = re.match(r"tl\.program_id\(0\)( \+ 1)?\)\.to\(tl\.int64\)", use)
         # Patches are numbered in 32 bits, which `patch_quantize` checks; their elements in 64.
         patches = path.stem == "patch_triton" and use.startswith("tl.program_id(0) * LANES")
-        assert widened or table or patches, use
+        # A chunk's number takes 32 bits; its elements 64.
+        chunk = use == "tl.program_id(0) + 1)" and "chunk.to(tl.int64) * " in source
+        assert widened or table or patches or chunk, use
 
 
 def test_patches_of_more_than_two_to_the_31_are_refused():

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import memtrain.kernels
+from memtrain.activations.saved import payload_ops
+from memtrain.activations.saved.flatten import flatten
+from memtrain.compressors import Group, Key
 from memtrain.kernels.group import group
 from memtrain.kernels.packing import pack
 from memtrain.kernels.patch import patch
@@ -57,7 +60,20 @@ def row_and_col():
     return torch.rand(20), torch.rand(31)
 
 
+def saved(x):
+    """Arguments of compress_saved after the tensor: how graphs hold it in groups of 4 bits."""
+    flat, layout = flatten(x)
+    group = Group(bits=4)
+    form = payload_ops.form_of(group, layout, list(group.compress(flat, key=Key()).tensors))
+    return form.compressor, form.order, form.expanded
+
+
 CASES = {
+    "compress_saved": lambda: [(x, *saved(x), (0, 1, 0), False) for x in views()],
+    "decompress_saved": lambda: [
+        (called("compress_saved", x, *form, (0, 1, 0), False), form[0], x.shape, *form[1:], x.dtype)
+        for x, form in ((x, saved(x)) for x in views())
+    ],
     "pack_codes": lambda: [
         (x, bits)
         for bits in range(1, 9)
