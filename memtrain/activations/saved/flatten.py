@@ -65,7 +65,10 @@ def restore(flat: Tensor, layout: Layout) -> Tensor:
     Returns:
         A view of `flat`.
     """
-    stored, inverse, expanded = _steps(layout)
+    try:
+        stored, inverse, expanded = _steps(layout)
+    except TypeError:  # symbolic sizes have no hash
+        stored, inverse, expanded = _steps.__wrapped__(layout)
     x = flat.view(stored)
     x = x if inverse is None else x.permute(inverse)
     return x.expand(layout.shape) if expanded else x
