@@ -13,7 +13,7 @@ import torch
 FORMAT = 1
 NAME = "checkpoint.pt"
 FOLDERS = "checkpoint-"
-"""What folders of checkpoints begin with, of a model of one's own; the step follows."""
+"""Names of folders of checkpoints begin with it, of a model of one's own; the step follows."""
 PROGRESS = "progress.pt"
 STATES = "states"
 

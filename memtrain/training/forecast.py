@@ -1,4 +1,4 @@
-"""What a run will take, told before its first step, and whether it fits."""
+"""A forecast of what a run will take, told before its first step, and whether it fits."""
 
 from pathlib import Path
 

@@ -454,7 +454,7 @@ class _Reader:
         )  # fmt: skip
 
     def _words(self) -> str:
-        """What tells this tokenizer from others."""
+        """Marks that tell this tokenizer from others."""
         if self.tokenizer is None:
             return BYTES
         backend = getattr(self.tokenizer, "backend_tokenizer", None)

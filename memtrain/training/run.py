@@ -131,7 +131,7 @@ class Run:
 
     @property
     def called(self) -> nn.Module:
-        """What is called in a step: the model, or DistributedDataParallel around it."""
+        """The module that a step calls: the model, or DistributedDataParallel around it."""
         return self._replica or self.model
 
     @property
@@ -214,7 +214,7 @@ class Run:
         }
 
     def progress(self) -> dict[str, Any]:
-        """What `state` has besides the model and its optimizer."""
+        """Entries of `state` besides the model and its optimizer."""
         wrapped = self.name == "wrapped"
         return {
             "run": self.name,
@@ -320,7 +320,7 @@ class Run:
         return sum(sum_bytes(p, sums) for p in trained) if config.release.accumulate > 1 else 0
 
     def longest(self) -> Any:
-        """What the model is called with for the longest microbatch."""
+        """Arguments of the model for the longest microbatch."""
         if isinstance(self.source, Rows):
             return moved(self.source.longest(self.micro), self.device)
         batch = self._batches("train", 0)[0]

@@ -35,7 +35,7 @@ _FILTER = "saved_tensors_hooks_filtering_mode"
 
 
 class _Packing(NamedTuple):
-    """What is done to one saved tensor of a graph."""
+    """The way that one saved tensor of a graph is packed."""
 
     form: payload_ops.Form
     key: tuple[int, int, int]
@@ -200,7 +200,7 @@ class _Graph:
         self._kept: dict[fx.Node, int] = {}
 
     def pack(self, x: Tensor, node: fx.Node) -> Any:
-        """What the graph holds in place of a saved tensor."""
+        """Give the graph what it holds in place of a saved tensor."""
         if node not in self._packings:
             with _no_modes():
                 self._packings[node] = self._decide(node)
@@ -353,7 +353,7 @@ def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
 
 
 def _tracing() -> Any:
-    """What Dynamo traces now."""
+    """The output graph that Dynamo traces now."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output

@@ -22,7 +22,7 @@ INSIDE = 0
 """The number of what ops hold inside themselves."""
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-"""What a fake tensor's `device` asks: more than half of all ops."""
+"""The op by which a fake tensor's `device` is asked: more than half of all ops."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
 

@@ -314,7 +314,7 @@ _Names = tuple[str, str]
 def _row_form(
     rule: str, codecs: tuple[Codec, ...], shape: torch.Size, device: torch.device
 ) -> tuple[list[_Names], list[tuple[int, int]], tuple[int, ...]]:
-    """What entries of a form share: names of each state's tensors, its tables, sizes and kind."""
+    """Traits that a form's entries share: names of each state's tensors, tables, sizes, kind."""
     names: list[_Names] = []
     tables: list[tuple[int, int]] = []
     for codec in codecs:

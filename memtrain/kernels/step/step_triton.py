@@ -87,7 +87,7 @@ def _updated(p, g, m, v, numbers, RULE: tl.constexpr, SECOND: tl.constexpr):
 def _new_second(
     g_ptr, p_ptr, lost_ptr, scalars, at, inside, old, MASTER: tl.constexpr, SECOND: tl.constexpr
 ):  # fmt: skip
-    """What the first pass reduces: magnitudes of rank-1's new second moment, squares of g."""
+    """Terms of the first pass: magnitudes of rank-1's new second moment, squares of g."""
     # The scalars are loaded where they are used: held over the loop, they would spill.
     g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars + 2)
     l2 = tl.load(scalars + 1)
