@@ -1,7 +1,6 @@
 """Models of one's own: transformers' from a folder or a config, and a user's function."""
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from memtrain.config.transformers_configs import (
+    config_file,
+    import_transformers,
+    prepare_for_training,
+    read_config,
+    tasks_of,
+)
+from memtrain.config.user_functions import user_function
 from memtrain.training.settings import in_range, one_of
 
 TASKS = ("CausalLM", "MaskedLM", "ImageClassification")
@@ -18,10 +25,8 @@ TASKS = ("CausalLM", "MaskedLM", "ImageClassification")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = ("folder", "random")
 FILE = "model.safetensors"
-_SUFFIXES = {"LMHeadModel": "CausalLM", **{f"For{task}": task for task in TASKS}}
 _FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "spiece*")
-_DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,34 +71,23 @@ class Pretrained:
         if self.dropout is not None:
             in_range("model.dropout", self.dropout, at_least=0, below=1)
         if self.lora:
-            _imported("peft", "model.lora", "integrations")
+            _peft()
 
     @property
     def file(self) -> Path:
         """The config's file."""
-        path = Path(self.path).expanduser()
-        return path / "config.json" if path.is_dir() else path
+        return config_file(self.path)
 
     @cached_property
     def config(self) -> Any:
         """Transformers' config, with the dropout that is asked for and without a cache."""
-        if not self.file.is_file():
-            raise FileNotFoundError(f"model=hf:{self.path}: {str(self.file)!r} does not exist")
+        config = read_config(self.path)
         if self.weights == "folder" and not _holds_weights(Path(self.path).expanduser()):
             raise FileNotFoundError(
                 f"model=hf:{self.path} has no weights (*.safetensors); "
                 "model.weights=random trains its config from initial values"
             )
-        transformers = _transformers()
-        try:
-            config = transformers.AutoConfig.from_pretrained(str(self.file), local_files_only=True)
-        except (ValueError, KeyError, OSError) as error:
-            raise ValueError(f"model=hf:{self.path}: {str(error).splitlines()[0]}") from error
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
-        if self.dropout is not None:
-            for name in [name for name in vars(config) if name.endswith(_DROPOUTS)]:
-                setattr(config, name, float(self.dropout))
+        prepare_for_training(config, self.dropout)
         if self.classes is not None:
             config.num_labels = self.classes
         return config
@@ -101,19 +95,13 @@ class Pretrained:
     @cached_property
     def trained_task(self) -> str:
         """The task, asked for or named by the config."""
-        transformers, config = _transformers(), self.config
-        known = [
-            task
-            for task in TASKS
-            if type(config) in getattr(transformers, f"AutoModelFor{task}")._model_mapping
-        ]
+        known, named = tasks_of(self.config, TASKS)
         if self.task is not None and self.task not in known:
-            kind = type(config).__name__
+            kind = type(self.config).__name__
             raise ValueError(f"model.task={self.task!r}: {kind} has {', '.join(known) or 'none'}")
-        written = " ".join(config.architectures or ())
-        named = [task for suffix, task in _SUFFIXES.items() if suffix in written and task in known]
         if self.task is None and not named:
-            kind = f"{type(config).__name__} of {written or 'no architecture'}"
+            written = " ".join(self.config.architectures or ()) or "no architecture"
+            kind = f"{type(self.config).__name__} of {written}"
             raise ValueError(
                 f"model=hf:{self.path}: {kind} does not tell its task; "
                 f"allowed: model.task={'|'.join(known) or ', with another model'}"
@@ -140,7 +128,7 @@ class Pretrained:
         if not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
             raise FileNotFoundError(f"{str(folder)!r} has no tokenizer; {allowed}")
         try:
-            found = _transformers().AutoTokenizer.from_pretrained(
+            found = import_transformers("model=hf:").AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True
             )
         except Exception as error:  # transformers raises half a dozen types where files are missing
@@ -167,7 +155,7 @@ class Pretrained:
         Raises:
             ValueError: If the weights cannot be read, or are another model's.
         """
-        auto = getattr(_transformers(), f"AutoModelFor{self.trained_task}")
+        auto = getattr(import_transformers("model=hf:"), f"AutoModelFor{self.trained_task}")
         options: dict[str, Any] = {"dtype": DTYPES[self.dtype]}
         if self.attention is not None:
             options["attn_implementation"] = self.attention
@@ -202,7 +190,7 @@ class Pretrained:
         return model, sorted(missing)
 
     def _adapted(self, model: Any, folder: Path | None) -> Any:
-        peft = _imported("peft", "model.lora", "integrations")
+        peft = _peft()
         if folder is not None:
             return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         names = self.lora_targets.split(",")
@@ -264,20 +252,7 @@ def py(*, path: str) -> nn.Module:
         ValueError: If there is no such function, or it raises.
         TypeError: If it returns something else.
     """
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"model='py:{path}' names no function; allowed: py:<module>:<function>")
-    if "" not in sys.path:  # a console script does not look into the working directory
-        sys.path.insert(0, "")
-    function = getattr(importlib.import_module(module), name, None)
-    if not callable(function):
-        raise ValueError(f"model='py:{path}': {module} has no function {name!r}")
-    try:
-        model = function()
-    except Exception as error:  # the user's code may raise anything
-        raise ValueError(
-            f"model='py:{path}' raised {type(error).__name__}: {_first(error)}"
-        ) from error
+    model = user_function(path)()
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model='py:{path}' returned a {type(model).__name__}, not a torch.nn.Module"
@@ -289,19 +264,12 @@ def _holds_weights(path: Path) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in _FILES)
 
 
-def _transformers() -> Any:
-    found = _imported("transformers", "model=hf:", "models")
-    found.logging.set_verbosity_error()  # what it would say of new parameters is told by us
-    found.logging.disable_progress_bar()
-    return found
-
-
-def _imported(package: str, key: str, extra: str) -> Any:
+def _peft() -> Any:
     try:
-        return importlib.import_module(package)
+        return importlib.import_module("peft")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{key} needs {package}: pip install 'memtrain[{extra}]'"
+            "model.lora needs peft: pip install 'memtrain[integrations]'"
         ) from error
 
 

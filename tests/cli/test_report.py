@@ -160,7 +160,7 @@ def test_help_teaches_by_examples(capsys):
         (["model=gpt2", "image=224"], "takes text; use seq="),
         (["model=resnet50", "seq=3"], "takes images; use image="),
         (["model=hf:nowhere"], "does not exist"),
-        (["model=py:theirs"], "names no builder"),
+        (["model=py:theirs"], "names no function"),
         (["model=py:theirs:biuld"], "has no function 'biuld'"),
         (["model=py:theirs:number"], "has no function 'number'"),
         (["model=py:absent:build"], "No module named 'absent'"),

@@ -1,12 +1,9 @@
 """Models by name, from a transformers config or by a user's function, without memory or real."""
 
-import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memtrain.cli.models.named_models import NAMED_MODELS, TASKS, NamedModel
 from memtrain.cli.models.request import DTYPES, OPTIMIZERS, Request
 from memtrain.config.errors import nearest
+from memtrain.config.transformers_configs import (
+    import_transformers,
+    prepare_for_training,
+    read_config,
+    tasks_of,
+)
+from memtrain.config.user_functions import user_function
 
 Built = tuple[nn.Module, Optimizer, Any]
 """A model, its optimizer, and what the model is called with."""
-_DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
 
 
 def build(request: Request, *, real: bool = False) -> Built:
@@ -51,7 +54,7 @@ def build(request: Request, *, real: bool = False) -> Built:
         if kind == "py" and rest:
             model, batch, *others = _user(rest, request)
         elif kind == "hf" and rest:
-            model, batch = from_family(_stored(Path(rest)), request)
+            model, batch = from_family(_stored(rest), request)
             others = []
         elif request.model in NAMED_MODELS:
             model, batch = from_family(NAMED_MODELS[request.model], request)
@@ -67,7 +70,7 @@ def build(request: Request, *, real: bool = False) -> Built:
 
 def known_models() -> list[str]:
     """Values that `model=` allows."""
-    return [*NAMED_MODELS, "hf:<config.json or its folder>", "py:<module>:<builder>"]
+    return [*NAMED_MODELS, "hf:<config.json or its folder>", "py:<module>:<function>"]
 
 
 @contextmanager
@@ -105,22 +108,10 @@ class _RealTables(TorchFunctionMode):
 
 def _user(where: str, request: Request) -> tuple[Any, ...]:
     """Call a user's builder with those of the request's values that it has arguments for."""
-    module, _, name = where.partition(":")
-    if not name:
-        raise ValueError(f"model='py:{where}' names no builder; allowed: py:<module>:<builder>")
-    if "" not in sys.path:  # a console script does not look into the working directory
-        sys.path.insert(0, "")
-    builder = getattr(importlib.import_module(module), name, None)
-    if not callable(builder):
-        raise ValueError(f"model='py:{where}': {module} has no function {name!r}")
+    builder = user_function(where)
     known = set(inspect.signature(builder).parameters)
     values = {"batch": request.batch, "seq": request.seq, "image": request.image}
-    result: Any
-    try:
-        result = builder(**{k: v for k, v in values.items() if k in known and v is not None})
-    except Exception as error:  # the user's code may raise anything
-        why = str(error).splitlines()[0] if str(error) else ""
-        raise ValueError(f"model='py:{where}' raised {type(error).__name__}: {why}") from error
+    result = builder(**{k: v for k, v in values.items() if k in known and v is not None})
     sound = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)
     if not sound or not isinstance(([*result, None])[2], Optimizer | None):
         raise TypeError(
@@ -160,43 +151,17 @@ def _random(x: Tensor, classes: int) -> Tensor:
     return torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, classes)
 
 
-def _import_transformers() -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "this model needs transformers: pip install 'memtrain[models]'"
-        ) from error
-    transformers.logging.set_verbosity_error()  # its advice is about training, not about sizes
-    return transformers
-
-
-def _stored(path: Path) -> NamedModel:
+def _stored(path: str) -> NamedModel:
     """A transformers config on disk, with the task that its `architectures` name, else its first.
 
     The path is that of a config.json, or of its folder.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise FileNotFoundError(f"model=hf:{path}: {str(file)!r} does not exist")
-    transformers = _import_transformers()
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"model=hf:{path}: {str(error).splitlines()[0]}") from error
-    known = [
-        task
-        for task in TASKS
-        if type(config) in getattr(transformers, f"AutoModelFor{task}")._model_mapping
-    ]
-    written = " ".join(config.architectures or ())
-    suffixes = {"LMHeadModel": "CausalLM", "ForConditionalGeneration": "Seq2SeqLM"}
-    suffixes |= {f"For{task}": task for task in TASKS}
-    named = [task for suffix, task in suffixes.items() if suffix in written and task in known]
+    config = read_config(path)
+    known, named = tasks_of(config, TASKS)
     if not known:
         raise ValueError(
             f"model=hf:{path}: no task for {type(config).__name__}; allowed: {', '.join(TASKS)}; "
-            "model=py:<module>:<builder> takes any model"
+            "model=py:<module>:<function> takes any model"
         )
     own = NamedModel(
         config=type(config).__name__, task=[*named, *known][0], options=config.to_diff_dict()
@@ -219,15 +184,11 @@ def from_family(family: NamedModel, request: Request) -> tuple[nn.Module, dict[s
         ValueError: For a size that the model does not take.
         ModuleNotFoundError: Without transformers; names the extra.
     """
-    transformers = _import_transformers()
+    transformers = import_transformers("this model")
     from transformers.initialization import no_init_weights
 
     config = getattr(transformers, family.config)(**family.options)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    if request.dropout is not None:
-        for name in [name for name in vars(config) if name.endswith(_DROPOUTS)]:
-            setattr(config, name, float(request.dropout))
+    prepare_for_training(config, request.dropout)
     batch = _batch(family, config, request)
     chosen = {"attn_implementation": request.attention} if request.attention else {}
     auto = getattr(transformers, f"AutoModelFor{family.task}" if family.task else "AutoModel")

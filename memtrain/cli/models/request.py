@@ -39,7 +39,7 @@ class Request:
     """Keys of `memtrain-report` besides memtrain's own."""
 
     model: str = ""
-    """A name of `NAMED_MODELS`, `hf:<config.json or its folder>` or `py:<module>:<builder>`."""
+    """A name of `NAMED_MODELS`, `hf:<config.json or its folder>` or `py:<module>:<function>`."""
     batch: int = 1
     """Samples."""
     seq: int | None = None

@@ -1,0 +1,92 @@
+"""Configs of transformers' models on disk: the file, its task, its dropout."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
+
+
+def import_transformers(key: str) -> Any:
+    """Import transformers, with its advice and its progress bars turned off.
+
+    Args:
+        key: What needs it, for the error.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; names the extra.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{key} needs transformers: pip install 'memtrain[models]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def config_file(path: str | Path) -> Path:
+    """The file of a config, which is named itself or by its folder.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    own = Path(path).expanduser()
+    file = own / "config.json" if own.is_dir() else own
+    if not file.is_file():
+        raise FileNotFoundError(f"model=hf:{path}: {str(file)!r} does not exist")
+    return file
+
+
+def read_config(path: str | Path) -> Any:
+    """Read a config that `save_pretrained` wrote; nothing is fetched.
+
+    Args:
+        path: A config.json, or its folder.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If transformers cannot read it.
+        ModuleNotFoundError: Without transformers.
+    """
+    file, transformers = config_file(path), import_transformers("model=hf:")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"model=hf:{path}: {str(error).splitlines()[0]}") from error
+
+
+def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tasks that a config's model can do, and those of them that its `architectures` name.
+
+    Args:
+        config: Of transformers.
+        tasks: Endings of `AutoModelFor` classes, in order of preference.
+    """
+    transformers = import_transformers("model=hf:")
+    known = [
+        task
+        for task in tasks
+        if type(config) in getattr(transformers, f"AutoModelFor{task}")._model_mapping
+    ]
+    suffixes = {"LMHeadModel": "CausalLM", "ForConditionalGeneration": "Seq2SeqLM"}
+    suffixes |= {f"For{task}": task for task in tasks}
+    written = " ".join(config.architectures or ())
+    return known, [task for suffix, task in suffixes.items() if suffix in written and task in known]
+
+
+def prepare_for_training(config: Any, dropout: float | None) -> None:
+    """Turn off the cache of generation, and set every dropout.
+
+    Args:
+        config: Of transformers; changed.
+        dropout: None leaves the config's.
+    """
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if dropout is not None:
+        for name in [name for name in vars(config) if name.endswith(_DROPOUTS)]:
+            setattr(config, name, float(dropout))

@@ -1,0 +1,43 @@
+"""Functions of a user's own, named in a config: `py:<module>:<function>`."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def user_function(where: str) -> Callable[..., Any]:
+    """Import a function that `model=py:` names.
+
+    Args:
+        where: `package.module:function`; the working directory is looked into too.
+
+    Returns:
+        The function, with its signature; whatever it raises comes as a ValueError that names it.
+
+    Raises:
+        ValueError: If no function is named, or the module has none of that name.
+
+    Example:
+        >>> user_function("math:floor")(2.5)
+        2
+    """
+    module, _, name = where.partition(":")
+    if not name:
+        raise ValueError(f"model='py:{where}' names no function; allowed: py:<module>:<function>")
+    if "" not in sys.path:  # a console script does not look into the working directory
+        sys.path.insert(0, "")
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"model='py:{where}': {module} has no function {name!r}")
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # the user's code may raise anything
+            why = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(f"model='py:{where}' raised {type(error).__name__}: {why}") from error
+
+    return called
