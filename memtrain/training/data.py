@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memtrain.training import image_rows, rows
+from memtrain.training import image_rows, text_rows
 from memtrain.training.networks import described
 from memtrain.training.rows import ALL, Rows, generator
 from memtrain.training.settings import build_named, in_range
@@ -138,9 +138,9 @@ Source = Text | Images | Rows
 SOURCES: dict[str, Callable[..., Text | Images]] = {"stdlib": stdlib, "digits": digits}
 """Name in a config -> what reads the data, from a seed and the config's other keys."""
 OWN: dict[str, Callable[..., Rows]] = {
-    "text": rows.text,
-    "jsonl": rows.jsonl,
-    "dataset": rows.dataset,
+    "text": text_rows.text,
+    "jsonl": text_rows.jsonl,
+    "dataset": text_rows.dataset,
     "images": image_rows.images,
 }
 """Data of one's own, read from a seed, the model (`Pretrained`) and the config's other keys."""

@@ -1,88 +1,95 @@
-"""A forecast of what a run will take, told before its first step, and whether it fits."""
+"""A forecast of the most that a step takes, on the longest batch of a run's data."""
 
-from pathlib import Path
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from memtrain.audit.live_storages import storage_nbytes
-from memtrain.config.sizes import format_size
-from memtrain.training.rows import Rows, TextRows
-from memtrain.training.run import Run
-
-
-def described(run: Run) -> list[str]:
-    """Lines about the model and the data.
-
-    Args:
-        run: Before its first step.
-    """
-    parameters = list(run.model.parameters())
-    whole = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    lines = [f"model: {whole:,} parameters" + (f", {trained:,} trained" * (trained < whole))]
-    fresh = getattr(run.model, "fresh", ())
-    if fresh:
-        shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
-        lines.append(f"model: not in its folder, so with initial values: {shown}")
-    source = run.source
-    if isinstance(source, Rows):
-        counts = [f"{len(source.parts[split]):,}" for split in ("train", "validation")]
-        told = f"data: {counts[0]} rows to train on, {counts[1]} held out"
-        if isinstance(source, TextRows):
-            told += f"; {len(source.corpus.tokens):,} tokens, the longest row has {source.length}"
-        lines.append(told)
-        if isinstance(source, TextRows) and source.cut:
-            lines.append(
-                f"data: {source.cut:,} documents are longer than a row: their ends are cut"
-            )
-    return lines
+from memtrain.audit.peak import Moment, StepOptions
+from memtrain.audit.peak.predict import UnpredictableError, predict
+from memtrain.audit.peak.timeline import GRADIENTS
+from memtrain.config.sources import Config
+from memtrain.optim.wrappers.accumulate import sum_bytes
+from memtrain.plan.entries import sum_compressor, training_dtypes
+from memtrain.planner import DoesNotFit, Fit, Goal, fit
 
 
-def foretold(run: Run) -> list[str]:
-    """Lines about the peak of a step on the longest batch, and what to change if it does not fit.
+@dataclass(frozen=True, kw_only=True)
+class LongestStep:
+    """A step on the longest microbatch."""
 
-    Args:
-        run: Before its first step, made with `foretell`.
-    """
-    peak = run.forecast
-    if run.fit is not None:
-        more = 0 if peak is None else peak.nbytes - run.fit.peak.nbytes
-        held = f"besides, gradients of earlier microbatches take at most {format_size(more)}"
-        return [*run.fit.lines(), *([held] if more else [])]
-    if peak is None:
-        return [f"peak of a step: not predicted ({run.unpredictable})"] if run.unpredictable else []
-    parts = sorted(peak.parts.items(), key=lambda pair: -pair[1])
-    held = ", ".join(f"{name} {format_size(n)}" for name, n in parts if n > peak.nbytes / 100)
-    lines = [
-        f"peak of a step: {format_size(peak.nbytes)} predicted for the longest batch of "
-        f"{run.micro} rows, in the {peak.label} ({held})"
-    ]
-    room = memory_left(run.device, storage_nbytes(run.model.parameters()))
-    if room is not None and peak.nbytes > room:
-        lines.append(f"that does not fit: {format_size(room)} are left on {run.device.type}")
-        lines.append(f"what would help: budget={format_size(room).replace(' ', '')} plans for it")
-    return lines
+    arguments: Any
+    """Of the model, for that microbatch."""
+    options: StepOptions
+    """How the step runs."""
+    buckets: bool = False
+    """Whether DistributedDataParallel's buckets hold all gradients."""
+    sharded: bool = False
+    """Whether FSDP2 holds parts of the parameters."""
+
+    def sums(self, model: nn.Module, own: Config) -> int:
+        """Bytes that released gradients take besides: sums of microbatches, or buckets."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if own.gradients != "release":
+            return 0
+        if self.buckets:
+            dtypes = training_dtypes(model, own)
+            return sum(p.numel() * dtypes.get(p, p.dtype).itemsize for p in trained)
+        sums = sum_compressor(own)
+        return sum(sum_bytes(p, sums) for p in trained) if own.release.accumulate > 1 else 0
+
+    def fit(
+        self, model: nn.Module, optimizer: Optimizer, own: Config, goal: Goal, budget: int
+    ) -> Fit:
+        """Find the plan whose peak fits a budget.
+
+        Raises:
+            DoesNotFit: If there is none, with advice in keys of `memtrain-train`.
+        """
+        find = partial(fit, model, optimizer, self.arguments, cfg=own, goal=goal)
+        try:
+            found = find(budget)
+            besides = self.sums(model, found.plan.config)
+            if found.peak.nbytes + besides > budget:
+                found = find(budget - besides)
+        except DoesNotFit as error:
+            raise DoesNotFit(budget, error.smallest, map(in_keys, error.help)) from error
+        return replace(found, budget=budget)
+
+    def peak(self, model: nn.Module, optimizer: Optimizer, own: Config | None) -> Moment:
+        """Predict the moment when most is alive.
+
+        Args:
+            model: Before `wrap`.
+            optimizer: Its optimizer.
+            own: Memtrain's config; None for a plain run.
+
+        Raises:
+            UnpredictableError: If it cannot be predicted; says why.
+        """
+        if self.sharded:
+            raise UnpredictableError("a step gathers FSDP2's parts, which no prediction knows")
+        timeline = predict(model, optimizer, self.arguments, own, self.options)
+        return with_sums(timeline.peak, 0 if own is None else self.sums(model, own))
 
 
-def memory_left(device: torch.device, held: int = 0) -> int | None:
-    """Bytes that a run may take on a device.
-
-    Args:
-        device: Where it trains.
-        held: What it has taken already.
-
-    Returns:
-        Bytes; None where the system does not tell them.
+def in_keys(advice: str) -> str:
+    """The planner's advice, in keys of `memtrain-train`.
 
     Example:
-        >>> memory_left(torch.device("cpu")) != 0
-        True
+        >>> in_keys("allow=quantise,release (lets each gradient go)")
+        'planner.allow=[quantise,release] (lets each gradient go)'
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) + held if found else None
+    advice = advice.replace("(and accumulated gradients)", "(training.accumulate)")
+    return re.sub(r"^allow=(\S+)", r"planner.allow=[\1]", advice)
+
+
+def with_sums(peak: Moment, sums: int) -> Moment:
+    """The peak of a microbatch where sums of those before are held besides: at most so much."""
+    if not sums:
+        return peak
+    parts = {**peak.parts, GRADIENTS: peak.parts.get(GRADIENTS, 0) + sums}
+    return replace(peak, nbytes=peak.nbytes + sums, parts=parts)

@@ -1,13 +1,11 @@
 """One run: a model, its optimizer and a step counter, advanced step by step."""
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,21 +19,20 @@ from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 from memtrain.audit.peak import Moment, StepOptions
-from memtrain.audit.peak.predict import UnpredictableError, predict
-from memtrain.audit.peak.timeline import GRADIENTS
+from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.compressors.base import Key
 from memtrain.config import sources as base
 from memtrain.config.sizes import parse_size
 from memtrain.kernels.random.generators import random_state, set_random_state
-from memtrain.optim.wrappers.accumulate import sum_bytes
-from memtrain.plan.entries import sum_compressor, training_dtypes
-from memtrain.planner import DoesNotFit, Fit, fit
+from memtrain.planner import Fit
 from memtrain.training.batches import Batch, count, learned, loss_of, moved
 from memtrain.training.data import Source
+from memtrain.training.forecast import LongestStep, with_sums
 from memtrain.training.networks import build_model
 from memtrain.training.processes import ALONE, Processes, replicate, shard, unsynchronised
+from memtrain.training.recipe import build_optimizer, learning_rate
 from memtrain.training.rows import Rows
-from memtrain.training.settings import OptimizerConfig, TrainConfig
+from memtrain.training.settings import TrainConfig
 
 BYTES = ("weights", "gradients", "states", "saved", "peak")
 """Quantities counted on a real step: parameters and buffers, `.grad` after the backward, what the
@@ -102,9 +99,7 @@ class Run:
         """The moment when most is alive in a step on the longest batch, predicted."""
         self.unpredictable = ""
         """Why it is not."""
-        if self.fit is not None and own is not None:
-            self.forecast = with_sums(self.fit.peak, self._waiting(model, own))
-        elif foretell:
+        if foretell or self.fit is not None:
             self._foretell(model, optimizer, own)
         if config.training.parallel == "fsdp":
             shard(model)
@@ -286,38 +281,32 @@ class Run:
         """The plan whose peak fits the budget; None without a budget."""
         if self.config.budget is None:
             return None
-        goal = self.config.planner.goal(self._step_options())
-        find = partial(fit, model, optimizer, self.longest(), cfg=own, goal=goal)
-        budget = parse_size(self.config.budget, "budget")
-        try:
-            found = find(budget)
-        except DoesNotFit as error:
-            raise DoesNotFit(budget, error.smallest, map(in_keys, error.help)) from error
-        if found.peak.nbytes + self._waiting(model, found.plan.config) > budget:
-            found = find(budget - self._waiting(model, found.plan.config))
-        return replace(found, budget=budget)
+        step, budget = self._longest_step(), parse_size(self.config.budget, "budget")
+        return step.fit(model, optimizer, own, self.config.planner.goal(step.options), budget)
 
     def _foretell(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> None:
-        if self.config.training.parallel == "fsdp":
-            self.unpredictable = "a step gathers FSDP2's parts, which no prediction knows"
+        step = self._longest_step()
+        if self.fit is not None:
+            self.forecast = with_sums(self.fit.peak, step.sums(model, own))
             return
         try:
-            timeline = predict(model, optimizer, self.longest(), own, self._step_options())
-            sums = 0 if own is None else self._waiting(model, own)
-            self.forecast = with_sums(timeline.peak, sums)
+            self.forecast = step.peak(model, optimizer, own)
         except UnpredictableError as error:
             self.unpredictable = str(error)
 
-    def _waiting(self, model: nn.Module, config: base.Config) -> int:
-        """Bytes that released gradients take besides: sums of microbatches, or buckets."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if config.gradients != "release":
-            return 0
-        if self._buckets:
-            dtypes = training_dtypes(model, config)
-            return sum(p.numel() * dtypes.get(p, p.dtype).itemsize for p in trained)
-        sums = sum_compressor(config)
-        return sum(sum_bytes(p, sums) for p in trained) if config.release.accumulate > 1 else 0
+    def _longest_step(self) -> LongestStep:
+        training = self.config.training
+        options = StepOptions(
+            autocast=torch.bfloat16 if training.autocast else None,
+            loss=None if isinstance(self.source, Rows) else _zero_targets_loss,
+            accumulated=training.accumulate > 1 or self._buckets,
+        )
+        return LongestStep(
+            arguments=self.longest(),
+            options=options,
+            buckets=self._buckets,
+            sharded=training.parallel == "fsdp",
+        )
 
     def longest(self) -> Any:
         """Arguments of the model for the longest microbatch."""
@@ -325,14 +314,6 @@ class Run:
             return moved(self.source.longest(self.micro), self.device)
         batch = self._batches("train", 0)[0]
         return batch if isinstance(batch, dict) else batch[0]
-
-    def _step_options(self) -> StepOptions:
-        training = self.config.training
-        return StepOptions(
-            autocast=torch.bfloat16 if training.autocast else None,
-            loss=None if isinstance(self.source, Rows) else _zero_targets_loss,
-            accumulated=training.accumulate > 1 or self._buckets,
-        )
 
     def _rate(self) -> float:
         training = self.config.training
@@ -426,25 +407,6 @@ class Run:
         return self._value(losses)
 
 
-def in_keys(advice: str) -> str:
-    """The planner's advice, in keys of `memtrain-train`.
-
-    Example:
-        >>> in_keys("allow=quantise,release (lets each gradient go)")
-        'planner.allow=[quantise,release] (lets each gradient go)'
-    """
-    advice = advice.replace("(and accumulated gradients)", "(training.accumulate)")
-    return re.sub(r"^allow=(\S+)", r"planner.allow=[\1]", advice)
-
-
-def with_sums(peak: Moment, sums: int) -> Moment:
-    """The peak of a microbatch where sums of those before are held besides: at most so much."""
-    if not sums:
-        return peak
-    parts = {**peak.parts, GRADIENTS: peak.parts.get(GRADIENTS, 0) + sums}
-    return replace(peak, nbytes=peak.nbytes + sums, parts=parts)
-
-
 def micro_rows(config: TrainConfig, processes: Processes) -> int:
     """Rows of a microbatch.
 
@@ -486,52 +448,3 @@ def is_due(step: int, every: int) -> bool:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with momentum; biases and norms get no weight decay.
-
-    Args:
-        config: Names the optimizer and its numbers.
-        model: Its parameters are optimised.
-
-    Returns:
-        A plain torch optimizer.
-
-    Example:
-        >>> build_optimizer(OptimizerConfig(name="sgd"), nn.Linear(2, 2)).defaults["momentum"]
-        0.9
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    first, second = config.betas
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
-
-
-def learning_rate(step: int, *, peak: float, warmup: int, steps: int, final: float) -> float:
-    """A linear warm-up, then a cosine down to a fraction of the peak.
-
-    Args:
-        step: From 0.
-        peak: Reached at the warm-up's last step.
-        warmup: Steps of the warm-up.
-        steps: Steps of the whole run.
-        final: The rate after the last step, as a fraction of the peak.
-
-    Returns:
-        The rate of this step.
-
-    Example:
-        >>> [learning_rate(s, peak=1.0, warmup=2, steps=4, final=0.0) for s in range(5)]
-        [0.5, 1.0, 1.0, 0.5, 0.0]
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = (step - warmup) / max(1, steps - warmup)
-    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share)))

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.training import pretrained
 from memtrain.training.checkpoint import FOLDERS, FORMAT, PROGRESS, STATES, write_folder
-from memtrain.training.rows import TextRows
 from memtrain.training.run import Run
+from memtrain.training.text_rows import TextRows
 
 
 def write_model(path: Path, run: Run) -> None:

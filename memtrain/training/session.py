@@ -21,7 +21,7 @@ from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.process_memory import hand_back_freed_pages
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
-from memtrain.training import checkpoint, forecast, results, run_folder
+from memtrain.training import checkpoint, overview, results, run_folder
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
 from memtrain.training.processes import ALONE, Processes
@@ -112,8 +112,8 @@ class Session:
         if run.forecast is not None:
             self._forecasts[name] = run.forecast.nbytes
         if self.own:
-            self._lines += forecast.described(run) if not self._lines else []
-            self._lines += [f"{name}: {line}" for line in forecast.foretold(run)]
+            self._lines += overview.described(run) if not self._lines else []
+            self._lines += [f"{name}: {line}" for line in overview.foretold(run)]
         if len(self.config.training.runs) == 1:
             self._made = run, random_state()
         return storage_nbytes(run.model.parameters())

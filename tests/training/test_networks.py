@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from memtrain.training.networks import build_model
-from memtrain.training.run import build_optimizer, learning_rate
+from memtrain.training.recipe import build_optimizer, learning_rate
 from memtrain.training.settings import OptimizerConfig
 
 GPT = {"name": "gpt", "layers": 2, "width": 16, "heads": 2, "context": 12}
