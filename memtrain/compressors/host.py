@@ -76,7 +76,7 @@ class _Streams:
 
 
 def _pinned(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
 
 
 class _Copies:

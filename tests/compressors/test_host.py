@@ -222,3 +222,11 @@ def test_a_payload_that_was_saved_as_tensors_comes_back_by_its_lane(lane):
     plain = packed[0]._replace(tensors=dict(packed[0].tensors))
     assert compressor.decompress(plain).tolist() == [0.0] * 4
     assert lane.log == [("out", 0), ("back", 0), ("wait", 0)]
+
+
+def test_pinned_copies_lie_on_the_host_whatever_the_default_device(monkeypatch):
+    made = {}
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.update(options))
+    with torch.device("meta"):  # also of functions that other names were given to
+        host._pinned(torch.ones(2, device="cpu"))
+    assert made == {"dtype": torch.float32, "device": "cpu", "pin_memory": True}

@@ -82,7 +82,7 @@ def test_blocks_equal_the_reference(name, seed, size, case):
 @pytest.mark.parametrize("seed", [None, 5])
 @every_book
 def test_rank1_equals_the_reference(name, seed, case):
-    shapes = ((30, 17), (4, 3, 5, 5))
+    shapes = ((30, 17), (4, 3, 5, 5), (5, 150))
     if name == "cpu":
         shapes += ((1, 1), (0, 5), (300, 2), (2, 301))
     for shape in shapes:
@@ -94,6 +94,21 @@ def test_rank1_equals_the_reference(name, seed, case):
         assert torch.equal(codes, want[0])
         assert torch.equal(scale, want[1])
         assert torch.equal(back, rank1.dequantize_reference(*want, case, shape))
+
+
+@pytest.mark.parametrize("cols", [17, 150])
+def test_triton_places_are_those_of_64_bits(cols, monkeypatch):
+    """Matrices of 2**31 elements take int64."""
+    triton = pytest.importorskip("memtrain.kernels.codebook.quantize_triton")
+    plain, case, x = triton.launch, Codebook("Linear", 4, False), torch.rand(9, cols)
+    big = lambda *given, **options: plain(*given, **options | {"BIG": True})  # noqa: E731
+    monkeypatch.setattr(triton, "launch", big)
+    with backend("triton"):
+        codes, scale = rank1.quantize(x, case)
+        back = rank1.dequantize(codes, scale, case, shape=x.shape)
+    want = rank1.quantize_reference(x, case, None)
+    assert torch.equal(codes, want[0])
+    assert torch.equal(back, rank1.dequantize_reference(*want, case, x.shape))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
@@ -181,6 +196,17 @@ def test_stochastic_rounding_is_unbiased(name, bits, signed):
     # random bits: 16, and a draw stands in the middle of its interval
     assert ((total / draws - x).abs() <= 5 * deviation + gap * 2.0**-17 + 1e-6).all()
     assert torch.equal(total[0], torch.tensor(float(draws), dtype=torch.float64))
+
+
+def test_triton_makes_its_tables_once(monkeypatch):
+    """A list that becomes a tensor of a GPU is a copy that the host waits for."""
+    pytest.importorskip("triton")
+    case, x = Codebook("DE", 4, True), torch.randn(64)
+    with backend("triton"):
+        codes, _ = quantize_blocks(x, case, block_size=64, seed=3)
+        monkeypatch.setattr(torch, "tensor", None)
+        again, _ = quantize_blocks(x, case, block_size=64, seed=3)
+    assert torch.equal(codes, again)
 
 
 def test_seeds_repeat_and_differ():

@@ -48,6 +48,26 @@ def test_kernels_are_launched_by_the_guard_only():
     assert [path.name for path, text in texts.items() if launches(text, kernels)] == []
 
 
+def specialised(source, name):
+    """Kernels of a source that have an argument `name` and do not say `do_not_specialize`."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    found = [f for f in functions if name in (a.arg for a in f.args.args)]
+    decorated = [(f.name, ast.unparse(d)) for f in found for d in f.decorator_list]
+    return [
+        function
+        for function, text in decorated
+        if function.endswith("_kernel") and not ("do_not_specialize=" in text and name in text)
+    ]
+
+
+def test_no_kernel_is_compiled_for_a_seed():
+    """One that is 1, or a multiple of 16, would else have a binary of its own."""
+    assert specialised("@triton.jit\ndef a_kernel(x_ptr, seed): 0", "seed") == ["a_kernel"]
+    kernels = [path for path in SOURCES if path.name.endswith("_triton.py")]
+    assert [specialised(path.read_text(), "seed") for path in kernels] == [[] for _ in kernels]
+    assert sum("seed" in path.read_text() for path in kernels) > 4
+
+
 class Kernel:
     """Writes down where it was launched."""
 

@@ -23,6 +23,9 @@ HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
 """With these an op that keeps a tensor of its own making runs as it is, under hooks."""
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+
 class Call(NamedTuple):
     """One call of an op that also exists in a form which saves a compressor's payload."""
 
@@ -57,10 +60,7 @@ def has_width(compressor: Compressor) -> bool:
 def as_autocast(
     function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor, *others: Tensor | None
 ) -> list[Any]:
-    """Cast tensors as autocast, where it is on, does for `function`.
-
-    Which functions it runs in float32 differs between devices and versions: torch is asked, on a
-    tensor without elements.
+    """Cast tensors as autocast, where it is on, does for `function` (`autocast_widens`).
 
     Args:
         function: The op, of its first argument.
@@ -69,10 +69,23 @@ def as_autocast(
         *others: Its other tensors.
     """
     tensors = [x, *others]
-    half = (torch.float16, torch.bfloat16)
+    if not autocast_widens(function, sizes, x):
+        return tensors
+    return [t.float() if t is not None and t.dtype in _HALVES else t for t in tensors]
+
+
+def autocast_widens(function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor) -> bool:
+    """Whether autocast is on and casts 16-bit tensors to float32 for `function`.
+
+    Which functions it runs in float32 differs between devices and versions: torch is asked, on a
+    tensor without elements.
+
+    Args:
+        function: The op, of its first argument.
+        sizes: Of an empty tensor that it takes.
+        x: Its first argument.
+    """
     if not torch.is_autocast_enabled(x.device.type):
-        return tensors
+        return False
     probe = x.new_empty(tuple(sizes), dtype=torch.bfloat16)
-    if function(probe).dtype != torch.float32:
-        return tensors
-    return [t.float() if t is not None and t.dtype in half else t for t in tensors]
+    return function(probe).dtype == torch.float32

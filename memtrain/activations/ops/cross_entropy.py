@@ -21,13 +21,15 @@ from memtrain.activations.ops.autograd import (
     save_payloads,
     saved_payloads,
 )
-from memtrain.activations.ops.call import Call, as_autocast, gives_floats
+from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
 from memtrain.compressors import Compressor, Key
 from memtrain.kernels import cpu
+from memtrain.kernels.group import softmax_gradient
 
 REDUCTIONS = ("mean", "sum", "none")
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _PIECE = 2**22  # elements that are worked on at once
+_PIECE_CUDA = 2**26  # where launches cost
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -80,8 +82,10 @@ def cross_entropy(  # noqa: PLR0913 (torch's own, and the site's)
     Memory:
         Kept for backward: the payload of x's elements, in pieces of 4 Mi elements, and `target` in
         1 to 4 bytes a class. Forward and backward work in two pieces of 16 MiB (a row at least),
-        and numbers of `target`'s shape; the backward allocates the gradient besides. A forward with
-        weights, smoothing, one row or more dimensions makes the whole log-softmax first.
+        and numbers of `target`'s shape; the backward allocates the gradient besides. On CUDA pieces
+        are 16 times as large, since launches cost; there the backward of min/max groups has none.
+        Where autocast asks for float32, pieces are cast, never the whole. A forward with weights,
+        smoothing, one row or more dimensions makes the whole log-softmax first.
 
     Example:
         >>> from memtrain.compressors import Group
@@ -90,32 +94,36 @@ def cross_entropy(  # noqa: PLR0913 (torch's own, and the site's)
         torch.Size([])
     """
     none = target.new_empty(0, dtype=torch.long)
-    (x,) = as_autocast(lambda t: functional.cross_entropy(t, none, reduction="sum"), (0, 2), x)
+    wide = x.dtype in (torch.float16, torch.bfloat16) and autocast_widens(
+        lambda t: functional.cross_entropy(t, none, reduction="sum"), (0, 2), x
+    )
     options = (ignore_index, reduction, label_smoothing)
-    return _cross_entropy(x, target, weight, options, compressor, key)
+    return _cross_entropy(x, target, weight, options, wide, compressor, key)
 
 
 Options = tuple[int, str, float]
 """`F.cross_entropy`'s `ignore_index`, `reduction` and `label_smoothing`."""
 
 
-def _cross_entropy_forward(
+def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     ctx: Any,
     x: Tensor,
     target: Tensor,
     weight: Tensor | None,
     options: Options,
+    wide: bool,  # logits are cast to float32, a piece at a time
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
-    ctx.options, ctx.dim, ctx.shape = options, min(x.dim() - 1, 1), x.shape
+    ctx.options, ctx.dim, ctx.shape, ctx.dtype = options, min(x.dim() - 1, 1), x.shape, x.dtype
     classes = _narrow(target.masked_fill(target == options[0], -1), x.shape[ctx.dim])
     # Torch's own value comes of the rows' losses: these can be worked on by pieces.
     usual = weight is None and not options[2] and x.dim() == 2 and x.is_contiguous()
-    if usual and len(x) > _rows(x.shape):
-        loss, payloads = _by_pieces(x, target, options, compressor, key)
+    ctx.rows = max(1, _piece(x) // x.shape[ctx.dim]) if usual else len(x)
+    if usual and len(x) > ctx.rows:
+        loss, payloads = _by_pieces(x, target, options, ctx.rows, wide, compressor, key)
     else:
-        saved = torch.log_softmax(x, ctx.dim)
+        saved = torch.log_softmax(x.float() if wide else x, ctx.dim)
         loss = _loss(saved, target, weight, options, ctx.dim)
         payloads = [compress(saved, compressor, key)]
     save_payloads(ctx, payloads, compressor, classes, weight)
@@ -126,17 +134,27 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     payloads, (classes, weight) = saved_payloads(ctx)
     _, reduction, smoothing = ctx.options
     scale, classes = _scale(grad, classes.long(), weight, reduction)
+    if _is_one_pass(ctx, payloads, scale):
+        dx = scale.new_empty(ctx.shape, dtype=ctx.dtype)
+        width = ctx.compressor.bits, ctx.compressor.group_size
+        for place in _differing(len(payloads)):
+            rows, parts = (
+                slice(place * ctx.rows, (place + 1) * ctx.rows),
+                payloads[place][0].tensors,
+            )
+            given = dx[rows], parts["codes"], parts["bounds"], scale[rows], classes[rows]
+            softmax_gradient.softmax_gradient(*given, *width, smoothing)
+        return dx, None, None
     scale, classes = scale.unsqueeze(ctx.dim), classes.unsqueeze(ctx.dim)
     if len(payloads) == 1:
         part = decompress(payloads[0], ctx.compressor)
         _to_gradient(part, scale, classes, ctx.dim, smoothing)
-        return part, None, None
-    dx, size = None, _rows(ctx.shape)
+        return part.to(ctx.dtype), None, None
+    dx = scale.new_empty(ctx.shape, dtype=ctx.dtype)
     for place in _differing(len(payloads)):
         part = decompress(payloads[place], ctx.compressor)
-        rows = slice(place * size, place * size + len(part))
+        rows = slice(place * ctx.rows, place * ctx.rows + len(part))
         _to_gradient(part, scale[rows], classes[rows], ctx.dim, smoothing)
-        dx = part.new_empty(ctx.shape) if dx is None else dx
         dx[rows] = part
         del part  # before the next is made
     return dx, None, None
@@ -145,8 +163,21 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 _cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backward, tensors=3)
 
 
-def _rows(shape: torch.Size) -> int:
-    return max(1, _PIECE // shape[1])
+def _piece(x: Tensor) -> int:
+    return _PIECE_CUDA if x.is_cuda else _PIECE
+
+
+def _is_one_pass(ctx: Any, payloads: Sequence[Payload], scale: Tensor) -> bool:
+    """Whether a kernel serves: min/max groups of a matrix in row-major order."""
+    codes, layout = ctx.compressor.group_codes(Key()), payloads[0][1]
+    return (
+        codes is not None
+        and softmax_gradient.fits(scale, codes.group_size)
+        and layout is not None
+        and (layout.order, layout.expanded) == ((0, 1), (False, False))
+        and ctx.dtype in softmax_gradient.DTYPES
+        and scale.dtype == torch.float32
+    )
 
 
 def _differing(count: int) -> Sequence[int]:
@@ -155,20 +186,26 @@ def _differing(count: int) -> Sequence[int]:
 
 
 def _by_pieces(
-    x: Tensor, target: Tensor, options: Options, compressor: Compressor, key: Key
+    x: Tensor,
+    target: Tensor,
+    options: Options,
+    rows: int,
+    wide: bool,
+    compressor: Compressor,
+    key: Key,
 ) -> tuple[Tensor, list[Payload]]:
     """The loss, and what is kept, of logits whose log-softmax is never there as a whole."""
     losses: list[Tensor] = []
     payloads: list[Payload] = []
     ignored, reduction, _ = options
-    pieces = [*zip(x.split(_rows(x.shape)), target.split(_rows(x.shape)), strict=True)]
+    pieces = [*zip(x.split(rows), target.split(rows), strict=True)]
     differing = {*_differing(len(pieces))}
     for place, (logits, classes) in enumerate(pieces):
         if place not in differing:
             losses.append(torch.empty_like(losses[0]))
             payloads.append(_empty_like(payloads[0]))
             continue
-        saved = torch.log_softmax(logits, 1)
+        saved = torch.log_softmax(logits.float() if wide else logits, 1)
         losses.append(functional.nll_loss(saved, classes, ignore_index=ignored, reduction="none"))
         # Random bits of its own, as each process has for its part of a tensor.
         payloads.append(compress(saved, compressor, key._replace(rank=key.rank + len(payloads))))
@@ -206,7 +243,7 @@ def _loss(
 def _to_gradient(x: Tensor, scale: Tensor, classes: Tensor, dim: int, smoothing: float) -> None:
     """Turn a log-softmax into the gradient of the logits, in place, a piece at a time."""
     each = smoothing / x.shape[dim]
-    rows = max(1, _PIECE // max(1, x[:1].numel())) if dim else x.shape[0]
+    rows = max(1, _piece(x) // max(1, x[:1].numel())) if dim else x.shape[0]
     for part, s, c in zip(*(t.split(rows) for t in (x, scale, classes)), strict=True):
         # Halves are rounded once, when all is done; for wider ones `wide` is `part` itself.
         wide = part if part.dtype == torch.float64 else part.float()

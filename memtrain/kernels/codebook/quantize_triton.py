@@ -4,13 +4,15 @@ A block is eight slices of `block_size / 8` elements, one tile each: the slices 
 counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.device_guard import launch
-from memtrain.kernels.group.group_triton import load_codes, store_codes, tile
+from memtrain.kernels.group.group_triton import left_of, load_codes, store_codes, tile
 
 
 @triton.jit
@@ -26,12 +28,25 @@ def least(a, b):
 
 
 @triton.jit
-def place(block, offset, size, cols):
-    """Row and column of the elements at `offset` of blocks of `size`; int64 only once a block."""
-    first = block * size
+def _begin(block, SIZE: tl.constexpr, cols, BIG: tl.constexpr):
+    """Row and column where blocks begin: the one division, once a block."""
+    first = block * SIZE
+    if not BIG:
+        first = first.to(tl.int32)
     row = first // cols
-    at = (first - row * cols) + offset
-    return row + at // cols, at % cols
+    return row, first - row * cols
+
+
+@triton.jit
+def _place(row, col, offset, SIZE: tl.constexpr, cols, LONG: tl.constexpr):
+    """Row and column of the elements at `offset` of blocks. LONG: they lie in two rows at most."""
+    if LONG:
+        over = offset >= tl.minimum(cols - col, SIZE).to(tl.int32)
+        return row + over.to(tl.int32), col + offset - tl.where(over, cols, 0)
+    else:
+        at = col.to(tl.int32) + offset
+        over = at // cols
+        return row + over, at - over * cols
 
 
 @triton.jit
@@ -66,20 +81,25 @@ def _quantize_kernel(
     WIDTH_PAD: tl.constexpr,  # the power of two not below
     GROUPS: tl.constexpr,
     MATRIX: tl.constexpr,
+    LONG: tl.constexpr,  # of a matrix: rows are no shorter than blocks
+    BIG: tl.constexpr,  # it has 2**31 elements or more
     STOCHASTIC: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     inside = (block < n_blocks) & (column < WIDTH)
     start = block * (WIDTH * 8) + column
+    left = left_of(block, n, WIDTH)
 
     tops = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
     xs = ()
+    if MATRIX:
+        row, col = _begin(block, WIDTH * 8, cols, BIG)
     for s in tl.static_range(8):
-        valid = inside & (start + s * WIDTH < n)
+        valid = inside & (s * WIDTH + column < left)
         x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
         if MATRIX:
-            i, j = place(block, s * WIDTH + column, WIDTH * 8, cols)
+            i, j = _place(row, col, s * WIDTH + column, WIDTH * 8, cols, LONG)
             a = tl.load(row_ptr + i, mask=valid, other=0.0)
             x = x * tl.maximum(a, tl.load(col_ptr + j, mask=valid, other=0.0))
         else:
@@ -131,6 +151,8 @@ def _dequantize_kernel(
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
     MATRIX: tl.constexpr,
+    LONG: tl.constexpr,
+    BIG: tl.constexpr,
 ):
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
@@ -139,21 +161,25 @@ def _dequantize_kernel(
     inside = (block < n_blocks) & (column < WIDTH)
     start = block * (WIDTH * 8) + column
     source = codes_ptr + block * (WIDTH * BITS) + column
-    if not MATRIX:
+    left = left_of(block, n, WIDTH)
+    if MATRIX:
+        row, col = _begin(block, WIDTH * 8, cols, BIG)
+    else:
         scale = tl.load(scale_ptr + block, mask=block < n_blocks, other=0.0)
     for h in tl.static_range(PER_LANE):
         codes = load_codes(source, inside, h, BITS, WIDTH)
         for lane in tl.static_range(LANES):
             code = codes[lane]
             offset = (lane * PER_LANE + h) * WIDTH
-            valid = inside & (start + offset < n)
+            valid = inside & (offset + column < left)
             if MATRIX:
-                i, j = place(block, offset + column, WIDTH * 8, cols)
+                i, j = _place(row, col, offset + column, WIDTH * 8, cols, LONG)
                 a = tl.load(row_ptr + i, mask=valid, other=0.0)
                 scale = least(a, tl.load(col_ptr + j, mask=valid, other=0.0))
             tl.store(out_ptr + start + offset, tl.load(values_ptr + code) * scale, mask=valid)
 
 
+@cache
 def _bounds(book, device, stochastic):
     if not stochastic:
         return book.midpoints(device)
@@ -188,6 +214,8 @@ def quantize(x, book: Codebook, seed, codes, scale, row, col):
         BITS=book.bits,
         WIDTH=width,
         MATRIX=matrix,
+        LONG=col.numel() >= width * 8,
+        BIG=x.numel() >= 2**31,
         STOCHASTIC=seed is not None,
         enable_fp_fusion=False,
         **options,
@@ -218,6 +246,8 @@ def dequantize(codes, book: Codebook, out, scale, row, col):
         BITS=book.bits,
         WIDTH=width,
         MATRIX=matrix,
+        LONG=col.numel() >= width * 8,
+        BIG=out.numel() >= 2**31,
         enable_fp_fusion=False,
         **options,
     )
@@ -226,8 +256,10 @@ def dequantize(codes, book: Codebook, out, scale, row, col):
 def _case(bits, size, dtype=None, **more):
     names = ("row_ptr", "col_ptr", "values_ptr", "scale_ptr")
     signature = dict.fromkeys(names, "*fp32") | {"codes_ptr": "*u8"}
-    signature |= {"n": "i64", "cols": "i64", "n_blocks": "i64"}
-    constants = {"BITS": bits, "WIDTH": size // 8, "enable_fp_fusion": False} | tile(size) | more
+    integer = "i64" if more.setdefault("BIG", False) else "i32"
+    signature |= {"n": integer, "cols": "i32", "n_blocks": "i32"}
+    constants = {"BITS": bits, "WIDTH": size // 8, "LONG": True, "enable_fp_fusion": False}
+    constants |= tile(size) | more
     if dtype is None:
         return _dequantize_kernel, signature | {"out_ptr": "*fp32"}, constants
     signature |= {"x_ptr": dtype, "bounds_ptr": "*fp32", "seed": "i64"}
@@ -238,7 +270,11 @@ def _case(bits, size, dtype=None, **more):
 AOT_CASES = [
     *(_case(b, 256, "*fp32", MATRIX=False, STOCHASTIC=b != 8) for b in (2, 3, 4, 8)),
     *(_case(b, 128, "*bf16", MATRIX=True, STOCHASTIC=b == 4) for b in (4, 8)),
+    _case(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, LONG=False),
+    _case(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, BIG=True),
     _case(8, 2048, "*fp16", MATRIX=False, STOCHASTIC=True),
     *(_case(b, 256, MATRIX=False) for b in (2, 3, 4, 8)),
-    _case(8, 128, MATRIX=True),
+    *(_case(b, 128, MATRIX=True) for b in (4, 8)),
+    _case(4, 128, MATRIX=True, LONG=False),
+    _case(4, 128, MATRIX=True, BIG=True),
 ]

@@ -103,7 +103,7 @@ def load_codes(source, inside, H: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _left(group, n, WIDTH: tl.constexpr):
+def left_of(group, n, WIDTH: tl.constexpr):
     """Elements of each group that are there, up to all."""
     return tl.minimum(n - group * (WIDTH * 8), WIDTH * 8).to(tl.int32)
 
@@ -128,7 +128,7 @@ def encode(
 ):
     LEVELS: tl.constexpr = float(2**BITS - 1)
     inside = here & (column < WIDTH)
-    left = _left(group, n, WIDTH)
+    left = left_of(group, n, WIDTH)
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
     tops = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
@@ -201,7 +201,7 @@ def _quantize_kernel(
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     here = group < n_groups
-    left = _left(group, n, WIDTH)
+    left = left_of(group, n, WIDTH)
     first = tl.load(x_ptr + group * (WIDTH * 8), mask=here, other=0.0)
     xs = ()
     for s in tl.static_range(8):

@@ -2,10 +2,12 @@
 
 import gc
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import memtrain
@@ -14,6 +16,7 @@ from memtrain.activations.ops.cross_entropy import cross_entropy, recognise
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import Group, Identity
 from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.kernels.dispatch import backend
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,65 @@ def test_forward_allocates_the_payload_and_a_piece(monkeypatch):
     payload = x.numel() + x.numel() // 256 * 4
     assert loss.grad_fn is not None
     assert live.peak_nbytes < payload + 1.1 * 4 * 2**18
+
+
+def test_autocast_casts_pieces_not_the_logits(monkeypatch):
+    """float32 logits would take 4 bytes an element, and so would their gradient."""
+    monkeypatch.setattr(ours, "_PIECE", 2**16)
+    x = torch.randn(512, 2048).bfloat16().requires_grad_()
+    target = torch.randint(2048, (512,))
+    with torch.autocast("cpu", torch.bfloat16):
+        with LiveStorages(peak=True) as live:
+            loss = cross_entropy(x, target, compressor=Group(bits=8))
+        expected = F.cross_entropy(x.detach(), target)
+    payload = x.numel() + x.numel() // 256 * 4
+    assert torch.equal(loss, expected)
+    assert live.peak_nbytes < payload + 2.2 * 4 * 2**16
+    with LiveStorages(peak=True) as live:
+        loss.backward()
+    assert live.peak_nbytes < x.nbytes + 2.2 * 4 * 2**16
+
+
+def test_the_gradient_under_autocast_is_the_casts(monkeypatch):
+    monkeypatch.setattr(ours, "_PIECE", 512)
+    x, target = torch.randn(40, 50).bfloat16(), torch.randint(50, (40,))
+    _, expected = gradient(lambda t: cross_entropy(t.float(), target, compressor=Exact()), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, dx = gradient(lambda t: cross_entropy(t, target, compressor=Exact()), x)
+    assert dx.dtype == torch.bfloat16
+    assert torch.equal(dx, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_triton_makes_the_gradient_in_one_pass(dtype, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ours, "_PIECE", 5 * 600)
+    monkeypatch.setattr(ours, "_PIECE_CUDA", 5 * 600)
+    x, target, _, _ = made((12, 600), (12,), dtype, {})
+    target[::5] = -100
+    group = Group(bits=8, rounding="nearest")
+    _, expected = gradient(lambda t: cross_entropy(t, target, compressor=group), x.float())
+    with backend("triton"):
+        y = x.requires_grad_()
+        loss = cross_entropy(y, target, compressor=group)
+        monkeypatch.setattr(ours, "decompress", None)
+        with LiveStorages(peak=True) as live:
+            loss.backward(torch.tensor(0.5))  # as `gradient` does
+    # In 16 bits the log-softmax, which is quantised, is rounded first.
+    largest = x.detach().log_softmax(1).abs().max().item()
+    error = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 2 * largest)
+    torch.testing.assert_close(y.grad.float(), expected, rtol=error, atol=1e-9)
+    assert live.peak_nbytes < y.nbytes + 64 * len(x)  # the gradient, and numbers of rows
+
+
+def test_pieces_are_larger_where_launches_cost():
+    context = SimpleNamespace(save_for_backward=lambda *tensors: None)
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(8192, 50257, device="cuda", dtype=torch.bfloat16)
+        target = torch.zeros(8192, dtype=torch.long, device="cuda")
+        options = (-100, "mean", 0.0)
+        ours._cross_entropy_forward(context, x, target, None, options, True, Group(bits=8), Key())
+    assert len(context.payloads) == 7
 
 
 OPTIONS = {
