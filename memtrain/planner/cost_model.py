@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import trace
-from memtrain.activations.trace.repeats import runs_of
+from memtrain.activations.trace.repeats import repeated_blocks
 from memtrain.compressors import Group, Keep, Key
 from memtrain.planner.knapsack import Option
 from memtrain.planner.schemes import BITS4, FACTORED, TORCH
@@ -193,7 +193,7 @@ def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[
     # Imports triton where there is one: not before it is needed.
     from torch.utils.flop_counter import flop_registry
 
-    counter, runs = _Counter(flop_registry), runs_of(model)
+    counter, runs = _Counter(flop_registry), repeated_blocks(model)
     handles = [model.register_forward_pre_hook(counter.start, prepend=True)]
     handles.append(model.register_forward_hook(counter.stop, always_call=True))
     for path in dict.fromkeys([*paths, *(path for run in runs for path in run.paths)]):

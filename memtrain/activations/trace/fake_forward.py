@@ -20,11 +20,11 @@ from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
 from memtrain.activations.trace.repeats import (
-    Run,
+    RepeatedBlocks,
     expanded,
     inside,
     refined,
-    runs_of,
+    repeated_blocks,
     shortened,
     unlike,
 )
@@ -74,7 +74,7 @@ def trace(
     """
     _refuse_sharded(model)
     paths = recomputed(model, options.recompute)
-    runs = [] if rounding is not None else runs_of(model)
+    runs = [] if rounding is not None else repeated_blocks(model)
     runs = refined(runs, lambda block: [p[len(block) :] for p in paths if inside(p, block)])
     while True:
         choices: dict[Site, Compressor | Keep] = {}
@@ -99,7 +99,7 @@ def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
     options: Options,
     dtypes: Mapping[Tensor, torch.dtype] | None,
     rounding: Rounding | None,
-    runs: Sequence[Run],
+    runs: Sequence[RepeatedBlocks],
     choices: dict[Site, Compressor | Keep],
 ) -> list[Record]:
     """One forward through the kept blocks of runs; `choices` gets what is chosen for each site."""

@@ -23,7 +23,7 @@ class Irregular(Exception):
     """A block of a run does something that its neighbour does not: all must be traced."""
 
 
-class Run(NamedTuple):
+class RepeatedBlocks(NamedTuple):
     """Consecutive blocks of a model that differ in nothing but the values of their weights."""
 
     container: nn.Module
@@ -42,7 +42,7 @@ class Run(NamedTuple):
         return self.paths[2:-1]
 
 
-def runs_of(model: nn.Module) -> list[Run]:
+def repeated_blocks(model: nn.Module) -> list[RepeatedBlocks]:
     """Find the runs of identical blocks among the blocks that a model repeats.
 
     Blocks are identical where their modules, and these modules' attributes, parameters and buffers
@@ -56,13 +56,13 @@ def runs_of(model: nn.Module) -> list[Run]:
 
     Example:
         >>> layer = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        >>> [run.paths for run in runs_of(nn.Sequential(*(layer() for _ in range(4))))]
+        >>> [run.paths for run in repeated_blocks(nn.Sequential(*(layer() for _ in range(4))))]
         [('0', '1', '2', '3')]
     """
     places: dict[str, list[str]] = {}
     for path in blocks_of(model):
         places.setdefault(path.rpartition(".")[0], []).append(path)
-    found: list[Run] = []
+    found: list[RepeatedBlocks] = []
     for parent, paths in places.items():
         container = model.get_submodule(parent)
         order = {name: place for place, name in enumerate(container._modules)}
@@ -74,11 +74,11 @@ def runs_of(model: nn.Module) -> list[Run]:
         for path, before, now in zip(paths[1:], described, described[1:], strict=False):
             same = now[0] == before[0] + 1 and _alike(before, now)
             groups[-1].append(path) if same else groups.append([path])
-        found += [Run(container, tuple(group)) for group in groups if len(group) > KEPT]
+        found += [RepeatedBlocks(container, tuple(group)) for group in groups if len(group) > KEPT]
     return [run for run in found if _own_weights(model, run)]
 
 
-def refined(runs: Sequence[Run], classes: Callable[[str], Any]) -> list[Run]:
+def refined(runs: Sequence[RepeatedBlocks], classes: Callable[[str], Any]) -> list[RepeatedBlocks]:
     """Split runs where the class of a block is not that of the block before it.
 
     Args:
@@ -88,7 +88,7 @@ def refined(runs: Sequence[Run], classes: Callable[[str], Any]) -> list[Run]:
     Returns:
         Runs of more than `KEPT` blocks of one class each.
     """
-    found: list[Run] = []
+    found: list[RepeatedBlocks] = []
     for run in runs:
         groups: list[list[str]] = []
         before: Any = None
@@ -96,12 +96,14 @@ def refined(runs: Sequence[Run], classes: Callable[[str], Any]) -> list[Run]:
             now = classes(path)
             groups[-1].append(path) if groups and now == before else groups.append([path])
             before = now
-        found += [Run(run.container, tuple(group)) for group in groups if len(group) > KEPT]
+        found += [
+            RepeatedBlocks(run.container, tuple(group)) for group in groups if len(group) > KEPT
+        ]
     return found
 
 
 @contextmanager
-def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
+def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[None]:
     """Inside the block forwards of `model` pass through the kept blocks of runs only.
 
     Args:
@@ -146,7 +148,9 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
             raise Irregular(f"{second} and {last} are not given alike")
 
 
-def _kept_children(container: nn.Module, runs: Sequence[Run]) -> dict[str, nn.Module | None]:
+def _kept_children(
+    container: nn.Module, runs: Sequence[RepeatedBlocks]
+) -> dict[str, nn.Module | None]:
     own = [run for run in runs if run.container is container]
     left_out = {path.rpartition(".")[2] for run in own for path in run.dropped}
     rest = [(name, child) for name, child in container._modules.items() if name not in left_out]
@@ -176,8 +180,8 @@ def inside(path: str, block: str) -> bool:
 
 
 def unlike(
-    runs: Sequence[Run], choices: Mapping[Site, Any], choose: Callable[[Site], Any]
-) -> list[Run] | None:
+    runs: Sequence[RepeatedBlocks], choices: Mapping[Site, Any], choose: Callable[[Site], Any]
+) -> list[RepeatedBlocks] | None:
     """Split the runs of whose blocks left out a site is chosen otherwise than in the second.
 
     Args:
@@ -204,7 +208,7 @@ def unlike(
     return refined(runs, classes.__getitem__)
 
 
-def expanded(records: Sequence[Record], runs: Sequence[Run]) -> list[Record]:
+def expanded(records: Sequence[Record], runs: Sequence[RepeatedBlocks]) -> list[Record]:
     """Add the records of the blocks that a forward left out.
 
     Args:
@@ -227,7 +231,7 @@ def expanded(records: Sequence[Record], runs: Sequence[Run]) -> list[Record]:
     ]
 
 
-def _expanded(records: Sequence[Record], run: Run) -> list[Record]:
+def _expanded(records: Sequence[Record], run: RepeatedBlocks) -> list[Record]:
     second = run.kept[1]
     kept = [
         next((k for k, p in enumerate(run.kept) if inside(r.site.module, p)), -1) for r in records
@@ -273,7 +277,9 @@ def _expanded(records: Sequence[Record], run: Run) -> list[Record]:
     return found
 
 
-def _births(records: Sequence[Record], kept: Sequence[int], run: Run) -> dict[int, tuple[int, Any]]:
+def _births(
+    records: Sequence[Record], kept: Sequence[int], run: RepeatedBlocks
+) -> dict[int, tuple[int, Any]]:
     """Storage -> the kept block of its first record (-1: none), and which record of it that is."""
     found: dict[int, tuple[int, Any]] = {}
     counts = Counter[Any]()
@@ -286,7 +292,7 @@ def _births(records: Sequence[Record], kept: Sequence[int], run: Run) -> dict[in
     return found
 
 
-def _own_weights(model: nn.Module, run: Run) -> bool:
+def _own_weights(model: nn.Module, run: RepeatedBlocks) -> bool:
     """Whether no two blocks share a module or a parameter."""
     blocks = [model.get_submodule(path) for path in run.paths]
     owned = [{id(p) for p in block.parameters()} for block in blocks]

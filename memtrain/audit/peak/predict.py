@@ -21,7 +21,14 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import RECOMPUTE, Site
-from memtrain.activations.trace.repeats import Run, inside, refined, runs_of, shortened, unlike
+from memtrain.activations.trace.repeats import (
+    RepeatedBlocks,
+    inside,
+    refined,
+    repeated_blocks,
+    shortened,
+    unlike,
+)
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
 from memtrain.audit.peak.fake_copies import fake_copies
@@ -161,7 +168,7 @@ def _folded(
         runs = finer
 
 
-def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> list[Run]:
+def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> list[RepeatedBlocks]:
     """The runs of blocks that the plan, as far as it is known, treats alike."""
     plan = None if wrapped is None else wrapped.plan
     if plan is not None and (plan.bits is not None or plan.precision is not None):
@@ -176,7 +183,7 @@ def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> li
         own = {name[len(path) :]: str(what) for name, what in named.items() if _of(name, path)}
         return sizes, own
 
-    return refined(runs_of(model), treated)
+    return refined(repeated_blocks(model), treated)
 
 
 def _of(site: str, path: str) -> bool:

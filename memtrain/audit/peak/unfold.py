@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.trace.repeats import Irregular, Run, inside, renamed
+from memtrain.activations.trace.repeats import Irregular, RepeatedBlocks, inside, renamed
 from memtrain.audit.live_storages import storages
 from memtrain.audit.peak.recorder import INSIDE, StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, NO_STORAGE, Event, Phase
@@ -26,11 +26,11 @@ class FoldedRecorder(StorageRecorder):
     those of the second block, so that it steps them all.
     """
 
-    runs: Sequence[Run] = ()
+    runs: Sequence[RepeatedBlocks] = ()
     owned: Owned
     model: nn.Module
 
-    def fold(self, model: nn.Module, runs: Sequence[Run], owned: Owned) -> None:
+    def fold(self, model: nn.Module, runs: Sequence[RepeatedBlocks], owned: Owned) -> None:
         """Tell what is left out.
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memtrain.activations.trace import fake_forward, repeats
-from memtrain.activations.trace.repeats import runs_of
+from memtrain.activations.trace.repeats import repeated_blocks
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import predict
 from memtrain.plan.plan import make_plan
@@ -66,7 +66,7 @@ def whole(monkeypatch):
         with monkeypatch.context() as patch:
             predicting = sys.modules[predict.__module__]
             for module in (fake_forward, cost_model, predicting):
-                patch.setattr(module, "runs_of", lambda model: [])
+                patch.setattr(module, "repeated_blocks", lambda model: [])
             return run()
 
     return call
@@ -128,18 +128,18 @@ def test_three_blocks_of_a_run_are_run(monkeypatch):
 
 def test_blocks_are_one_run_where_only_their_weights_differ():
     model, _ = made(Net)
-    assert [run.paths for run in runs_of(model)] == [tuple(f"h.{k}" for k in range(6))]
+    assert [run.paths for run in repeated_blocks(model)] == [tuple(f"h.{k}" for k in range(6))]
     model.h[1].drop.p = 0.5
-    assert [run.paths for run in runs_of(model)] == [tuple(f"h.{k}" for k in range(2, 6))]
+    assert [run.paths for run in repeated_blocks(model)] == [tuple(f"h.{k}" for k in range(2, 6))]
     model.h[3].register_forward_hook(lambda *_: None)
-    assert runs_of(model) == []
+    assert repeated_blocks(model) == []
     model, _ = made(Net)
     for place, block in enumerate(model.h):
         block.place = place
-    assert len(runs_of(model)) == 1
+    assert len(repeated_blocks(model)) == 1
     model.h[2].up.weight = model.h[1].up.weight  # tied
-    assert runs_of(model) == []
-    assert runs_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == []
+    assert repeated_blocks(model) == []
+    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == []
 
 
 def test_released_gradients_of_half_precision_weights_are_predicted():
