@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from memtrain.compressors.fewbit import solver
-from memtrain.compressors.fewbit.functions import CURVES, Curve, normal_pdf
+from memtrain.compressors.fewbit.functions import CURVES, FAMILIES, Curve, complete, normal_pdf
 from memtrain.compressors.fewbit.solver import solve, table
 
 # Novikov et al., ICML 2023, table of errors (Swish is silu); elu and mish by an independent
@@ -51,6 +51,28 @@ def test_solve_gives_the_golden_gelu_tables():
     low = [-0.0025996, -0.0888231, 0.1252296, 0.3720927]
     golden = [*low, *(1 - y for y in reversed(low))]
     assert np.allclose(three.levels, golden, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5])
+def test_hardswish_has_the_optimum_of_a_straight_line_between_two_kinks(bits):
+    # f' is 0, then a line of slope 1/3 from -3 to 3, then 1: its jumps of 1/2 cost an interval
+    # across them 1/4 of its overlap, far more than a wider piece of the line. So two levels are
+    # those outside, and n = 2**bits - 2 equal pieces of the line err by (6 / n)**3 / 9 / 12 each.
+    optimum = 2 / (2**bits - 2) ** 2
+    assert table("hardswish", bits).error == pytest.approx(optimum, rel=1e-9)
+    # The search is exact: no other split of a grid that has the optimum's boundaries is better.
+    n = {3: 400, 4: 1400, 5: 1000}[bits]
+    assert solve("hardswish", bits, n=n, refine=False).error == pytest.approx(optimum, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [("hardswish", ()), ("selu", ()), ("elu", (0.3,)), ("softplus", (2.0, 3.0))],
+)
+def test_refinement_beside_kinks_forgets_the_grid(function, parameters):
+    shape = FAMILIES[function].curve(*complete(function, parameters))
+    errors = [solve(shape, 4, n=n).error for n in (700, 1500, 2000)]
+    assert errors == pytest.approx([errors[0]] * 3, rel=1e-9)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

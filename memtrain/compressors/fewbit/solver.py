@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memtrain.compressors.fewbit import tables
 from memtrain.compressors.fewbit.functions import (
@@ -23,7 +24,7 @@ from memtrain.compressors.fewbit.functions import (
 )
 from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approximation
 
-VERSION = 2  # of what a table holds; part of the names of cached files
+VERSION = 3  # of what a table holds; part of the names of cached files
 _SLOW_BITS = 6  # from here on solving may take seconds (docs/guides/fewbit.md)
 # Gauss-Legendre on one grid cell (10 / 1000 wide): exact to rounding for these functions.
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(8)
@@ -174,21 +175,25 @@ def gradient(problem: Problem, boundaries: Array) -> Array:
 
 
 def refine(problem: Problem, boundaries: Array) -> Array:
-    """Damped Newton descent; a step is taken only if the error does not grow."""
+    """Damped Newton descent; a step is taken only if the error does not grow.
+
+    A boundary on a kink from which the error grows to both sides stays there: no gradient is 0.
+    """
     noise = problem.noise
     low, high = problem.grid[[0, -1]]
-    slant, error = gradient(problem, boundaries), fit(problem, boundaries)[1]
+    free = ~held_by_kinks(problem, boundaries)
+    slant, error = gradient(problem, boundaries) * free, fit(problem, boundaries)[1]
     damping = 1e-6
     for _ in range(100):
         if damping > 1e9 or error <= noise or not slant.any():
             break
-        curvature = hessian(problem, boundaries)
+        curvature = np.where(np.outer(free, free), hessian(problem, boundaries), np.diag(~free))
         # Absolute curvature as scale: flat stretches (relu) then give no wild steps.
         scale = np.diag(np.abs(np.diag(curvature)) + 1e-3)
         trial = boundaries - np.linalg.solve(curvature + damping * scale, slant)
         inside = all(a < b for a, b in pairwise([low, *trial, high]))
         if inside:
-            new_slant, new_error = gradient(problem, trial), fit(problem, trial)[1]
+            new_slant, new_error = gradient(problem, trial) * free, fit(problem, trial)[1]
             smaller = np.abs(new_slant).max() < np.abs(slant).max()
             if new_error < error - noise or (new_error < error + noise and smaller):
                 boundaries, slant, error = trial, new_slant, new_error
@@ -196,6 +201,18 @@ def refine(problem: Problem, boundaries: Array) -> Array:
                 continue
         damping *= 10
     return boundaries
+
+
+def held_by_kinks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
+    """Which boundaries lie on a kink where the error grows to both sides: bools, [K - 1]."""
+    levels, _ = fit(problem, boundaries)
+    left, right = levels[:-1], levels[1:]
+    step = 1e-9 * (problem.grid[-1] - problem.grid[0])
+    behind, ahead = (
+        (2 * problem.curve.slope(boundaries + way) - left - right) * (right - left)
+        for way in (-step, step)
+    )
+    return np.isin(boundaries, problem.curve.kinks) & (behind <= 0) & (ahead >= 0)
 
 
 def hessian(problem: Problem, boundaries: Array) -> Array:
@@ -284,7 +301,7 @@ def solve(
     problem = prepare(shape, density, (low, interval[1]), cells)
     boundaries = problem.grid[search(problem.mass, problem.moment, 2**bits)]
     if refine:
-        boundaries = _snap(_refined(problem, boundaries), shape.kinks, interval)
+        boundaries = _refined(problem, boundaries)
     levels, error = fit(problem, boundaries)
     return Approximation(
         boundaries=tuple(boundaries.tolist()),
@@ -334,14 +351,6 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
     if bits < _SLOW_BITS:
         return compute()
     return tables.cached(tables.key(VERSION, function, bits, full), compute)
-
-
-def _snap(boundaries: Array, kinks: tuple[float, ...], interval: Interval) -> Array:
-    """Put boundaries that refinement moved off a kink by rounding back on it."""
-    for kink in kinks:
-        near = np.abs(boundaries - kink) < 1e-9 * (interval[1] - interval[0])
-        boundaries = np.where(near, kink, boundaries)
-    return boundaries
 
 
 def check_bits(bits: int) -> None:

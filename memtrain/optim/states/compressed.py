@@ -18,6 +18,9 @@ from memtrain.optim.states.compressed_states import (
 )
 from memtrain.optim.states.first_step import first_states, raw_step
 
+_ZERO_IN_HALF = 2.0**-25
+"""The greatest number that float16 rounds to 0."""
+
 
 class CompressedOptimizer(CompressedStates):
     """Runs any torch optimizer with its per-parameter states compressed between steps.
@@ -102,8 +105,8 @@ class CompressedOptimizer(CompressedStates):
 
         Raises:
             RuntimeError: For sparse gradients; nothing was changed then.
-            ValueError: For a group that is differentiable, or that torch's fused SGD would step
-                wrongly; nothing was changed then.
+            ValueError: For a group that is differentiable, that torch's fused SGD would step
+                wrongly, or whose `eps` is 0 in float16; nothing was changed then.
         """
         cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
         loss = closure_loss(closure)
@@ -112,6 +115,7 @@ class CompressedOptimizer(CompressedStates):
         for group in self.param_groups:
             self.check(group)
             _refuse_broken(inner, group)
+            _refuse_no_eps(inner, group)
         watched = self._watch.before(self.param_groups)
         for group in self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
@@ -189,6 +193,24 @@ def _refuse_broken(inner: Optimizer, group: dict[str, Any]) -> None:
                 f"torch's SGD(fused=True) with momentum gives a {param.dtype} parameter on a CPU "
                 "random numbers; allowed there: fused=False"
             )
+
+
+def _refuse_no_eps(inner: Optimizer, group: dict[str, Any]) -> None:
+    """Raise where torch's own step divides by a root and an `eps` that is 0 in float16.
+
+    A second moment is 0 there from gradients of 1e-4: steps of Inf and NaN would follow, silently.
+    """
+    eps, halves = group.get("eps"), type(inner).__module__.startswith("torch.optim.")
+    if not halves or group.get("fused") or not isinstance(eps, float):
+        return  # fused kernels compute in float32, and so do others' optimizers, mostly
+    if 0 < eps <= _ZERO_IN_HALF and any(
+        param.grad is not None and param.dtype == torch.half for param in group["params"]
+    ):
+        raise ValueError(
+            f"{type(inner).__name__} steps a torch.float16 parameter in float16, where its "
+            f"eps={eps} is 0 and steps may be infinite; allowed there: eps=1e-07 or more, or "
+            "float32 weights (of which SplitWeights makes float16 ones, with a correction)"
+        )
 
 
 def _is_float(value: Any) -> bool:

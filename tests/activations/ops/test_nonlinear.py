@@ -139,8 +139,7 @@ def check(call, x):
     expected = call(twin * 1)
     assert torch.equal(value, expected)
     function, parameters = codes[0].function, codes[0].parameters
-    # Torch's own sixth has float32's precision in float64.
-    if function in EXACT and not (function == "hardsigmoid" and x.dtype == torch.float64):
+    if function in EXACT:
         exact = torch.autograd.grad(expected, twin, grad)[0]
         # A kink that float32 does not hold is elsewhere in float64.
         sure = torch.ones_like(x, dtype=torch.bool)
