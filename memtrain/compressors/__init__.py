@@ -8,6 +8,7 @@ from memtrain.compressors.floats import Float
 from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 from memtrain.compressors.identity import Identity
+from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.lossless import Integers, Mask
 from memtrain.compressors.patch import Patch
 from memtrain.compressors.projection import Projection
@@ -29,6 +30,7 @@ __all__ = [
     "Integers",
     "Keep",
     "Key",
+    "LloydMax",
     "Mask",
     "Packed",
     "Patch",

@@ -102,6 +102,8 @@ class Compressor(Protocol):
         is_identity: Whether the payload is the tensor itself.
         lossless: Whether every number comes back exactly.
         gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
+        fused_only: Whether only a fused step may write it, as a state: what it loses goes to the
+            weight.
         zeros_from_zeros: Whether a payload of zero bytes decodes to zeros.
         by_rows: How checkpoints of sharded states lay out its payload (`optim.states.rows`):
             `block`, `rank1` or `factored`; of others they hold plain tensors.
@@ -122,6 +124,7 @@ class Compressor(Protocol):
     is_identity: bool = False
     lossless: bool = False
     gives_derivative: bool = False
+    fused_only: bool = False
     zeros_from_zeros: bool = False
     by_rows: str = ""
 

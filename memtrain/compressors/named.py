@@ -7,11 +7,12 @@ from memtrain.compressors.base import Compressor
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
+from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.scaled import NORMALISATIONS, Scaled
 from memtrain.kernels.codebook.values import CODEBOOKS, float_bits
 
-_FIXED = ("identity", "factored")
+_FIXED = {"identity": Identity, "factored": Factored, "Lloyd-Max": LloydMax}
 _SCALES = ("B128", "B2048", "Rank-1", *NORMALISATIONS)
 _KNOWN = (
     *_FIXED,
@@ -33,11 +34,11 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
     """The compressor of a name.
 
     Args:
-        name: `"identity"`, `"factored"`, or `"<normalisation>/<map>"`: `B<block size>`, `Rank-1`,
-            `tensor`, `dim0`, `dim1`, `dim01`, `dim10` or `rank1-group`; and `DE`, `DE-0` (with a
-            sign: `DE`, as in the paper's code), `Linear`, `Power-2`, `Power-3` or a small float
-            such as `E2M1`. The number of bits may follow (`B256/DE8`), and `+SR` for stochastic
-            rounding (`B128/DE+SR`).
+        name: `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, of fused AdamW and Adam), or
+            `"<normalisation>/<map>"`: `B<block size>`, `Rank-1`, `tensor`, `dim0`, `dim1`, `dim01`,
+            `dim10` or `rank1-group`; and `DE`, `DE-0` (with a sign: `DE`, as in the paper's code),
+            `Linear`, `Power-2`, `Power-3` or a small float such as `E2M1`. The number of bits may
+            follow (`B256/DE8`), and `+SR` for stochastic rounding (`B128/DE+SR`).
         signed: Whether the state has negative values: first moments do, second moments do not.
         bits: Bits per code, 2 to 8, where the name does not say them; a small float says its own
             (one less where there is no sign).
@@ -52,15 +53,13 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
         >>> named("B2048/DE8", signed=True)
         Block(block_size=2048, map='DE', bits=8, signed=True, rounding='nearest')
     """
-    if name == "identity":
-        return Identity()
-    if name == "factored":
-        return Factored()
+    if name in _FIXED:
+        return _FIXED[name]()
     if not (match := _NAME.fullmatch(name)):
         near = get_close_matches(name, _KNOWN, n=1, cutoff=0.0)
         raise ValueError(
             f"compressor {name!r} is unknown; the nearest valid name is {near[0]!r}; allowed: "
-            f"identity, factored and <scale>/<map>[bits][+SR] with scale B<block size>, Rank-1, "
+            f"{', '.join(_FIXED)} and <scale>/<map>[bits][+SR] with scale B<block size>, Rank-1, "
             f"{', '.join(NORMALISATIONS)} and map {', '.join(CODEBOOKS)}, E<1-5>M<0-6>"
         )
     scale = match["scale"]

@@ -8,6 +8,7 @@ from memtrain.compressors.floats import Float
 from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 from memtrain.compressors.identity import Identity
+from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.lossless import Integers, Mask
 from memtrain.compressors.patch import Patch
 from memtrain.compressors.projection import Projection
@@ -29,6 +30,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "rank1": Rank1,
     "scaled": Scaled,
     "factored": Factored,
+    "lloyd_max": LloydMax,
     "float": Float,
 }
 """Name in a config -> class; a config's other keys are the class's fields."""

@@ -134,6 +134,7 @@ ROWS = {
         dtypes=(*FLOATS, torch.float64),
     ),
     "factored": Row(make=positive, spoils=everything, least_dimensions=2),
+    "lloyd_max": Row(spoils=everything, least_dimensions=2),
     "float": Row(
         options=({}, *({"format": f} for f in FORMATS if f != "fp8_forward"), {"format": DRAWN}),
         spoils=element,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook import lloyd_max, rank1
 from memtrain.kernels.codebook import values as codebooks
 from memtrain.kernels.codebook.quantize import (
     dequantize_blocks_reference,
@@ -16,7 +16,7 @@ from memtrain.kernels.codebook.quantize import (
 )
 from memtrain.kernels.codebook.values import Codebook
 
-FORMS = ("exact", "block", "rank1", "factored")
+FORMS = ("exact", "block", "rank1", "factored", "lloyd_max")
 ROWS_AND_COLUMNS = ("rank1", "factored")
 """Forms that know rows and columns of the whole tensor: a step of them reads it twice."""
 BLOCKS = {4: 128, 8: 256}
@@ -36,7 +36,9 @@ class Codec(NamedTuple):
 
     `form`: `"exact"` (`{"tensor": float32}`), `"block"` (`{"codes", "scale"}`, an abs-max scale for
     each block), `"rank1"` (the same, the scales being maxima of rows and columns; at least 2
-    dimensions) or `"factored"` (`{"row", "col"}`: means; at least 2 dimensions).
+    dimensions), `"factored"` (`{"row", "col"}`: means; at least 2 dimensions) or `"lloyd_max"`
+    (`{"codes", "scale", "row", "col"}`: 2 bits, as `codebook.lloyd_max` says; rows and columns are
+    roots of the factors of the second state).
 
     Example:
         >>> Codec("block", 4, "DE").sizes(torch.Size((2, 100)))
@@ -62,17 +64,21 @@ class Codec(NamedTuple):
             return {"row": shape[0], "col": shape[1:].numel()}
         n_blocks = -(-n // self.block)
         codes = n_blocks * self.block * self.bits // 8
+        if self.form == "lloyd_max":
+            own = {"row": shape[0], "col": shape[1:].numel()}
+            return {"codes": codes, "scale": n_blocks, **own}
         return {"codes": codes, "scale": sum(shape) if self.form == "rank1" else n_blocks}
 
     def check(self, shape: torch.Size) -> None:
         """Raise `ValueError` for a codec that no kernel serves."""
         if self.form not in FORMS:
             raise ValueError(f"form {self.form!r} is unknown; allowed: {', '.join(FORMS)}")
-        if self.form in ROWS_AND_COLUMNS and len(shape) < 2:
+        if self.form in (*ROWS_AND_COLUMNS, "lloyd_max") and len(shape) < 2:
             raise ValueError(
                 f"form {self.form!r} needs at least 2 dimensions, got shape {tuple(shape)}"
             )
-        widths = {"exact": (32,), "block": tuple(BLOCKS), "rank1": (4,)}.get(self.form)
+        allowed = {"exact": (32,), "block": tuple(BLOCKS), "rank1": (4,), "lloyd_max": (2,)}
+        widths = allowed.get(self.form)
         if widths is not None and self.bits not in widths:
             raise ValueError(
                 f"form {self.form!r} has no {self.bits} bits; allowed: "
@@ -90,6 +96,9 @@ class Codec(NamedTuple):
         """The state as it is kept, float32 (exact: as it is), of the parameter's shape."""
         if self.form == "exact":
             return state["tensor"]
+        if self.form == "lloyd_max":
+            parts = (state["codes"], state["scale"], state["row"], state["col"])
+            return lloyd_max.decode(*parts).view(shape)
         book = Codebook(self.codebook, self.bits, self.signed)
         if self.form == "rank1":
             return rank1.dequantize_reference(state["codes"], state["scale"], book, shape)
@@ -113,6 +122,7 @@ class Codec(NamedTuple):
 
 EXACT = Codec()
 FACTORED = Codec("factored", signed=False)
+LLOYD_MAX = Codec("lloyd_max", lloyd_max.BITS)
 
 
 def ratio(row: Tensor, mean: Tensor) -> Tensor:

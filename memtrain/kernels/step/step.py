@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook import lloyd_max, rank1
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.step import shard, update_rules
 from memtrain.kernels.step.codecs import (
@@ -117,7 +117,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         if not entry.param.numel():
             continue
         chosen = choose(entry.param)
-        if chosen == "reference" or not fits(entry):
+        if chosen == "reference" or not fits(entry) or entry.bits == 2:
             step_reference(entry)
             continue
         if not entry.grad.is_contiguous():
@@ -156,8 +156,10 @@ def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
     if second.form == "rank1":
         return rule == "adamw" and (first.form, first.bits) == ("block", 4)
     if second.form == "factored":
-        return rule == "adamw" and first.form == "block"
-    return first.form == second.form and first.bits == second.bits
+        return rule == "adamw" and first.form in ("block", "lloyd_max")
+    return (
+        first.form in ("exact", "block") and first.form == second.form and first.bits == second.bits
+    )
 
 
 def fits(entry: Entry) -> bool:
@@ -247,7 +249,12 @@ def update_reference(entry: Entry, sums: Sums) -> None:
     if is_factored:
         _, factors = stored.pop()
     old = [codec.decode(state, shape).to(p.dtype) for codec, state in stored]
-    if is_factored:
+    if is_factored and stored[0][0].form == "lloyd_max":
+        row, col = ratio(factors["row"], sums["mean"]).sqrt(), factors["col"].sqrt()
+        m = h.first_moment(g, old[0])
+        new = ()
+        p = _store_over_factors(h, p, m, stored[0][1], row, col)
+    elif is_factored:
         v = ratio(factors["row"], sums["mean"]).unsqueeze(1) * factors["col"]
         p, new = h.update(p, g, [*old, v.view(shape).to(p.dtype)], factored=True)
     else:
@@ -255,6 +262,18 @@ def update_reference(entry: Entry, sums: Sums) -> None:
     entry.master.write(p, entry.param)
     for (codec, state), value in zip(stored, new, strict=False):
         codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None)
+
+
+def _store_over_factors(
+    h: update_rules.AdamWScalars, p: Tensor, m: Tensor, state: Payload, row: Tensor, col: Tensor
+) -> Tensor:
+    """Quantise a first moment over the roots of the second's factors; the new parameter."""
+    codes, scale = lloyd_max.encode(m, row, col)
+    for name, value in (("codes", codes), ("scale", scale), ("row", row), ("col", col)):
+        state[name].copy_(value)
+    stored = lloyd_max.decode(codes, scale, row, col).view(p.shape).to(p.dtype)
+    root = (row.unsqueeze(1) * col).view(p.shape).to(p.dtype)
+    return h.update_with_residual(p, m, stored, root)
 
 
 def _check_library() -> None:
@@ -288,7 +307,7 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
 
     Args:
         entry: With a contiguous parameter and gradient.
-        scalars: Address of float32, [8], on the entry's device.
+        scalars: Address of float32, [COUNT], on the entry's device.
         master: `MasterWeight.fields` or `MasterWeight.device_fields`.
 
     Returns:
@@ -297,29 +316,34 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
     p, g, states = entry.param, entry.grad, entry.states
     names, tables, kind = _row_form(entry.rule, tuple(entry.codecs), p.shape, p.device)
     row = [p.data_ptr(), g.data_ptr()]
-    for state, (first, second), known in zip(states, names, tables, strict=True):
+    for state, (first, second, *others), known in zip(states, names, tables, strict=True):
         row += (state[first].data_ptr(), state[second].data_ptr() if second else 0, *known)
+        for name in others:
+            row.append(state[name].data_ptr())
     row += _ZEROS[: 4 * (2 - len(states))]
     return [*row, scalars, *kind, cpu.FLOAT_TYPES[p.dtype], cpu.FLOAT_TYPES[g.dtype], *master]
 
 
-SCALARS = 32
+SCALARS = 4 * update_rules.COUNT
 """Bytes of a row of `update_rules.stacked`."""
 _ZEROS = (0,) * _MAX_DIMS
 _NO_MASTER = PLAIN.fields()
-_Names = tuple[str, str]
+_Names = tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
 def _row_form(
     rule: str, codecs: tuple[Codec, ...], shape: torch.Size, device: torch.device
-) -> tuple[list[_Names], list[tuple[int, int]], tuple[int, ...]]:
+) -> tuple[list[_Names], list[tuple[int, ...]], tuple[int, ...]]:
     """Traits that a form's entries share: names of each state's tensors, tables, sizes, kind."""
     names: list[_Names] = []
-    tables: list[tuple[int, int]] = []
+    tables: list[tuple[int, ...]] = []
     for codec in codecs:
-        first, *second = codec.sizes(shape)
-        names.append((first, second[0] if second else ""))
+        first, *others = codec.sizes(shape)
+        names.append((first, *(others or [""])))
+        if codec.form == "lloyd_max":  # rows and columns take the place of tables
+            tables.append(())
+            continue
         coded = codec.form not in ("exact", "factored")
         book = codebook_and_bounds(codec, device).data_ptr() if coded else 0
         eight = coded and codec.bits == 8

@@ -10,11 +10,13 @@ from memtrain.kernels.codebook.quantize_triton import least, magnitude
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step.codecs import MANTISSA
 from memtrain.kernels.step.split_triton import DRAWN, draws, read_weight, ticked, write_weight
+from memtrain.kernels.step.update_rules import COUNT as _COUNT_OF_SCALARS
 
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
 TILE = tl.constexpr(16)
 REDUCE_WARPS = 8
 PIECE = tl.constexpr(1024)
+PLACES = tl.constexpr(_COUNT_OF_SCALARS)  # of the scalars of a step
 TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
 SHIFT4, SHIFT8 = (tl.constexpr(23 - MANTISSA[bits]) for bits in (4, 8))  # of `upper_buckets`
 CENTRE4, CENTRE8 = (tl.constexpr(2 ** (8 + MANTISSA[bits])) for bits in (4, 8))
@@ -111,7 +113,7 @@ def _reduce_kernel(
     """Pass 1. Rank-1: maxima of the new second moment. Factored: partial sums of g * g."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
-    scalars = scalars_ptr + tensor * 8
+    scalars = scalars_ptr + tensor * PLACES
     p_ptr = _pointer(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE)
     g_ptr = _pointer(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE)
     lost_ptr = _lost(table_ptr, tensor, MASTER, WHOLE)

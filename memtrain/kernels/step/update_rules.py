@@ -13,7 +13,8 @@ from torch import Tensor
 
 Number = float | Tensor
 """Known on the host, or on the device only: float64, of one element or one for each entry."""
-COUNT = 8  # scalars of a step
+COUNT = 16  # places for the scalars of a step: a cache line
+_NONE = (0.0,) * COUNT
 
 
 class AdamWScalars(NamedTuple):
@@ -30,6 +31,12 @@ class AdamWScalars(NamedTuple):
     + c \epsilon)$: one division an element fewer. A factored second moment keeps the means $r$ of
     the rows and $k$ of the columns of $v$: they follow those of $g_t^2$ as $v$ does, and
     $v_{ij} = r_i k_j / \bar r$.
+
+    Where quantising $m_t$ leaves $\hat m_t$ (2 bits), its residual $e = m_t - \hat m_t$ is not
+    there in later steps: what it would have given to the weight in them, at this step's learning
+    rate and denominator, is given at once, $\eta e \sum_{k \ge 1} \beta_1^k / (1 -
+    \beta_1^{t+k})$ in place of $\eta m_t / (1 - \beta_1^t)$. The sum is $\beta_1 / (1 - \beta_1)$
+    when bias correction is over.
     """
 
     decay: Number
@@ -40,6 +47,7 @@ class AdamWScalars(NamedTuple):
     w2: Number
     step_size: Number
     eps: Number
+    residual_size: Number
 
     states = (2,)
 
@@ -58,6 +66,11 @@ class AdamWScalars(NamedTuple):
         m = self.first_moment(g, states[0])
         v = states[1] if factored else self.second_moment(g, states[1])
         return p * self.decay - (self.step_size * m) / (v.sqrt() + self.eps), [m, v]
+
+    def update_with_residual(self, p: Tensor, m: Tensor, stored: Tensor, root: Tensor) -> Tensor:
+        """The new parameter where `stored` is kept of the first moment; `root`: of the second."""
+        step = self.step_size * m + self.residual_size * (m - stored)
+        return p * self.decay - step / (root + self.eps)
 
 
 class SGDScalars(NamedTuple):
@@ -120,7 +133,7 @@ Scalars = AdamWScalars | SGDScalars | LionScalars
 RULES: dict[str, type[Scalars]] = {"adamw": AdamWScalars, "sgd": SGDScalars, "lion": LionScalars}
 """Every rule by its name, in the order of the kernels' numbers of them. Each begins with `decay`
 (1 - lr * weight_decay), `l2` (weight decay in the gradient) and `sign` (-1: maximise), has
-`COUNT` scalars, rounded to float32 in use, and says how many `states` it may keep."""
+at most `COUNT` scalars, rounded to float32 in use, and says how many `states` it may keep."""
 
 
 def adamw(
@@ -166,7 +179,40 @@ def adamw(
         w2=1 - b2,
         step_size=lr * correction / (1 - b1**step),
         eps=eps * correction,
+        residual_size=lr * correction * later_weight(b1, step),
     )
+
+
+def later_weight(b1: Number, step: Number) -> Number:
+    r"""What a part of the first moment counts for in all later steps, bias correction included.
+
+    Args:
+        b1: Decay of the first moment.
+        step: The number of the step that has it, from 1.
+
+    Returns:
+        $\sum_{k \ge 1} \beta_1^k / (1 - \beta_1^{t+k})$, by the formula of Euler and Maclaurin: for
+        decays from 0.5 on right to 0.002 of it. 0 without a decay.
+
+    Example:
+        >>> round(later_weight(0.9, 1), 1), round(later_weight(0.9, 1000), 4)
+        (20.1, 9.0)
+    """
+    if isinstance(b1, Tensor):
+        rate = -b1.clamp(min=1e-30).log()
+    elif b1 > 0:
+        rate = -math.log(b1)
+    else:
+        return 0.0
+    power = b1 ** (step + 1)
+    if isinstance(power, Tensor):
+        power = power.clamp(min=1e-30)
+        integral = -torch.log1p(-power) / power
+    else:
+        power = max(power, 1e-30)
+        integral = -math.log1p(-power) / power
+    left = 1 - power
+    return b1 * (integral / rate + 0.5 / left + rate / (12 * left * left))
 
 
 def sgd(
@@ -261,7 +307,7 @@ def on_device(scalars: Scalars, count: int, device: torch.device) -> Tensor:
         device: Where the entries are.
 
     Returns:
-        float64, [count, 8]; an entry takes a row in place of its scalars.
+        float64, [count, COUNT]; an entry takes a row in place of its scalars.
 
     Example:
         >>> steps = torch.tensor([1.0, 2.0], dtype=torch.float64)
@@ -269,22 +315,25 @@ def on_device(scalars: Scalars, count: int, device: torch.device) -> Tensor:
         >>> on_device(scalars, 2, torch.device("cpu"))[:, 6]
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
-    rows = torch.empty(count, COUNT, dtype=torch.float64, device=device)
-    for column, number in zip(rows.unbind(1), scalars, strict=True):
+    rows = torch.zeros(count, COUNT, dtype=torch.float64, device=device)
+    for column, number in zip(rows.unbind(1), scalars, strict=False):
         column.copy_(number) if isinstance(number, Tensor) else column.fill_(number)
     return rows
 
 
 def named(rule: str, scalars: Scalars | Tensor) -> Any:
     """A rule's scalars by their names: of a row of `on_device`, tensors of one element."""
-    return RULES[rule](*scalars.unbind()) if isinstance(scalars, Tensor) else scalars
+    if not isinstance(scalars, Tensor):
+        return scalars
+    return RULES[rule](*scalars[: len(RULES[rule]._fields)].unbind())
 
 
 def stacked(scalars: Sequence[Scalars | Tensor], device: torch.device) -> Tensor:
-    """The scalars of n entries as kernels read them, float32 [n, 8]: all on the host, or none."""
+    """The scalars of n entries as kernels read them, float32 [n, COUNT]: on the host, or none."""
     if isinstance(scalars[0], Tensor):
         return torch.stack([row for row in scalars if isinstance(row, Tensor)]).float()
-    return torch.tensor(scalars, dtype=torch.float32, device="cpu").to(device)
+    rows = [(*own, *_NONE[len(own) :]) for own in scalars]
+    return torch.tensor(rows, dtype=torch.float32, device="cpu").to(device)
 
 
 def where(number: Number, yes: Callable[[], Tensor], no: Tensor) -> Tensor:

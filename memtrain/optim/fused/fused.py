@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
+from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import cpu
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, Codec
+from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.step import Entry, fused_step, has_kernel
@@ -131,9 +132,13 @@ class FusedStates(CompressedStates):
         return self.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; its options are checked."""
+        """Add a group, as in torch; its options and the compressors of its states are checked."""
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            compressors = [layout.decide(param, self.choose, name)[0] for name in self.names]
+            if self.codecs(compressors) is None:
+                layout.refuse_fused_only(compressors, type(self).__name__)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -380,6 +385,8 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
         codec, plain = EXACT, compressor
     elif isinstance(compressor, Factored):
         codec, plain = FACTORED, Factored()
+    elif isinstance(compressor, LloydMax):
+        codec, plain = LLOYD_MAX, LloydMax()
     elif isinstance(compressor, Rank1) and not signed:
         codec = Codec("rank1", 4, compressor.map, signed)
         plain = Rank1(map=compressor.map)

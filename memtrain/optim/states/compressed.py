@@ -70,6 +70,8 @@ class CompressedOptimizer(CompressedStates):
             self.check(group)
         self.choose = choose or layout.Choice()
         self.min_elements = min_elements
+        for group in optimizer.param_groups:
+            self._refuse_fused_only(optimizer, group)
         super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})
         moved = {p: self._packed(p, state) for p, state in optimizer.state.items()}
         self.adopt(optimizer)
@@ -88,10 +90,24 @@ class CompressedOptimizer(CompressedStates):
             super().add_param_group(param_group)
             return
         self.check({**self.defaults, **param_group})
+        self._refuse_fused_only(self.original, {**self.defaults, **param_group})
         self.original.add_param_group(param_group)
         for param in self.original.param_groups[-1]["params"]:
             if param in self.original.state:
                 self.state[param] = self._packed(param, self.original.state.pop(param))
+
+    def _refuse_fused_only(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Raise where a state that the optimizer will make has a compressor of fused steps."""
+        params = group["params"]
+        for param in [params] if isinstance(params, Tensor) else list(params):
+            if not isinstance(param, Tensor) or param.numel() <= self.min_elements:
+                continue
+            chosen = layout.decide(param, self.choose, "exp_avg")[0]
+            if not chosen.fused_only:
+                continue
+            tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
+            if "exp_avg" in first_states(optimizer, tiny, {**group, "params": [tiny]}, "cpu"):
+                layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -122,6 +122,10 @@ def check_state(compressor: Compressor, state_name: str) -> None:
         ValueError: It names the compressor, the state and what is allowed.
     """
     check_seat(compressor, STATE, state_name)
+    if compressor.fused_only and state_name != "exp_avg":
+        raise ValueError(
+            f"{compressor!r} for the state {state_name!r}; allowed: exp_avg of AdamW and Adam"
+        )
     if not compressor.signed and state_name in SIGNED:
         raise ValueError(
             f"{compressor!r} for the state {state_name!r}, which has negative values; allowed: "
@@ -133,6 +137,22 @@ def check_state(compressor: Compressor, state_name: str) -> None:
             "rounds small numbers to zero; allowed: compressors without a sign (signed: false), "
             "names such as 'Rank-1/Linear', or 8 bits"
         )
+
+
+def refuse_fused_only(compressors: Iterable[Compressor], owner: str) -> None:
+    """Raise `ValueError` for compressors whose loss would not go to the weight.
+
+    Args:
+        compressors: Of the states of a parameter that no fused kernel steps.
+        owner: The optimizer's class.
+    """
+    for compressor in compressors:
+        if compressor.fused_only:
+            raise ValueError(
+                f"{compressor!r} in {owner}: what it loses must go to the weight at once, which "
+                "only the fused AdamW and Adam do, beside a factored second moment "
+                "(optim=factored_2bit); allowed: B128/DE here (optim=factored_4bit)"
+            )
 
 
 def eligible(param: Tensor, value: Any, min_elements: int = -1) -> str:
