@@ -44,7 +44,9 @@ _ADAMW = {"RULE": 0, "STATES": 2}
 _PLAIN = {**_ADAMW, "p_like": "*fp32", "MASTER": 0}
 _DRAWN = {**_ADAMW, "p_like": "*bf16", "g_like": "*bf16", "MASTER": 1}
 _STEP, _GROUP, _CODEBOOK = "step.step_triton", "group.group_triton", "codebook.quantize_triton"
+_MATRIX = {"MATRIX": True, "LONG": True}
 _TILES = 16  # of a program of the first pass
+_ROWS = 16  # of a program of a norm's gradients
 CASES = {
     "AdamW": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 32}),
     "AdamW, 4-bit blocks": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 0}),
@@ -69,6 +71,17 @@ CASES = {
     "group, 4 bits, back": Case(_GROUP, "_dequantize_kernel", {"BITS": 4, "out_ptr": "*fp32"}),
     "block, 4 bits": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, "MATRIX": False}),
     "block, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, "MATRIX": False}),
+    "rows and columns, 4 bits, bf16": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, **_MATRIX}),
+    "rows and columns, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, **_MATRIX}),
+    "layer norm's gradients, bf16": Case(
+        "norm.norm_triton", "_backward_kernel", {"CENTRED": True, "dy_ptr": "*bf16"}, _ROWS
+    ),
+    "RMS norm's gradients, bf16": Case(
+        "norm.norm_triton", "_backward_kernel", {"CENTRED": False, "WEIGHT": True}, _ROWS
+    ),
+    "cross-entropy's gradient, 8 bits": Case(
+        "group.softmax_gradient_triton", "_gradient_kernel", {"BITS": 8, "dx_ptr": "*i16"}
+    ),
 }
 """The kernels of a step and of a saved activation, by the names of their rows."""
 
@@ -79,7 +92,8 @@ def elements(kernel: str, constants: Mapping[str, Any]) -> int:
         return constants["COUNT"] * 2 * constants["HALF"]
     if kernel == "_reduce_kernel":
         return 256 * 128
-    return constants["GROUPS"] * constants["WIDTH"] * 8
+    rows = _ROWS if kernel == "_backward_kernel" else 1
+    return rows * constants["GROUPS"] * constants["WIDTH"] * 8
 
 
 def find(case: Case) -> int:

@@ -182,3 +182,100 @@ def test_what_does_not_fit_is_named():
     assert not norm.fits(x.double(), 64, 32)
     assert not norm.fits(x.t(), 4, 4)
     assert not norm.fits(x[:0], 64, 32)
+
+
+def backward_example(rows, size, group_size, bits, wide, dtype, weighted):
+    torch.manual_seed(rows + size)
+    payload = group.group_quantize(torch.randn(rows, size), bits, group_size, 7, wide=wide)
+    dy, weight = torch.randn(rows, size).to(dtype), torch.randn(size) if weighted else None
+    return dy, *payload, torch.rand(rows) + 0.5, weight, bits, group_size
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "bits", "wide", "dtype", "to", "weighted"),
+    [
+        ((3, 768, 256), 4, False, torch.float32, torch.float32, True),
+        ((1, 8, 8), 8, True, torch.bfloat16, torch.bfloat16, False),
+        ((3, 520, 104), 3, False, torch.float16, torch.float16, True),
+        ((2, 1024, 256), 2, False, torch.float32, torch.bfloat16, True),
+    ],
+    ids=str,
+)
+def test_triton_backward_is_the_reference_but_for_the_order_of_sums(
+    shape, bits, wide, dtype, to, weighted, centred
+):
+    """Sums of n terms in two orders differ by less than n roundings of their magnitudes."""
+    pytest.importorskip("triton")
+    arguments = backward_example(*shape, bits, wide, dtype, weighted)
+    found, expected = [], []
+    for name, results in (("triton", found), ("reference", expected)):
+        with backend(name):
+            results.extend(norm.norm_backward(*arguments, centred=centred, dtype=to))
+    assert [t.dtype for t in found] == [to, torch.float32, torch.float32]
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    dy, codes, bounds, rstd, weight, *_ = arguments
+    x_hat = group.group_dequantize(codes, bounds, bits, shape[2], dy.numel()).view(dy.shape)
+    g = dy.float() if weight is None else dy.float() * weight
+    largest = (g.abs().amax() * (1 + x_hat.abs().amax()) ** 2 * rstd.amax()).item()
+    unit = 2.0**-24 * (shape[1] / 16 + 16)
+    rounding = torch.finfo(to).eps if to != torch.float32 else 0.0
+    torch.testing.assert_close(
+        found[0].float(), expected[0].float(), rtol=rounding, atol=unit * largest
+    )
+    for ours, theirs, terms in zip(
+        found[1:], expected[1:], ((dy.float() * x_hat), dy.float()), strict=True
+    ):
+        slack = 2.0**-24 * (shape[0] + 4) * terms.abs().sum(0).amax().item()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=slack)
+
+
+def test_triton_sums_columns_over_many_programs():
+    """Rows are dealt out sixteen at a time, the last ones to a program that has fewer."""
+    pytest.importorskip("triton")
+    arguments = backward_example(37, 16, 8, 4, False, torch.float32, True)
+    with backend("triton"):
+        _, dw, db = norm.norm_backward(*arguments)
+    with backend("reference"):
+        _, *expected = norm.norm_backward(*arguments)
+    torch.testing.assert_close(dw, expected[0], rtol=0, atol=37 * 2.0**-20)
+    torch.testing.assert_close(db, expected[1], rtol=0, atol=37 * 2.0**-20)
+
+
+def test_the_backward_is_autograds():
+    """From 8-bit codes, whose error is half a step of a range."""
+    x = (torch.randn(7, 64, dtype=torch.float64) * 2 + 3).requires_grad_()
+    weight = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(7, 64)
+    for centred in (True, False):
+        x.grad = weight.grad = None
+        if centred:
+            F.layer_norm(x, (64,), weight, None, 0.0).backward(dy.double())
+        else:
+            F.rms_norm(x, (64,), weight, 0.0).backward(dy.double())
+        d = x.detach() - (x.detach().mean(1, keepdim=True) if centred else 0)
+        rstd = d.square().mean(1).rsqrt()
+        x_hat = (d * rstd[:, None]).float()
+        payload = group.group_quantize(x_hat, 8, 64, stochastic=False, wide=True)
+        given = dy, *payload, rstd.float(), weight.detach(), 8, 64
+        dx, dw, _ = norm.norm_backward(*given, centred=centred)
+        step = ((payload[1][:, 1] - payload[1][:, 0]).max() / 255 / 2).item()
+        g = (dy * weight).abs().max().item()
+        reach = rstd.max().item() * g * step * (1 + 2 * x_hat.abs().max().item())
+        assert (dx - x.grad).abs().max() <= reach + 1e-5
+        assert (dw - weight.grad).abs().max() <= dy.abs().sum(0).max() * step + 1e-5
+
+
+def test_a_backward_that_does_not_fit_is_named():
+    dy, *rest = backward_example(4, 64, 32, 4, False, torch.float32, True)
+    with pytest.raises(TypeError, match=r"dy of dtype torch.float64; allowed: float32"):
+        norm.norm_backward(dy.double(), *rest)
+    with pytest.raises(ValueError, match="weight of 32 elements; allowed: 64"):
+        norm.norm_backward(dy, *rest[:3], torch.ones(32), *rest[4:])
+    with pytest.raises(ValueError, match="with 5 numbers rstd; allowed: that many rows"):
+        norm.norm_backward(dy, *rest[:2], torch.ones(5), *rest[3:])
+    with backend("triton"):
+        assert norm.fits_backward(dy, 8192, 256)
+        assert not norm.fits_backward(dy, 8192 + 256, 256)
+        assert not norm.fits_backward(dy, 48, 32)
+        assert not norm.fits_backward(dy.double(), 64, 32)

@@ -106,6 +106,14 @@ CASES = {
         for x in (torch.randn(3, 64), torch.randn(2, 2, 64).bfloat16(), torch.randn(0, 64))
         for weight, centred in ((torch.ones(64), True), (None, False))
     ],
+    "norm_backward": lambda: [
+        (torch.randn(3, 64).to(dtype), *payload, torch.rand(3), weight, 4, 32, centred, to)
+        for payload in [group.group_quantize(torch.randn(3, 64), 4, 32)]
+        for dtype, weight, centred, to in (
+            (torch.float32, torch.ones(64), True, torch.float32),
+            (torch.bfloat16, None, False, torch.float16),
+        )
+    ],
     "channel_norm_quantize": lambda: [
         (torch.randn(n).to(dtype), *torch.rand(2, 2), *where, 4, 32, 7, True, False)
         for n, where in ((80, (1, 5, 2, 8, 1)), (48, (2, 3, 2, 4, 2)), (0, (1, 0, 2, 8, 1)))

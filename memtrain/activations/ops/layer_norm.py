@@ -13,11 +13,13 @@ from memtrain.activations.ops.autograd import (
     save_compressed,
     save_payloads,
     saved_compressed,
+    saved_payloads,
 )
 from memtrain.activations.ops.batch_norm import save_codes, standard
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
+from memtrain.kernels.dispatch import choose
 from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.channel_norm import Channels
 
@@ -176,6 +178,9 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    found = _fused_backward(ctx, grad, centred=True)
+    if found is not None:
+        return found
     x_hat, (rstd, weight, bias) = saved_compressed(ctx)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
@@ -236,6 +241,9 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    found = _fused_backward(ctx, grad, centred=False)
+    if found is not None:
+        return found[:2]
     x_hat, (rstd, weight) = saved_compressed(ctx)
     dtype, grad, x_hat = x_hat.dtype, _wide(grad), _wide(x_hat)
     dx = dw = None
@@ -325,6 +333,41 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     others = (rstd, weight, bias) if centred else (rstd, weight)
     save_payloads(ctx, [(packed, layout_of(x))], compressor, *others)
     return y
+
+
+def _fused_backward(ctx: Any, dy: Tensor, *, centred: bool) -> tuple[Tensor | None, ...] | None:
+    """The gradients of input, weight and bias in one pass; None where no kernel serves."""
+    if choose(dy) != "triton":  # before anything that takes longer
+        return None
+    ((packed, layout),), (rstd, weight, *bias) = saved_payloads(ctx)
+    codes = ctx.compressor.group_codes(Key())
+    size = dy.numel() // max(1, rstd.numel())
+    if codes is None or not norm.fits_backward(dy, size, codes.group_size):
+        return None
+    if layout is None or layout.order != (*range(dy.dim()),) or any(layout.expanded):
+        return None  # rows do not lie one after the other
+    if packed.dtype == torch.float64:
+        return None
+    by = weight
+    if weight is not None and not centred and ctx.plus:
+        by = ctx.plus + weight.float()
+    dx, *sums = norm.norm_backward(
+        dy,
+        packed.tensors["codes"],
+        packed.tensors["bounds"],
+        rstd.float(),
+        by,
+        codes.bits,
+        codes.group_size,
+        centred=centred,
+        dtype=packed.dtype,
+    )
+    wanted = zip(ctx.needs_input_grad[1:3], (weight, *bias), sums, strict=False)
+    others = [
+        found.view(parameter.shape).to(parameter.dtype) if asked and parameter is not None else None
+        for asked, parameter, found in wanted
+    ]
+    return dx if ctx.needs_input_grad[0] else None, *others
 
 
 def _usual(x: Tensor, shape: Sequence[int], parameter: Tensor | None) -> bool:
