@@ -99,14 +99,18 @@ class GraphSites:
             if node.op == "call_function" and "seq_nr" in node.meta:
                 self._ops.setdefault(node.meta["seq_nr"], []).append(node)
         inputs = [node for node in forward.nodes if node.op == "placeholder"]
-        fixed = {inputs[index] for index in static if index < len(inputs)}
-        given = [node for node in inputs if node not in fixed]
+        self._fixed = {inputs[index] for index in static if index < len(inputs)}
+        given = [node for node in inputs if node not in self._fixed]
         (gradients,) = backward.output_node().args
         wanted = gradients if isinstance(gradients, tuple | list) else ()
         trained = [node for node, grad in zip(inputs, wanted, strict=False) if grad is not None]
         self.given = set(given)
         """Inputs that are no parameters or buffers."""
         self._fed, self._differentiable = _reached(given), _reached(trained)
+
+    def is_hooked(self, output: Any) -> bool:
+        """Whether an output of the forward is, if it is saved, handed to hooks."""
+        return isinstance(output, Node) and is_tensor(output) and output not in self._fixed
 
     def uses(self, saved: Node) -> list[Use]:
         """The forward ops whose backward reads the tensor, the first that runs first."""

@@ -31,7 +31,14 @@ UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch k
 DERIVATIVE_BITS = 2
 """More bits than its derivative code: of a tensor that gives the op's output again, too."""
 
-_FILTER = "saved_tensors_hooks_filtering_mode"
+_SETTINGS = {
+    "saved_tensors_hooks_filtering_mode": "no_static",  # hooks are handed all but parameters
+    # What a matrix product of the backward reads (the output of a normalization or nonlinearity, a
+    # copy of a weight in another dtype) may be computed again from what is saved beside it. Torch
+    # saves it to spare the backward that op; compressed, it would cost bytes and errors twice.
+    "ban_recompute_materialized_backward": False,
+}
+"""Of `torch._functorch.config`, while our graphs are compiled."""
 
 
 class _Packing(NamedTuple):
@@ -69,10 +76,10 @@ class CompiledGraphs:
     def _clear(self) -> None:
         self._modules: tuple[Any, Any] | None = None
         self._open: list[_Graph] = []
-        self._mode: Any = None  # of filtering, as it was before the forward
+        self._before: dict[str, Any] = {}  # torch's settings, as they were before the forward
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_mode")
+        runtime = ("_modules", "_open", "_before")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -91,14 +98,13 @@ class CompiledGraphs:
                 _one_call(self.saved.pack, self._pack),
                 _one_call(_unpack, self._unpack),
             )
-        self._mode = _set_filter("no_static")
+        self._before = _configure(_SETTINGS)
         return self._modules
 
     def end(self) -> list[Record]:
         """End the forward that has begun; what the graphs save that were compiled in it."""
-        if self._mode is not None:
-            _set_filter(self._mode)
-            self._mode = None
+        _configure(self._before)
+        self._before = {}
         graphs, self._open = self._open, []
         return [one for graph in graphs for one in self._of_siblings(graph.root, graph.records)]
 
@@ -120,7 +126,7 @@ class CompiledGraphs:
         if hasattr(compiler, "_memtrain"):
             return
         hooks = self.hooks()
-        _set_filter(self._mode)
+        _configure(self._before)
         if self._modules is None:
             return
         with saved_tensors_hooks(*hooks):  # so that caches of whole compilations pass it over
@@ -164,11 +170,13 @@ class CompiledGraphs:
         return self._graph(given).pack(x, given["_node"])
 
     def _unpack(self, packed: Any, given: Any) -> Tensor:
-        # What the hooks of the tensors before have put into the graphs; the last tensor's unpacking
-        # comes after this, at the head of a backward that needs it first.
-        compress_early(given["_fw_graph"])
-        decompress_late(given["_bw_graph"])
-        return self._graph(given).unpack(packed, given["_node"])
+        graph = self._graph(given)
+        if given["_node"] is graph.last:
+            # What the hooks of the tensors before have put into the graphs; the last tensor's
+            # unpacking comes after this, at the head of a backward that needs it first.
+            compress_early(given["_fw_graph"])
+            decompress_late(given["_bw_graph"])
+        return graph.unpack(packed, given["_node"])
 
     def _of_siblings(self, root: str, records: list[Record]) -> list[Record]:
         """The records, and those of modules compiled by themselves that run the same graph."""
@@ -195,6 +203,9 @@ class _Graph:
         self, saved: SavedTensors, forward: fx.Graph, sites: GraphSites, root: str
     ) -> None:
         self.saved, self.forward, self.sites, self.root = saved, forward, sites, root
+        outputs = cast(Any, forward.output_node().args[0])
+        self.last = next((node for node in reversed(outputs) if sites.is_hooked(node)), None)
+        """The saved tensor that is handed to the hooks after all others."""
         self.records: list[Record] = []
         self._packings: dict[fx.Node, _Packing | None] = {}
         self._kept: dict[fx.Node, int] = {}
@@ -366,7 +377,8 @@ def _supported() -> bool:
         from torch._functorch._aot_autograd import graph_compile
     except ImportError:
         return False
-    return hasattr(config, _FILTER) and hasattr(graph_compile, "_get_saved_tensor_hook_context")
+    inside = hasattr(graph_compile, "_get_saved_tensor_hook_context")
+    return inside and all(hasattr(config, name) for name in _SETTINGS)
 
 
 def run_untraced(*functions: Callable[..., Any]) -> None:
@@ -386,12 +398,15 @@ def run_untraced(*functions: Callable[..., Any]) -> None:
         return  # of a torch that has no graphs for us either
 
 
-def _set_filter(mode: str) -> str:
-    """Set which saved tensors AOTAutograd hands to hooks; gives what was set before."""
+def _configure(values: dict[str, Any]) -> dict[str, Any]:
+    """Change settings of AOTAutograd; gives what they were before."""
+    if not values:
+        return {}
     from torch._functorch import config
 
-    before = getattr(config, _FILTER)
-    setattr(config, _FILTER, mode)
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
     return before
 
 

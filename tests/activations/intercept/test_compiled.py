@@ -158,7 +158,7 @@ def test_compiled_in_any_way_the_plan_tells_what_is_held(how):
     assert now == bytes_planned
     assert now < before / 5
     if how != "each block":  # where the parts round as the whole does
-        assert bytes_plain == before
+        assert bytes_plain < before  # what is cheap to compute again is not saved
         assert torch.equal(y, expected)
     y.square().mean().backward()
     assert F.cosine_similarity(gradient(model), gradient(plain), dim=0) > 0.99
@@ -173,6 +173,28 @@ def test_compiled_in_any_way_the_plan_tells_what_is_held(how):
     again = compiled(model, how)(x) if how != "before wrap" else run(x)
     kept = held(again, x, *model.parameters())
     assert kept > 4 * now
+
+
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_graph_holds_no_more_than_the_eager_forward_and_errs_no_more(autocast):
+    models, found = [Model(blocks=2) for _ in range(3)], []
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+        wrapped(model)
+    # inductor's decompositions, by which normalizations are pointwise ops
+    decomposed = torch.compile(models[2], backend="aot_eager_decomp_partition")
+    x = tokens()
+    for run, model in zip([*models[:2], decomposed], models, strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = run(x)
+        now = held(y, x, *model.parameters()) if model is models[2] else 0
+        y.float().square().mean().backward()
+        found.append(gradient(model))
+    (eager, _), (compiled, _) = planned(models[1]), planned(models[2])
+    assert now == compiled <= 1.05 * eager
+    assert (found[2] - found[0]).norm() <= (found[1] - found[0]).norm()
+    reasons = {row.reason for row in memtrain.plan_of(models[2]).entries("activation")}
+    assert "made of parameters and buffers alone" not in reasons  # a weight's copy is cast again
 
 
 @pytest.mark.nightly
