@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks import tracker
 from benchmarks.harness import Benchmark, Job, Options, Row
 
-# Name -> how the model is run: compiled, wrapped with which preset, checkpointed, memory budget.
+# Name -> how the model is run: compiled whole or by blocks, wrapped with which preset,
+# checkpointed (all of a block, or all but its matrix products), memory budget.
 CASES = {
     "eager": {},
     "compiled": {"compiled": True},
@@ -26,6 +27,11 @@ CASES = {
     "compiled_budget": {"compiled": True, "budget": 0.5},
     "ours_balanced_budget": {"compiled": True, "preset": "balanced", "budget": 0.5},
     "compiled_fp8_pass": {"compiled": True, "fp8": True},
+    "compiled_selective": {"compiled": True, "checkpointed": "selective"},
+    "blocks_compiled": {"compiled": "blocks"},
+    "blocks_balanced": {"compiled": "blocks", "preset": "balanced"},
+    "blocks_smallest": {"compiled": "blocks", "preset": "smallest"},
+    "blocks_checkpointed": {"compiled": "blocks", "checkpointed": True},
 }
 
 
@@ -33,8 +39,12 @@ def build(case):  # noqa: C901 (two kinds of block)
     import torch
     import torch.nn.functional as F
     from torch import nn
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+    options = {}
+    if case.get("checkpointed") == "selective":
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(products)
     width, llama = case["width"], case["model"] == "llama"
 
     class Attention(nn.Module):
@@ -88,7 +98,7 @@ def build(case):  # noqa: C901 (two kinds of block)
         def forward(self, x):
             for block in self.h:
                 if case.get("checkpointed"):
-                    x = checkpoint(block, x, use_reentrant=False)
+                    x = checkpoint(block, x, use_reentrant=False, **options)
                 else:
                     x = block(x)
             return x
@@ -114,7 +124,10 @@ def measure(case):
     if case.get("fp8"):
         passes = torch._inductor.config.post_grad_fusion_options
         passes["activation_quantization_aten_pass"] = {"quant_type": "torch.float8_e4m3fn"}
-    run = torch.compile(model) if case.get("compiled") else model
+    run = torch.compile(model) if case.get("compiled") is True else model
+    if case.get("compiled") == "blocks":
+        for block in model.h:
+            block.compile()
 
     def step():
         start = time.perf_counter()
