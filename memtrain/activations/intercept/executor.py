@@ -1,11 +1,11 @@
 """Executes the ops of a forward: replaced, or as they are with their saved tensors packed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -38,6 +38,17 @@ add sub __add__ __radd__ __sub__ __rsub__ neg __neg__ add_ sub_ __iadd__ __isub_
 """
 SAVE_NOTHING = frozenset(_SAVE_NOTHING.split())
 _HOLE = object()  # where an op's input goes when the op is run again
+
+
+QUERY, VIEW, OP = range(3)
+"""What a torch function may save: `x.shape` and its like nothing, views and sums no tensor."""
+
+
+@lru_cache(maxsize=4096)  # a model calls few
+def _traits(func: Any) -> tuple[str, int]:
+    """The `__name__` of a torch function, and what it may save."""
+    name = getattr(func, "__name__", "")
+    return name, QUERY if name == "__get__" else VIEW if name in SAVE_NOTHING else OP
 
 
 class Rounding(Protocol):
@@ -89,6 +100,8 @@ class Executor(TorchFunctionMode):
         super().__init__()
         self.saved, self.options, self.rounding = saved, options, rounding
         saved.defers = rounding is not None
+        # Functions of no more `saves` than this are not ours to see.
+        self._passed = VIEW if rounding is None and options.low is None else QUERY
         self.module = ""  # path of the module that runs now
         self.idle = False  # whether ops are rounded only, their saved tensors left alone
         self._one_op = False  # whether a module runs as one op
@@ -103,17 +116,14 @@ class Executor(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # a compiled part of the forward that is being traced
-            return func(*args, **(kwargs or {}))
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "__get__":  # x.shape and its like: nothing to save
+        kwargs = kwargs or {}
+        if is_compiling():  # a compiled part of the forward that is being traced
+            return func(*args, **kwargs)
+        name, saves = _traits(func)
+        if saves <= self._passed:
             return func(*args, **kwargs)
         if self.rounding is None or self._one_op:
-            if self.options.low is not None:
-                return self._run(func, name, args, kwargs)
-            if name in SAVE_NOTHING:
-                return func(*args, **kwargs)
-            return self._run_op(func, name, args, kwargs)
+            return self._run(func, name, args, kwargs)
         args, kwargs = self.rounding.arguments(self.module, name, args, kwargs)
         func = self.rounding.function(func, self.module, name, args, kwargs)
         result = self._run(func, name, args, kwargs)
@@ -132,7 +142,7 @@ class Executor(TorchFunctionMode):
         return run_mixed(partial(self._run_op, func, name), low, (self.module, name), args, kwargs)
 
     def _run_op(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.idle or name in SAVE_NOTHING or not torch.is_grad_enabled():
+        if self.idle or name in SAVE_NOTHING or not is_grad_enabled():
             return func(*args, **kwargs)
         if is_replaced(name):
             call = recognise(name, args, kwargs, self.options)
@@ -283,7 +293,7 @@ class Executor(TorchFunctionMode):
             isinstance(x, Tensor)
             and not foreign(x)
             and x.requires_grad
-            and torch.is_grad_enabled()
+            and is_grad_enabled()
             and x.is_floating_point()
             and x.numel() >= self.options.min_elements
             and top_hooks() == self.saved.hook  # not inside someone's activation checkpointing

@@ -32,6 +32,7 @@ class Save(NamedTuple):
     key: Memory | None  # see `memory_of`
     site: Site
     witness: Tensor  # no elements and no memory of the tensor, but its version counter
+    form: tuple[object, ...] | None = None  # equal for saves that are chosen for alike
 
 
 class Copy(NamedTuple):

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Save, Source, derived
-from memtrain.activations.saved.flatten import memory_of
+from memtrain.activations.saved.flatten import Layout, Memory, memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
 from memtrain.activations.saved.origin import (
@@ -59,6 +59,15 @@ class Watch(Protocol):
         ...
 
 
+class Settled(NamedTuple):
+    """What is done to a save that is alike one of an earlier forward: see `SavedTensors._alike`."""
+
+    site: Site
+    layout: Layout
+    key: Memory | None
+    chosen: Compressor | Keep
+
+
 class SavedTensors:
     """Packs the saved tensors of one forward after another.
 
@@ -85,6 +94,8 @@ class SavedTensors:
         # what keeps a rounded tensor bit for bit, where no rule claims it
         self.exact: Callable[[Tensor, Keep], Compressor | None] | None = None
         self.defers = False  # whether an op's result is packed once it has been rounded
+        self._settled: dict[tuple[Any, ...], Settled] = {}
+        self._settled_by: Choose | None = None  # made these choices; None: this forward makes them
         self._numbers: dict[Site, int] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what witnesses hold
         self._recorded: list[Held] | None = None
@@ -111,7 +122,8 @@ class SavedTensors:
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _numbers={}, _nothing={}, _recorded=None)
+        vars(self).update(state, _settled={}, _settled_by=None)
+        vars(self).update(_numbers={}, _nothing={}, _recorded=None)
         self._reset()
 
     def begin(self, parameters: set[int], inputs: set[int], *, record: bool) -> None:
@@ -125,6 +137,10 @@ class SavedTensors:
         self._reset()
         self._parameters, self._inputs = parameters, inputs
         self._recorded = [] if record else None
+        told = self.watch is not None or self.exact is not None or self.defers
+        by = None if record or told else self.choose
+        if by is not self._settled_by:
+            self._settled, self._settled_by = {}, by
 
     def end(self) -> list[Record] | None:
         """End a forward pass: payloads live on in the graph, and only there.
@@ -159,6 +175,8 @@ class SavedTensors:
         storage = storage_id(x)
         if storage in self._parameters and not self.defers and type(x) in PLAIN:
             return KeptTensor(x.detach(), x._version)
+        if self._settled_by is not None and self.op is not None and op is None:
+            return self._pack_settled(x, self.op, storage)
         if op is None:
             op, deferred = self.op or self.custom, self.defers and self.op is not None
             if deferred and op.inputs and not op.replaced and op.role(x, storage) == "saved":
@@ -167,7 +185,43 @@ class SavedTensors:
                 return self._waiting[-1]
         return self._pack(x, op, storage)
 
-    def _pack(self, x: Tensor, op: Op, storage: int) -> Saved:
+    def _pack_settled(self, x: Tensor, op: Op, storage: int) -> Saved:
+        """As `_pack`, by the choice for the save before that was alike in all that choices ask."""
+        usual = type(x) is Tensor and storage > 0 and op.inputs and not x.is_neg()
+        elsewhere = storage in self._inputs or storage in self._kept
+        if not usual or elsewhere or is_parameter(x):
+            return self._pack(x, op, storage)
+        if x.dtype in HALVES and cast_source(x, op.inputs) is not None:
+            return self._pack(x, op, storage)
+        form = self._form(x, op, storage)
+        settled = self._settled.get(form)
+        if settled is None:
+            return self._pack(x, op, storage, form)
+        site, layout, key, chosen = settled
+        saved = x.detach()
+        save = Save(saved, storage, layout, key, site, saved)
+        if isinstance(chosen, Keep) or chosen.is_identity:
+            return self._keep(save._replace(witness=self._witness(x)), chosen)
+        handle, _, note, _ = self.cache.share(save, chosen, self.key, derive=True)
+        if handle is None:
+            return self._keep(save, Keep(note))
+        saved.data = self._empty_like(x)  # from now on the witness
+        return handle
+
+    def _form(self, x: Tensor, op: Op, storage: int) -> tuple[Any, ...]:
+        """Equal for saves for which all choices are the same, but those that ask who else saved."""
+        where = op.place(storage)
+        own = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad)
+        if op.form is None:
+            op.form = tuple(
+                [
+                    (t.shape, t.stride(), t.dtype, t.requires_grad, number in self._parameters)
+                    for t, number in zip(op.inputs, op.storages or (), strict=True)
+                ]
+            )
+        return op.module, op.name, op.limit, where, own, op.form
+
+    def _pack(self, x: Tensor, op: Op, storage: int, form: tuple[Any, ...] | None = None) -> Saved:
         if storage < 0 or type(x) not in PLAIN:
             note = f"{foreign(x)}; its bytes are not counted"
             kept = KeptTensor(x.detach(), x._version)
@@ -190,7 +244,7 @@ class SavedTensors:
                 save = Save(saved, storage, *memory_of(saved), site, saved)
                 self._record(kept, save, saved.nbytes, "payload")
             return kept
-        save = Save(saved, storage, *memory_of(saved), site, self._witness(x))
+        save = Save(saved, storage, *memory_of(saved), site, self._witness(x), form)
         copy = source if source is None else _cast_of(source, saved)
         return self._compress(save, op, copy, requires_grad=x.requires_grad)
 
@@ -200,11 +254,15 @@ class SavedTensors:
         if type(x) is FakeTensor:
             witness.data = x.new_empty(0)
             return witness
+        witness.data = self._empty_like(x)
+        return witness
+
+    def _empty_like(self, x: Tensor) -> Tensor:
+        """No elements of the dtype and device of `x`: one tensor for all."""
         kind = x.dtype, x.device
         if kind not in self._nothing:
             self._nothing[kind] = x.new_empty(0)
-        witness.data = self._nothing[kind]
-        return witness
+        return self._nothing[kind]
 
     def pack_deferred(self) -> None:
         """Pack the results that were deferred: their op has run, and they have been rounded."""
@@ -257,6 +315,7 @@ class SavedTensors:
             return self._drop(save)
         why = self._why_keep(save, op, requires_grad=requires_grad)
         if why:
+            self._settle(save, Keep(why))
             return self._keep(save, Keep(why))
         chosen = self.checkpointed if op.name == RECOMPUTE else self.choose(save.site)
         if not isinstance(chosen, Keep):
@@ -265,6 +324,7 @@ class SavedTensors:
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)
         chosen = exact or chosen
+        self._settle(save, chosen, copy)
         if isinstance(chosen, Keep) or chosen.is_identity:
             return self._keep(save, chosen)
         derive = exact is None
@@ -279,6 +339,11 @@ class SavedTensors:
         if self.watch is not None and handle.shared is not None:
             self.watch.saved(save.site, x, handle.shared)
         return handle
+
+    def _settle(self, save: Save, chosen: Compressor | Keep, copy: Copy | None = None) -> None:
+        """Let saves of this form, if it has one, be handled so from now on."""
+        if save.form is not None and copy is None:
+            self._settled[save.form] = Settled(save.site, save.layout, save.key, chosen)
 
     def _drop(self, save: Save) -> Compressed:
         """The handle of a save of which the backward reads the shape only."""

@@ -80,7 +80,8 @@ class Op:
     given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})  # its arguments
     replaced: str = ""  # role of its site, where its saved tensors are payloads already
     limit: int | None = None  # its indices are known to be below
-    storages: Sequence[int] | None = None  # of its inputs, once `role` has asked for them
+    storages: Sequence[int] | None = None  # of its inputs, once `place` has asked for them
+    form: tuple[object, ...] | None = None  # of its inputs, once the pack hook has asked for it
     _inputs: tuple[Tensor, ...] | None = None
 
     @property
@@ -90,6 +91,13 @@ class Op:
             self._inputs = tensors_of(*self.given)
         return self._inputs
 
+    def place(self, storage: int) -> int:
+        """Number of the first of its inputs in this storage, or -1."""
+        storages = self.storages
+        if storages is None:
+            storages = self.storages = [storage_id(candidate) for candidate in self.inputs]
+        return storages.index(storage) if storage in storages else -1
+
     def role(self, x: Tensor, storage: int) -> str:
         """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`.
 
@@ -97,12 +105,9 @@ class Op:
             x: A tensor that the op saves.
             storage: Its storage's id.
         """
-        storages = self.storages
-        if storages is None:
-            storages = self.storages = [storage_id(candidate) for candidate in self.inputs]
-        if storage in storages:
-            index = storages.index(storage)
-            return f"input{index}" if index else "input"
+        place = self.place(storage)
+        if place >= 0:
+            return f"input{place or ''}"
         for index, candidate in enumerate(self.inputs):
             if candidate.shape == x.shape and candidate.dtype != x.dtype:
                 return f"input{index or ''}"
