@@ -10,6 +10,7 @@ asked of malloc (`benchmarks.tracker`), kernels' own temporaries and libraries' 
 them; beside it what smaller blocks add, which are the objects of Python and of autograd's graph.
 """
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,7 @@ def measure(case: Other, optimizer: Any, cfg: Any, options: StepOptions) -> tupl
     optimizer.zero_grad(set_to_none=True)
     given = [leaf for leaf in tree_leaves(case.batch) if isinstance(leaf, Tensor)]
     alive = storage_nbytes([*weight_tensors(model), *state_tensors(optimizer), *given])
+    gc.collect()  # what is left of jobs before would otherwise be freed within the step
     peaks = tracker.peaks_of(lambda: run_step(model, optimizer, case.batch, options))
     return alive + peaks[0], alive + peaks[1]
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from memtrain.cli.train import read_config
 from memtrain.training import checkpoint, results
+from memtrain.training import session as session_module
 from memtrain.training.run import Run
 from memtrain.training.session import Session, new_folder
 from memtrain.training.settings import TrainConfig, from_mapping
@@ -214,6 +215,19 @@ def test_signal_handlers_are_put_back(smoke):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     Session(smoke("training.steps=1", "training.runs=[plain]", "output.plot=false")).train()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_freed_pages_are_handed_back_before_a_runs_first_step(smoke, monkeypatch):
+    seen, original = [], Run.train_step
+
+    def train_step(self):
+        seen.append(self.name)
+        return original(self)
+
+    monkeypatch.setattr(session_module, "hand_back_freed_pages", lambda: seen.append("handed"))
+    monkeypatch.setattr(Run, "train_step", train_step)
+    Session(smoke("training.steps=2", "training.runs=[plain]", "output.plot=false")).train()
+    assert seen == ["handed", "plain", "plain"]
 
 
 def test_failing_periodic_checkpoint_warns_and_goes_on(smoke, monkeypatch):

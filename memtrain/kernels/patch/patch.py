@@ -1,12 +1,13 @@
 """4x4 patches at 2 bits a value between their own bounds: contract, reference, dispatch."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, copies, is_plain, register
+from memtrain.kernels.dispatch import choose, is_plain, register
 from memtrain.kernels.group.group import _outward
 from memtrain.kernels.random import philox
 
@@ -205,7 +206,10 @@ def _quantize(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     chosen = choose(x)
     if chosen == "reference":
         return quantize_reference(x, seed, stochastic)
-    x = (x if x.dtype in cpu.FLOAT_TYPES else x.float()).contiguous()
+    if x.dtype in cpu.FLOAT_TYPES:
+        x = x.contiguous()
+    else:
+        x = x.to(torch.float32, memory_format=torch.contiguous_format)
     if chosen == "triton":
         from memtrain.kernels.patch import patch_triton
 
@@ -244,14 +248,26 @@ def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> T
     return out.to(dtype)
 
 
+def _copied(x: Tensor, *options: Any) -> int:
+    """Bytes of the one copy that is contiguous and of a dtype that the kernel reads."""
+    cast = x.dtype not in cpu.FLOAT_TYPES
+    return x.numel() * (4 if cast else x.element_size()) if cast or not x.is_contiguous() else 0
+
+
+def _widened(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes of float32 values that are then cast."""
+    return 0 if _kind(dtype) == dtype else 4 * len(words) * rows * columns * words.shape[3]
+
+
 _quantize_op = register(
     "patch_quantize(Tensor x, int seed, bool stochastic) -> Tensor",
     _quantize,
     _empty,
-    inside=lambda x, *options: copies(x, *cpu.FLOAT_TYPES),
+    inside=_copied,
 )
 _dequantize_op = register(
     "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
     _dequantize,
     _empty_values,
+    inside=_widened,
 )
