@@ -162,3 +162,11 @@ class Compressor(Protocol):
     def for_shape(self, shape: torch.Size) -> "tuple[Compressor, str]":
         """Compressor for a state of this shape, and the reason if it is another one."""
         return self, ""
+
+    def for_rows(self, columns: int) -> "tuple[Compressor, str]":
+        """Compressor that is alike however rows of so many elements are split over processes.
+
+        With the reason if it is another one. By default `self`: what it knows of the whole is the
+        same on every process.
+        """
+        return self, ""

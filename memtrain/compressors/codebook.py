@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.identity import Identity
 from memtrain.kernels.codebook.quantize import dequantize_blocks, quantize_blocks
 from memtrain.kernels.codebook.values import Codebook, codebook
 
 ROUNDINGS = ("nearest", "stochastic")
 MAX_VECTOR_BYTES = 0.08
 """Per element: what the vectors of rank-1 and factored states may cost."""
+MAX_ROW_BYTES = 2.0
+"""Per element: what blocks that begin anew in each row may cost, half of float32."""
 
 
 def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
@@ -120,3 +123,74 @@ class Block(CodebookCompressor):
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
         flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
         return flat.view(packed.shape).to(packed.dtype)
+
+    def for_rows(self, columns: int) -> tuple[Compressor, str]:
+        """Itself where rows fill whole blocks, else `RowBlock`, or exact where rows are short."""
+        if not columns % self.block_size:
+            return self, ""
+        own = RowBlock(**vars(self), columns=columns)
+        if own.row_bytes <= MAX_ROW_BYTES * columns:
+            return own, f"split over processes: blocks begin anew in each row of {columns} elements"
+        return Identity(), f"kept: split over processes by rows of {columns} elements, too few"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlock(Block):
+    """Blocks that begin anew in each row of dimension 0: alike however rows are split.
+
+    A row takes as many blocks as `block_size` asks for, all of one size (`size`), the last padded.
+
+    Attributes:
+        columns: Elements of a row.
+
+    Memory:
+        That of `Block` with blocks of `size`, and the padding of each row.
+
+    Example:
+        >>> import torch
+        >>> RowBlock(columns=176).size, RowBlock(columns=77).size
+        (88, 80)
+        >>> x, block = torch.randn(6, 77), RowBlock(columns=77)
+        >>> whole, part = (block.compress(t, key=Key()).tensors["codes"] for t in (x, x[2:]))
+        >>> torch.equal(whole[2:], part)
+        True
+    """
+
+    columns: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.columns // self.block_size)
+
+    @property
+    def size(self) -> int:
+        """Elements of a block: a multiple of 8."""
+        return -(-self.columns // (8 * self.blocks)) * 8
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a row."""
+        return self.blocks * (self.size * self.bits / 8 + 4)
+
+    def compress(self, x: Tensor, *, key: Key) -> Packed:
+        """Codes uint8 [rows * blocks, size * bits / 8] and scale float32 [rows * blocks]."""
+        rows = x.reshape(x.numel() // self.columns, self.columns)
+        missing = self.blocks * self.size - self.columns
+        whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+        book, seed = self._codebook(), self._seed(key)
+        codes, scale = quantize_blocks(whole, book, block_size=self.size, seed=seed)
+        return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
+
+    def decompress(self, packed: Packed) -> Tensor:
+        """A contiguous tensor of the original shape and dtype."""
+        codes, scale = packed.tensors["codes"], packed.tensors["scale"]
+        width = self.blocks * self.size
+        rows = packed.shape.numel() // self.columns
+        flat = dequantize_blocks(codes, scale, self._codebook(), numel=rows * width)
+        whole = flat.view(rows, width)[:, : self.columns].contiguous()
+        return whole.view(packed.shape).to(packed.dtype)
+
+    def for_rows(self, columns: int) -> tuple[Compressor, str]:
+        """Itself."""
+        return self, ""

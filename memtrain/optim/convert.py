@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor, Keep
+from memtrain.compressors.codebook import RowBlock
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
 from memtrain.optim.fused.fused import REFUSED, FusedStates, counter_dtype, moment_dtype
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
@@ -90,7 +91,10 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
     widths = set()
     for param, _, _ in on_each(optimizer.param_groups):
         compressors = [layout.decide(param, choose, name)[0] for name in four.names]
-        if four.codecs(compressors) is None:
+        # Blocks of a sharded parameter's rows have no kernel; its neighbours keep theirs.
+        if four.codecs(compressors) is None and not any(
+            isinstance(c, RowBlock) for c in compressors
+        ):
             return None
         widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.

@@ -141,7 +141,7 @@ def _values(
     if optimizer.state.get(param):
         return dict(optimizer.state[param])
     if fused is not None:
-        like = torch.empty(param.shape, dtype=moment_dtype(param), device="meta")
+        like = torch.empty(local(param).shape, dtype=moment_dtype(param), device="meta")
         return dict.fromkeys(fused.state_names(group), like)
     inner = optimizer.original if isinstance(optimizer, CompressedStates) else optimizer
     try:

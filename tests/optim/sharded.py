@@ -1,7 +1,6 @@
 """What processes that share parameters (DTensor, FSDP2) find; `distributed.py` runs it."""
 
 import copy
-import itertools
 import tempfile
 
 import torch
@@ -19,9 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import memtrain
 from memtrain import optim
 from memtrain.compressors import codebook as blocks
-from memtrain.compressors.codebook import Block
-from memtrain.kernels.codebook.values import codebook
-from memtrain.kernels.packing import bits
 from memtrain.optim.states import layout, shards
 from memtrain.plan.plan import make_plan
 
@@ -134,21 +130,22 @@ def whole_blocks(rank, world, names=SHORT):
     return found
 
 
-def parts_of_blocks(rank, world):
-    """Any shapes: blocks start anew in each part, as if it were a parameter of its own."""
+def any_split(rank, world, names=SHORT):
+    """Any shapes, empty parts too: split over the processes, or over one, the same bits."""
     found = {}
-    mesh = mesh_of(world)
-    shapes = [(5, 77), (1, 300), (4099,), (3,), (9, 3, 5, 2), (0, 4)]
-    for name in ["AdamW4bit block", "AdamW8bit", "SGD4bit", "Lion4bit"]:
-        parts = [pair(shape, [Shard(0)], mesh)[1] for shape in shapes]
-        own = [nn.Parameter(shards.local(p.detach()).clone()) for p in parts]
-        a, b = OPTIMIZERS[name](own), OPTIMIZERS[name](parts)
-        for step in range(STEPS):
-            for k, (p, q) in enumerate(zip(own, parts, strict=True)):
-                give(q, 100 * step + k)
-                p.grad = shards.local(q.grad).clone()
-            a.step(), b.step()
-        found[name] = all(torch.equal(p, shards.local(q)) for p, q in zip(own, parts, strict=True))
+    one, all_of_them = mesh_of(world, 1), mesh_of(world)
+    shapes = [(5, 77), (6, 176), (1, 300), (4099,), (3,), (9, 3, 5, 2), (0, 4), (7, 256)]
+    for name in names:
+        wholes = [pair(shape, [Replicate(), Shard(0)], one)[1] for shape in shapes]
+        parts = [pair(shape, [Shard(0)], all_of_them)[1] for shape in shapes]
+        a, b = OPTIMIZERS[name](wholes), OPTIMIZERS[name](parts)
+        run(a), run(b)
+        found[name] = max(distance(p, q) for p, q in zip(wholes, parts, strict=True))
+        found[name + " states"] = max(
+            distance(x, states(b, q)[key])
+            for p, q in zip(wholes, parts, strict=True)
+            for key, x in states(a, p).items()
+        )
     return found
 
 
@@ -187,7 +184,7 @@ def collectives(rank, world):
         return real(*args, **kwargs)
 
     for name in ["AdamW4bit", "AdamW4bitFactor", "AdamW8bit", "Lion4bit"]:
-        optimizer = OPTIMIZERS[name]([pair((77, 131), [Shard(0)], mesh)[1] for _ in range(3)])
+        optimizer = OPTIMIZERS[name]([pair((77, 256), [Shard(0)], mesh)[1] for _ in range(3)])
         dist.all_reduce, count[0] = counted, 0
         try:
             run(optimizer, 1)
@@ -430,7 +427,7 @@ def accumulated(rank, world):
     return {"moved": moved, "freed": all(held)}
 
 
-SHAPES = [(5, 77), (6, 256), (1, 300), (259,)]
+SHAPES = [(5, 77), (6, 256), (8, 176), (1, 300), (259,)]
 
 
 def parameters(world):
@@ -486,11 +483,7 @@ def save(rank, world, path):
 
 
 def load(rank, world, path):
-    """How far states that another number of processes has saved move, in quantisation steps.
-
-    A step is the widest gap of the map times the new block's scale; of what has no blocks of its
-    own (rank-1's second moment, exact states) it is 0, and nothing may move.
-    """
+    """How far states that another number of processes has saved move."""
     found = {}
     for name in MOVED:
         optimizer = OPTIMIZERS[name](parameters(world))
@@ -503,24 +496,10 @@ def load(rank, world, path):
             for key, x in states(optimizer, p).items():
                 first, count = shards.own_rows(p)
                 was, now = saved[key][first : first + count], shards.local(x)
-                compressor, _ = optimizer.compressor(p, key)
-                row = p.shape[1:].numel()
-                moves = [now.sub(was).abs().max().item() if now.numel() else 0.0, 0.0]
-                if isinstance(compressor, Block) and row % compressor.block_size and now.numel():
-                    moves = in_steps(compressor, was, now)
-                found[f"{name} {tuple(p.shape)} {key} {type(compressor).__name__}"] = moves
+                moved = now.sub(was).abs().max().item() if now.numel() else 0.0
+                found[f"{name} {tuple(p.shape)} {key}"] = moved
         run(optimizer, 1, STEPS)
     return found
-
-
-def in_steps(compressor, was, now):
-    """The largest move, and the largest in steps of its block."""
-    values = codebook(compressor.map, bits=compressor.bits, signed=compressor.signed)
-    gap = max(b - a for a, b in itertools.pairwise(values))
-    scale = bits.blocks(was, compressor.block_size).abs().amax(1)
-    step = gap * scale.repeat_interleave(compressor.block_size)[: was.numel()]
-    moved = now.sub(was).abs().flatten()
-    return [moved.max().item(), (moved / step.clamp(min=1e-30)).max().item()]
 
 
 def parameters_of(optimizer):
@@ -595,13 +574,13 @@ def cut_codes(payload):
 
 def all_optimizers(rank, world, path):
     """The scenarios that every run tries with some optimizers, with all."""
-    found = [scenario(rank, world, OPTIMIZERS) for scenario in (whole_blocks, checkpoint)]
-    return {"whole_blocks": found[0], "checkpoint": found[1]}
+    scenarios = (whole_blocks, any_split, checkpoint)
+    return {scenario.__name__: scenario(rank, world, OPTIMIZERS) for scenario in scenarios}
 
 
 SCENARIOS = [
     whole_blocks,
-    parts_of_blocks,
+    any_split,
     sides_of_the_whole,
     collectives,
     bad_numbers,

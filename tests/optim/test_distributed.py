@@ -118,13 +118,14 @@ def check_distances(distances):
 def test_every_optimizer_trains_as_the_whole_and_comes_back(tmp_path):
     for rank in launch(2, tmp_path / "store", "all_optimizers"):
         check_distances(rank["whole_blocks"])
+        check_distances(rank["any_split"])
         assert len(rank["checkpoint"]) == 11
         assert all(rank["checkpoint"].values()), rank["checkpoint"]
 
 
-def test_blocks_start_anew_in_each_part_of_any_shape(found):
+def test_precision_does_not_depend_on_the_mesh(found):
     for rank in found:
-        assert all(rank["parts_of_blocks"].values()), rank["parts_of_blocks"]
+        check_distances(rank["any_split"])
 
 
 def test_scales_and_factors_are_those_of_the_whole_however_it_is_split(found):
@@ -214,13 +215,9 @@ def test_plain_checkpoints_load_into_parts_and_wrong_ones_change_nothing(found):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 3])
-def test_another_number_of_processes_loads_within_one_step(world, tmp_path):
+def test_another_number_of_processes_loads_the_same_bits(world, tmp_path):
     launch(2, tmp_path / "save", "save", tmp_path)
     for rank in launch(world, tmp_path / "load", "load", tmp_path):
         assert rank
-        for name, (moved, steps) in rank.items():
-            if "Block" in name:
-                assert steps <= 1, name
-                assert moved > 0 or steps == 0
-            else:  # nothing but the order of a sum, where factors are decoded
-                assert moved <= (SUMS if "Factored" in name else 0.0), name
+        for name, moved in rank.items():  # factored: the order of a sum, where it is decoded
+            assert moved <= (SUMS if "actor" in name else 0.0), name

@@ -11,7 +11,7 @@ from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
 from memtrain.optim.states import flashoptim, in_groups, layout, optimizer_hooks, rows
 from memtrain.optim.states.in_groups import OWN
-from memtrain.optim.states.shards import is_sharded, local, place
+from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
 from memtrain.optim.states.stall import StallWatch
 
 FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds
@@ -192,9 +192,16 @@ class CompressedStates(Optimizer):
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
                     continue
                 compressor, _ = self.compressor(param, name)
-                live = rows.from_rows(compressor, value, param)
+                saved_by = compressor
+                if compressor.is_identity:  # 0.1 had blocks where rows are too short for them
+                    saved_by, _ = layout.of_the_whole(param, self.choose, name)
+                live = rows.from_rows(saved_by, value, param)
                 if isinstance(live, Tensor):  # its blocks began elsewhere
                     live = layout.pack(compressor, live)
+                elif saved_by is not compressor:
+                    live = layout.unpack(saved_by, live, local(param), torch.float32)
+                if isinstance(live, Tensor):
+                    live = sharded_like(live, param)
                 states[number][name] = live
         return {**loaded, "state": states}
 

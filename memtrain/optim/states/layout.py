@@ -104,6 +104,15 @@ def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, 
         (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
          'factored vectors would cost 4.00 bytes per parameter: block instead')
     """
+    used, why = of_the_whole(param, choose, state_name)
+    if not shards.splits_rows(param):
+        return used, why
+    by_rows, other = used.for_rows(param.shape[1:].numel())
+    return by_rows, "; ".join(filter(None, (why, other)))
+
+
+def of_the_whole(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
+    """As `decide`, whether the parameter is split over processes or not."""
     if param.is_complex():
         return Identity(), COMPLEX
     chosen = choose(param, state_name)

@@ -1,7 +1,8 @@
 """Payloads of sharded parameters as checkpoints hold them: row by row, so that rows may move.
 
-A live payload's blocks start anew in each process's part. Here each row of dimension 0 has its own
-codes, and the scales of the blocks that it touches: any other split of the rows finds all it needs.
+Each row of dimension 0 has its own codes, and the scales of the blocks that it touches: any other
+split of the rows finds all it needs. Blocks that begin anew in each row move as they are. What 0.1
+wrote had blocks that ran on over rows, and began anew in each part: they are read too.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Compressor
+from memtrain.compressors.base import Compressor, Packed
+from memtrain.compressors.codebook import RowBlock
 from memtrain.kernels.codebook.quantize import encode
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
@@ -18,6 +20,8 @@ from memtrain.optim.states.shards import is_sharded, local, own_rows, sharded_li
 
 FORMS = ({"codes", "scale", "start"}, {"codes", "row", "col"}, {"row", "col"})
 """Names of the parts: of blocks, rank-1, factored."""
+OWN_BLOCKS = -1
+"""The start of a row that shares no block with another."""
 
 
 def can_be_rows(compressor: Compressor, param: Tensor) -> bool:
@@ -45,9 +49,9 @@ def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -
 
     Returns:
         Blocks: `codes` uint8 [rows, bytes], `scale` float32 [rows, blocks a row may touch], `start`
-        int32 [rows] (each row's place in its first block). Rank-1: `codes`, `row` float32 [rows],
-        and `col` float32 [sum(shape[1:])]. Factored: `row`, `col` float32 [columns]. All are
-        DTensors but `col`, of which each process holds the same.
+        int32 [rows] (each row's place in its first block, or `OWN_BLOCKS`). Rank-1: `codes`, `row`
+        float32 [rows], and `col` float32 [sum(shape[1:])]. Factored: `row`, `col` float32
+        [columns]. All are DTensors but `col`, of which each process holds the same.
 
     Memory:
         A byte or two per element for the time of the call; nothing lasting but the result.
@@ -57,8 +61,15 @@ def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -
     wrap = _wrapper(param)
     if compressor.by_rows == "factored":
         return {"row": wrap(payload["row"]), "col": payload["col"].clone()}
-    codes = {"codes": wrap(_codes_to_rows(payload["codes"], compressor.bits, rows, cols))}  # pyright: ignore[reportAttributeAccessIssue]
     scale = payload["scale"]
+    if isinstance(compressor, RowBlock):
+        width = (rows, compressor.blocks * compressor.size)
+        unpacked = bitpack.unpack(payload["codes"], compressor.bits).to(torch.uint8).view(width)
+        own = _padded_codes(unpacked[:, :cols], compressor.bits)
+        start = torch.full((rows,), OWN_BLOCKS, dtype=torch.int32, device=scale.device)
+        scales = scale.view(rows, compressor.blocks)
+        return {"codes": wrap(own), "scale": wrap(scales), "start": wrap(start)}
+    codes = {"codes": wrap(_codes_to_rows(payload["codes"], compressor.bits, rows, cols))}  # pyright: ignore[reportAttributeAccessIssue]
     if compressor.by_rows == "rank1":
         return {**codes, "row": wrap(scale[:rows]), "col": scale[rows:].clone()}
     size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,9 +83,9 @@ def from_rows(
 ) -> dict[str, Tensor] | Tensor:
     """The live payload of this process's rows.
 
-    Where the blocks of the checkpoint begin elsewhere (it was saved by another number of processes,
-    and rows do not fill whole blocks), values are decoded and quantised again: each moves by at
-    most one quantisation step. All else comes back bit for bit.
+    Where the blocks of the checkpoint begin elsewhere (the parameter was not split, or 0.1 wrote
+    it, and rows do not fill whole blocks), values are decoded and quantised again: each moves by
+    at most one quantisation step. All else comes back bit for bit.
 
     Args:
         compressor: Of the state.
@@ -82,7 +93,7 @@ def from_rows(
         param: Sharded or not.
 
     Returns:
-        A payload.
+        A payload, or decoded values of the part's shape.
 
     Raises:
         ValueError: If the checkpoint is of another compressor or shape.
@@ -103,17 +114,47 @@ def from_rows(
             torch.ones(1, device=part.device),
         )
         return {"codes": _blocks(codes, 128, compressor, scale), "scale": _join(mine)}
+    if not rows:  # whatever blocks the other processes' rows have
+        return torch.zeros(part.shape, device=part.device)
+    if "start" in mine and bool((mine["start"] == OWN_BLOCKS).any()):
+        return _own_blocks(compressor, part, mine, wanted)
     size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
     start, block, used = _touched(rows, cols, size, part.device)
     _check(compressor, part, mine, {**wanted, "scale": tuple(block.shape), "start": (rows,)})
     codes = _unpack(mine["codes"], compressor.bits, cols)
-    if torch.equal(mine["start"], start):
+    if torch.equal(mine["start"], start) and not isinstance(compressor, RowBlock):
         scale = mine["scale"].new_zeros(-(-part.numel() // size))
         scale[block[used]] = mine["scale"][used]
         return {"codes": _blocks(codes, size, compressor, scale), "scale": scale}
     at = (mine["start"].long().unsqueeze(1) + torch.arange(cols, device=part.device)) // size
     values = _codebook(compressor).values(part.device)[codes]
-    return values * mine["scale"].gather(1, at)
+    return (values * mine["scale"].gather(1, at)).view(part.shape)
+
+
+def _own_blocks(
+    compressor: Compressor,
+    part: Tensor,
+    mine: dict[str, Tensor],
+    wanted: dict[str, tuple[int, ...]],
+) -> dict[str, Tensor] | Tensor:
+    """The payload of rows with blocks of their own; of another compressor the decoded values."""
+    rows, cols = _size(part.shape)
+    theirs = compressor.for_rows(cols)[0]
+    if not isinstance(theirs, RowBlock):
+        raise ValueError(
+            f"rows of {cols} elements with blocks of their own do not fit {compressor}"
+        )
+    sizes = {**wanted, "scale": (rows, theirs.blocks), "start": (rows,)}
+    _check(compressor, part, mine, sizes)
+    codes = _unpack(mine["codes"], theirs.bits, cols)
+    scale = mine["scale"].reshape(-1)
+    last = mine["scale"][:, -1:].contiguous()
+    zero = encode(torch.zeros_like(last), last, _codebook(theirs))  # as padding lives
+    whole = torch.cat([codes, zero.expand(-1, theirs.blocks * theirs.size - cols)], 1)
+    payload = {"codes": bitpack.pack(whole.view(-1, theirs.size), theirs.bits), "scale": scale}
+    if compressor == theirs:
+        return payload
+    return theirs.decompress(Packed(payload, part.shape, torch.float32))
 
 
 def _size(shape: torch.Size) -> tuple[int, int]:
@@ -143,8 +184,11 @@ def _row_bytes(cols: int, bits: int) -> int:
 
 def _codes_to_rows(codes: Tensor, bits: int, rows: int, cols: int) -> Tensor:
     flat = bitpack.unpack(codes, bits).to(torch.uint8).view(-1)[: rows * cols]
-    padded = torch.nn.functional.pad(flat.view(rows, cols), (0, -cols % 8))
-    return bitpack.pack(padded, bits)
+    return _padded_codes(flat.view(rows, cols), bits)
+
+
+def _padded_codes(codes: Tensor, bits: int) -> Tensor:
+    return bitpack.pack(torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)), bits)
 
 
 def _unpack(codes: Tensor, bits: int, cols: int) -> Tensor:

@@ -94,6 +94,12 @@ def splits_rows_only(param: Tensor) -> bool:
     )
 
 
+def splits_rows(param: Tensor) -> bool:
+    """Whether a parameter is split along dimension 0 alone, be it over one process."""
+    like: Any = param
+    return splits_rows_only(param) and any(p.is_shard() for p in like.placements)
+
+
 def own_rows(param: Tensor) -> tuple[int, int]:
     """The first of this process's rows of dimension 0, and how many there are."""
     if not is_sharded(param):
