@@ -12,10 +12,11 @@ from memtrain.integrations.transformers import memtrain_trainer  # line 1
 
 def tokenizer():
     """One token a byte; TRL asks for one, though the data has its tokens already."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"<{k}>": k for k in range(256)}
     whole = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    whole.pre_tokenizer = pre_tokenizers.Split(">", "merged_with_previous")
     return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<0>", eos_token="<1>")
 
 
