@@ -7,9 +7,14 @@ from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit, state_bytes
 
-SECONDS = {"rank1": "Rank-1/Linear", "block": "B128/Linear", "factored": "factored"}
+OPTIONS = {
+    "rank1": {"second": "Rank-1/Linear"},
+    "block": {"second": "B128/Linear"},
+    "factored": {"second": "factored"},
+    "factored_2bit": {"first": "Lloyd-Max", "second": "factored"},
+}
 # Bytes that a step must read and write per parameter (docs/design.md)
-FLOORS = {"rank1": 18.6, "block": 14.1, "factored": 17.1}
+FLOORS = {"rank1": 18.6, "block": 14.1, "factored": 17.1, "factored_2bit": 16.5}
 TORCH_FLOOR = 28.0
 
 
@@ -27,15 +32,15 @@ def make_params(shapes, device):
     return params
 
 
-def check(second, device):
+def check(name, device):
     """One step by the fast kernel and by the reference: the same to 1e-5 of the weights."""
     shapes = [(300, 128), (200, 77), (5000,)]
     ours, expected = make_params(shapes, device), make_params(shapes, device)
-    AdamW4bit(ours, second=second).step()
+    AdamW4bit(ours, **OPTIONS[name]).step()
     with backend("reference"):
-        AdamW4bit(expected, second=second).step()
+        AdamW4bit(expected, **OPTIONS[name]).step()
     for a, b in zip(ours, expected, strict=True):
-        require(torch.allclose(a, b, rtol=1e-5, atol=1e-8), f"{second} is not the reference")
+        require(torch.allclose(a, b, rtol=1e-5, atol=1e-8), f"{name} is not the reference")
 
 
 def jobs(options: Options) -> list[Job]:
@@ -49,14 +54,14 @@ def jobs(options: Options) -> list[Job]:
             if name == "torch foreach":
                 optimizer, floor = torch.optim.AdamW(made, foreach=True), TORCH_FLOOR
             else:
-                optimizer, floor = AdamW4bit(made, second=SECONDS[name]), FLOORS[name]
+                optimizer, floor = AdamW4bit(made, **OPTIONS[name]), FLOORS[name]
             for each in (fused, optimizer):
                 each.step()  # states are made in the first step
             numel = sum(p.numel() for p in made)
             return Trial(
                 ours=optimizer.step,
                 theirs=fused.step,
-                gate=lambda: check(SECONDS[name], options.device) if name in FLOORS else None,
+                gate=lambda: check(name, options.device) if name in FLOORS else None,
                 elements=numel,
                 nbytes=round(floor * numel),
                 copied=4 * numel,

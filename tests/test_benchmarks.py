@@ -95,7 +95,8 @@ def test_activations_quick(command, monkeypatch, tmp_path, capsys):
 def test_adamw_step_quick(command, tmp_path):
     assert command.main(["run", "adamw_step", "--quick", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "adamw_step.csv")
-    assert [row["optimizer"] for row in rows] == ["rank1", "block", "factored", "torch foreach"]
+    names = ["rank1", "block", "factored", "factored_2bit", "torch foreach"]
+    assert [row["optimizer"] for row in rows] == names
     assert set(rows[0]) >= MEASURED | WHERE
     assert float(rows[-1]["state_bytes_per_parameter"]) == pytest.approx(8, rel=1e-2)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config, Optim
@@ -18,7 +18,7 @@ from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import Goal
 from memtrain.planner.knapsack import Item, Option, Segment, Solution, shrinking, solve, thinned
 from memtrain.planner.noise import moment_error
-from memtrain.planner.schemes import BITS4, TORCH, state_rules
+from memtrain.planner.schemes import BITS2, BITS4, TORCH, state_rules
 
 MIXTURES = 64
 """Of the trade between the objective and the bytes of all states, so many are told apart."""
@@ -33,7 +33,7 @@ def gather_states(
         model: Real or fake; not changed.
         optimizer: Not changed.
         config: Its exceptions hold in every variant; its rules do not.
-        variants: Of `STATES`, `torch` first.
+        variants: Of `STATES`, `torch` first; 2 bits are left out where no fused step serves them.
         goal: Its rates, its most error and its objective.
 
     Returns:
@@ -42,6 +42,8 @@ def gather_states(
         `balanced`. And mixtures of these, the best first.
     """
     params = _params(model, optimizer)
+    if not _steps_two_bits(optimizer):
+        variants = [name for name in variants if name != BITS2]
     found: dict[str, dict[str, Option]] = {}
     for variant in dict.fromkeys([*variants, BITS4]):
         own = replace(config.optim, rules=state_rules(variant), sites={})
@@ -105,6 +107,12 @@ def state_config(own: Optim, states: Sequence[Segment], mixture: Solution) -> Op
         if option.name != most:
             sites |= {site: spec(choice) for site, choice in option.choices.items()}
     return replace(own, rules=state_rules(most), sites=sites)
+
+
+def _steps_two_bits(optimizer: Optimizer) -> bool:
+    """Whether it becomes the fused optimizer that gives a moment's residual to the weight."""
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return type(optimizer) in (Adam, AdamW) and not amsgrad
 
 
 def _pareto(options: Sequence[Option]) -> list[Option]:

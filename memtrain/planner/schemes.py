@@ -21,9 +21,9 @@ DEFAULT: Mapping[str, int] = {CODE: 3, SMOOTH: 5, REST: 4}
 NARROW: Mapping[str, int] = {CODE: 1, SMOOTH: 2, REST: 1}
 """With the default, two points on the line of bytes over bits."""
 
-TORCH, BITS8, BITS4, FACTORED = "torch", "8-bit", "4-bit", "factored"
-STATES = (TORCH, BITS8, BITS4, FACTORED)
-"""Variants of optimizer states: torch's own, and three ways to quantise them."""
+TORCH, BITS8, BITS4, FACTORED, BITS2 = "torch", "8-bit", "4-bit", "factored", "2-bit factored"
+STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
+"""Variants of optimizer states: torch's own, and four ways to quantise them."""
 
 _WIDE = {"name": "group", "bits": 8}
 _EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax indices are integers
@@ -109,6 +109,7 @@ def state_rules(variant: str) -> list[StateRule]:
         BITS8: ("B256/DE8", "B256/DE8"),
         BITS4: ("B128/DE", "Rank-1/Linear"),
         FACTORED: ("B128/DE", "factored"),
+        BITS2: ("Lloyd-Max", "factored"),
     }[variant]
     if not first:
         return []

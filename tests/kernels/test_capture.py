@@ -45,10 +45,11 @@ def test_numbers_of_the_device_are_those_of_the_host():
         given = update_rules.adamw(steps, lr=lr, **options, **more)
         rows = update_rules.on_device(given, len(steps), CPU)
         want = [update_rules.adamw(t, lr=lr.item(), **options, **more) for t in range(1, 200)]
-        assert torch.equal(rows.float(), torch.tensor(want))
+        assert torch.equal(rows[:, : len(want[0])].float(), torch.tensor(want))
     lion = update_rules.lion(lr=torch.tensor([LR]).double(), betas=BETAS, weight_decay=0.1)
     want = update_rules.lion(lr=torch.tensor(LR).item(), betas=BETAS, weight_decay=0.1)
-    assert torch.equal(update_rules.on_device(lion, 2, CPU).float(), torch.tensor([want, want]))
+    rows = update_rules.on_device(lion, 2, CPU)[:, : len(want)]
+    assert torch.equal(rows.float(), torch.tensor([want, want]))
 
 
 def of_step(entry, step, on_device):

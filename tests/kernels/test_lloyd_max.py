@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 
+from memtrain.kernels import cpu
 from memtrain.kernels.codebook.lloyd_max import LARGE, SMALL, VALUES, decode, encode
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import EXACT, FACTORED, LLOYD_MAX
+from memtrain.kernels.step.split import MasterWeight
 from memtrain.kernels.step.step import Entry, fused_step
 from memtrain.kernels.step.update_rules import later_weight
 
@@ -45,12 +47,12 @@ def test_codes_by_hand():
     # whose square is 16, is large; the scale of least squares, and that as a bfloat16
     row, col = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25])
     codes, scale = encode(torch.tensor([[2.0, 0.25], [-1.0, 0.0]]), row, col)
-    assert bitpack.unpack(codes, 2)[0, :4].tolist() == [3, 2, 1, 1]
+    assert bitpack.unpack(codes, 2)[0, :4].tolist() == [3, 2, 1, 2]
     exact = (4 * LARGE + 2 * SMALL) / (LARGE**2 + 3 * SMALL**2)  # 2.401
     assert scale.float().item() == 2.390625
     assert 2.390625 <= exact < 2.390625 + 2**-6
     back = decode(codes, scale, row, col)
-    want = 2.390625 * torch.tensor([[LARGE * 0.5, SMALL * 0.25], [-SMALL, -SMALL * 0.5]])
+    want = 2.390625 * torch.tensor([[LARGE * 0.5, SMALL * 0.25], [-SMALL, SMALL * 0.5]])
     assert torch.allclose(back, want, rtol=2**-22, atol=0)
     assert VALUES == (-LARGE, -SMALL, SMALL, LARGE)
 
@@ -141,6 +143,105 @@ def test_what_is_stored_does_not_change_where_the_weight_ends():
             exact.grad.copy_(ours.grad)
     way = (exact.param - start).norm()
     assert (ours.param - exact.param).norm() < 0.01 * way
+
+
+def exactly(shape, dtype=torch.float32, **others):
+    """An entry whose sums are exact in any order: powers of two, and numbers of few bits."""
+    numbers = update_rules.adamw(
+        3, lr=0.01, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.1, maximize=others.pop("up", False)
+    )
+    found = entry(shape, numbers, dtype, **others)
+    found.grad.copy_(torch.randint(-8, 9, shape) / 4)
+    for part in found.states[1].values():
+        part.copy_(torch.randint(1, 9, part.shape) / 16)
+    return found
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["min", "max"])
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+def test_cpp_equals_the_reference(level, up):
+    before = [exactly(shape, up=up) for shape in [(64, 256), (256, 32), (8, 2, 4, 8), (2, 16)]]
+    before += [exactly((64, 256), torch.bfloat16), exactly((2, 16), torch.float16)]
+    sr = MasterWeight(stochastic=True, seed=5)
+    before.append(exactly((64, 128), torch.bfloat16, master=sr))
+    own = MasterWeight(torch.zeros(64, 64, dtype=torch.int8))
+    before.append(exactly((64, 64), torch.bfloat16, master=own))
+    try:
+        cpu.call("mt_limit_isa", level)
+        after = run("cpu", before)
+    finally:
+        cpu.call("mt_limit_isa", 2)
+    check_equal(after, run("reference", before))
+
+
+def check_equal(got, want):
+    for a, b in zip(got, want, strict=True):
+        for mine, theirs in zip(a.states, b.states, strict=True):
+            for name in mine:
+                assert torch.equal(mine[name], theirs[name]), (a.param.shape, name)
+        assert torch.equal(a.param, b.param)
+
+
+@pytest.mark.parametrize("name", ["cpu"])
+def test_any_sizes(name):
+    # sums may be added in another order, and so an element at a bound have the other code; then
+    # the weight takes the difference, and both together are as before
+    shapes = [(100, 77), (3, 3, 7, 7), (20, 300), (1, 301), (5, 128), (0, 4), (5, 0), (1, 1)]
+    before = [entry(shape, hyper(weight_decay=0.1)) for shape in shapes]
+    for a, b in zip(run(name, before), run("reference", before), strict=True):
+        if not a.param.numel():
+            continue
+        h, bound = a.scalars, max(a.param.shape[0], a.param[0].numel()) * 2.0**-22
+        ends = []
+        for one in (a, b):
+            row, col = one.states[0]["row"], one.states[0]["col"]
+            root = (row.unsqueeze(1) * col).view(one.param.shape).double()
+            stored = LLOYD_MAX.decode(one.states[0], one.param.shape)
+            ends.append(one.param - h.residual_size * stored / (root + h.eps))
+        lost = (h.step_size + h.residual_size) * 2 / (root + h.eps)  # of moments of a few units
+        assert ((ends[0] - ends[1]).abs() <= bound * lost + 2.0**-22 * ends[1].abs()).all()
+        codes = [bitpack.unpack(one.states[0]["codes"], 2) for one in (a, b)]
+        assert (codes[0] != codes[1]).float().mean() < 0.001
+
+
+def test_results_do_not_depend_on_threads():
+    before = [entry(shape, hyper()) for shape in [(1000, 77), (600, 256)]]
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(run("cpu", before))
+    finally:
+        torch.set_num_threads(threads)
+    check_equal(*results)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_bad_gradients_spoil_the_tensor_as_factors_do(name, bad):
+    spoilt = [entry((6, 128), hyper()), entry((6, 128), hyper())]
+    spoilt[0].grad[2, 3] = bad
+    after = run(name, spoilt)
+    if math.isnan(bad):
+        assert not after[0].param.isfinite().any()
+    assert not after[0].param[2, 3].isfinite()
+    assert not after[0].states[1]["row"].isfinite().all()
+    assert after[1].param.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_dead_rows_and_columns_do_not_move(name):
+    numbers = update_rules.adamw(3, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
+    before = entry((40, 200), numbers, first=False)
+    for part in before.states[1].values():
+        part.zero_()
+    before.grad[3], before.grad[:, 5] = 0, 0
+    after = run(name, [before])[0]
+    assert after.param.isfinite().all()
+    assert torch.equal(after.param[3], before.param[3])
+    assert torch.equal(after.param[:, 5], before.param[:, 5])
+    assert (after.param[4, :5] != before.param[4, :5]).all()
 
 
 @pytest.mark.parametrize("shape", [(7, 64), (3, 3, 7, 7), (0, 4), (5, 0), (1, 1), (2, 300)])

@@ -60,10 +60,11 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     large = square > BOUND * (_sum(square) / sizes).unsqueeze(1)
     count = large.sum(1)
     whole = LARGE**2 * count + SMALL**2 * (sizes - count)
-    scale = _sum(blocks.abs() * torch.where(large, LARGE, SMALL)) / whole
+    sizes_of_large = torch.where(large, blocks.abs(), 0.0)
+    scale = (SMALL * _sum(blocks.abs()) + (LARGE - SMALL) * _sum(sizes_of_large)) / whole
     scale = (scale.view(torch.int32) & -65536).view(torch.float32)  # bfloat16, towards 0
     scale = torch.where(scale.isfinite(), scale, 0.0)
-    codes = torch.where(blocks > 0, 2 + large.byte(), 1 - large.byte())
+    codes = torch.where(blocks.signbit(), 1 - large.byte(), 2 + large.byte())
     return bitpack.pack(codes, BITS), scale.to(SCALE)
 
 
@@ -87,6 +88,22 @@ def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
     values = torch.tensor(VALUES, device=codes.device)[bitpack.unpack(codes, BITS)]
     flat = (values * scale.float().unsqueeze(1)).view(-1)[: len(row) * len(col)]
     return flat.view(len(row), len(col)) * (row.unsqueeze(1) * col)
+
+
+def root(x: Tensor) -> Tensor:
+    """The roots of a vector, each the nearest float32: as every kernel has them.
+
+    Args:
+        x: float32.
+
+    Returns:
+        float32.
+
+    Example:
+        >>> root(torch.tensor([4.0]))
+        tensor([2.])
+    """
+    return x.double().sqrt().float()
 
 
 def _sum(blocks: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ MT_OPERATOR(+, I, I, I)
 MT_OPERATOR(-, I, I, I)
 MT_OPERATOR(&, I, I, I)
 MT_OPERATOR(|, I, I, I)
+MT_OPERATOR(^, I, I, I)
 MT_WITH_NUMBER(+)
 MT_WITH_NUMBER(-)
 MT_WITH_NUMBER(&)
@@ -112,6 +113,11 @@ MT_INLINE F decode(F values, I index) {
     return choose(at << 28, pick(values.high, at), pick(values.low, at));
   };
   return {half(index.low), half(index.high)};
+}
+
+// The same of four values, twice over in each half: only the low 2 bits of an index count.
+MT_INLINE F decode_two_bits(F values, I index) {
+  return {pick(values.low, index.low), pick(values.low, index.high)};
 }
 
 // The number of bounds below x; NaN gives 0. The bounds ascend, so halving finds it in 4 steps.

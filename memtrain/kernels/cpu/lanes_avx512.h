@@ -44,6 +44,9 @@ MT_INLINE F decode(F values, I index) {
   return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
 }
 
+// The same of four values, four times over: only the low 2 bits of an index count.
+MT_INLINE F decode_two_bits(F values, I index) { return decode(values, index); }
+
 // The number of bounds below x; NaN gives 0. The bounds ascend, so halving finds it in 4 steps.
 MT_INLINE I encode(const Codebook& book, F x) {
   const __m512 v = (__m512)x;

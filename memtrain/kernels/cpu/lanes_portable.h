@@ -60,6 +60,9 @@ MT_HELPER F decode(F values, I index) {
   return y;
 }
 
+// The same of four values, four times over: only the low 2 bits of an index count.
+MT_INLINE F decode_two_bits(F values, I index) { return decode(values, index); }
+
 // The number of bounds below x; NaN gives 0.
 MT_HELPER I encode(const Codebook& book, F x) {
   I c = {};

@@ -117,7 +117,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         if not entry.param.numel():
             continue
         chosen = choose(entry.param)
-        if chosen == "reference" or not fits(entry) or entry.bits == 2:
+        if chosen == "reference" or not fits(entry) or (chosen == "triton" and entry.bits == 2):
             step_reference(entry)
             continue
         if not entry.grad.is_contiguous():
@@ -250,7 +250,8 @@ def update_reference(entry: Entry, sums: Sums) -> None:
         _, factors = stored.pop()
     old = [codec.decode(state, shape).to(p.dtype) for codec, state in stored]
     if is_factored and stored[0][0].form == "lloyd_max":
-        row, col = ratio(factors["row"], sums["mean"]).sqrt(), factors["col"].sqrt()
+        share = ratio(factors["row"], sums["mean"])
+        row, col = lloyd_max.root(share), lloyd_max.root(factors["col"])
         m = h.first_moment(g, old[0])
         new = ()
         p = _store_over_factors(h, p, m, stored[0][1], row, col)

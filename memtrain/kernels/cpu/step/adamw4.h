@@ -3,6 +3,7 @@
 #include "step/rules.h"
 #include "step/reduce.h"
 #include "step/nibbles.h"
+#include "step/adamw2.h"
 
 // Between the passes, one thread per tensor.
 inline void finalize_scales(StepTask& t) {
@@ -26,6 +27,7 @@ inline void finalize_scales(StepTask& t) {
     for (int64_t i = 0; i < t.rows; ++i) sum += row[i];
     const float mean = static_cast<float>(sum / t.rows);
     for (int64_t i = 0; i < t.rows; ++i) t.ratio[i] = mean == 0.0f ? 0.0f : row[i] / mean;
+    if (t.bits == 2) take_roots(t);
   }
 }
 

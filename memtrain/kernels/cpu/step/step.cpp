@@ -55,7 +55,8 @@ static int64_t plan_scratch(StepTask& t) {
   }
   if (t.second == kFactored) {
     t.chunk = std::max<int64_t>(64, 65536 / std::max<int64_t>(t.cols, 1));
-    return lines(t.rows) + lines((t.rows + t.chunk - 1) / t.chunk * t.cols);
+    const int64_t sums = lines(t.rows) + lines((t.rows + t.chunk - 1) / t.chunk * t.cols);
+    return t.bits == 2 ? sums + lines(t.rows) + 2 * lines(t.cols) : sums;
   }
   return 0;
 }
@@ -77,7 +78,12 @@ static void place_scratch(StepTask& t, float* at) {
     }
   } else if (t.second == kFactored) {
     t.ratio = at;
-    t.partial = at + lines(t.rows);
+    t.partial = at += lines(t.rows);
+    if (t.bits == 2) {
+      t.row_inv = at += lines((t.rows + t.chunk - 1) / t.chunk * t.cols);
+      t.col_inv = at += lines(t.rows);
+      t.col_next = at + lines(t.cols);
+    }
   }
 }
 
@@ -122,6 +128,7 @@ static void work(std::vector<StepTask>& tasks, const std::vector<Item>& items,
     if (!item.first_pass) {
       while (waited.load(std::memory_order_acquire) != 0) std::this_thread::yield();
       if (task.rule == kAdamW && task.bits == 4) MT_DISPATCH(update_adamw4(task, item.begin, item.end));
+      else if (task.bits == 2) MT_DISPATCH(update_adamw2(task, item.begin, item.end));
       else update_blocks(task, item.begin, item.end);
       continue;
     }
@@ -154,6 +161,11 @@ MT_EXPORT void mt_step(const int64_t* table, int64_t n, int64_t threads) {
   std::atomic<size_t> next{0};
   const int64_t crew = std::max<int64_t>(1, std::min(threads, elements / 32768));
   parallel_for(crew, 1, crew, [&](int64_t, int64_t) { work(tasks, items, left.get(), next); });
-  for (StepTask& t : tasks)
+  for (StepTask& t : tasks) {
+    if (t.bits == 2) {
+      std::copy(t.ratio, t.ratio + t.rows, portable::old_rows(t));
+      std::copy(t.col_next, t.col_next + t.cols, portable::old_columns(t));
+    }
     if (t.second == kRank1) std::copy(t.next, t.next + t.rows + side(t), t.state[1].scale);
+  }
 }

@@ -11,9 +11,9 @@ constexpr int64_t kFields = 32, kMaxDims = 8;
 
 struct State {
   void* data;      // codes, the state itself, or factored's row means
-  float* scale;    // of codes, or factored's column means
-  const float* codebook;  // values, then the bounds between them
-  const uint8_t* buckets;
+  float* scale;    // of codes (2 bits: bfloat16), or factored's column means
+  const float* codebook;  // values, then the bounds between them; 2 bits: rows
+  const uint8_t* buckets;  // 2 bits: columns
 };
 
 // One row of the table that Python sends; the order is that of `table_row` in kernels/step/step.py.
@@ -32,7 +32,8 @@ struct Row {
 };
 static_assert(sizeof(Row) == kFields * 8, "the table's rows have 32 fields of 8 bytes");
 
-// A row, and where it works: rank-1's maxima and reciprocals, factored's partial sums.
+// A row, and where it works: rank-1's maxima and reciprocals, factored's partial sums and ratios
+// (2 bits: their roots, those of the columns in col_next, and reciprocals of both).
 struct StepTask : Row {
   float *next = nullptr, *col_next = nullptr, *col_old = nullptr, *row_inv = nullptr,
         *col_inv = nullptr, *partial = nullptr, *ratio = nullptr;
