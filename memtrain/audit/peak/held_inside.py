@@ -89,6 +89,11 @@ def _contiguous(*places: int) -> Held:
     return held
 
 
+def _unfolded(args: Any, kwargs: Any, result: Any) -> int:
+    """A copy of the maps, and one that is contiguous where they are not."""
+    return args[0].nbytes * (1 if args[0].is_contiguous() else 2)
+
+
 def _like_first(args: Any, kwargs: Any, result: Any) -> int:
     """As many bytes as what it reads has."""
     return args[0].nbytes
@@ -147,6 +152,8 @@ TORCH: Mapping[str, Held] = {
     "aten::native_layer_norm_backward": _contiguous(0, 1),
     "aten::embedding_dense_backward": _contiguous(0),
     "aten::native_batch_norm_backward": _input_gradient,
+    "aten::im2col": _unfolded,
+    "aten::col2im": _contiguous(0),
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::mkldnn_rnn_layer": _lstm,

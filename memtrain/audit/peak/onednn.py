@@ -60,11 +60,11 @@ def convolution(  # noqa: PLR0913 (torch's own)
     """
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     backend = _backend(x, weight, bias, geometry)
+    copied = _made_contiguous(x, x, weight)
     if backend not in _ONEDNN:
-        return _columns(backend, x, weight, stride, y, transposed=transposed)
+        return copied + _columns(backend, x, weight, stride, y, transposed=transposed)
     if _channels_last(x, weight):
         return 2 * weight.nbytes
-    copied = 0 if x.is_contiguous() else x.nbytes
     if groups == 1 and max(padding) > _MOST_PADDING:
         return copied + y.nbytes
     inside = copied + _blocked_weight(weight) + _blocked(x, groups)
@@ -112,7 +112,7 @@ def convolution_backward(  # noqa: PLR0913 (torch's own)
         True
     """
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    copied = 0 if dy.is_contiguous() or _channels_last(x, weight) else dy.nbytes
+    copied = _made_contiguous(x, x, weight) + _made_contiguous(dy, x, weight)
     backend = _backend(x, weight, None, geometry)
     if backend not in _ONEDNN:
         held = _columns(backend, x, weight, stride, dy, transposed=transposed, mask=mask)
@@ -249,6 +249,11 @@ def _channels_last(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _made_contiguous(maps: Tensor, x: Tensor, weight: Tensor) -> int:
+    """Bytes of a copy in torch's order of maps that are in neither of the two orders."""
+    return 0 if maps.is_contiguous() or _channels_last(x, weight) else maps.nbytes
+
+
 def _widened(x: Tensor) -> int:
     """Bytes of a float32 copy of 16-bit floats; 0 of others, which need none."""
     return 2 * x.nbytes if x.dtype in (torch.float16, torch.bfloat16) else 0
@@ -276,5 +281,7 @@ def _columns(
         return one
     unfolded = kernel > 1 or max(stride) > 1
     if mask is None or mask[1]:
-        return one * len(x) if unfolded else (one if mask and mask[0] else 0)
+        if unfolded or not mask or not mask[0]:
+            return one * len(x) if unfolded else 0
+        return max(0, one - weight.nbytes)  # the weight's gradient is not there yet
     return one

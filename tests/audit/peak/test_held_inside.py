@@ -50,6 +50,17 @@ convolution("transposed", maps(64, 32, 32), w(64, 32, 2, 2), 2, transposed=True)
 convolution("1-d", maps(64, 4096), w(64, 64, 3), 1, 1)
 convolution("3-d", torch.randn(2, 64, 8, 16, 16), w(64, 64, 3, 3, 3), 1, 1)
 convolution("dilated", maps(160, 12, 12), w(256, 160, 3, 3), 1, 12, 12)
+columns = lambda *shape: torch.randn(8, *shape).transpose(1, 2)
+convolution("1-d, turned", columns(4096, 64), w(64, 64, 3), 1, 1)
+convolution("one point, turned", columns(4096, 64), w(128, 64, 1))
+convolution("one point", maps(64, 4096), w(128, 64, 1))
+unfold = [9, 1], [1, 1], [4, 0], [1, 1]
+x = columns(512, 64).unsqueeze(3)
+cases["unfold"] = A.im2col.default, (x.contiguous(), *unfold)
+cases["unfold, turned"] = A.im2col.default, (x, *unfold)
+y = A.im2col(x, *unfold)
+cases["fold"] = A.col2im.default, (y, [512, 1], *unfold)
+cases["fold, turned"] = A.col2im.default, (columns(512, 576), [512, 1], *unfold)
 turned = half(8, 64, 16, 16), half(64, 32, 4, 4)
 convolution("transposed, 16 bits", *turned, 2, 1, transposed=True)
 dy, rest = half(8, 32, 32, 32), ([2, 2], [1, 1], [1, 1], True, [0, 0], 1)
@@ -146,8 +157,9 @@ print(json.dumps(found))
 
 NOT_COMPARED = {
     "softmax_gradient": "on a CPU steps take the composition (`softmax_gradient.fits`)",
+    "norm_backward": "the same (`norm.fits_backward`)",
     "compress_saved": "in compiled graphs only, and predicted models run uncompiled",
-    "decompress_saved": "the same",
+    "decompress_saved": "as compress_saved",
 }
 
 
