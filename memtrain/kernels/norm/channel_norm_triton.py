@@ -197,7 +197,7 @@ def _sums_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     split = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -206,10 +206,10 @@ def _sums_kernel(
     second_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     if ACROSS:
         blocks = (channels + BLOCK - 1) // BLOCK
-        outer = program // blocks
+        outer = (program // blocks).to(tl.int64)
         channel = program % blocks * BLOCK + column
     else:
-        outer = program // channels
+        outer = (program // channels).to(tl.int64)
         channel = program % channels
     for m in range(split * rows_each, last, ROWS):
         start = ((outer * middle + m + row) * channels + channel) * inner
