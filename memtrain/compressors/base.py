@@ -99,6 +99,8 @@ class Compressor(Protocol):
             divided: small positive numbers must not come back as zero.
         shaped: Whether `compress` wants a saved activation as it is, any strides, and gives back
             its order of dimensions in memory. Others get the elements in memory order, 1-d.
+        reads_rows: Whether `compress` also takes a matrix with gaps between its rows, and copies
+            none. Then a saved activation that lies so in memory is given as it lies.
         is_identity: Whether the payload is the tensor itself.
         lossless: Whether every number comes back exactly.
         gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
@@ -120,6 +122,7 @@ class Compressor(Protocol):
     rounding: str = "nearest"
     bits: Any = None
     shaped: bool = False
+    reads_rows: bool = False
     second_moment: bool = True
     is_identity: bool = False
     lossless: bool = False

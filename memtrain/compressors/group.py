@@ -44,6 +44,7 @@ class Group(Compressor):
     """
 
     parts = ("codes", "bounds")
+    reads_rows = True
 
     bits: int = 4
     group_size: int = 256

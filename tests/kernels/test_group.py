@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.group import group
@@ -314,3 +315,16 @@ def test_ops_are_registered_soundly():
     codes, bounds = group.group_quantize(x)
     arguments = (codes, bounds, 4, 256, 300, torch.bfloat16)
     torch.library.opcheck(torch.ops.memtrain.group_dequantize.default, arguments)
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_triton_reads_rows_with_gaps_where_they_lie(dtype, stochastic):
+    pytest.importorskip("triton")
+    wide = torch.randn(7, 3 * 512).to(dtype)
+    x = wide[:, 512:1024]
+    expected = group.quantize_reference(x.contiguous(), 4, 256, 5, stochastic, False)
+    with backend("triton"), LiveStorages(peak=True) as live:
+        found = group.group_quantize(x, 4, 256, 5, stochastic)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert live.peak_nbytes < sum(t.nbytes for t in found) + 64

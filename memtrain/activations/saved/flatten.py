@@ -19,7 +19,9 @@ Memory = tuple[int, tuple[tuple[int, int], ...]]
 """Offset, and (stride, size) pairs with neighbouring dimensions merged: see `memory_of`."""
 
 
-def flatten(x: Tensor, layout: Layout | None = None) -> tuple[Tensor, Layout]:
+def flatten(
+    x: Tensor, layout: Layout | None = None, *, rows: bool = False
+) -> tuple[Tensor, Layout]:
     """`x` as a contiguous 1-d tensor of its distinct elements, in memory order.
 
     A permuted dense tensor (transposed, channels-last) is flattened without a copy; a strided
@@ -28,9 +30,11 @@ def flatten(x: Tensor, layout: Layout | None = None) -> tuple[Tensor, Layout]:
     Args:
         x: Any strided tensor.
         layout: Its layout, where that is known.
+        rows: Whether equal runs with equal gaps between them, such as the third that queries take
+            of a projection's output, are given as they lie: a view [runs, elements of a run].
 
     Returns:
-        flat: A contiguous 1-d tensor, a view of `x` where it is dense.
+        flat: A contiguous 1-d tensor, a view of `x` where it is dense; with `rows` perhaps 2-d.
         layout: What `restore` needs.
 
     Example:
@@ -47,7 +51,12 @@ def flatten(x: Tensor, layout: Layout | None = None) -> tuple[Tensor, Layout]:
     for dim, once in enumerate(layout.expanded):
         if once:
             x = x.narrow(dim, 0, 1)
-    return x.permute(layout.order).reshape(-1), layout
+    x = x.permute(layout.order)
+    merged = memory_of(x)[1] if rows else None
+    if merged is not None and len(merged[1]) == 2 and merged[1][0][0] == 1:
+        (_, columns), (stride, runs) = merged[1]
+        return x.as_strided((runs, columns), (stride, 1)), layout
+    return x.reshape(-1), layout
 
 
 def layout_of(x: Tensor) -> Layout:

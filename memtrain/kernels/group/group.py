@@ -39,7 +39,9 @@ def group_quantize(
     notice. The padding of the last group has codes 0. -0 is 0.
 
     Args:
-        x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32).
+        x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a
+            matrix may have gaps between its rows, if these are whole groups; any other tensor that
+            is not contiguous is copied.
         bits: Bits per code, 1 to 8.
         group_size: Elements per group, a multiple of 8, from 8 to 16384.
         seed: 64 bits; equal seeds give equal codes.
@@ -221,13 +223,15 @@ def _quantize(
         _check(bits, group_size, x.dtype)
         return quantize_reference(x, bits, group_size, seed, stochastic, wide)
     codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
-    flat = x.reshape(-1).contiguous()
     if chosen == "triton":
         from memtrain.kernels.group import group_triton
 
-        flat = flat.float() if flat.dtype == torch.float64 else flat
-        group_triton.quantize(flat, codes, bounds, bits, group_size, seed, stochastic)
+        x = x.float() if x.dtype == torch.float64 else x
+        in_rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
+        x = x if in_rows else x.contiguous()
+        group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
     else:
+        flat = x.reshape(-1).contiguous()
         flat = flat if flat.dtype == torch.bfloat16 else flat.float()
         is_bf16, n = int(flat.dtype == torch.bfloat16), flat.numel()
         options = (int(wide), n, bits, group_size, seed, int(stochastic))

@@ -190,6 +190,8 @@ def _quantize_kernel(
     bounds_ptr,
     n,
     n_groups,
+    per_row,  # groups of a row, and elements from one row to the next
+    stride,
     seed,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -197,16 +199,21 @@ def _quantize_kernel(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     WIDE: tl.constexpr,
+    ROWS: tl.constexpr,  # there are gaps between rows
 ):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     here = group < n_groups
     left = left_of(group, n, WIDTH)
-    first = tl.load(x_ptr + group * (WIDTH * 8), mask=here, other=0.0)
+    start = group * (WIDTH * 8)
+    if ROWS:
+        row = group.to(tl.int32) // per_row
+        start = row.to(tl.int64) * stride + (group - row * per_row) * (WIDTH * 8)
+    first = tl.load(x_ptr + start, mask=here, other=0.0)
     xs = ()
     for s in tl.static_range(8):
         valid = (column < WIDTH) & (column + s * WIDTH < left)
-        x = tl.load(x_ptr + group * (WIDTH * 8) + column + s * WIDTH, mask=valid, other=first)
+        x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=first)
         xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
     encode(
         xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
@@ -263,11 +270,12 @@ def tile(group_size):
 
 
 def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
+    """`x` is contiguous, or a matrix whose rows are so, and whole groups."""
     n_groups = codes.shape[0]
     if n_groups == 0:
         return
     options = tile(group_size)
-    wide = bounds.dtype == torch.float32
+    wide, in_rows = bounds.dtype == torch.float32, not x.is_contiguous()
     # Without contraction the results equal the reference's bit for bit.
     launch(
         _quantize_kernel,
@@ -277,11 +285,14 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
         bounds if wide else bounds.view(torch.int16),
         x.numel(),
         n_groups,
+        x.shape[1] // group_size if in_rows else n_groups,
+        x.stride(0) if in_rows else n_groups,
         seed,
         BITS=bits,
         WIDTH=group_size // 8,
         STOCHASTIC=stochastic,
         WIDE=wide,
+        ROWS=in_rows,
         enable_fp_fusion=False,
         **options,
     )
@@ -316,8 +327,11 @@ def _case(bits, dtype, group_size=256, **more):
     pointers = {"x_ptr": dtype} if quantizes else {}
     pointers |= {"codes_ptr": "*u8", "bounds_ptr": bounds}
     pointers |= {} if quantizes else {"out_ptr": dtype}
-    sizes = {"n": "i32", "n_groups": "i32"} | ({"seed": "i64"} if quantizes else {})
+    sizes = {"n": "i32", "n_groups": "i32"}
     constants = {"BITS": bits, "WIDTH": group_size // 8, "enable_fp_fusion": False}
+    if quantizes:
+        sizes |= {"per_row": "i32", "stride": "i32", "seed": "i64"}
+        constants["ROWS"] = False
     kernel = _quantize_kernel if quantizes else _dequantize_kernel
     return kernel, pointers | sizes, constants | tile(group_size) | more
 
@@ -328,6 +342,7 @@ AOT_CASES = [
     *(_case(bits, "*fp32", STOCHASTIC=True, WIDE=False) for bits in _WIDTHS),
     *(_case(4, dtype, STOCHASTIC=True, WIDE=True) for dtype in ("*bf16", "*fp16")),
     _case(4, "*bf16", STOCHASTIC=False, WIDE=False),
+    _case(4, "*bf16", STOCHASTIC=True, WIDE=False, ROWS=True),
     _case(3, "*fp32", 16384, STOCHASTIC=True, WIDE=False),
     *(_case(bits, "*fp32", WIDE=False, BF16=False) for bits in _WIDTHS),
     _case(4, "*i16", WIDE=True, BF16=True),

@@ -8,6 +8,8 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.group import group
 
 WIDTH, BATCH = 64, 96
 
@@ -141,3 +143,38 @@ def test_under_autocast_the_output_of_a_norm_is_computed_again():
     forward(model, x)[1].backward()
     derived = [r for r in records if r.site.module == "2" and r.site.tensor == "input"]
     assert [(r.compressor, r.planned) for r in derived] == [("derived", 0)]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 3 * WIDTH)
+
+    def forward(self, x):
+        three = self.qkv(x).split(WIDTH, dim=2)
+        query, key, value = (t.view(*t.shape[:2], 2, -1).transpose(1, 2) for t in three)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_triton_quantises_queries_keys_and_values_where_they_lie(monkeypatch):
+    """No contiguous copy of any, and the same codes as of one."""
+    pytest.importorskip("triton")
+    x, shapes, results = torch.randn(2, 24, 32), [], []
+    plain = group.group_quantize
+    monkeypatch.setattr(
+        group,
+        "group_quantize",
+        lambda x, *rest: shapes.append((x.shape, x.is_contiguous())) or plain(x, *rest),
+    )
+    for reads in (True, False):
+        monkeypatch.setattr(Group, "reads_rows", reads)
+        torch.manual_seed(0)
+        model = Attention()
+        intercept(model, Group(bits=4, group_size=WIDTH))
+        with backend("triton"):
+            model(x).square().sum().backward()
+        results.append(model.qkv.weight.grad)
+    three = shapes[: len(shapes) // 2].count(((48, WIDTH), False))
+    assert three == 3
+    assert shapes[len(shapes) // 2 :].count(((48 * WIDTH,), True)) >= 3
+    assert torch.equal(*results)
