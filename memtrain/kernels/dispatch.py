@@ -16,7 +16,8 @@ from memtrain.kernels import cpu
 BACKENDS = ("reference", "triton", "cpu")
 
 # A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
-_forced: str | None = None
+forced: str | None = None
+"""The backend that `backend` forces now."""
 
 
 @contextmanager
@@ -36,18 +37,18 @@ def backend(name: str) -> Iterator[None]:
         ...     choose(torch.zeros(1))
         'reference'
     """
-    global _forced
+    global forced
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} is unknown; allowed: {', '.join(BACKENDS)}")
     if name == "triton" and not has_triton():
         raise RuntimeError("backend 'triton' asked for, but triton is not installed")
     if name == "cpu" and cpu.library() is None:
         raise RuntimeError("backend 'cpu' asked for, but the C++ library was not built")
-    previous, _forced = _forced, name
+    previous, forced = forced, name
     try:
         yield
     finally:
-        _forced = previous
+        forced = previous
 
 
 @cache
@@ -66,8 +67,8 @@ def choose(x: Tensor) -> str:
         `"triton"` for CUDA tensors where triton is installed, `"cpu"` for CPU tensors where the
         C++ library was built, else `"reference"`.
     """
-    if _forced is not None:
-        return _forced
+    if forced is not None:
+        return forced
     if x.is_cuda and has_triton():
         return "triton"
     if x.is_cpu and cpu.library() is not None:
@@ -109,7 +110,7 @@ def is_plain_cpu(x: Tensor) -> bool:
         False
     """
     return (
-        (_forced is None or _forced == "cpu")
+        (forced is None or forced == "cpu")
         and is_plain(x)
         and x.is_cpu
         and cpu.library() is not None

@@ -19,7 +19,7 @@ from memtrain.activations.ops.batch_norm import save_codes, standard
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
-from memtrain.kernels.dispatch import choose
+from memtrain.kernels import dispatch
 from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.channel_norm import Channels
 
@@ -178,9 +178,10 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found = _fused_backward(ctx, grad, centred=True)
-    if found is not None:
-        return found
+    if grad.is_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
+        found = _fused_backward(ctx, grad, centred=True)
+        if found is not None:
+            return found
     x_hat, (rstd, weight, bias) = saved_compressed(ctx)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
@@ -241,9 +242,10 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found = _fused_backward(ctx, grad, centred=False)
-    if found is not None:
-        return found[:2]
+    if grad.is_cuda or dispatch.forced:
+        found = _fused_backward(ctx, grad, centred=False)
+        if found is not None:
+            return found[:2]
     x_hat, (rstd, weight) = saved_compressed(ctx)
     dtype, grad, x_hat = x_hat.dtype, _wide(grad), _wide(x_hat)
     dx = dw = None
@@ -337,8 +339,6 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
 
 def _fused_backward(ctx: Any, dy: Tensor, *, centred: bool) -> tuple[Tensor | None, ...] | None:
     """The gradients of input, weight and bias in one pass; None where no kernel serves."""
-    if choose(dy) != "triton":  # before anything that takes longer
-        return None
     ((packed, layout),), (rstd, weight, *bias) = saved_payloads(ctx)
     codes = ctx.compressor.group_codes(Key())
     size = dy.numel() // max(1, rstd.numel())
