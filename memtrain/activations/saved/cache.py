@@ -111,7 +111,8 @@ class PayloadCache:
         shared, planned, note = known() if then == version else None, 0, SHARED
         layout = None if shaped else save.layout
         if shared is None:
-            flat = x if layout is None else flatten(x, layout, rows=compressor.reads_rows)[0]
+            rows = save.key if compressor.reads_rows else None
+            flat = x if layout is None else flatten(x, layout, rows=rows)[0]
             with torch.no_grad():
                 packed = compressor.compress(flat, key=key(save.site))
             # What is swapped out to another device is not held.

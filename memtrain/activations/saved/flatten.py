@@ -20,7 +20,7 @@ Memory = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def flatten(
-    x: Tensor, layout: Layout | None = None, *, rows: bool = False
+    x: Tensor, layout: Layout | None = None, *, rows: Memory | None = None
 ) -> tuple[Tensor, Layout]:
     """`x` as a contiguous 1-d tensor of its distinct elements, in memory order.
 
@@ -30,8 +30,9 @@ def flatten(
     Args:
         x: Any strided tensor.
         layout: Its layout, where that is known.
-        rows: Whether equal runs with equal gaps between them, such as the third that queries take
-            of a projection's output, are given as they lie: a view [runs, elements of a run].
+        rows: Its `memory_of`, where equal runs with equal gaps between them, such as the third that
+            queries take of a projection's output, are wanted as they lie: a view [runs, elements of
+            a run].
 
     Returns:
         flat: A contiguous 1-d tensor, a view of `x` where it is dense; with `rows` perhaps 2-d.
@@ -51,12 +52,10 @@ def flatten(
     for dim, once in enumerate(layout.expanded):
         if once:
             x = x.narrow(dim, 0, 1)
-    x = x.permute(layout.order)
-    merged = memory_of(x)[1] if rows else None
-    if merged is not None and len(merged[1]) == 2 and merged[1][0][0] == 1:
-        (_, columns), (stride, runs) = merged[1]
+    if rows is not None and len(rows[1]) == 2 and rows[1][0][0] == 1:
+        (_, columns), (stride, runs) = rows[1]
         return x.as_strided((runs, columns), (stride, 1)), layout
-    return x.reshape(-1), layout
+    return x.permute(layout.order).reshape(-1), layout
 
 
 def layout_of(x: Tensor) -> Layout:
