@@ -61,6 +61,9 @@ CASES = {
         _STEP, "_reduce_kernel", {"SECOND": 2, "MASTER": 0, "p_like": "*fp32"}, _TILES
     ),
     "AdamW, factored, pass 2": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 2}),
+    "AdamW, factored, 2 bits, pass 2": Case(
+        "step.lloyd_max_triton", "_update_kernel", {"p_like": "*fp32", "MASTER": 0}
+    ),
     "AdamW, 8-bit blocks": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 8, "SECOND": 0}),
     "group, 4 bits, stochastic": Case(
         _GROUP, "_quantize_kernel", {"BITS": 4, "STOCHASTIC": True, "x_ptr": "*fp32"}

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook import rank1
+from memtrain.kernels.codebook import lloyd_max, rank1
+from memtrain.kernels.codebook.quantize import inverse
 from memtrain.kernels.device_guard import launch
-from memtrain.kernels.step import step_triton
+from memtrain.kernels.step import lloyd_max_triton, step_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, Sums, table_row
 from memtrain.kernels.step.update_rules import RULES, stacked
 
 kernels: Any = step_triton  # launches take options that no signature shows
+two_bits: Any = lloyd_max_triton
 ELEMENTS = 2048  # of a program of the update: 16 blocks of 128, or 8 of 256
 
 
@@ -94,14 +96,14 @@ class Launch:
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
         self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
-        self._update_form = {
-            **self._reduce_form,
-            "RULE": list(RULES).index(first.rule),
-            "STATES": len(first.codecs),
-            "BITS": first.bits,
-            "COUNT": ELEMENTS // size,
-            "HALF": size // 2,
-        }
+        self._update_form = {"COUNT": ELEMENTS // size, "HALF": size // 2}
+        if first.bits == lloyd_max.BITS:
+            self._update_form |= {name: self._reduce_form[name] for name in ("MASTER", "WHOLE")}
+            self._update_form["num_warps"] = two_bits.warps(is_whole(first))
+        else:
+            self._update_form |= self._reduce_form
+            self._update_form["RULE"] = list(RULES).index(first.rule)
+            self._update_form |= {"STATES": len(first.codecs), "BITS": first.bits}
         self._programs = self._count_programs()
 
     def renew(self, entries: list[Entry]) -> None:
@@ -187,6 +189,19 @@ class Launch:
             mean = self._programs["mean"]
             launch(kernels._mean_kernel, (len(mean),), mean, self._table)
             launch(kernels._ratio_kernel, (len(self.entries),), self._table)
+        if self.entries[0].bits == lloyd_max.BITS:
+            self._take_roots()
+
+    def _take_roots(self) -> None:
+        """Roots of the new factors in place of ratios and beside columns, and reciprocals."""
+        given, roots, inverses = [], [], []
+        for entry, vectors in zip(self.entries, self._vectors, strict=True):
+            given += (vectors["row_inv"], entry.states[1]["col"])
+            roots += (vectors["row_inv"], vectors["col_old"])
+            inverses += (vectors["row_old"], vectors["col_inv"])
+        flat, sizes = lloyd_max.root(torch.cat(given)), [t.numel() for t in given]
+        torch._foreach_copy_(roots, list(flat.split(sizes)))
+        torch._foreach_copy_(inverses, list(inverse(flat).split(sizes)))
 
     def _invert_scales(self, whole: Sequence[Sums]) -> None:
         targets: list[Tensor] = []
@@ -204,8 +219,9 @@ class Launch:
     def update(self) -> None:
         """Pass 2: decode, update, encode."""
         update = self._programs["update"]
+        of_two_bits = self.entries[0].bits == lloyd_max.BITS
         launch(
-            kernels._update_kernel,
+            two_bits._update_kernel if of_two_bits else kernels._update_kernel,
             (len(update),),
             update,
             self._table,
@@ -215,6 +231,10 @@ class Launch:
         if self.form == "rank1":
             scales = [entry.states[1]["scale"] for entry in self.entries]
             torch._foreach_copy_(scales, [vectors["scale"] for vectors in self._vectors])
+        if of_two_bits:
+            kept = [entry.states[0][name] for entry in self.entries for name in ("row", "col")]
+            roots = [vectors[name] for vectors in self._vectors for name in ("row_inv", "col_old")]
+            torch._foreach_copy_(kept, roots)
         self.entries = []  # a launch that a graph holds has no gradients
 
 
@@ -262,6 +282,8 @@ def _factored_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
         (rows, cols), like = entry.matrix, entry.states[1]["row"]
         parts = {"row_new": -(-cols // 128) * rows, "col_new": -(-rows // 256) * cols}
         sizes = {**parts, "row_inv": rows}
+        if entry.bits == lloyd_max.BITS:
+            sizes |= {"row_old": rows, "col_old": cols, "col_inv": cols}
         found.append({name: like.new_empty(size) for name, size in sizes.items()})
     return found
 

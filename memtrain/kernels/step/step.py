@@ -117,7 +117,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         if not entry.param.numel():
             continue
         chosen = choose(entry.param)
-        if chosen == "reference" or not fits(entry) or (chosen == "triton" and entry.bits == 2):
+        if chosen == "reference" or not fits(entry):
             step_reference(entry)
             continue
         if not entry.grad.is_contiguous():

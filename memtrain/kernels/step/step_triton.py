@@ -546,9 +546,9 @@ def point(table: Tensor, column: int, tensors: Sequence[Tensor]) -> None:
 _LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}
 _SCALARS = {"scalars_ptr": "*fp32"}
 # Weight, gradient, MASTER.
-_DTYPES = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
-_DTYPES += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", master) for master in (1, 8, 16))]
-_DTYPES += [("*fp16", "*fp16", master) for master in (8, 16)]
+DTYPES = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
+DTYPES += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", master) for master in (1, 8, 16))]
+DTYPES += [("*fp16", "*fp16", master) for master in (8, 16)]
 # RULE, STATES, BITS, SECOND.
 _KINDS = [(0, 2, 32, 0), (0, 2, 4, 0), (0, 2, 4, 1), (0, 2, 4, 2), (0, 2, 8, 0), (0, 2, 8, 2)]
 _KINDS += [(rule, 1, bits, 0) for rule in (1, 2) for bits in (4, 8, 32)]
@@ -565,7 +565,7 @@ _REDUCES = [{"SECOND": second, "num_warps": REDUCE_WARPS} for second in (1, 2)]
 AOT_CASES = [
     (kernel, {**lists, "p_like": p, "g_like": g}, {**form, "MASTER": master, "WHOLE": whole})
     for whole in (True, False)
-    for p, g, master in _DTYPES
+    for p, g, master in DTYPES
     for kernel, lists, forms in (
         (_update_kernel, _LISTS, _UPDATES),
         (_reduce_kernel, _LISTS | _SCALARS, _REDUCES),
