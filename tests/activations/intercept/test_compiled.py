@@ -1,9 +1,12 @@
 """Compiled forwards: what their graphs save is compressed, under the same rules, once."""
 
 import copy
+import json
 import operator
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,6 +406,73 @@ def test_compiled_autograd_has_the_same_gradients():
             torch.compile(model, backend=BACKEND)(tokens()).square().mean().backward()
         found.append(gradient(model))
     assert torch.equal(*found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["torch.compile", "each block"])
+def test_fifty_steps_compile_nothing_again(how):
+    model, optimizer = wrapped(Model(blocks=2))
+    run, x = compiled(model, how), tokens()
+    for step in range(50):
+        for _ in range(2):  # accumulated
+            with torch.autocast("cpu", torch.bfloat16):
+                y = run(x)
+            y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            graphs = dict(counters["stats"])
+        if step % 10 == 0:
+            with torch.no_grad():
+                model.eval()(x)
+                run(x)
+            model.train()
+    assert dict(counters["stats"]) == graphs
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_language_models_of_transformers_hold_what_their_plan_says(name):
+    transformers = pytest.importorskip("transformers")
+    if name == "gpt2":
+        shape = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 500, "n_positions": 64}
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        config = transformers.GPT2Config(**shape, **off, **ends)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    plain, x = copy.deepcopy(model.train()), torch.randint(0, 500, (2, 64))
+    plain(input_ids=x).logits.square().mean().backward()
+    model, _ = wrapped(model)
+    y = torch.compile(model, backend=BACKEND)(input_ids=x, use_cache=False).logits
+    now, (expected, whole) = held(y, x, *model.parameters(), *model.buffers()), planned(model)
+    assert now == expected < whole / 4
+    y.square().mean().backward()
+    assert F.cosine_similarity(gradient(model), gradient(plain), dim=0) > 0.98
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_replicas_and_shards_are_compressed(how, tmp_path):
+    script = str(Path(__file__).with_name("compiled_replicas.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "group"), how],
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    found = [json.loads(rank.communicate(timeout=600)[0].splitlines()[-1]) for rank in ranks]
+    result = found[0]
+    assert result["planned"] == found[1]["planned"]
+    assert result["cosine"] > 0.98
+    assert result["graphs"] == 1  # no more of them after the first step
+    assert result["planned"] < result["bytes"] / (4 if how == "ddp" else 2)
+    gathered = "an input of a sharded module's graph: perhaps a gathered weight"
+    assert (gathered in result["kept"]) == (how == "fsdp")
 
 
 # -- what stays as it is, and is told ----------------------------------------------------------
