@@ -14,6 +14,7 @@ from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.compressors import Compressor, Keep
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
+from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE
@@ -48,10 +49,13 @@ class _ChooseState:
 
     plan: Plan
     names: dict[nn.Parameter, str]
+    model: WeakRef[nn.Module]
 
     def __call__(self, param: Tensor, state: str) -> Compressor | Keep:
-        name = self.names.get(cast(nn.Parameter, param), "(added later)")
-        return self.plan.choose_state(name, state)
+        own = cast(nn.Parameter, param)
+        if own not in self.names and (model := self.model()) is not None:  # added, or sharded since
+            self.names = {p: name for name, p in model.named_parameters()}
+        return self.plan.choose_state(self.names.get(own, "(added later)"), state)
 
     @property
     def seed(self) -> int:
@@ -128,7 +132,8 @@ def wrap(
         )
         interception.saved.watch = _watch(model, plan)
     if plan.state_rules:
-        choose = _ChooseState(plan, {p: name for name, p in model.named_parameters()})
+        names = {p: name for name, p in model.named_parameters()}
+        choose = _ChooseState(plan, names, WeakRef(model))
         least = plan.config.optim.min_elements
         optimizer = optim.compress(optimizer, choose, min_elements=least)
     if rounding is not None:  # before the interception's own hook

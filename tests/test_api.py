@@ -396,3 +396,43 @@ def test_another_default_device_changes_nothing():
         return model[0].weight
 
     assert torch.equal(run(torch.device("cpu")), run(torch.device("meta")))
+
+
+def replace_parameters(model, optimizer):
+    """As accelerate's FSDP2 does in `prepare`: new parameters in the model and in the groups."""
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                new = torch.nn.Parameter(param.detach().clone())
+                module._parameters[name] = new
+                for group in optimizer.param_groups:
+                    group["params"] = [new if p is param else p for p in group["params"]]
+
+
+def test_rules_know_parameters_that_are_replaced_before_the_first_step():
+    found = []
+    for replaces in (False, True):
+        model = make()
+        name = max(model.named_parameters(), key=lambda each: each[1].numel())[0]
+        rules = [{"parameter": name, "state": "exp_avg", "compressor": "identity"}]
+        rules += [{"state": "exp_avg|exp_avg_sq", "compressor": "B128/DE-0"}]
+        cfg = {"preset": "optimizer_only", "optim": {"rules": rules}}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        model, optimizer = memtrain.wrap(model, optimizer, cfg)
+        if replaces:
+            replace_parameters(model, optimizer)
+        losses = train(model, optimizer, 3)
+        kept = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        found.append((losses, isinstance(kept, torch.Tensor)))
+    assert found[0] == found[1]
+    assert found[0][1]
+
+
+@pytest.mark.parametrize("cfg", [{"weights": "bf16+8"}, {"gradients": "release"}])
+def test_replaced_parameters_of_split_weights_or_released_gradients_are_refused(cfg):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model, optimizer = memtrain.wrap(model, optimizer, {"preset": "optimizer_only", **cfg})
+    replace_parameters(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"were replaced .*memtrain\.wrap after prepare"):
+        optimizer.step()

@@ -142,10 +142,11 @@ class ReleaseGradients(OptimizerWrapper):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: If a GradScaler calls it, `two_pass` gets no closure, or gradients were
-                changed after backward had applied them.
+            RuntimeError: If a GradScaler calls it, `two_pass` gets no closure, gradients were
+                changed after backward had applied them, or parameters were replaced.
         """
         _refuse_scaler(self)
+        self.refuse_replaced(self._handles)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         loss = run(closure)
         self._refuse_changes()

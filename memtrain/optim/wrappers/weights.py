@@ -161,8 +161,10 @@ class SplitWeights(OptimizerWrapper):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse gradients; nothing was changed then.
+            RuntimeError: For sparse gradients, or parameters that were replaced; nothing was
+                changed then.
         """
+        self.refuse_replaced(self.corrections)
         loss = closure_loss(closure)
         ready = [p for p in self.params() if p.grad is not None]
         refuse_sparse(ready, type(self).__name__)

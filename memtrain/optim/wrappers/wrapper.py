@@ -1,7 +1,7 @@
 """Optimizers around an optimizer: its groups and states, and steps of some parameters only."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -122,6 +122,8 @@ class OptimizerWrapper(Optimizer):
         TypeError: If the optimizer cannot step some parameters at a time (LBFGS).
     """
 
+    _looked = False
+
     def __init__(self, inner: Optimizer) -> None:
         if isinstance(inner, LBFGS):
             raise TypeError("LBFGS is refused: it needs all parameters and gradients at once")
@@ -135,6 +137,27 @@ class OptimizerWrapper(Optimizer):
         self._share_hooks()
         self._inner_step = vars(inner).get("step")
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def refuse_replaced(self, known: Iterable[Tensor]) -> None:
+        """Raise at the first step if parameters that the wrapper works on have been replaced.
+
+        Args:
+            known: Parameters whose hooks or corrections it holds.
+
+        Raises:
+            RuntimeError: If the groups hold others in their place; nothing was changed then.
+        """
+        if self._looked:
+            return
+        gone = len(set(known) - set(self.params()))
+        if gone:
+            raise RuntimeError(
+                f"{gone} parameters were replaced after {type(self).__name__} was made, as "
+                "accelerate's prepare does under FSDP2: split weights and released gradients would "
+                "be lost; allowed: memtrain.wrap after prepare, of a model that is bfloat16 before "
+                "it, or weights=keep and gradients=keep"
+            )
+        self._looked = True
 
     def _share_hooks(self) -> None:
         optimizer_hooks.share(self, self.inner)
