@@ -1,6 +1,8 @@
 """Integrations do with gradients what a framework was told, or refuse; none is needed here."""
 
-from types import SimpleNamespace
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -106,3 +108,33 @@ def test_accelerates_accumulation_and_the_norm_go_into_the_config():
     optimizer = torch.optim.AdamW(net.parameters())
     _, optimizer = accelerate.wrap(accelerator, net, optimizer, "all_four", max_norm=2.0)
     assert (optimizer.accumulate, optimizer.clip, optimizer.limit) == (4, "previous", 2.0)
+
+
+def test_axolotls_plugin_wraps_its_trainer_and_says_so(monkeypatch, caplog):
+    """As its plugin manager (axolotl 0.19) calls it; axolotl itself is not needed."""
+    for name in ("axolotl", "axolotl.core", "axolotl.core.trainers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["axolotl.core.trainers"].AxolotlTrainer = Trainer
+    dotted = "memtrain.integrations.axolotl.MemtrainPlugin"
+    module, _, cls = dotted.rpartition(".")
+    plugin = getattr(importlib.import_module(module), cls)()
+    plugin.register({"memtrain": "all_four", "plugins": [dotted]})
+    assert "memtrain is on: memtrain='all_four'" in caplog.text
+    trainer = plugin.get_trainer_cls({})(model(), arguments())
+    trainer.train()
+    assert memtrain.plan_of(trainer.model).config.release.accumulate == 2
+    with pytest.raises(ValueError, match="rl='dpo'"):
+        plugin.register({"rl": "dpo"})
+    with pytest.raises(ValueError, match=r"allowed: .*balanced"):
+        plugin.register({"memtrain": "blanced"})
+
+
+def test_a_dotted_optimizer_type_is_made_as_kohyas_scripts_make_one():
+    module, _, cls = "memtrain.optim.AdamW8bit".rpartition(".")
+    net = model()
+    groups = [{"params": list(net.parameters()), "lr": 1e-3}]
+    optimizer = getattr(importlib.import_module(module), cls)(groups, lr=1e-4, weight_decay=0.1)
+    net(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert isinstance(optimizer.state[net[0].weight]["exp_avg"], dict)

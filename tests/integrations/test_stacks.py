@@ -23,6 +23,8 @@ NEEDS = {
     "peft_lora": ("peft", "accelerate"),
     "accelerate_loop": ("accelerate",),
     "accelerate_ddp": ("accelerate",),
+    "accelerate_fsdp": ("accelerate",),
+    "torchtitan_loop": ("torchtitan",),
     "lightning_fit": ("lightning",),
 }
 # A row's loss may miss 90% of plain's progress by so much. GRPO's are mean rewards of 64 sampled
@@ -69,7 +71,7 @@ def test_an_example_saves_bytes_learns_and_resumes_bit_for_bit(name):
         **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    launcher = TWO_PROCESSES if name.endswith("_ddp") else []
+    launcher = TWO_PROCESSES if name.endswith(("_ddp", "_fsdp")) else []
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]

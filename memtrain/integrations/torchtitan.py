@@ -1,0 +1,97 @@
+"""torchtitan: its optimizers, wrapped together with the parts of the model that they train."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import memtrain
+from memtrain.optim.states.in_groups import CORRECTION
+
+
+def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:
+    """A config of torchtitan's optimizers that are wrapped, with the model, when they are built.
+
+    torchtitan builds them after it has sharded the model, so that no model converter is needed. Its
+    checkpoints hold payloads, corrections and counters, and resume bit for bit.
+
+    Args:
+        config: An `OptimizersContainer.Config`, such as `default_adamw(lr=3e-4)`: of one class of
+            optimizer.
+        cfg: Anything that `memtrain.wrap` takes.
+
+    Returns:
+        A config for the trainer's `optimizer`. Building it raises ValueError where a part of the
+        model has several optimizers, and as `memtrain.wrap` does.
+
+    Raises:
+        ImportError: If torchtitan is not installed.
+    """
+    from torchtitan.components.optimizer import (  # pyright: ignore[reportMissingImports]
+        OptimizersContainer,
+    )
+
+    class MemtrainOptimizers(_Wrapping, OptimizersContainer):
+        """A container of wrapped optimizers."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(OptimizersContainer.Config):
+            """With the config of memtrain."""
+
+            memtrain: Any = None
+
+    own = {field.name: getattr(config, field.name) for field in fields(config)}
+    return MemtrainOptimizers.Config(**own, memtrain=cfg)
+
+
+class _Wrapping:
+    """Before `OptimizersContainer` among the bases of a class."""
+
+    optimizers: list[Any]
+
+    def __init__(self, config: Any, *, model_parts: list[Any]) -> None:
+        super().__init__(config, model_parts=model_parts)  # pyright: ignore[reportCallIssue]
+        if len(self.optimizers) != len(model_parts):
+            kinds = sorted({type(optimizer).__name__ for optimizer in self.optimizers})
+            raise ValueError(f"optimizers {', '.join(kinds)} of one model; allowed: one of them")
+        pairs = zip(model_parts, self.optimizers, strict=True)
+        self.optimizers = [
+            memtrain.wrap(part, optimizer, config.memtrain)[1] for part, optimizer in pairs
+        ]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, also what is in no optimizer's live `state`."""
+        # Loaded in place, they may be the live ones, which are dropped where a weight was written.
+        state_dict = {
+            key: value.clone() if key.endswith(CORRECTION) else value
+            for key, value in state_dict.items()
+        }
+        self.state_dict()  # makes the states that are not there yet  # pyright: ignore
+        for optimizer in self.optimizers:
+            optimizer.load_state_dict(_nested(optimizer.state_dict(), state_dict))
+
+
+def _nested(own: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of the form of `own`, from torchtitan's keys `state.<parameter>.<state>`."""
+    names = dict(
+        pair
+        for group in own["param_groups"]
+        for pair in zip(group["params"], group["param_names"], strict=True)
+    )
+    groups = []
+    for group in own["param_groups"]:
+        first = group["param_names"][0]
+        kept = ("params", "param_names")
+        given = {key: flat[f"param_groups.{first}.{key}"] for key in group if key not in kept}
+        groups.append({**group, **given})
+    states = {
+        number: _filled(state, f"state.{names[number]}", flat)
+        for number, state in own["state"].items()
+    }
+    return {**own, "state": states, "param_groups": groups}
+
+
+def _filled(own: dict[str, Any], prefix: str, flat: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in own.items():
+        name = f"{prefix}.{key}"
+        found[key] = _filled(value, name, flat) if isinstance(value, dict) else flat[name]
+    return found
