@@ -102,9 +102,9 @@ class Group(Compressor):
     def decompress(self, packed: Packed) -> Tensor:
         """The quantised tensor, contiguous, of the payload's shape and dtype."""
         codes, bounds = packed.tensors["codes"], packed.tensors["bounds"]
-        numel = packed.shape.numel()
-        flat = dequantize(codes, bounds, self.bits, self.group_size, numel, packed.dtype)
-        return flat.view(packed.shape)
+        shape = packed.shape
+        flat = dequantize(codes, bounds, self.bits, self.group_size, shape.numel(), packed.dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
 
 
 def quantize(

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from memtrain.activations.intercept.index_bounds import BOUNDED, limit_of
@@ -105,13 +105,29 @@ class Executor(TorchFunctionMode):
         self.module = ""  # path of the module that runs now
         self.idle = False  # whether ops are rounded only, their saved tensors left alone
         self._one_op = False  # whether a module runs as one op
+        self._is_aside = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Executor, (self.saved, self.options, self.rounding)
 
     def reset(self) -> None:
-        """Forget the forward that has ended."""
+        """Forget the forward that has ended, and leave the stack of modes."""
         self.idle = self._one_op = False
+        if not self._is_aside:
+            self.__exit__(None, None, None)
+        self._is_aside = False
+
+    def step_aside(self) -> None:
+        """Leave the stack of modes, where it is on top: what follows is not the model's code."""
+        if not self._is_aside and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self._is_aside = True
+
+    def step_back(self) -> None:
+        """Undo `step_aside`."""
+        if self._is_aside:
+            self._is_aside = False
+            self.__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -272,6 +288,8 @@ class Executor(TorchFunctionMode):
         self, op: Op, y: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Let later saves of a copy hold its source."""
+        if isinstance(y, Tensor) and y._is_view():  # of its input's memory, or its input itself
+            return
         inputs = op.inputs
         (x,) = inputs if len(inputs) == 1 else (None,)
         if (

@@ -194,15 +194,19 @@ class Interception:
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
+            self.executor.step_aside()
             call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
             as_one_op = None if call is None else self.executor.as_one_op(call)
+            if as_one_op is None:
+                self.executor.step_back()
         if function is not None:
             as_one_op, op = None, Op(name, function, (args, kwargs))
         self._path.append((name, as_one_op, op))
         self.saved.custom = op
         if as_one_op is None:
             return given
-        # The composite now runs on no elements; `_after` returns the real result.
+        # The composite now runs on no elements, seen by no one; `_after` returns the real result.
+        self.saved.shell = True
         x = args[0].detach()
         return (x.new_empty((0, *x.shape[1:])),), kwargs
 
@@ -237,7 +241,13 @@ class Interception:
             return None
         self.executor.module, as_one_op, _ = self._path.pop()
         failed = output is None and sys.exc_info()[0] is not None
-        result = as_one_op() if as_one_op is not None and not failed else None
+        result = None
+        if as_one_op is not None:
+            self.saved.shell = False
+            try:
+                result = None if failed else as_one_op()
+            finally:
+                self.executor.step_back()
         if self._path:
             self.executor.module, _, self.saved.custom = self._path[-1]
             self.graphs.root = self.executor.module
@@ -310,7 +320,6 @@ class Interception:
         name, hooks = self._outer
         self._outer = None
         self.executor.reset()
-        self.executor.__exit__(None, None, None)
         if hooks is None:
             return
         hooks.__exit__(None, None, None)

@@ -30,7 +30,7 @@ def autograd_function(
 
     torch's own looks for a `setup_context`, refuses to run in a transform of torch.func without
     one, and unwraps the tensors that a finished transform left, all in Python: as long as a small
-    kernel. With one tensor this calls it in a transform or a compilation only.
+    kernel. This calls it in a transform or a compilation only.
 
     Args:
         forward: `(ctx, x, ...) -> y`. Its name less `_forward` names the graph's node.
@@ -79,7 +79,13 @@ def autograd_function(
             return function.apply(x, *others)
         return in_cpp(unwrap_if_dead(x), *others)
 
-    return apply if tensors == 1 else function.apply
+    def apply_to_many(*given: Any) -> Any:
+        if is_compiling() or _in_transform():
+            return function.apply(*given)
+        live = [None if x is None else unwrap_if_dead(x) for x in given[:tensors]]
+        return in_cpp(*live, *given[tensors:])
+
+    return apply if tensors == 1 else apply_to_many
 
 
 def compress(x: Tensor, compressor: Compressor, key: Key) -> Payload:

@@ -108,6 +108,8 @@ class SavedTensors:
         """The op that runs now."""
         self.custom = Op("", "autograd.Function")
         """The op of the `autograd.Function`s that the module which runs now may call."""
+        self.shell = False
+        """Whether a module runs on no elements, since its result is made as one op."""
         self.cache = PayloadCache()
         self._waiting: list[Waiting] = []
         self._calls: dict[Site, int] = {}
@@ -118,7 +120,7 @@ class SavedTensors:
         self._inputs: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("hook", "op", "custom", "cache")
+        runtime = ("hook", "op", "custom", "shell", "cache")
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -170,7 +172,8 @@ class SavedTensors:
             x: The tensor.
             op: The op that saves it, where it has ended; else the one that runs now.
         """
-        if self.op is not None and self.op.replaced and op is None and self._recorded is None:
+        replaced = self.op is not None and self.op.replaced and op is None
+        if self.shell or (replaced and self._recorded is None):
             return KeptTensor(x.detach(), x._version)  # a payload's part, or a parameter
         storage = storage_id(x)
         if storage in self._parameters and not self.defers and type(x) in PLAIN:

@@ -78,6 +78,23 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
 
 
 @cache
+def function(name: str, kinds: str) -> Callable[..., None]:
+    """A function of the C++ library, to be given what `call` would make of its arguments.
+
+    Args:
+        name: An exported symbol of the library, which must be there.
+        kinds: `p` for each address, `i` for each integer; the number of threads comes last.
+
+    Returns:
+        The function; tensors whose addresses it is given must outlive the call.
+    """
+    found = getattr(library(), name)
+    types = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
+    found.argtypes = [*map(types.__getitem__, kinds), ctypes.c_int64]
+    return found
+
+
+@cache
 def packed(name: str, count: int) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
     """A function of the C++ library that takes its arguments as one struct of 8-byte integers.
 

@@ -1,10 +1,13 @@
 """Min/max group quantisation to 1 to 8 bits, packed to the bit: contract, reference, dispatch."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, copies, is_plain, register
+from memtrain.kernels.dispatch import choose, copies, is_plain, is_plain_cpu, register
 from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.random import philox
 
@@ -13,6 +16,8 @@ _LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
 _HALF_LIMIT = 65504.0  # float16's
 _TINY = 2.0**-101  # half a range below this counts as none: its reciprocal would leave float32
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_READ = (torch.float32, torch.bfloat16)  # by the C++ kernels themselves
+_WIDE = {torch.bfloat16: 0, torch.float32: 1}  # bounds
 
 
 def group_quantize(
@@ -68,6 +73,8 @@ def group_quantize(
         Chen et al., ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
         Training, ICML 2021, arXiv:2104.14129.
     """
+    if x.dtype in _READ and x.is_contiguous() and is_plain_cpu(x):
+        return _quantizer(bits, group_size, stochastic, wide, x.dtype)(x, seed)
     run = _quantize if is_plain(x) else _quantize_op
     return run(x, bits, group_size, seed, stochastic, wide)
 
@@ -108,6 +115,9 @@ def group_dequantize(
         >>> group_dequantize(codes, bounds, bits=8, group_size=8, numel=8).round()
         tensor([0., 1., 2., 3., 4., 5., 6., 7.])
     """
+    if dtype in _READ and bounds.dtype in _WIDE and is_plain_cpu(codes):
+        _check_payload(codes, bounds, bits, group_size, numel)
+        return _dequantizer(bits, group_size, dtype, bounds.dtype)(codes, bounds, numel)
     run = _dequantize if is_plain(codes) else _dequantize_op
     return run(codes, bounds, bits, group_size, numel, dtype)
 
@@ -213,6 +223,49 @@ def _empty(
         x.new_empty(n_groups, group_size * bits // 8, dtype=torch.uint8),
         x.new_empty(n_groups, 2, dtype=_bounds_dtype(wide)),
     )
+
+
+# What `cpu.call` and the checks ask at each call takes longer than a small tensor's kernel.
+
+
+@cache
+def _quantizer(
+    bits: int, group_size: int, stochastic: bool, wide: bool, dtype: torch.dtype
+) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+    """The C++ kernel of contiguous tensors, given a seed: as `_quantize`."""
+    _check(bits, group_size, dtype)
+    kernel = cpu.function("mt_group_quantize", "pippiiiiii")
+    is_bf16, width, kept = int(dtype == torch.bfloat16), group_size * bits // 8, _bounds_dtype(wide)
+
+    def run(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        n = x.numel()
+        n_groups = (n + group_size - 1) // group_size
+        codes = x.new_empty((n_groups, width), dtype=torch.uint8)
+        bounds = x.new_empty((n_groups, 2), dtype=kept)
+        places = x.data_ptr(), is_bf16, codes.data_ptr(), bounds.data_ptr(), int(wide)
+        kernel(*places, n, bits, group_size, seed, stochastic, torch.get_num_threads())
+        return codes, bounds
+
+    return run
+
+
+@cache
+def _dequantizer(
+    bits: int, group_size: int, dtype: torch.dtype, kept: torch.dtype
+) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """The C++ kernel of payloads that are checked: as `_dequantize`."""
+    _check(bits, group_size, dtype)
+    kernel = cpu.function("mt_group_dequantize", "ppipiiii")
+    wide, is_bf16 = _WIDE[kept], int(dtype == torch.bfloat16)
+
+    def run(codes: Tensor, bounds: Tensor, numel: int) -> Tensor:
+        codes, bounds = codes.contiguous(), bounds.contiguous()
+        out = codes.new_empty(numel, dtype=dtype)
+        places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16
+        kernel(*places, numel, bits, group_size, torch.get_num_threads())
+        return out
+
+    return run
 
 
 def _quantize(
