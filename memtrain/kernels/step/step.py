@@ -55,18 +55,24 @@ class Entry(NamedTuple):
     @property
     def form(self) -> str:
         """How the last state is kept; "none" without a state."""
-        return self.codecs[-1].form if self.codecs else "none"
+        return _kind(self.codecs)[0]
 
     @property
     def bits(self) -> int:
         """Of the first state's elements; 0 without a state."""
-        return self.codecs[0].bits if self.codecs else 0
+        return _kind(self.codecs)[1]
 
     @property
     def matrix(self) -> tuple[int, int]:
         """The parameter's rows and columns: dimension 0, and the rest."""
         shape = self.param.shape
         return (shape[0], shape[1:].numel()) if shape else (1, 1)
+
+
+@lru_cache(maxsize=256)
+def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
+    """`Entry.form` and `Entry.bits`: an optimizer has few kinds, asked for at each step."""
+    return (codecs[-1].form, codecs[0].bits) if codecs else ("none", 0)
 
 
 def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> None:
@@ -113,16 +119,19 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     parts = [e for e in given if e.shard is not None and e.form in ROWS_AND_COLUMNS]
     whole = [e for e in given if e.shard is None or e.form not in ROWS_AND_COLUMNS]
     together: dict[str, list[Entry]] = {}
+    first = {entry.param.device: entry.param for entry in whole}
+    backends = {device: choose(param) for device, param in first.items()}
     for entry in whole:
         if not entry.param.numel():
             continue
-        chosen = choose(entry.param)
+        chosen = backends[entry.param.device]
+        form, bits = _kind(entry.codecs)
         if chosen == "reference" or not fits(entry):
             step_reference(entry)
             continue
         if not entry.grad.is_contiguous():
             entry = entry._replace(grad=entry.grad.contiguous())
-        if chosen == "cpu" and (entry.bits, entry.form) == (8, "factored"):
+        if chosen == "cpu" and (bits, form) == (8, "factored"):
             from memtrain.kernels.step import pieces
 
             pieces.step(entry)
@@ -170,9 +179,11 @@ def fits(entry: Entry) -> bool:
         >>> fits(Entry(p, p, (), (), "sgd", h)), fits(Entry(p.t(), p.t(), (), (), "sgd", h))
         (True, False)
     """
-    if not entry.param.is_contiguous() or not entry.master.is_contiguous():
+    if not entry.param.is_contiguous():
         return False
-    if entry.form == "rank1" and entry.param.dim() > _MAX_DIMS:
+    if entry.master is not PLAIN and not entry.master.is_contiguous():
+        return False
+    if entry.param.dim() > _MAX_DIMS and entry.form == "rank1":
         return False
     return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES
 
@@ -192,8 +203,19 @@ def _sizes(
 
 
 def _check(entry: Entry) -> None:
+    param, master = entry.param, entry.master
+    sizes = _sizes(entry.rule, entry.codecs, len(entry.states), param.shape)
+    usual = entry.grad.numel() == param.numel() and master.correction is None
+    for state, parts in zip(entry.states, sizes, strict=True):
+        for name, size in parts:
+            usual = usual and state[name].numel() == size
+    if not usual:
+        _check_each(entry, sizes)
+
+
+def _check_each(entry: Entry, sizes: tuple[tuple[tuple[str, int], ...], ...]) -> None:
+    """Raise `ValueError` for the first tensor of an entry that has another size."""
     shape = entry.param.shape
-    sizes = _sizes(entry.rule, tuple(entry.codecs), len(entry.states), shape)
     n = shape.numel()
     found = [("the gradient", entry.grad, n)]
     if entry.master.correction is not None:
@@ -296,9 +318,9 @@ def _step_cpu(entries: Sequence[Entry]) -> None:
     rows: array[int] = array("q")
     for entry in entries:
         master = _NO_MASTER if entry.master is PLAIN else entry.master.fields()
-        rows.extend(table_row(entry, places[id(entry.scalars)], master))
-        shape = entry.param.shape if entry.form == "rank1" else ()
-        rows.extend((len(shape), *shape, *_ZEROS[len(shape) :]))
+        shape = entry.param.shape if _kind(entry.codecs)[0] == "rank1" else ()
+        row = table_row(entry, places[id(entry.scalars)], master)
+        rows.extend((*row, len(shape), *shape, *_ZEROS[len(shape) :]))
     # C++ sees only addresses: entries and scalars outlive the call.
     cpu.call("mt_step", torch.frombuffer(rows, dtype=torch.int64), len(entries))
 
@@ -315,7 +337,7 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
         Addresses and sizes.
     """
     p, g, states = entry.param, entry.grad, entry.states
-    names, tables, kind = _row_form(entry.rule, tuple(entry.codecs), p.shape, p.device)
+    names, tables, kind = _row_form(entry.rule, entry.codecs, p.shape, p.device)
     row = [p.data_ptr(), g.data_ptr()]
     for state, (first, second, *others), known in zip(states, names, tables, strict=True):
         row += (state[first].data_ptr(), state[second].data_ptr() if second else 0, *known)

@@ -241,11 +241,12 @@ class FusedStates(CompressedStates):
 
     def _counter(self, param: Tensor, device: torch.device) -> Tensor:
         """A parameter's count of steps: on its device if it is capturable."""
-        step = self.state[param].get("step", 0.0)
+        state = self.state[param]
+        step = state.get("step", 0.0)
         if not isinstance(step, Tensor) or step.device != device:
             dtype = step.dtype if isinstance(step, Tensor) else counter_dtype()
-            self.state[param]["step"] = torch.as_tensor(step, dtype=dtype, device=device)
-        return self.state[param]["step"]
+            step = state["step"] = torch.as_tensor(step, dtype=dtype, device=device)
+        return step
 
     def _turns(self, params: Sequence[Tensor]) -> list[float]:
         """Count a step of parameters; the first is 1. Optimizers without a counter say 1 or 2."""
