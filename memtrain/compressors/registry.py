@@ -28,9 +28,9 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "block": Block,
     "patch": Patch,
     "rank1": Rank1,
+    "lloyd_max": LloydMax,
     "scaled": Scaled,
     "factored": Factored,
-    "lloyd_max": LloydMax,
     "float": Float,
 }
 """Name in a config -> class; a config's other keys are the class's fields."""

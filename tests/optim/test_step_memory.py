@@ -19,6 +19,7 @@ FUSED = {
     "AdamW4bit": optim.AdamW4bit,
     "AdamW4bit-block": lambda p: optim.AdamW4bit(p, second="B128/Linear"),
     "AdamW4bitFactor": optim.AdamW4bitFactor,
+    "AdamW4bit-2": lambda p: optim.AdamW4bit(p, first="Lloyd-Max", second="factored"),
     "AdamW8bit": optim.AdamW8bit,
     "SGD4bit": lambda p: optim.SGD4bit(p, momentum=0.9),
     "SGD8bit": lambda p: optim.SGD8bit(p, momentum=0.9),
