@@ -73,8 +73,8 @@ def group_quantize(
         Chen et al., ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
         Training, ICML 2021, arXiv:2104.14129.
     """
-    if x.dtype in _READ and x.is_contiguous() and is_plain_cpu(x):
-        return _quantizer(bits, group_size, stochastic, wide, x.dtype)(x, seed)
+    if x.dtype in _READ and is_plain_cpu(x):
+        return _quantizer(bits, group_size, stochastic, wide, x.dtype)(x.contiguous(), seed)
     run = _quantize if is_plain(x) else _quantize_op
     return run(x, bits, group_size, seed, stochastic, wide)
 
