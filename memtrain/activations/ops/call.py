@@ -69,7 +69,7 @@ def as_autocast(
         *others: Its other tensors.
     """
     tensors = [x, *others]
-    if not autocast_widens(function, sizes, x):
+    if not torch.is_autocast_enabled(x.device.type) or not autocast_widens(function, sizes, x):
         return tensors
     return [t.float() if t is not None and t.dtype in _HALVES else t for t in tensors]
 
