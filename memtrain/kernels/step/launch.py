@@ -19,7 +19,6 @@ from memtrain.kernels.step.update_rules import RULES, stacked
 
 kernels: Any = step_triton  # launches take options that no signature shows
 two_bits: Any = lloyd_max_triton
-ELEMENTS = 2048  # of a program of the update: 16 blocks of 128, or 8 of 256
 
 
 def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
@@ -96,14 +95,17 @@ class Launch:
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
         self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
-        self._update_form = {"COUNT": ELEMENTS // size, "HALF": size // 2}
+        states, second = len(first.codecs), self._reduce_form["SECOND"]
+        count = kernels.blocks(first.bits, states, second, is_whole(first)) * 128 // size
+        self._each = count * size  # elements of a program of the update
+        self._update_form = {"COUNT": count, "HALF": size // 2}
         if first.bits == lloyd_max.BITS:
             self._update_form |= {name: self._reduce_form[name] for name in ("MASTER", "WHOLE")}
             self._update_form["num_warps"] = two_bits.warps(is_whole(first))
         else:
             self._update_form |= self._reduce_form
             self._update_form["RULE"] = list(RULES).index(first.rule)
-            self._update_form |= {"STATES": len(first.codecs), "BITS": first.bits}
+            self._update_form |= {"STATES": states, "BITS": first.bits}
         self._programs = self._count_programs()
 
     def renew(self, entries: list[Entry]) -> None:
@@ -133,7 +135,7 @@ class Launch:
 
     def _count_programs(self) -> dict[str, Tensor]:
         sizes = [entry.matrix for entry in self.entries]
-        counts = {"update": [-(-rows * cols // ELEMENTS) for rows, cols in sizes]}
+        counts = {"update": [-(-rows * cols // self._each) for rows, cols in sizes]}
         if self.form in ROWS_AND_COLUMNS:
             counts["reduce"] = [-(-rows // 256) * -(-cols // 128) for rows, cols in sizes]
         if self.form == "factored":

@@ -502,6 +502,25 @@ def _half(
     return m, v
 
 
+def blocks(bits: int, states: int, second: int, whole: bool) -> int:
+    """Blocks of 128 of a program of the update: what all its elements share is found once.
+
+    Twice as many where the registers are there for 32 elements a thread.
+
+    Args:
+        bits: Of the codes; 32 where states are numbers, 0 without any.
+        states: How many.
+        second: What the second one is: 0 as the first, 1 rank-1, 2 factored.
+        whole: Whether all is aligned.
+
+    Example:
+        >>> blocks(4, 2, 0, True), blocks(4, 2, 0, False), blocks(8, 2, 0, True)
+        (32, 16, 16)
+    """
+    large = whole and bits == 4 and states == 2 and second != RANK1.value
+    return 32 if large else 16
+
+
 _COUNT = 16  # addresses a launch of `point`
 _NAMES = [f"g{k}" for k in range(_COUNT)]
 
@@ -556,14 +575,26 @@ _KINDS += [(1, 0, 0, 0)]
 _UPDATES = [
     {
         **dict(zip(("RULE", "STATES", "BITS", "SECOND"), kind, strict=True)),
-        "COUNT": 8 if kind[2] == 8 else 16,
         "HALF": 128 if kind[2] == 8 else 64,
     }
     for kind in _KINDS
 ]
 _REDUCES = [{"SECOND": second, "num_warps": REDUCE_WARPS} for second in (1, 2)]
+
+
+def _counted(form: dict[str, int], whole: bool) -> dict[str, int]:
+    if "RULE" not in form:
+        return form
+    count = blocks(form["BITS"], form["STATES"], form["SECOND"], whole)
+    return form | {"COUNT": count * 64 // form["HALF"]}
+
+
 AOT_CASES = [
-    (kernel, {**lists, "p_like": p, "g_like": g}, {**form, "MASTER": master, "WHOLE": whole})
+    (
+        kernel,
+        {**lists, "p_like": p, "g_like": g},
+        {**_counted(form, whole), "MASTER": master, "WHOLE": whole},
+    )
     for whole in (True, False)
     for p, g, master in DTYPES
     for kernel, lists, forms in (
