@@ -102,6 +102,8 @@ class CompressedOptimizer(CompressedStates):
         for param in [params] if isinstance(params, Tensor) else list(params):
             if not isinstance(param, Tensor) or param.numel() <= self.min_elements:
                 continue
+            if not self.choose(param, "exp_avg").fused_only:  # decided where there is such a state
+                continue
             chosen = layout.decide(param, self.choose, "exp_avg")[0]
             if not chosen.fused_only:
                 continue
