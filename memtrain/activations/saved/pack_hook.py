@@ -59,6 +59,10 @@ class Watch(Protocol):
         ...
 
 
+SETTLED = 2**14
+"""Forms of saves at most whose choices are remembered."""
+
+
 class Settled(NamedTuple):
     """What is done to a save that is alike one of an earlier forward: see `SavedTensors._alike`."""
 
@@ -346,6 +350,8 @@ class SavedTensors:
     def _settle(self, save: Save, chosen: Compressor | Keep, copy: Copy | None = None) -> None:
         """Let saves of this form, if it has one, be handled so from now on."""
         if save.form is not None and copy is None:
+            if len(self._settled) >= SETTLED:  # shapes that vary would collect without end
+                self._settled.clear()
             self._settled[save.form] = Settled(save.site, save.layout, save.key, chosen)
 
     def _drop(self, save: Save) -> Compressed:

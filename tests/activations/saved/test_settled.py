@@ -6,6 +6,7 @@ from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved import pack_hook
 from memtrain.compressors import Group
 
 BITS = {"mul": 2, "div": 8}
@@ -63,3 +64,16 @@ def test_saves_unlike_the_settled_ones_are_chosen_for_anew():
     for settled, anew in zip(trained(settles=True), trained(settles=False), strict=True):
         for one, other in zip(settled, anew, strict=True):
             assert torch.equal(one, other)
+
+
+def test_shapes_that_vary_do_not_collect_without_end(monkeypatch):
+    monkeypatch.setattr(pack_hook, "SETTLED", 8)
+    model = Changing()
+    interception = Interception(
+        model, choose, options=Options(min_elements=64), seed=0, on_saved=lambda records: None
+    )
+    interception.attach()
+    for rows in range(100, 120):
+        model(torch.randn(rows, 16)).backward()
+        assert len(interception.saved._settled) <= 8
+    assert interception.saved._settled
