@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from memtrain.compressors.base import Keep
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -102,7 +103,8 @@ class CompressedOptimizer(CompressedStates):
         for param in [params] if isinstance(params, Tensor) else list(params):
             if not isinstance(param, Tensor) or param.numel() <= self.min_elements:
                 continue
-            if not self.choose(param, "exp_avg").fused_only:  # decided where there is such a state
+            asked = self.choose(param, "exp_avg")  # decided where there is such a state
+            if isinstance(asked, Keep) or not asked.fused_only:
                 continue
             chosen = layout.decide(param, self.choose, "exp_avg")[0]
             if not chosen.fused_only:
