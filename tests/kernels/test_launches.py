@@ -11,8 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrain
 from memtrain.kernels import cpu, device_guard
+from memtrain.kernels.codebook.quantize import quantize_blocks_reference
+from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import launch, step
+from memtrain.kernels.step import launch, step, step_triton
+from memtrain.kernels.step.codecs import Codec
 from tests.kernels import test_adamw
 
 SOURCES = sorted(Path(memtrain.__file__).parent.rglob("*.py"))
@@ -150,3 +153,21 @@ def test_vectors_are_loaded_where_all_is_aligned(kind, shape):
     assert not launch.is_whole(entry._replace(grad=moved))
     odd = (3, 81) if kind == "block" else (4, 129)
     assert not launch.is_whole(test_adamw.entry(odd, kind, test_adamw.hyper()))
+
+
+def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
+    """With the constants and options of a case, which the ahead-of-time test compiles."""
+    taken = []
+    monkeypatch.setattr(launch, "launch", lambda kernel, *_, **given: taken.append((kernel, given)))
+    for shape in ((4, 256), (4, 129)):
+        for kind in test_adamw.CODECS:
+            launch.step([test_adamw.entry(shape, kind, test_adamw.hyper())])
+        exact = test_adamw.entry(shape, "exact", test_adamw.hyper())
+        state = test_adamw.coded(
+            quantize_blocks_reference(exact.param, Codebook("DE", 8, True), 256)
+        )
+        launch.step([exact._replace(states=(state, state), codecs=(Codec("block", 8, "DE"),) * 2)])
+    # Of five kinds of states; rank-1 takes one launch more, factored three.
+    assert len(taken) == 2 * (5 + 1 + 3)
+    cases = [(kernel, constants) for kernel, _, constants in step_triton.AOT_CASES]
+    assert [one for one in taken if one not in cases] == []

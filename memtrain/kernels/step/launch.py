@@ -106,6 +106,7 @@ class Launch:
             self._update_form |= self._reduce_form
             self._update_form["RULE"] = list(RULES).index(first.rule)
             self._update_form |= {"STATES": states, "BITS": first.bits}
+            self._update_form |= kernels.update_options(first.bits, second, is_whole(first))
         self._programs = self._count_programs()
 
     def renew(self, entries: list[Entry]) -> None:
@@ -158,7 +159,7 @@ class Launch:
             self._scalars,
             *self._like(),
             **self._reduce_form,
-            num_warps=kernels.REDUCE_WARPS,
+            **kernels.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
         )
         if self.form == "rank1":
             _join_maxima(self.entries, self._vectors)

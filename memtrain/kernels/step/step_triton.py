@@ -14,7 +14,6 @@ from memtrain.kernels.step.update_rules import COUNT as _COUNT_OF_SCALARS
 
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
 TILE = tl.constexpr(16)
-REDUCE_WARPS = 8
 PIECE = tl.constexpr(1024)
 PLACES = tl.constexpr(_COUNT_OF_SCALARS)  # of the scalars of a step
 TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
@@ -521,6 +520,42 @@ def blocks(bits: int, states: int, second: int, whole: bool) -> int:
     return 32 if large else 16
 
 
+def update_options(bits: int, second: int, whole: bool) -> dict[str, int]:
+    """Launch options of the update, without which ptxas takes a stack for some unaligned tensors.
+
+    Rank-1: each element's row and column take registers, more than a thread of 4 warps has. 8 bits:
+    without a limit ptxas takes 96 or 128 registers where it needs a few more.
+
+    Args:
+        bits: As of `blocks`.
+        second: As of `blocks`.
+        whole: Whether all is aligned.
+
+    Example:
+        >>> update_options(4, 1, False), update_options(8, 0, False), update_options(8, 0, True)
+        ({'num_warps': 16}, {'maxnreg': 168}, {})
+    """
+    if whole:
+        return {}
+    if second == RANK1.value:
+        return {"num_warps": 16}
+    return {"maxnreg": 168} if bits == 8 else {}
+
+
+def reduce_options(second: int, whole: bool) -> dict[str, int]:
+    """Launch options of the first pass: rank-1 takes more warps for the same reason.
+
+    Args:
+        second: As of `blocks`.
+        whole: Whether all is aligned.
+
+    Example:
+        >>> reduce_options(1, False), reduce_options(1, True)
+        ({'num_warps': 16}, {'num_warps': 8})
+    """
+    return {"num_warps": 16 if second == RANK1.value and not whole else 8}
+
+
 _COUNT = 16  # addresses a launch of `point`
 _NAMES = [f"g{k}" for k in range(_COUNT)]
 
@@ -579,21 +614,22 @@ _UPDATES = [
     }
     for kind in _KINDS
 ]
-_REDUCES = [{"SECOND": second, "num_warps": REDUCE_WARPS} for second in (1, 2)]
+_REDUCES = [{"SECOND": second} for second in (1, 2)]
 
 
-def _counted(form: dict[str, int], whole: bool) -> dict[str, int]:
+def _launched(form: dict[str, int], whole: bool) -> dict[str, int]:
+    second = form["SECOND"]
     if "RULE" not in form:
-        return form
-    count = blocks(form["BITS"], form["STATES"], form["SECOND"], whole)
-    return form | {"COUNT": count * 64 // form["HALF"]}
+        return form | reduce_options(second, whole)
+    count = blocks(form["BITS"], form["STATES"], second, whole) * 64 // form["HALF"]
+    return form | {"COUNT": count} | update_options(form["BITS"], second, whole)
 
 
 AOT_CASES = [
     (
         kernel,
         {**lists, "p_like": p, "g_like": g},
-        {**_counted(form, whole), "MASTER": master, "WHOLE": whole},
+        {**_launched(form, whole), "MASTER": master, "WHOLE": whole},
     )
     for whole in (True, False)
     for p, g, master in DTYPES
