@@ -25,6 +25,8 @@ TASKS = ("CausalLM", "MaskedLM", "ImageClassification")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = ("folder", "random")
 FILE = "model.safetensors"
+SHARD = "500MB"
+"""Of a file of weights, at most."""
 _FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "spiece*")
 
@@ -222,7 +224,8 @@ def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: 
     """
     if hasattr(model, "save_pretrained"):
         written: Any = model
-        written.save_pretrained(str(folder), state_dict=dict(weights))
+        # safetensors copies a whole file's tensors before it writes the first of them
+        written.save_pretrained(str(folder), state_dict=dict(weights), max_shard_size=SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         return

@@ -183,6 +183,19 @@ def promised(nbytes: int, peak: int) -> str:
     return f"{told}, measured {format_size(peak)} ({peak / nbytes:.3f} of it)"
 
 
+def resident(nbytes: int | None) -> str:
+    """What the process held besides, where the system tells it.
+
+    Args:
+        nbytes: Of the process in memory, at its peak.
+
+    Example:
+        >>> resident(2**30), resident(None)
+        ('; the process held 1.00 GiB in memory', '')
+    """
+    return "" if nbytes is None else f"; the process held {format_size(nbytes)} in memory"
+
+
 def import_tensorboard() -> Any:
     """The class that writes TensorBoard's files.
 

@@ -17,8 +17,13 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from memtrain import api
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.process_memory import hand_back_freed_pages
+from memtrain.audit.process_memory import (
+    hand_back_freed_pages,
+    resident_nbytes,
+    restart_resident_peak,
+)
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
 from memtrain.training import checkpoint, overview, results, run_folder
@@ -92,9 +97,8 @@ class Session:
         folder = Path(config.output.folder) / str(config.experiment)
         self.folder: Path = processes.told(new_folder(folder) if processes.first else None)
         try:
-            # weights and two moments, twice while one is replaced, and the finished models
             if processes.first:
-                checkpoint.probe(self.folder, 8 * nbytes + 2**20)
+                checkpoint.probe(self.folder, nbytes + 2**20)
         except OSError:
             self.folder.rmdir()
             raise
@@ -106,7 +110,11 @@ class Session:
         self._saved = ""  # what the newest checkpoint holds
 
     def _check(self, name: str) -> int:
-        """Make a run, so that a wrong plan shows now and not after the plain run; its weights."""
+        """Make a run, so that a wrong plan shows now and not after the plain run.
+
+        Returns:
+            Bytes that it may leave on disk.
+        """
         run = self._run(name)
         self.fit = run.fit or self.fit
         if run.forecast is not None:
@@ -116,7 +124,7 @@ class Session:
             self._lines += [f"{name}: {line}" for line in overview.foretold(run)]
         if len(self.config.training.runs) == 1:
             self._made = run, random_state()
-        return storage_nbytes(run.model.parameters())
+        return on_disk(run)
 
     @property
     def checkpoint(self) -> Path:
@@ -169,6 +177,7 @@ class Session:
         training = self.config.training
         run = self._run(name, state)
         hand_back_freed_pages()  # of the run before, and of weights that were converted
+        watched = run.device.type == "cpu" and restart_resident_peak()
         if state:
             self._load(run, state)
 
@@ -197,7 +206,8 @@ class Session:
             raise KeyboardInterrupt(
                 f"interrupted; {self._losses() if self._lost else f'continue with: {resume}'}"
             )
-        self.summaries[name] = run.summary()
+        resident = resident_nbytes(peak=True) if watched else None
+        self.summaries[name] = {**run.summary(), "resident": resident}
         self.rows += run.rows
         self._save_model(run, self._model_file(self.folder, name), display)
 
@@ -318,9 +328,11 @@ class Session:
             peak = summary["bytes"]["peak"]
             if name == "wrapped" and found is not None:
                 told = results.promise(found, peak, self._forecasts.get(name))
+                told += results.resident(summary.get("resident"))
                 self.console.print(told, highlight=False, soft_wrap=True)
             elif name in self._forecasts:
                 told = f"{name}: {results.promised(self._forecasts[name], peak)}"
+                told += results.resident(summary.get("resident"))
                 self.console.print(told, highlight=False, soft_wrap=True)
         if not self.processes.first:
             return
@@ -363,6 +375,16 @@ class Session:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def on_disk(run: Run) -> int:
+    """Bytes that a run may leave: two checkpoints while one is replaced, two finished models."""
+    weights = storage_nbytes(run.model.parameters())
+    held = 3 * weights  # with two moments
+    if run.name == "wrapped":
+        plan = api.plan_of(run.model)
+        held = sum(entry.planned for kind in ("weight", "state") for entry in plan.entries(kind))
+    return 2 * held + 2 * weights
 
 
 def new_folder(parent: Path) -> Path:

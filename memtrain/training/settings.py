@@ -1,6 +1,7 @@
 """The typed schema of `memtrain-train`: memtrain's own keys, and those of a training run."""
 
 import inspect
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from memtrain import configs
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
 from memtrain.planner import Goal, Rates, measure_rates, read_rates
@@ -24,6 +26,13 @@ OWN_EXPERIMENT = "finetune"
 MEASURE = "measure"
 
 T = TypeVar("T")
+
+OmegaConf.register_new_resolver(  # a path under Python's own source: text that is everywhere
+    "python_library", lambda name: str(Path(sysconfig.get_path("stdlib")) / name), replace=True
+)
+OmegaConf.register_new_resolver(  # a path beside these configs
+    "packaged", lambda name: str(Path(configs.__file__).parent / name), replace=True
+)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,9 @@
 """`memtrain-train model=hf:... data=text:...`: one's own model on one's own data."""
 
 import json
+import os
 import resource
+import shutil
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from transformers import (
 )
 
 from memtrain.training import checkpoint
+from memtrain.training.run import Run
 from memtrain.training.session import Session
 from memtrain.training.settings import compose, from_mapping
 
@@ -134,8 +137,6 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(made, folders, monkeypatch, o
     tokens = ["data.tokenizer=bytes"]
     straight = made(model, *tokens, *overrides)
     straight.train()
-    from memtrain.training.run import Run
-
     step = Run.train_step
 
     def die(self):
@@ -269,8 +270,6 @@ def test_bad_input_is_told_before_the_first_step(made, folders, tmp_path, name):
 
 def test_a_disk_that_fills_up_keeps_the_checkpoint(made, monkeypatch):
     session = made("training.runs=[plain]", "training.steps=6", "training.patience=0")
-    from memtrain.training.run import Run
-
     original, limit = Run.train_step, resource.RLIMIT_FSIZE
     before = resource.getrlimit(limit)
 
@@ -292,3 +291,61 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint(made, monkeypatch):
     monkeypatch.undo()
     again = resumed(session.folder)
     assert again.train()["plain"]["steps"] == 6
+
+
+def llama7b(tmp_path, *overrides):
+    given = ["experiment=llama7b", f"output.folder={tmp_path}/outputs", "output.quiet=true"]
+    return Session(from_mapping(compose([*given, "output.plot=false", *overrides])))
+
+
+def twin(tmp_path):
+    """The seven billion's config, with a thousandth of them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    LlamaConfig(
+        **sizes, num_attention_heads=4, vocab_size=8192, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    steps = ["training.steps=3", "training.meter_every=1", "training.checkpoint_every=2"]
+    return [f"model.path={tmp_path}", "data.sequence=64", *steps]
+
+
+def test_a_twin_of_the_seven_billion_keeps_its_promise_and_goes_on(tmp_path, monkeypatch):
+    overrides = twin(tmp_path)
+    session = llama7b(tmp_path, *overrides)
+    summary = session.train()["wrapped"]
+    promised, held = session._forecasts["wrapped"], summary["bytes"]
+    assert abs(promised - held["peak"]) < max(0.03 * held["peak"], 2 * 2**20)
+    shapes = [x.shape for x in weights_of(session.folder / "wrapped_model").values()]
+    # codes and scales of 128, two pairs of vectors; both moments of a norm's weight
+    wide = [34 * -(-x.numel() // 128) + 8 * sum(x) for x in shapes if len(x) > 1]
+    narrow = [8 * x[0] for x in shapes if len(x) == 1]
+    assert held["states"] == sum(wide) + sum(narrow) + 4 * len(shapes)
+    assert summary["resident"] is None or summary["resident"] > held["peak"]
+    step, stopped = Run.train_step, llama7b(tmp_path, *overrides)
+
+    def stop(self):
+        stopped.stop()
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.train()
+    again = resumed(stopped.folder)
+    again.train()
+    same(weights_of(session.folder / "wrapped_model"), weights_of(again.folder / "wrapped_model"))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    shutil.disk_usage("/").free < 48 * 2**30
+    or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 20 * 2**30,
+    reason="takes 16 GiB of memory and 45 GB of disk",
+)
+def test_seven_billion_parameters_train_in_16_gib(tmp_path):
+    session = llama7b(tmp_path)
+    summary = session.train()["wrapped"]
+    peak = summary["bytes"]["peak"]
+    assert abs(session._forecasts["wrapped"] - peak) < 0.03 * peak
+    assert summary["resident"] <= 16 * 2**30
+    rows = losses(session)
+    assert rows[-1][1] < rows[0][1]
