@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import COMPRESSORS, Group, Identity, Key, Patch, Samples
+from memtrain.kernels.codebook import lloyd_max as lloyd
 from memtrain.kernels.codebook.values import codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.precision import FORMATS, FloatFormat
@@ -82,11 +83,12 @@ FIELDS: dict[str, st.SearchStrategy] = {
         group_size=st.sampled_from((1, 3, 8, 128)),
     ),
     "factored": built("factored"),
+    "lloyd_max": built("lloyd_max"),
     "float": built("float", format=st.sampled_from(tuple(FORMATS)) | FORMS),
 }
 DTYPES = {"mask": (torch.bool,), "integers": INTEGERS, "float": FLOATS[:3]}
-# These two add numbers up: sums of the largest ones overflow.
-MODEST = ("projection", "factored")
+# These add numbers up: sums of the largest ones overflow.
+MODEST = ("projection", "factored", "lloyd_max")
 BAD = ("nan", "inf", "-inf")
 VALUES = ("normal", "steps", "constant", "small", "denormal", "spread", "huge", "full", *BAD)
 VIEWS = ("plain", "permuted", "strided", "expanded", "offset")
@@ -114,7 +116,7 @@ def smaller(shape, limit):
 
 
 def cases(name):
-    least = 2 if name == "factored" else 0
+    least = 2 if name in ("factored", "lloyd_max") else 0
     limit = 512 if name == "projection" else 4096
     values = [v for v in VALUES if name not in MODEST or v not in ("huge", "full", "spread")]
     return st.builds(
@@ -392,6 +394,22 @@ def exact(compressor, x, packed, key):
     return x.double(), torch.zeros(x.shape, dtype=torch.float64)
 
 
+def lloyd_max(compressor, x, packed, key):
+    """The sign, and a magnitude of two for a block; over rows and columns no longer than `x`."""
+    row, col = packed.tensors["row"].double(), packed.tensors["col"].double()
+    if not x.numel() or not x.isfinite().all():
+        return x, torch.full_like(x, math.inf, dtype=torch.float64)
+    size, y = row.unsqueeze(1) * col, compressor.decompress(packed).double()
+    before, after = (t.double().reshape(size.shape) / size.where(size > 0, 1) for t in (x, y))
+    before, after = before.where(size > 0, 0.0), after.where(size > 0, 0.0)
+    blocks = [F.pad(t.flatten(), (0, -t.numel() % 128)).view(-1, 128) for t in (before, after)]
+    one, other = (t.square().sum(1) for t in blocks)
+    assert (other <= one * (1 + 2 * torch.finfo(x.dtype).eps + 256 * U) + 2.0**-60).all()
+    scale = packed.tensors["scale"].double().repeat_interleave(128)[: x.numel()].view(size.shape)
+    error = torch.maximum(x.double().abs().reshape(size.shape), lloyd.LARGE * scale * size)
+    return x, error * (1 + 8 * U) + last_place(x.dtype, error) + 2.0**-149
+
+
 def float_(compressor, x, packed, key):
     with backend("reference"):
         target = compressor.form.round(x.contiguous(), seed=key.bits()).double()
@@ -420,6 +438,7 @@ STATED = {
     "rank1": rank1,
     "scaled": scaled,
     "factored": factored,
+    "lloyd_max": lloyd_max,
     "float": float_,
 }
 

@@ -16,7 +16,9 @@ from memtrain.kernels.step.update_rules import AdamWScalars
 
 CPU = torch.device("cpu")
 # No old moments count: the new ones are g and g * g.
-NUMBERS = AdamWScalars(decay=1.0, l2=0.0, sign=1.0, w1=1.0, b2=0.0, w2=1.0, step_size=0.5, eps=0.1)
+NUMBERS = AdamWScalars(
+    decay=1.0, l2=0.0, sign=1.0, w1=1.0, b2=0.0, w2=1.0, step_size=0.5, eps=0.1, residual_size=0.0
+)
 FIRST = [0.0, 0.2, 2.0**-125, 2.0**-95, 3e-20, 0.7, 1.3, 2.0**45, 2.0**100, 3e38]
 SECOND = [0.0, 2.0**-126, 2.0**-122, 2.0**-95, 3e-20, 1.0, 1.7, 2.0**95, 2.0**126]
 

@@ -119,7 +119,13 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
     ours, theirs = entries(), entries()
     on_gpu = {id(ours[k].param) for k in (1, 2)}
     seen = {"cpu": [], "triton": []}
-    monkeypatch.setattr(step, "choose", lambda x: "triton" if id(x) in on_gpu else "cpu")
+    with FakeTensorMode():
+        params = [torch.empty(2, device=device) for device in ("cuda:1", "cpu", "cuda:1")]
+        placed = [e._replace(param=param) for e, param in zip(ours, params, strict=False)]
+        assert step._backends(placed) == [step.choose(param) for param in params]
+    monkeypatch.setattr(
+        step, "_backends", lambda es: ["triton" if id(e.param) in on_gpu else "cpu" for e in es]
+    )
     on_cpu, by_triton = step._step_cpu, launch.step
     monkeypatch.setattr(step, "_step_cpu", lambda e: (seen["cpu"].extend(e), on_cpu(e)))
     monkeypatch.setattr(launch, "step", lambda e, t: (seen["triton"].extend(e), by_triton(e, t)))

@@ -119,12 +119,9 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     parts = [e for e in given if e.shard is not None and e.form in ROWS_AND_COLUMNS]
     whole = [e for e in given if e.shard is None or e.form not in ROWS_AND_COLUMNS]
     together: dict[str, list[Entry]] = {}
-    first = {entry.param.device: entry.param for entry in whole}
-    backends = {device: choose(param) for device, param in first.items()}
-    for entry in whole:
+    for entry, chosen in zip(whole, _backends(whole), strict=True):
         if not entry.param.numel():
             continue
-        chosen = backends[entry.param.device]
         form, bits = _kind(entry.codecs)
         if chosen == "reference" or not fits(entry):
             step_reference(entry)
@@ -147,6 +144,13 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         from memtrain.kernels.step import launch
 
         launch.step(together["triton"], tables)
+
+
+def _backends(entries: Sequence[Entry]) -> list[str]:
+    """What steps each entry: asked once for each device."""
+    first = {entry.param.device: entry.param for entry in entries}
+    found = {device: choose(param) for device, param in first.items()}
+    return [found[entry.param.device] for entry in entries]
 
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
