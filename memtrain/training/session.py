@@ -91,6 +91,7 @@ class Session:
         self.fit: Fit | None = None
         self._lines: list[str] = []
         self._forecasts: dict[str, int] = {}  # run -> bytes at its predicted peak
+        self._resident: dict[str, int | None] = {}  # run -> bytes of the process at its peak
         self._board: Any = None
         self._made: tuple[Run, dict[str, Any]] | None = None  # a single run is made once
         nbytes = max(map(self._check, config.training.runs))
@@ -177,9 +178,9 @@ class Session:
         training = self.config.training
         run = self._run(name, state)
         hand_back_freed_pages()  # of the run before, and of weights that were converted
-        watched = run.device.type == "cpu" and restart_resident_peak()
         if state:
             self._load(run, state)
+        watched = run.device.type == "cpu" and not run.finished and restart_resident_peak()
 
         def note(row: Metrics) -> None:
             self._keep("metrics.csv", lambda: write(row), display)
@@ -206,8 +207,8 @@ class Session:
             raise KeyboardInterrupt(
                 f"interrupted; {self._losses() if self._lost else f'continue with: {resume}'}"
             )
-        resident = resident_nbytes(peak=True) if watched else None
-        self.summaries[name] = {**run.summary(), "resident": resident}
+        self.summaries[name] = run.summary()
+        self._resident[name] = resident_nbytes(peak=True) if watched else None
         self.rows += run.rows
         self._save_model(run, self._model_file(self.folder, name), display)
 
@@ -328,11 +329,11 @@ class Session:
             peak = summary["bytes"]["peak"]
             if name == "wrapped" and found is not None:
                 told = results.promise(found, peak, self._forecasts.get(name))
-                told += results.resident(summary.get("resident"))
+                told += results.resident(self._resident.get(name))
                 self.console.print(told, highlight=False, soft_wrap=True)
             elif name in self._forecasts:
                 told = f"{name}: {results.promised(self._forecasts[name], peak)}"
-                told += results.resident(summary.get("resident"))
+                told += results.resident(self._resident.get(name))
                 self.console.print(told, highlight=False, soft_wrap=True)
         if not self.processes.first:
             return
@@ -342,6 +343,7 @@ class Session:
         facts = {
             "experiment": str(self.config.experiment),
             "resumed": self.state is not None,
+            "resident": self._resident,
             "torch": torch.__version__,
         }
         write = partial(results.write_summary, summary, self.summaries, **facts)

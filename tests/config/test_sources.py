@@ -20,8 +20,8 @@ def test_every_preset_composes_and_its_compressors_build(preset):
     config = load(preset)
     for rule in (*config.activations.rules, *config.optim.rules):
         build(rule.compressor)
-    touched = ("bf16+8", "release") if preset == "all_four" else ("keep", "keep")
-    assert (config.weights, config.gradients) == touched
+    touched = {"all_four": ("bf16+8", "release"), "all_four_2bit": ("bf16+sr", "release")}
+    assert (config.weights, config.gradients) == touched.get(preset, ("keep", "keep"))
 
 
 def test_all_forms_give_the_same_config(tmp_path):
