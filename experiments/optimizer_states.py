@@ -69,7 +69,7 @@ VARIANTS = {
 
 
 class Task(NamedTuple):
-    """What is learned: data, a model, and the numbers of a run."""
+    """A task to learn: data, a model, and the numbers of a run."""
 
     data: dict[str, Any]
     model: Callable[[], nn.Module]

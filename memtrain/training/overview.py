@@ -1,4 +1,4 @@
-"""What is told of a run before its first step: model, data, what it will take, whether it fits."""
+"""Lines told before a run's first step: model, data, what it will take, whether it fits."""
 
 from pathlib import Path
 

@@ -184,7 +184,7 @@ def promised(nbytes: int, peak: int) -> str:
 
 
 def resident(nbytes: int | None) -> str:
-    """What the process held besides, where the system tells it.
+    """Tell what the process held besides, where the system says it.
 
     Args:
         nbytes: Of the process in memory, at its peak.

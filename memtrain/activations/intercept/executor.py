@@ -41,7 +41,7 @@ _HOLE = object()  # where an op's input goes when the op is run again
 
 
 QUERY, VIEW, OP = range(3)
-"""What a torch function may save: `x.shape` and its like nothing, views and sums no tensor."""
+"""Kinds of torch functions: `x.shape` and its like save nothing, views and sums no tensor."""
 
 
 @lru_cache(maxsize=4096)  # a model calls few

@@ -64,7 +64,7 @@ SETTLED = 2**14
 
 
 class Settled(NamedTuple):
-    """What is done to a save that is alike one of an earlier forward: see `SavedTensors._alike`."""
+    """A choice made for a save of an earlier forward, taken again for those of its `_form`."""
 
     site: Site
     layout: Layout

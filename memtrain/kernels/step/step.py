@@ -147,7 +147,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
 
 
 def _backends(entries: Sequence[Entry]) -> list[str]:
-    """What steps each entry: asked once for each device."""
+    """The backend of each entry, asked once for each device."""
     first = {entry.param.device: entry.param for entry in entries}
     found = {device: choose(param) for device, param in first.items()}
     return [found[entry.param.device] for entry in entries]

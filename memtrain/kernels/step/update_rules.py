@@ -184,7 +184,7 @@ def adamw(
 
 
 def later_weight(b1: Number, step: Number) -> Number:
-    r"""What a part of the first moment counts for in all later steps, bias correction included.
+    r"""Weight of a part of the first moment in all later steps, bias correction included.
 
     Args:
         b1: Decay of the first moment.
