@@ -1,11 +1,14 @@
-"""Steps that a CUDA graph captures: what the kernels read must stay where it was then."""
+"""What a device's kernels read at each step, kept: where a CUDA graph captured it, for good."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
+from memtrain.kernels.step.uploads import DeviceTable
+
 LIMIT = 8  # launches that no graph has captured: sets of parameters with gradients, say
+TABLES = 4096  # of launches that no graph may capture: released gradients take one a parameter
 
 
 def capturing() -> bool:
@@ -29,12 +32,14 @@ class GraphTables:
 
     A capture only finds launches, it makes none: a table travels to the device from host memory,
     which a graph would not repeat. Those that a graph has captured stay for good; of the others
-    the `LIMIT` made last.
+    the `LIMIT` made last. Of launches that no graph may capture, as the host makes their numbers,
+    the tables are kept: the `TABLES` made last.
     """
 
     def __init__(self) -> None:
         self._launches: dict[Hashable, Any] = {}
         self._captured: set[Hashable] = set()
+        self._tables: dict[Hashable, DeviceTable] = {}
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The launch of a key.
@@ -64,3 +69,17 @@ class GraphTables:
         if inside:
             self._captured.add(key)
         return self._launches[key]
+
+    def table(self, key: Hashable, size: int, device: torch.device) -> DeviceTable:
+        """The table of a key, for numbers that the host makes anew at each step.
+
+        Args:
+            key: Tells parameters apart that are stepped together; `size` and `device` follow of it.
+            size: Numbers in it.
+            device: Where kernels read them.
+        """
+        if key not in self._tables:
+            if len(self._tables) >= TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = DeviceTable(size, device)
+        return self._tables[key]

@@ -1,5 +1,6 @@
 """Tables and launches of the Triton step (`step_triton.py` has the kernels)."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -15,10 +16,12 @@ from memtrain.kernels.step import lloyd_max_triton, step_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, Sums, table_row
-from memtrain.kernels.step.update_rules import RULES, stacked
+from memtrain.kernels.step.update_rules import COUNT, RULES, stacked
+from memtrain.kernels.step.uploads import DeviceTable, send
 
 kernels: Any = step_triton  # launches take options that no signature shows
 two_bits: Any = lloyd_max_triton
+_HOST = torch.device("cpu")
 
 
 def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
@@ -62,13 +65,23 @@ def is_whole(entry: Entry) -> bool:
 
 
 def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
-    """A launch for entries that are alike: a new one, or one that a graph may have captured."""
-    if tables is None or not isinstance(entries[0].scalars, Tensor):
+    """A launch for entries that are alike; of its tables only what has changed travels.
+
+    Args:
+        entries: As `Launch` takes them.
+        tables: Keep what was made for the same parameters before, for the launch itself where a
+            graph may have captured it. Without: all is new.
+    """
+    if tables is None:
         return Launch(entries)
-    key = alike(entries[0]), *map(_held, entries)
-    passes = tables.get(key, lambda: Launch(entries))
-    passes.renew(entries)
-    return passes
+    kind = alike(entries[0])
+    if isinstance(entries[0].scalars, Tensor):
+        passes = tables.get((kind, *map(_held, entries)), lambda: Launch(entries))
+        passes.renew(entries)
+        return passes
+    size = len(entries) * (SCALARS // 8 + FIELDS)
+    key = kind, *[entry.param.data_ptr() for entry in entries]
+    return Launch(entries, tables.table(key, size, entries[0].param.device))
 
 
 def _held(entry: Entry) -> Hashable:
@@ -83,15 +96,15 @@ class Launch:
 
     Args:
         entries: As `step.fused_step` takes them; their gradients are contiguous.
+        table: Of the same parameters' last step.
     """
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[Entry], table: DeviceTable | None = None) -> None:
         self.entries = entries
         first = entries[0]
         self.form, self.device = first.form, first.param.device
         self._vectors = _VECTORS.get(self.form, lambda entries: [{}] * len(entries))(entries)
-        self._scalars = stacked([entry.scalars for entry in entries], self.device)
-        self._table = self._make_table()
+        self._scalars, self._table = self._send(table)
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
         self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
@@ -122,17 +135,33 @@ class Launch:
             if len(shape) != 2:  # else it is a part of the scales themselves
                 vectors["col_old"].copy_(rank1.columns(entry.states[1]["scale"], shape))
 
-    def _make_table(self) -> Tensor:
-        rows, places = [], (kernels.FIRST, kernels.SECOND_STATE)
-        first = self._scalars.data_ptr()
+    def _send(self, table: DeviceTable | None) -> tuple[Tensor, Tensor]:
+        """Scalars, float32 [entries, COUNT], and the table, int64 [entries, FIELDS]."""
+        count, numbers = len(self.entries), [entry.scalars for entry in self.entries]
+        own = 0 if isinstance(numbers[0], Tensor) else count * SCALARS // 8
+        if table is None:
+            table = DeviceTable(own + count * FIELDS, self.device)
+        if own:
+            scalars = table.numbers[:own].view(torch.float32).view(count, COUNT)
+        else:
+            scalars = stacked(numbers, self.device)
+        rows = torch.frombuffer(self._rows(scalars.data_ptr()), dtype=torch.int64)
+        if own:
+            rows = torch.cat([stacked(numbers, _HOST).view(-1).view(torch.int64), rows])
+        table.write(rows, own)
+        return scalars, table.numbers[own:].view(count, FIELDS)
+
+    def _rows(self, first: int) -> "array[int]":
+        """The rows of the table, given the address of the scalars."""
+        rows, places = array("q"), (kernels.FIRST, kernels.SECOND_STATE)
         for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
             row = table_row(entry, first + k * SCALARS, entry.master.device_fields())
             row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
             for codec, state in zip(entry.codecs, places, strict=False):
                 if codec.form in ("block", "rank1"):
                     row[state.value + 3] = upper_buckets(codec, self.device).data_ptr()
-            rows.append(row + [0] * (FIELDS - len(row)))
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
+            rows.extend((*row, *(0,) * (FIELDS - len(row))))
+        return rows
 
     def _count_programs(self) -> dict[str, Tensor]:
         sizes = [entry.matrix for entry in self.entries]
@@ -241,7 +270,7 @@ class Launch:
         self.entries = []  # a launch that a graph holds has no gradients
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """The block table: which tensor, and which chunk of it, each program works on.
 
@@ -259,7 +288,9 @@ def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
     each = torch.tensor(counts, device="cpu")
     tensor = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), each)
     chunk = torch.arange(len(tensor), device="cpu") - (each.cumsum(0) - each)[tensor]
-    return torch.stack([tensor, chunk], dim=1).int().to(device)
+    found = torch.empty(len(tensor), 2, dtype=torch.int32, device=device)
+    send(torch.stack([tensor, chunk], dim=1).int(), found)
+    return found
 
 
 def _rank1_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:

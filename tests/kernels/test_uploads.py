@@ -1,0 +1,128 @@
+"""Tables of steps on their way to a device that works later than the host asks."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import cuda_graph, launch, update_rules, uploads
+from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.step import FIELDS, fused_step
+from tests.kernels.test_blockstep import entry
+
+NUMBERS = 8  # a step's scalars, in units of 8 bytes
+
+
+class Late(TorchDispatchMode):
+    """A device far behind its host: copies and kernels queue up, and run when the host is done.
+
+    What was copied, in numbers, is in `sent`. A copy to a table that does not begin in pinned
+    memory would wait for the queue.
+    """
+
+    def __init__(self, monkeypatch, pinned=torch.clone):
+        super().__init__()
+        self.queue, self.sent, self.kept, self.pinned = [], [], [], pinned
+        monkeypatch.setattr(uploads, "_leaving", self.leaving)
+        real = launch.launch
+        monkeypatch.setattr(
+            launch,
+            "launch",
+            lambda *given, **more: self.queue.append(partial(real, *given, **more)),
+        )
+
+    def leaving(self, numbers, device):
+        self.kept.append(self.pinned(numbers))  # as PyTorch's allocator of pinned memory does
+        return self.kept[-1]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = kwargs or {}
+        if func is torch.ops.aten.copy_.default and any(args[1] is x for x in self.kept):
+            assert (args[2:] or (given["non_blocking"],)) == (True,)
+            self.queue.append(partial(func, *args))
+            self.sent.append(args[1].numel())
+            return args[0]
+        return func(*args, **given)
+
+    def run(self):
+        for work in self.queue:
+            work()
+
+
+def three_steps(entries, tables):
+    """The learning rate and the addresses of gradients change from step to step."""
+    for step in range(1, 4):
+        scalars = update_rules.sgd(lr=0.1 / step, momentum=0.9)
+        grads = [entry.grad.clone() * step for entry in entries]
+        now = zip(entries, grads, strict=True)
+        yield fused_step([e._replace(scalars=scalars, grad=g) for e, g in now], tables), grads
+
+
+def both(make):
+    """The entries after three steps on a device that is behind, and on one that is not."""
+    torch.manual_seed(0)
+    entries = [entry((40,), "sgd", 32), entry((3, 5), "sgd", 32)]
+    launch.programs.cache_clear()
+    late, soon = copy.deepcopy(entries), copy.deepcopy(entries)
+    with backend("triton"):
+        [*three_steps(soon, None)]
+        device = make()
+        with device:
+            held = [*three_steps(late, GraphTables())]  # gradients that kernels will read
+        assert all(torch.equal(a.param, b.param) for a, b in zip(late, entries, strict=True))
+        device.run()
+        del held
+    return late, soon
+
+
+def test_a_host_that_runs_ahead_spoils_no_table(monkeypatch):
+    late, soon = both(lambda: Late(monkeypatch))
+    assert all(torch.equal(a.param, b.param) for a, b in zip(late, soon, strict=True))
+
+
+def test_one_table_that_is_written_at_once_would_be_spoilt(monkeypatch):
+    """The stand-in sees what it is for."""
+    same = torch.empty(1000, dtype=torch.int64)
+
+    def rewritten(numbers):
+        is_table = numbers.dtype == torch.int64
+        return same[: len(numbers)].copy_(numbers) if is_table else numbers.clone()
+
+    late, soon = both(lambda: Late(monkeypatch, rewritten))
+    assert not all(torch.equal(a.param, b.param) for a, b in zip(late, soon, strict=True))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Late(monkeypatch)
+    monkeypatch.setattr(launch, "programs", lambda counts, device: torch.empty(sum(counts), 2))
+    return device
+
+
+def test_only_what_has_changed_travels(device):
+    tables, entries = GraphTables(), [entry((40,), "sgd", 32), entry((3, 5), "sgd", 32)]
+    other = [e._replace(scalars=update_rules.sgd(lr=0.5, momentum=0.9)) for e in entries]
+    moved = [e._replace(grad=e.grad.clone()) for e in other]
+    alone = [other[0]]
+    with backend("triton"), device:
+        for given in (entries, entries, other, moved, alone, moved, alone):
+            fused_step(given, tables)
+            device.sent.append("step")
+    whole, numbers = 2 * (NUMBERS + FIELDS), 2 * NUMBERS
+    assert device.sent == [
+        whole, "step", "step", numbers, "step", whole, "step", whole // 2, "step", "step", "step",
+    ]  # fmt: skip
+
+
+def test_tables_are_bounded(device, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "TABLES", 3)
+    tables = GraphTables()
+    entries = [entry((k,), "sgd", 32) for k in range(1, 6)]
+    with backend("triton"), device:
+        for one in [*entries, entries[-1], entries[0]]:
+            fused_step([one], tables)
+    assert len(device.sent) == 6  # the last one was there, the first no more
+    assert len(tables._tables) == 3
