@@ -3,12 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# What a user imports; the rest is documented in its sources.
-PUBLIC := memtrain memtrain.config memtrain.compressors memtrain.compressors.fewbit.register \
-	memtrain.compressors.fewbit.tables memtrain.optim memtrain.precision memtrain.planner \
-	memtrain.audit memtrain.audit.live_storages memtrain.audit.peak memtrain.audit.report
-
-.PHONY: demo test nightly reference kernels clean
+.PHONY: demo test nightly docs kernels clean
 
 demo: $(READY) ## set up, then train the demo plain and wrapped
 	$(BIN)/memtrain-train
@@ -23,8 +18,8 @@ nightly: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[integrations]"
 	$(BIN)/python -m pytest -q -m nightly
 
-reference: $(READY) ## the reference, from docstrings, as pages in build/reference
-	$(BIN)/python -m pdoc -d google -o build/reference $(PUBLIC)
+docs: $(READY) ## the documentation as a site, with the reference from docstrings, in build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
 
 kernels: ## rebuild the C++ kernels in place
 	$(BIN)/python setup.py -q build_ext --inplace
@@ -33,7 +28,7 @@ kernels: ## rebuild the C++ kernels in place
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard $(foreach suffix,cpp h,memtrain/kernels/cpu/*.$(suffix) memtrain/kernels/cpu/*/*.$(suffix)))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[demo,test]"
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[demo,docs,test]"
 	touch $(READY)
 
 clean:

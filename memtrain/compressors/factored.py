@@ -74,7 +74,7 @@ class Factored(Compressor):
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Row means float32 [shape[0]] and column means float32 [prod(shape[1:])].
 
-        Of `last2`: float32 [*shape[:-1]] and [*shape[:-2], shape[-1]].
+        Of `last2`: float32 `[*shape[:-1]]` and `[*shape[:-2], shape[-1]]`.
         """
         if x.dim() < 2:
             raise ValueError(f"factored needs at least 2 dimensions, got shape {tuple(x.shape)}")
