@@ -1,13 +1,8 @@
 """accelerate in two processes: `torchrun --nproc_per_node 2 examples/accelerate_ddp.py`."""
 
-import contextlib
-import io
-import sys
-import tempfile
-
 import torch
 from accelerate import Accelerator
-from tiny import STEPS, llama, report, tokens
+from tiny import STEPS, batch, llama, report
 
 from memtrain.integrations.accelerate import wrap  # line 1
 
@@ -23,11 +18,9 @@ def run(preset, folder, resume):
     model, optimizer = accelerator.prepare(model, optimizer)
     if resume:
         accelerator.load_state(folder)
-    rows, losses = tokens(8 * STEPS), []
-    own = slice(accelerator.process_index, None, accelerator.num_processes)
+    rank, world, losses = accelerator.process_index, accelerator.num_processes, []
     for k in range(STEPS // 2 if resume else 0, STEPS):
-        ids = torch.stack([row["input_ids"] for row in rows[8 * k : 8 * k + 8][own]])
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**batch(8 * k + rank, 8 * k + 8, world)).loss
         accelerator.backward(loss)
         if not released:  # line 3: it is clipped in backward
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -40,9 +33,4 @@ def run(preset, folder, resume):
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    given = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(given)
-    with contextlib.redirect_stdout(io.StringIO() if torch.distributed.get_rank() else sys.stdout):
-        report(3, ["accelerate"], run, given[0])
-    torch.distributed.destroy_process_group()
+    report(3, ["accelerate"], run)

@@ -1,10 +1,8 @@
 """A loop of one's own around accelerate: `python examples/accelerate_loop.py`."""
 
-import tempfile
-
 import torch
 from accelerate import Accelerator
-from tiny import STEPS, llama, report, tokens
+from tiny import STEPS, batch, llama, report
 
 from memtrain.integrations.accelerate import wrap  # line 1
 
@@ -20,11 +18,10 @@ def run(preset, folder, resume):
     model, optimizer = accelerator.prepare(model, optimizer)
     if resume:
         accelerator.load_state(folder)
-    rows, losses = tokens(8 * STEPS), []
+    losses = []
     for k in range(STEPS if resume else 0, 2 * STEPS):
-        ids = torch.stack([row["input_ids"] for row in rows[4 * k : 4 * k + 4]])
         with accelerator.accumulate(model):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(**batch(4 * k, 4 * k + 4)).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients and not released:  # line 3: it is clipped in backward
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -37,5 +34,4 @@ def run(preset, folder, resume):
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        report(3, ["accelerate"], run, folder)
+    report(3, ["accelerate"], run)

@@ -1,11 +1,9 @@
 """Lightning's Trainer: `python examples/lightning_fit.py`."""
 
-import tempfile
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny import STEPS, llama, report, tokens
+from tiny import STEPS, batch, llama, report, tokens
 
 from memtrain.integrations.lightning import memtrain_callback  # line 1
 
@@ -17,11 +15,10 @@ class Module(LightningModule):
         super().__init__()
         self.model, self.losses = llama(), []
 
-    def training_step(self, batch, _):
+    def training_step(self, *_):
         """A step; of the step's own number, for Lightning resumes a plain DataLoader elsewhere."""
-        rows = tokens(8 * STEPS)[8 * self.global_step : 8 * self.global_step + 8]
-        batch = {name: torch.stack([row[name] for row in rows]) for name in batch}
-        loss = self.model(**batch).loss
+        first = 8 * self.global_step
+        loss = self.model(**batch(first, first + 8)).loss
         self.losses.append(loss.item())
         return loss
 
@@ -39,11 +36,10 @@ def run(preset, folder, resume):
         max_steps=STEPS, gradient_clip_val=1.0, accelerator="cpu",
         callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    data = torch.utils.data.DataLoader(tokens(8 * STEPS), batch_size=8)
+    data = torch.utils.data.DataLoader(tokens(), batch_size=8)
     trainer.fit(module, data, ckpt_path=f"{folder}/step={STEPS // 2}.ckpt" if resume else None)
     return module.losses, module.model
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        report(2, ["lightning"], run, folder)
+    report(2, ["lightning"], run)

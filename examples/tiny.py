@@ -1,12 +1,16 @@
-"""A tiny Llama, its data, and what the examples measure of it: bytes, losses, a resumed run."""
+"""What the examples share: a tiny Llama, its data, and what is measured of it."""
 
+import contextlib
 import importlib.metadata
+import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,20 +26,41 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
-def tokens(samples: int = 64) -> list[dict[str, Tensor]]:
-    """Sequences that can be learnt: each counts up from a start of its own."""
-    starts = torch.randint(256, (samples, 1), generator=torch.Generator().manual_seed(1))
+def tokens() -> list[dict[str, Tensor]]:
+    """Sequences that can be learnt, 8 a step: each counts up from a start of its own."""
+    starts = torch.randint(256, (8 * STEPS, 1), generator=torch.Generator().manual_seed(1))
     rows = (starts + torch.arange(64)) % 256
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+def batch(start: int, stop: int, every: int = 1) -> dict[str, Tensor]:
+    """The sequences of a slice, as the model takes them."""
+    rows = tokens()[start:stop:every]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def arguments() -> dict[str, Any]:
+    """Options that the Trainer and TRL's trainers share here."""
+    return {
+        "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": STEPS // 2,
+        "use_cpu": True, "disable_tqdm": True, "report_to": [], "dataloader_pin_memory": False,
+    }  # fmt: skip
+
+
+def trained(trainer: Any, resume: bool, key: str = "loss") -> tuple[list[float], nn.Module]:
+    """What a trainer logged of each step that it ran, and its model."""
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-{STEPS // 2}"
+    trainer.train(resume_from_checkpoint=checkpoint if resume else None)
+    found = [entry[key] for entry in trainer.state.log_history if key in entry]
+    return found[STEPS // 2 :] if resume else found, trainer.model
+
+
 def saved_bytes(model: nn.Module) -> int:
     """Bytes that a training forward leaves alive for its backward."""
-    rows = tokens(8)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    given = batch(0, 8)
     model.train()
     with LiveStorages() as live:
-        loss = model(**batch).loss
+        loss = model(**given).loss
         nbytes = live.nbytes() - loss.nbytes
     return nbytes
 
@@ -44,9 +69,8 @@ def report(
     lines: int,
     packages: Sequence[str],
     run: Callable[[str | None, str, bool], tuple[list[float], nn.Module]],
-    folder: str,
     presets: Sequence[str] = ("balanced", "all_four"),
-) -> list[dict[str, Any]]:
+) -> None:
     """Print a row for each preset: bytes and losses beside plain's, and whether a resume is exact.
 
     Args:
@@ -54,24 +78,38 @@ def report(
         packages: Whose versions are told.
         run: `(preset or None for plain, folder for checkpoints, whether to resume the run there
             after half its steps)` -> the losses, and the model.
-        folder: For checkpoints.
         presets: Which.
     """
     versions = {name: importlib.metadata.version(name) for name in (*packages, "torch")}
-    plain, model = run(None, f"{folder}/plain", False)
-    kept, rows = saved_bytes(model), []
-    for preset in presets:
-        losses, model = run(preset, f"{folder}/{preset}", False)
-        again, _ = run(preset, f"{folder}/{preset}", True)
-        rows.append({
-            "preset": preset,
-            "bytes": round(saved_bytes(model) / kept, 3),
-            "first loss": round(losses[0], 3),
-            "plain": round(plain[-1], 3),
-            "loss": round(losses[-1], 3),
-            "resume": "bit-equal" if again == losses[-len(again) :] else "differs",
-            "lines": lines,
-            **versions,
-        })  # fmt: skip
-        sys.stdout.write(json.dumps(rows[-1]) + "\n")
-    return rows
+    with tempfile.TemporaryDirectory() as own, _processes(own) as folder:
+        plain, model = run(None, f"{folder}/plain", False)
+        kept = saved_bytes(model)
+        for preset in presets:
+            losses, model = run(preset, f"{folder}/{preset}", False)
+            again, _ = run(preset, f"{folder}/{preset}", True)
+            row = {
+                "preset": preset,
+                "bytes": round(saved_bytes(model) / kept, 3),
+                "first loss": round(losses[0], 3),
+                "plain": round(plain[-1], 3),
+                "loss": round(losses[-1], 3),
+                "resume": "bit-equal" if again == losses[-len(again) :] else "differs",
+                "lines": lines,
+                **versions,
+            }
+            sys.stdout.write(json.dumps(row) + "\n")
+
+
+@contextlib.contextmanager
+def _processes(folder: str) -> Iterator[str]:
+    """The folder of the first of torchrun's processes, which alone prints; or this one's own."""
+    if not dist.is_torchelastic_launched():
+        yield folder
+        return
+    dist.init_process_group("gloo")
+    given = [folder]
+    dist.broadcast_object_list(given)
+    with contextlib.redirect_stdout(io.StringIO() if dist.get_rank() else sys.stdout):
+        yield given[0]
+    dist.barrier()
+    dist.destroy_process_group()

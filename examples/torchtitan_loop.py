@@ -1,10 +1,7 @@
 """torchtitan's optimizers, and the state that its checkpoints hold: `torchtitan_loop.py`."""
 
-import tempfile
-
-import torch
 import torch.distributed.checkpoint as dcp
-from tiny import STEPS, llama, report, tokens
+from tiny import STEPS, batch, llama, report
 from torchtitan.components.optimizer import default_adamw
 
 from memtrain.integrations.torchtitan import memtrain_optimizers  # line 1
@@ -22,10 +19,9 @@ def run(preset, folder, resume):
         dcp.load(saved, checkpoint_id=folder, no_dist=True)
         model.load_state_dict(saved["model"])
         optimizers.load_state_dict(saved["optimizer"])
-    rows, losses = tokens(8 * STEPS), []
+    losses = []
     for k in range(STEPS // 2 if resume else 0, STEPS):
-        ids = torch.stack([row["input_ids"] for row in rows[8 * k : 8 * k + 8]])
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**batch(8 * k, 8 * k + 8)).loss
         loss.backward()
         optimizers.step()
         optimizers.zero_grad()
@@ -37,5 +33,4 @@ def run(preset, folder, resume):
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        report(2, ["torchtitan"], run, folder)
+    report(2, ["torchtitan"], run)

@@ -1,9 +1,7 @@
 """TRL's GRPOTrainer: `python examples/trl_grpo.py`."""
 
-import tempfile
-
 from datasets import Dataset
-from tiny import STEPS, llama, report
+from tiny import arguments, llama, report, trained
 from trl import GRPOConfig, GRPOTrainer
 from trl_sft import tokenizer
 
@@ -19,9 +17,8 @@ def run(preset, folder, resume):
     """Of each step the reward's negative, which falls, and the model."""
     cls = memtrain_trainer(GRPOTrainer, preset) if preset else GRPOTrainer  # line 2
     args = GRPOConfig(
-        folder, max_steps=STEPS, per_device_train_batch_size=64, num_generations=16,
-        max_completion_length=32, learning_rate=1e-2, logging_steps=1, save_steps=STEPS // 2,
-        report_to=[], use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, bf16=False,
+        folder, per_device_train_batch_size=64, num_generations=16, max_completion_length=32,
+        bf16=False, **arguments(),
         activation_checkpointing=False,  # line 3: on by default; the plan compresses instead
     )  # fmt: skip
     prompts = ["".join(f"<{(7 * k + i) % 256}>" for i in range(8)) for k in range(64)]
@@ -30,11 +27,9 @@ def run(preset, folder, resume):
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer(),
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resume else None)
-    found = [-entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return found[STEPS // 2 :] if resume else found, trainer.model
+    rewards, model = trained(trainer, resume, "reward")
+    return [-reward for reward in rewards], model
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        report(3, ["trl", "transformers", "accelerate"], run, folder)
+    report(3, ["trl", "transformers", "accelerate"], run)

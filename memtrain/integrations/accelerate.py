@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import memtrain
-from memtrain.integrations.framework import for_framework
+from memtrain.integrations.framework import for_framework, passes
 
 
 def wrap(
@@ -46,7 +46,6 @@ def wrap(
         >>> optimizer.accumulate
         2
     """
-    alone = accelerator.num_processes == 1 or "FSDP" in str(accelerator.distributed_type)
-    passes = accelerator.gradient_accumulation_steps if alone else 1
-    config = for_framework(cfg, norm=max_norm, accumulate=passes, owner="accelerate")
+    arriving = passes(accelerator, accelerator.gradient_accumulation_steps)
+    config = for_framework(cfg, norm=max_norm, accumulate=arriving, owner="accelerate")
     return memtrain.wrap(model, optimizer, config)

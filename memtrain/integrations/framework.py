@@ -11,6 +11,28 @@ from memtrain.plan.plan import Plan
 _LOG = logging.getLogger(__name__)
 
 
+def passes(accelerator: Any, steps: int) -> int:
+    """Backward passes of a step whose gradients arrive at the optimizer one by one.
+
+    Several processes' arrive at the last pass only, summed up by DDP or FSDP2 itself; under FSDP2
+    with `sync_each_batch` at every pass, each process's part.
+
+    Args:
+        accelerator: An `accelerate.Accelerator`.
+        steps: Backward passes that make a step.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> passes(SimpleNamespace(num_processes=2, distributed_type="MULTI_GPU"), 4)
+        1
+    """
+    if accelerator.num_processes == 1:
+        return steps
+    sharded = "FSDP" in str(accelerator.distributed_type)
+    each = sharded and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    return steps if each else 1
+
+
 def for_framework(
     cfg: Any,
     *,

@@ -5,9 +5,11 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 import memtrain
+from memtrain.config.schema import Config
 from memtrain.config.sources import KEEP
-from memtrain.integrations.framework import for_framework
+from memtrain.integrations.framework import for_framework, passes
 from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.weights import parse
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 from memtrain.wrapped import ATTRIBUTE
@@ -18,9 +20,10 @@ T = TypeVar("T")
 def memtrain_trainer(trainer: type[T], cfg: Any = None) -> type[T]:
     """A subclass of a trainer whose model and optimizer are wrapped when the optimizer is made.
 
-    That is before the model is put into DDP or FSDP2 and the scheduler is made. Checkpoints of the
-    trainer resume bit for bit. Where gradients are released, `max_grad_norm` and
-    `gradient_accumulation_steps` go into the config (`for_framework`).
+    That is before the model is put into DDP or FSDP2 and the scheduler is made; under FSDP2, where
+    the config does not keep weights and gradients, right after, of weights that were made two bytes
+    before. Checkpoints of the trainer resume bit for bit. Where gradients are released,
+    `max_grad_norm` and `gradient_accumulation_steps` go into the config (`for_framework`).
 
     Args:
         trainer: `transformers.Trainer`, `trl.SFTTrainer` ...; made with the same arguments.
@@ -49,6 +52,7 @@ class _Wrapping:
 
     memtrain_config: Any = None
     args: Any
+    accelerator: Any
     model: Any
     optimizer: Any
 
@@ -60,15 +64,42 @@ class _Wrapping:
         """The trainer's optimizer, wrapped together with the model."""
         optimizer = super().create_optimizer(*args, **kwargs)  # pyright: ignore
         model = (*args, kwargs.get("model"), self.model)[0] or self.model
-        if not any(hasattr(module, ATTRIBUTE) for module in model.modules()):
-            config = for_framework(
-                self.memtrain_config,
-                norm=self.args.max_grad_norm,
-                accumulate=1 if _in_ddp(self.args) else self.args.gradient_accumulation_steps,
-                owner="Trainer",
-            )
-            _, self.optimizer = memtrain.wrap(model, optimizer, config)
+        if self._waits_for_shards():
+            weights = _config(self.memtrain_config).weights
+            if weights != KEEP:
+                mixed = self.accelerator.mixed_precision
+                if mixed != "no":
+                    raise ValueError(
+                        f"weights={weights!r} under FSDP2 with {mixed}=True, for which accelerate "
+                        f"makes them float32 again; allowed: {mixed}=False, or weights=keep"
+                    )
+                model.to(parse(weights).dtype)
+        else:
+            self._wrap(model, optimizer)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's scheduler; what had to be sharded first is wrapped before it is made."""
+        if self._waits_for_shards():
+            self._wrap(self.model, self.optimizer)
+        return super().create_scheduler(*args, **kwargs)  # pyright: ignore
+
+    def _wrap(self, model: Any, optimizer: Any) -> None:
+        if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+            return
+        config = for_framework(
+            self.memtrain_config,
+            norm=self.args.max_grad_norm,
+            accumulate=passes(self.accelerator, self.args.gradient_accumulation_steps),
+            owner="Trainer",
+        )
+        _, self.optimizer = memtrain.wrap(model, optimizer, config)
+
+    def _waits_for_shards(self) -> bool:
+        """Whether FSDP2 is to put in parameters whose weights or gradients are not kept."""
+        config = _config(self.memtrain_config)
+        kept = config.weights == KEEP and config.gradients == KEEP
+        return not kept and getattr(self.accelerator, "is_fsdp2", False)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         released = self._released()
@@ -86,14 +117,12 @@ class _Wrapping:
         return optimizer if isinstance(optimizer, ReleaseGradients) else None
 
 
-def _in_ddp(args: Any) -> bool:
-    """Whether the model will be in DistributedDataParallel, where gradients add up in buckets."""
-    return getattr(args, "world_size", 1) > 1 and not getattr(args, "fsdp", None)
+def _config(cfg: Any) -> Config:
+    return cfg.config if isinstance(cfg, Plan) else load(cfg)
 
 
 def _check(args: Any, cfg: Any) -> None:
-    config = cfg.config if isinstance(cfg, Plan) else load(cfg)
-    own = config.activations
+    own = _config(cfg).activations
     saves = own.rules or own.exceptions or own.sites or own.recompute_inputs != KEEP
     if getattr(args, "activation_offloading", False) and saves:
         raise ValueError(

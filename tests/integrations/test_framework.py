@@ -1,5 +1,6 @@
 """Integrations do with gradients what a framework was told, or refuse; none is needed here."""
 
+import copy
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace
@@ -19,13 +20,17 @@ from memtrain.plan.plan import make_plan
 class Trainer:
     """As much of transformers' as the subclass touches."""
 
-    def __init__(self, model, args):
+    def __init__(self, model, args, **accelerator):
         self.model, self.args, self.optimizer, self.clipped = model, args, None, 0
+        self.accelerator = SimpleNamespace(**{"num_processes": 1, "is_fsdp2": False, **accelerator})
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW((model or self.model).parameters(), lr=1e-2)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps):
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
 
     def _clip_grad_norm(self, model):
         self.clipped += 1
@@ -49,7 +54,7 @@ class Trainer:
 
 
 def arguments(**changed):
-    given = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2, "world_size": 1, "fsdp": None}
+    given = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
     return SimpleNamespace(**{**given, **changed})
 
 
@@ -84,9 +89,36 @@ def test_what_the_config_says_itself_stands():
 
 
 def test_in_ddp_gradients_add_up_in_its_buckets():
-    trainer = memtrain_trainer(Trainer, "all_four")(model(), arguments(world_size=2))
+    several = {"num_processes": 2, "distributed_type": "MULTI_GPU"}
+    trainer = memtrain_trainer(Trainer, "all_four")(model(), arguments(), **several)
     trainer.create_optimizer()
     assert trainer.optimizer.accumulate == 1
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_under_fsdp2_gradients_arrive_at_the_last_pass_or_at_each(each):
+    """And released ones are wrapped when the parameters are the sharded ones, of two bytes."""
+    state = SimpleNamespace(plugin_kwargs={"sync_each_batch": each})
+    shards = {
+        "num_processes": 2, "is_fsdp2": True, "distributed_type": "DistributedType.FSDP",
+        "mixed_precision": "no", "gradient_state": state,
+    }  # fmt: skip
+    trainer = memtrain_trainer(Trainer, "all_four")(model(), arguments(), **shards)
+    plain = trainer.create_optimizer()
+    assert type(plain) is torch.optim.AdamW
+    trainer.model = sharded = copy.deepcopy(trainer.model)  # as `prepare` replaces parameters
+    plain.param_groups[0]["params"] = list(sharded.parameters())
+    trainer.create_scheduler(4)
+    assert {p.dtype for p in sharded.parameters()} == {torch.bfloat16}
+    assert trainer.optimizer.accumulate == (2 if each else 1)
+    assert trainer.optimizer.param_groups[0]["params"] == list(sharded.parameters())
+
+    kept = memtrain_trainer(Trainer, "balanced")(model(), arguments(), **shards)
+    assert kept.create_optimizer() is not plain
+    assert memtrain.plan_of(kept.model).config.weights == "keep"
+    mixed = {**shards, "mixed_precision": "bf16"}
+    with pytest.raises(ValueError, match=r"weights='bf16\+8' under FSDP2 .*bf16=False"):
+        memtrain_trainer(Trainer, "all_four")(model(), arguments(), **mixed).create_optimizer()
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,6 @@ def tiny(monkeypatch):
     sys.modules.pop("tiny")
 
 
-def batch(tiny):
-    rows = tiny.tokens(8)
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 def adapted(tiny, base=None, **options):
     from peft import LoraConfig, get_peft_model
 
@@ -64,7 +59,7 @@ def saved(model, given):
 def test_an_adapter_added_and_switched_to_after_wrap_is_trained_and_compressed(preset, tiny):
     from peft import LoraConfig
 
-    given, model = batch(tiny), adapted(tiny)
+    given, model = tiny.batch(0, 8), adapted(tiny)
     plain = saved(model.train(), given)
     model, optimizer = memtrain.wrap(model, optimizer_of(model), preset)
     trained(model, optimizer, given, 2)
@@ -82,7 +77,7 @@ def test_an_adapter_added_and_switched_to_after_wrap_is_trained_and_compressed(p
 
 
 def test_merged_adapters_give_the_same_outputs_and_leave_nothing_behind(tiny):
-    given, model = batch(tiny), adapted(tiny)
+    given, model = tiny.batch(0, 8), adapted(tiny)
     model, optimizer = memtrain.wrap(model, optimizer_of(model), "lora")
     trained(model, optimizer, given, 4)
     model.eval()
@@ -115,7 +110,7 @@ def in_4_bits(model):
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 def test_4_bit_bases_are_trained_and_estimated(tiny):
-    given, found = batch(tiny), {}
+    given, found = tiny.batch(0, 8), {}
     for preset in (None, "exact", "balanced", "lora"):
         model = adapted(tiny, in_4_bits(tiny.llama()), lora_dropout=0.05)
         optimizer = optimizer_of(model.train())
