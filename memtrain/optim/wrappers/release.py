@@ -36,9 +36,9 @@ class ReleaseGradients(OptimizerWrapper):
     Clipping, since no two gradients are there at the same time:
     `value` holds every element within +-limit; `parameter` scales each gradient whose own norm
     exceeds the limit; `previous` scales all gradients by the *last* step's global norm (each by
-    its own norm in the first step); `two_pass` is exact: `step(closure)` runs the closure's
-    backward twice, once for the global norm and once to update, with torch's random state put
-    back between them.
+    its own norm in the first step, and after a norm of 0); `two_pass` is exact: `step(closure)`
+    runs the closure's backward twice, once for the global norm and once to update, with torch's
+    random state put back between them.
 
     With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`, as
     a witness: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
@@ -326,7 +326,8 @@ class ReleaseGradients(OptimizerWrapper):
             return self._factor
         if self.clip not in ("parameter", "previous"):
             return 1.0
-        known = norm if self.clip == "parameter" or self.norm is None else self.norm
+        # Without a norm of the last step, or after one without gradients: this gradient's own.
+        known = norm if self.clip == "parameter" or not self.norm else self.norm
         return min(1.0, self.limit / (known + _TINY))
 
     def _two_passes(self, closure: Callable[[], Any] | None) -> Any:
