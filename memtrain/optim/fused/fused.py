@@ -108,7 +108,7 @@ class FusedStates(CompressedStates):
         return tuple(found) if has_kernel(cls.rule, found) else None
 
     def plain_class(self) -> type[Optimizer]:
-        """The class of the plain optimizer that this one stands for."""
+        """As `CompressedStates.plain_class`."""
         return self.plain
 
     @contextmanager

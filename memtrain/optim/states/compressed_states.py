@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.optim.states import flashoptim, in_groups, layout, optimizer_hooks, rows
+from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
 from memtrain.optim.states.stall import StallWatch
@@ -52,6 +52,10 @@ class CompressedStates(Optimizer):
             else value
             for name, value in self.state.get(param, {}).items()
         }
+
+    def plain_class(self) -> type[Optimizer]:
+        """The class of the plain optimizer that this one stands for."""
+        return type(self.original or self)
 
     def adopt(self, original: Optimizer) -> None:
         """Share the original's groups and hooks, and drop its states (the caller has them)."""
@@ -183,10 +187,12 @@ class CompressedStates(Optimizer):
         return layout.unpack(compressor, value, param, torch.float32)
 
     def _as_live(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with payloads as they live, in place of rows; FlashOptim's are plain."""
-        states = dict(loaded["state"])
+        """A checkpoint with payloads as they live, in place of rows; other libraries' are plain."""
+        states, plain = dict(loaded["state"]), self.plain_class().__name__
+        if any(group.get("amsgrad") for group in self.param_groups):
+            plain += "(amsgrad=True)"  # has a state more
         for number, param, values in self._numbered(loaded):
-            values = flashoptim.plain_states(values) if flashoptim.is_flash(values) else values
+            values = peers.plain_states(values, plain, param.shape)
             states[number] = dict(values)
             for name, value in values.items():
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
