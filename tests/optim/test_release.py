@@ -77,6 +77,24 @@ def test_gradients_are_never_all_alive_at_once():
     assert released < 3 * one
 
 
+@pytest.mark.parametrize("around", ["", "clipped", "bf16+sr"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_gradient_outlives_its_update(name, around):
+    """Half of them are room for what a step makes of its own weight."""
+    width, depth = 64, 16
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if around == "bf16+sr":
+        optimizer = SplitWeights(optimizer, around)
+    optimizer = ReleaseGradients(optimizer, clip="value" if around == "clipped" else "none")
+    x = torch.randn(2, width, dtype=model[0].weight.dtype)
+    for _ in range(2):
+        with LiveStorages(peak=True) as live:
+            model(x).sum().backward()
+        optimizer.step()
+    assert live.peak_nbytes < depth / 2 * 4 * width * width
+
+
 def test_step_only_ends_the_step():
     model = make()
     inner = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -209,6 +209,8 @@ class FusedStates(CompressedStates):
         self, param: Tensor, names: tuple[str, ...]
     ) -> tuple[list[Compressor], tuple[Codec, ...] | None]:
         """The compressors of a parameter's states and the kernels' codecs, decided once."""
+        # What stands for a parameter lives for one step, and holds its gradient.
+        param = getattr(param, "_stands_for", param)
         kept = self.__dict__.setdefault("_codecs", {})
         found = kept.get((param, names))
         if found is None:
