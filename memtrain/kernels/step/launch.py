@@ -1,5 +1,6 @@
 """Tables and launches of the Triton step (`step_triton.py` has the kernels)."""
 
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -87,7 +88,8 @@ def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
 def _held(entry: Entry) -> Hashable:
     """Key of an entry in a launch's tables: its tensors, besides its gradient."""
     tensors = [entry.param, *(part for state in entry.states for part in state.values())]
-    own = (entry.codecs, tuple(entry.param.shape), *entry.master.device_fields())
+    guard = None if entry.guard is None else entry.guard.data_ptr()
+    own = (entry.codecs, tuple(entry.param.shape), *entry.master.device_fields(), guard)
     return (*own, *(tensor.data_ptr() for tensor in tensors))
 
 
@@ -157,6 +159,7 @@ class Launch:
         for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
             row = table_row(entry, first + k * SCALARS, entry.master.device_fields())
             row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
+            row.append(0 if entry.guard is None else entry.guard.data_ptr())
             for codec, state in zip(entry.codecs, places, strict=False):
                 if codec.form in ("block", "rank1"):
                     row[state.value + 3] = upper_buckets(codec, self.device).data_ptr()
@@ -262,7 +265,7 @@ class Launch:
         )
         if self.form == "rank1":
             scales = [entry.states[1]["scale"] for entry in self.entries]
-            torch._foreach_copy_(scales, [vectors["scale"] for vectors in self._vectors])
+            torch._foreach_copy_(scales, [*map(_kept_scale, self.entries, self._vectors)])
         if of_two_bits:
             kept = [entry.states[0][name] for entry in self.entries for name in ("row", "col")]
             roots = [vectors[name] for vectors in self._vectors for name in ("row_inv", "col_old")]
@@ -323,6 +326,13 @@ def _factored_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
 
 
 _VECTORS = {"rank1": _rank1_vectors, "factored": _factored_vectors}
+
+
+def _kept_scale(entry: Entry, vectors: dict[str, Tensor]) -> Tensor:
+    """Rank-1's new scale; the old one where a guard is not finite."""
+    if entry.guard is None:
+        return vectors["scale"]
+    return torch.where(entry.guard < math.inf, vectors["scale"], entry.states[1]["scale"])
 
 
 def _join_maxima(entries: list[Entry], found: list[dict[str, Tensor]]) -> None:

@@ -24,6 +24,7 @@ from memtrain.kernels.step.step_triton import (
     _lost,
     _numbers,
     _pointer,
+    _unless_refused,
 )
 
 SMALL, LARGE = tl.constexpr(lloyd_max.SMALL), tl.constexpr(lloyd_max.LARGE)
@@ -46,7 +47,8 @@ def _update_kernel(
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1)
     first = chunk.to(tl.int64) * (COUNT * SIZE)
-    left = tl.minimum(_field(table_ptr, tensor, NUMEL) - first, COUNT * SIZE).to(tl.int32)
+    numel = _unless_refused(table_ptr, tensor, _field(table_ptr, tensor, NUMEL))
+    left = tl.minimum(numel - first, COUNT * SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
     row, lane = tl.arange(0, COUNT)[:, None], tl.arange(0, HALF)[None, :]

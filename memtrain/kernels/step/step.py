@@ -40,7 +40,8 @@ class Entry(NamedTuple):
     none), kept as `codecs` say. `scalars` are on the host, or a row of `update_rules.on_device`.
     With a `shard` everything is a process's part, but for what rank-1 and factored know of the
     whole: see `sharded.step`. `master` tells how a bfloat16 or float16 parameter's float32 master
-    is kept.
+    is kept. Where `guard` (float32, one element, not negative, on the parameter's device) is not
+    finite, nothing is changed; the Triton kernels read it, others are waited for.
     """
 
     param: Tensor
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     scalars: Scalars | Tensor
     shard: Shard | None = None
     master: MasterWeight = PLAIN
+    guard: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -114,8 +116,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
     """
-    for entry in given:
-        _check(entry)
+    given = _checked(given)
     parts = [e for e in given if e.shard is not None and e.form in ROWS_AND_COLUMNS]
     whole = [e for e in given if e.shard is None or e.form not in ROWS_AND_COLUMNS]
     together: dict[str, list[Entry]] = {}
@@ -204,6 +205,19 @@ def _sizes(
     if not has_kernel(rule, codecs) or states != len(codecs):
         raise ValueError(f"rule {rule!r} has no kernel for {states} states kept as {list(codecs)}")
     return tuple(tuple(codec.sizes(shape).items()) for codec in codecs)
+
+
+def _checked(entries: Sequence[Entry]) -> list[Entry]:
+    """All that may be stepped; those whose guard no kernel reads only if it is finite."""
+    for entry in entries:
+        _check(entry)
+    return [e for e in entries if e.guard is None or _reads_guard(e) or e.guard.isfinite()]
+
+
+def _reads_guard(entry: Entry) -> bool:
+    """Whether kernels will; of parts of a tensor it is the whole's, the same in every process."""
+    apart = entry.shard is not None and entry.form in ROWS_AND_COLUMNS
+    return not apart and choose(entry.param) == "triton" and fits(entry)
 
 
 def _check(entry: Entry) -> None:

@@ -31,6 +31,7 @@ P, G, FIRST, SECOND_STATE, SCALARS, NUMEL, N_ROWS, N_COLS = (
 CORRECTION, TICK, SEED = (tl.constexpr(k) for k in (19, 21, 22))
 VECTORS = ("row_old", "col_old", "row_inv", "col_inv", "row_new", "col_new")
 ROW_OLD, COL_OLD, ROW_INV, COL_INV, ROW_NEW, COL_NEW = (tl.constexpr(23 + k) for k in range(6))
+GUARD = tl.constexpr(29)
 
 
 @triton.jit
@@ -50,6 +51,14 @@ def _pointer(table_ptr, tensor, k, dtype: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def _floats(table_ptr, tensor, k):
     return _pointer(table_ptr, tensor, k, tl.float32, False)
+
+
+@triton.jit
+def _unless_refused(table_ptr, tensor, count):
+    """`count`; 0 where a tensor has a guard and that is not finite."""
+    guard = _field(table_ptr, tensor, GUARD)
+    bits = tl.load(guard.to(tl.pointer_type(tl.int32)), mask=guard != 0, other=0)
+    return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, count, 0)
 
 
 @triton.jit
@@ -204,6 +213,7 @@ def _mean_kernel(programs_ptr, table_ptr):
     row_pieces = (rows + 127) // 128
     of_rows = piece < row_pieces
     length = tl.where(of_rows, rows, cols)
+    written = _unless_refused(table_ptr, tensor, length)
     parts = tl.where(of_rows, (cols + 127) // 128, (rows + ROWS - 1) // ROWS)
     k = tl.where(of_rows, piece, piece - row_pieces) * 128 + tl.arange(0, 128)
     row_part, col_part = _field(table_ptr, tensor, ROW_NEW), _field(table_ptr, tensor, COL_NEW)
@@ -218,7 +228,7 @@ def _mean_kernel(programs_ptr, table_ptr):
     scalars = _floats(table_ptr, tensor, SCALARS)
     b2, w2 = tl.load(scalars + 4), tl.load(scalars + 5)
     old = tl.load(mean + k, mask=k < length, other=0.0)
-    tl.store(mean + k, b2 * old + w2 * total, mask=k < length)
+    tl.store(mean + k, b2 * old + w2 * total, mask=k < written)
 
 
 @triton.jit
@@ -358,7 +368,8 @@ def _update_kernel(
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1)
     first = chunk.to(tl.int64) * (COUNT * SIZE)
     # From here on 32 bits do.
-    left = tl.minimum(_field(table_ptr, tensor, NUMEL) - first, COUNT * SIZE).to(tl.int32)
+    numel = _unless_refused(table_ptr, tensor, _field(table_ptr, tensor, NUMEL))
+    left = tl.minimum(numel - first, COUNT * SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
     row, lane = tl.arange(0, COUNT)[:, None], tl.arange(0, HALF)[None, :]

@@ -60,6 +60,7 @@ class FusedStates(CompressedStates):
     counts: ClassVar[bool] = False
     """Whether each parameter's state has a counter of steps."""
     _masters: Mapping[Tensor, MasterWeight] = {}
+    _guards: Mapping[Tensor, Tensor] = {}
 
     def __init_subclass__(cls) -> None:
         """Refuse names of states whose sign is not known: it decides their codebook."""
@@ -119,6 +120,15 @@ class FusedStates(CompressedStates):
             yield
         finally:
             del self._masters
+
+    @contextmanager
+    def with_guards(self, guards: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Let steps inside the block change nothing of parameters whose guard is not finite."""
+        self._guards = guards
+        try:
+            yield
+        finally:
+            del self._guards
 
     def check(self, group: dict[str, Any]) -> None:
         """As `CompressedStates.check`."""
@@ -194,16 +204,17 @@ class FusedStates(CompressedStates):
             self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
             return None
         master = self._masters.get(param, PLAIN) if self._masters else PLAIN
+        guard = self._guards.get(param) if self._guards else None
         grad = param.grad
         usual = type(param) in _USUAL and not param.is_complex()
         if usual and grad is not None and type(grad) in _USUAL:
             values = [state[name] for name in names]
             parts = tuple([v if isinstance(v, dict) else {"tensor": v} for v in values])
-            return Entry(param, grad, parts, codecs, self.rule, scalars, None, master)
+            return Entry(param, grad, parts, codecs, self.rule, scalars, None, master, guard)
         payloads = tuple(_as_payload(state[name]) for name in names)
         own = real_view(local(param))
         grad, shard = real_view(local_gradient(param)), shard_of(param)
-        return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master)
+        return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master, guard)
 
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]
@@ -228,6 +239,9 @@ class FusedStates(CompressedStates):
         """Step compressors that no kernel serves: their states exist in float32 for a moment."""
         why = f"{[*compressors.values()]} have no fused kernel, their states move at each step"
         cuda_graph.refuse(type(self).__name__, why)
+        guard = self._guards.get(param)
+        if guard is not None and not guard.isfinite():
+            return
         whole = {
             name: layout.unpack(compressor, state[name], param, moment_dtype(param))
             for name, compressor in compressors.items()

@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass")
 """How gradients may be clipped; `ReleaseGradients` says what each does."""
+
+LATE = ("cuda",)
+"""Types of devices whose norms are read when the step ends, all at once."""
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -65,7 +69,9 @@ class ReleaseGradients(OptimizerWrapper):
         clip: One of `CLIPS`.
         limit: Of the clipping; above 0.
         loss_scale: Gradients are divided by it: what the loss was multiplied with.
-        skip_nonfinite: Whether to look for NaN and Inf (on CUDA this waits for each gradient).
+        skip_nonfinite: Whether to look for NaN and Inf. On CUDA the host reads all norms at once,
+            when the step ends; a fused optimizer's kernels read each where it lies, before they
+            update. Other optimizers cannot: the host waits for each of their gradients.
         accumulate: Backward passes that make a step.
         sums: The compressor of gradients that are added up.
         seed: Feeds the stochastic rounding of sums.
@@ -116,6 +122,7 @@ class ReleaseGradients(OptimizerWrapper):
         """Updates skipped so far for NaN or Inf."""
         self._done: set[Tensor] = set()
         self._squares = 0.0
+        self._late: list[_Late] = []
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass
         self._bucketed: set[Tensor] = set()
@@ -156,6 +163,7 @@ class ReleaseGradients(OptimizerWrapper):
             if param.grad is not None and param not in self._done:
                 self._update(param, param.grad)
             param.grad = None
+        self._settle()
         if self._done and self._measures:
             self.norm = math.sqrt(self._squares)
         self._done.clear()
@@ -219,10 +227,11 @@ class ReleaseGradients(OptimizerWrapper):
         if self._witness is not None:
             self._witness.param.grad = self._witness = None
         self._done.clear()
-        self._squares = 0.0
+        self._squares, self._late = 0.0, []
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
+        runtime["_late"] = []
         return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -290,20 +299,40 @@ class ReleaseGradients(OptimizerWrapper):
         if self.before is not None and self.before():
             self.before = None
         self._done.add(param)
-        norm = _norm_of(grad) / self.loss_scale if self._measures else 0.0
-        if not math.isfinite(norm) and self._pass != "measure":
-            self.skipped += 1
-            return
-        self._squares += norm * norm
+        norm = _norm_of(grad) if self._measures else 0.0
+        if isinstance(norm, Tensor):
+            self._late.append(_Late(param, norm, _count_of(self.state, param)))
+        else:
+            norm /= self.loss_scale
+            if not math.isfinite(norm) and self._pass != "measure":
+                self.skipped += 1
+                return
+            self._squares += norm * norm
         if self._pass == "measure":
             return
-        factor = self._clip_factor(norm) / self.loss_scale
-        if factor != 1.0:
+        self._apply(param, grad, norm)
+
+    def _apply(self, param: Tensor, grad: Tensor, norm: float | Tensor) -> None:
+        guard = norm if isinstance(norm, Tensor) else None
+        factor = self._clip_factor(norm if guard is None else guard.double() / self.loss_scale)
+        factor = factor / self.loss_scale
+        if isinstance(factor, Tensor) or factor != 1.0:
             widened = isinstance(self.inner, OptimizerWrapper) and not grad.is_complex()
             grad = (grad.float() if widened else grad) * factor
         if self.clip == "value":
             grad = grad.clamp(-self.limit, self.limit)
-        self.step_targets([Target(param, param, grad)])
+        self.step_targets([Target(param, param, grad, guard)])
+
+    def _settle(self) -> None:
+        """Read the norms that devices have still, in one wait for each; count what was skipped."""
+        late, self._late = self._late, []
+        for (param, _, count), value in zip(late, _read([one.norm for one in late]), strict=True):
+            norm = value / self.loss_scale
+            if math.isfinite(norm) or self._pass == "measure":
+                self._squares += norm * norm
+            else:
+                self.skipped += 1
+                _set_count(self.state, param, count)
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
@@ -321,14 +350,15 @@ class ReleaseGradients(OptimizerWrapper):
                 "to the number of backward passes of a step, or use gradients=keep"
             )
 
-    def _clip_factor(self, norm: float) -> float:
+    def _clip_factor(self, norm: float | Tensor) -> float | Tensor:
         if self.clip == "two_pass":
             return self._factor
         if self.clip not in ("parameter", "previous"):
             return 1.0
         # Without a norm of the last step, or after one without gradients: this gradient's own.
         known = norm if self.clip == "parameter" or not self.norm else self.norm
-        return min(1.0, self.limit / (known + _TINY))
+        factor = self.limit / (known + _TINY)
+        return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
 
     def _two_passes(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None:
@@ -337,6 +367,7 @@ class ReleaseGradients(OptimizerWrapper):
         try:
             self._pass = "measure"
             loss = closure_loss(closure)
+            self._settle()
             norm = math.sqrt(self._squares)
             if not math.isfinite(norm):
                 self.skipped += 1
@@ -446,13 +477,55 @@ def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
             )
 
 
-def _norm_of(grad: Tensor) -> float:
-    """The norm of a whole gradient, float64 ones in float64, all others in float32."""
+class _Late(NamedTuple):
+    """A gradient's norm that its device has still."""
+
+    param: Tensor
+    norm: Tensor
+    count: Tensor | float | None
+    """Of the parameter's steps before; None where it had no states."""
+
+
+def _read(norms: Sequence[Tensor]) -> list[float]:
+    """Numbers of devices, in order: one wait for each device and dtype."""
+    found: list[float] = [0.0] * len(norms)
+    alike: dict[object, list[int]] = defaultdict(list)
+    for k, norm in enumerate(norms):
+        alike[norm.device, norm.dtype].append(k)
+    for places in alike.values():
+        values = torch.stack([norms[k] for k in places]).tolist()
+        for k, value in zip(places, values, strict=True):
+            found[k] = value
+    return found
+
+
+def _count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor | float | None:
+    """A copy of a parameter's count of steps; 0 where its states have none, None without states."""
+    own = states.get(param)
+    if not own:
+        return None
+    count = own.get("step", 0.0)
+    return count.clone() if isinstance(count, Tensor) else count
+
+
+def _set_count(states: Any, param: Tensor, count: Tensor | float | None) -> None:
+    """Take back the count of a step that was none; without an earlier one, the states too."""
+    if count is None:
+        states.pop(param, None)
+    elif "step" in states[param]:
+        states[param]["step"] = count
+
+
+def _norm_of(grad: Tensor) -> float | Tensor:
+    """The norm of a whole gradient, float64 ones in float64, all others in float32.
+
+    A tensor where reading it would make the host wait.
+    """
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole.item()
+    return whole if whole.device.type in LATE else whole.item()
 
 
 def _refuse_scaler(release: object) -> None:

@@ -187,11 +187,13 @@ class SplitWeights(OptimizerWrapper):
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now, from their gradients."""
         self._step_fused([target for target in targets if self._is_fused(target)])
+        if self.format.dtype == torch.float16:  # writing a master again may move it
+            targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
         masters = [self._enter(target) for target in targets if not self._is_fused(target)]
         if not masters:
             return
         super().step_targets(masters)
-        for param, leaf, _ in masters:
+        for param, leaf, *_ in masters:
             if leaf is not param:
                 self._write(param, leaf.detach())
 
@@ -325,7 +327,7 @@ class SplitWeights(OptimizerWrapper):
 
     def _is_fused(self, target: Target) -> bool:
         """Whether a kernel steps the weight together with its master."""
-        param, leaf, grad = target
+        param, leaf, grad, _ = target
         if not isinstance(self.inner, FusedStates) or param not in self.corrections:
             return False
         return leaf is param and param.grad is not None and (grad is None or grad is param.grad)
@@ -335,11 +337,11 @@ class SplitWeights(OptimizerWrapper):
         if not targets:
             return
         masters: dict[Tensor, MasterWeight] = {}
-        for param, _, _ in targets:
+        for param, *_ in targets:
             self._drop_stale(param)
             masters[param] = self._kept_master(param)
         with inner.with_masters(masters):
-            super().step_targets([Target(param, param) for param in masters])
+            super().step_targets([target._replace(grad=None) for target in targets])
         for param in masters:
             torch.autograd.graph.increment_version(param)  # kernels write past autograd
             self._versions[param] = param._version
@@ -356,7 +358,7 @@ class SplitWeights(OptimizerWrapper):
         grad = param.grad if target.grad is None else target.grad
         if param not in self.corrections or grad is None:
             return target
-        return with_leaf(param, self.master(param), grad.float())
+        return with_leaf(param, self.master(param), grad.float(), target.guard)
 
     def _write(self, param: Tensor, value: Tensor) -> None:
         stochastic = self.format.stochastic

@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
@@ -44,15 +46,18 @@ class Target(NamedTuple):
     """A leaf with `.grad`; the parameter itself, or its float32 master."""
     grad: Tensor | None = None
     """Used in place of `leaf.grad`; its dtype may differ where masters are stepped."""
+    guard: Tensor | None = None
+    """On the parameter's device: where it is not finite, nothing is stepped."""
 
 
-def with_leaf(param: Tensor, value: Tensor, grad: Tensor) -> Target:
+def with_leaf(param: Tensor, value: Tensor, grad: Tensor, guard: Tensor | None = None) -> Target:
     """A leaf of `value` that takes the parameter's place for one step.
 
     Args:
         param: The optimizer's parameter.
         value: What is stepped, written in place.
         grad: Of the value's dtype and shape.
+        guard: As `Target` has it.
 
     Returns:
         The target to hand to `step_targets`.
@@ -60,7 +65,7 @@ def with_leaf(param: Tensor, value: Tensor, grad: Tensor) -> Target:
     leaf = nn.Parameter(value)
     leaf.grad = grad
     leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
-    return Target(param, leaf)
+    return Target(param, leaf, None, guard)
 
 
 def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -84,7 +89,11 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
         optimizer: A plain or compressed one, or one around such a one.
         targets: Parameters of its groups. Their gradients are read, and left.
     """
+    fused = isinstance(optimizer, FusedStates)
+    if not fused:  # it would ask nobody
+        targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
     targets = [_in_own_dtype(target) for target in targets]
+    guards = {target.leaf: target.guard for target in targets if target.guard is not None}
     places = {target.param: target for target in targets}
     whole = optimizer.param_groups
     groups = []
@@ -92,15 +101,16 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
         own = [places[p].leaf for p in group["params"] if p in places]
         if own:
             groups.append(({**group, "params": own}, group))
-    for param, leaf, _ in targets:
+    for param, leaf, *_ in targets:
         if leaf is not param and param in optimizer.state:
             optimizer.state[leaf] = optimizer.state.pop(param)
     optimizer.param_groups = [alone for alone, _ in groups]
     try:
-        raw_step(optimizer)
+        with optimizer.with_guards(guards) if fused else nullcontext():
+            raw_step(optimizer)
     finally:
         optimizer.param_groups = whole
-        for param, leaf, _ in targets:
+        for param, leaf, *_ in targets:
             if leaf is not param and leaf in optimizer.state:
                 optimizer.state[param] = optimizer.state.pop(leaf)
     for alone, group in groups:  # an option that a step advances
@@ -108,8 +118,8 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
 
 
 def _in_own_dtype(target: Target) -> Target:
-    param, _, grad = target
-    return target if grad is None else with_leaf(param, param.detach(), grad.to(param.dtype))
+    param, _, grad, guard = target
+    return target if grad is None else with_leaf(param, param.detach(), grad.to(param.dtype), guard)
 
 
 class OptimizerWrapper(Optimizer):
