@@ -18,14 +18,14 @@ def compress_early(graph: Graph) -> None:
         graph: A forward, changed in place.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
-    for node in _calls(graph, torch.ops.memtrain.compress_saved.default):
+    for node in calls(graph, torch.ops.memtrain.compress_saved.default):
         saved = node.args[0]
         if isinstance(saved, Node):
             last = max(_readers(saved, node), key=place.__getitem__)
             parts = [user for user in node.users if user.target is getitem]
             for moved in reversed([node, *parts]):
                 if place[last] < place[node]:
-                    _behind(last, moved)
+                    put_behind(last, moved)
 
 
 def decompress_late(graph: Graph) -> None:
@@ -35,12 +35,13 @@ def decompress_late(graph: Graph) -> None:
         graph: A backward, changed in place.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
-    for node in _calls(graph, torch.ops.memtrain.decompress_saved.default):
+    for node in calls(graph, torch.ops.memtrain.decompress_saved.default):
         if node.users:
             min(node.users, key=place.__getitem__).prepend(node)
 
 
-def _calls(graph: Graph, op: object) -> list[Node]:
+def calls(graph: Graph, op: object) -> list[Node]:
+    """The nodes of a graph that call an op."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target is op]
 
 
@@ -50,7 +51,7 @@ def _readers(saved: Node, compresses: Node) -> list[Node]:
     return [saved, *(user for user in others if user.target not in _SIZES)]
 
 
-def _behind(last: Node, moved: Node) -> None:
+def put_behind(last: Node, moved: Node) -> None:
     """Put a node behind another one; behind all inputs, if that is one."""
     while last.op == "placeholder" and last.next.op == "placeholder":
         last = last.next

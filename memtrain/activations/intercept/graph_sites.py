@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -63,11 +63,13 @@ class Use:
     """A forward op whose backward reads a saved tensor, or what it computes again from it."""
 
     site: Site
+    answered: bool = False
+    """Whether it only asks on which side of a kink elements lie, which the forward has kept."""
 
     @property
     def jumps(self) -> bool:
         """Whether its derivative jumps, so that noise may put an element on the other side."""
-        return self.site.op in FAMILIES["@piecewise"]
+        return not self.answered and self.site.op in FAMILIES["@piecewise"]
 
 
 class GraphSites:
@@ -107,6 +109,8 @@ class GraphSites:
         self.given = set(given)
         """Inputs that are no parameters or buffers."""
         self._fed, self._differentiable = _reached(given), _reached(trained)
+        self.answered: set[Node] = set()
+        """Bools of the backward that it need not compute."""
 
     def is_hooked(self, output: Any) -> bool:
         """Whether an output of the forward is, if it is saved, handed to hooks."""
@@ -124,7 +128,8 @@ class GraphSites:
                     continue
                 stack = user.meta.get("fwd_source_fn_stack")
                 if stack:
-                    found[self._use(user, stack, saved)] = None
+                    use = self._use(user, stack, saved)
+                    found[replace(use, answered=user in self.answered)] = None
                 else:  # part of the forward that runs again
                     seen.add(user)
                     waiting.append(user)
@@ -134,6 +139,11 @@ class GraphSites:
         """A name for a tensor of which no use is known: that of the op that made it."""
         stack = saved.meta.get("source_fn_stack")
         return Site(self._module(saved.meta, "nn_module_stack"), _name(stack), "saved")
+
+    def kink_site(self, asked: Node) -> Site:
+        """A name for bools of the backward that are kept."""
+        path = self._module(asked.meta, "fwd_nn_module_stack")
+        return Site(path, _name(asked.meta.get("fwd_source_fn_stack")), "kink")
 
     def why_keep(self, saved: Node, uses: list[Use], min_elements: int) -> str:
         """Why the tensor is kept whatever the rules say, or an empty string."""

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memtrain.activations.intercept.graph_kinks import (
+    Kink,
+    erase_unread,
+    find_kinks,
+    keep_answers,
+    stand_in,
+)
 from memtrain.activations.intercept.graph_order import compress_early, decompress_late
 from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites, example, stripped
 from memtrain.activations.intercept.reentrancy import top_hooks
@@ -163,7 +170,7 @@ class CompiledGraphs:
         sites = GraphSites(
             forward, given["_bw_graph"], modules, self.root, _static(), sharded=sharded
         )
-        self._open.append(_Graph(self.saved, forward, sites, self.root))
+        self._open.append(_Graph(self.saved, forward, given["_bw_graph"], sites, self.root))
         return self._open[-1]
 
     def _pack(self, x: Tensor, given: Any) -> Any:
@@ -174,6 +181,7 @@ class CompiledGraphs:
         if given["_node"] is graph.last:
             # What the hooks of the tensors before have put into the graphs; the last tensor's
             # unpacking comes after this, at the head of a backward that needs it first.
+            keep_answers(given["_fw_graph"], given["_bw_graph"], graph.kinks)
             compress_early(given["_fw_graph"])
             decompress_late(given["_bw_graph"])
         return graph.unpack(packed, given["_node"])
@@ -200,7 +208,12 @@ class _Graph:
     """One graph that is being compiled."""
 
     def __init__(
-        self, saved: SavedTensors, forward: fx.Graph, sites: GraphSites, root: str
+        self,
+        saved: SavedTensors,
+        forward: fx.Graph,
+        backward: fx.Graph,
+        sites: GraphSites,
+        root: str,
     ) -> None:
         self.saved, self.forward, self.sites, self.root = saved, forward, sites, root
         outputs = cast(Any, forward.output_node().args[0])
@@ -209,6 +222,30 @@ class _Graph:
         self.records: list[Record] = []
         self._packings: dict[fx.Node, _Packing | None] = {}
         self._kept: dict[fx.Node, int] = {}
+        self.kinks: dict[int, Kink] = {}
+        """By numbers from 1: those of which the forward's answer is kept."""
+        with _no_modes():
+            self._answer(backward)
+
+    def _answer(self, backward: fx.Graph) -> None:
+        """Choose the kinks whose answers are kept: where that takes fewer than 8 bits in all."""
+        outputs = cast(Any, self.forward.output_node().args[0])
+        hooked = {node for node in outputs if self.sites.is_hooked(node) and node is not self.last}
+        found = find_kinks(
+            self.forward, backward, lambda node: node in hooked and example(node).dtype in FLOATS
+        )
+        self.sites.answered = {node for kink in found for node in kink.behind}
+        for carrier in dict.fromkeys(kink.carrier for kink in found):
+            kinks = [kink for kink in found if kink.carrier is carrier]
+            _, chosen = self._choose(carrier, example(carrier))
+            bits = None if isinstance(chosen, Keep) or chosen.is_identity else chosen.bits
+            if isinstance(bits, int) and bits + len(kinks) < 8:
+                self.kinks.update(enumerate(kinks, 1 + len(self.kinks)))
+        kept = self.kinks.values()
+        self.sites.answered = {node for kink in kept for node in kink.behind}
+        for kink in reversed(found):
+            if kink not in kept:
+                erase_unread(self.forward, kink.answer)
 
     def pack(self, x: Tensor, node: fx.Node) -> Any:
         """Give the graph what it holds in place of a saved tensor."""
@@ -219,7 +256,8 @@ class _Graph:
         if packing is None:
             return x
         parts = payload_ops.compress(x, packing.form, packing.key, counts=packing.counts)
-        return [*parts, *[size for size in x.shape if not isinstance(size, int)]]
+        sizes = [size for size in x.shape if not isinstance(size, int)]
+        return [*parts, *sizes, *self._answers(x, node)]
 
     def unpack(self, packed: Any, node: fx.Node) -> Tensor:
         """The saved tensor of what `pack` gave."""
@@ -230,6 +268,11 @@ class _Graph:
         sizes = iter(packed[packing.parts :])
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
         return payload_ops.decompress(packed[: packing.parts], packing.form, shape, x.dtype)
+
+    def _answers(self, x: Tensor, node: fx.Node) -> list[Tensor]:
+        """The payloads that a saved tensor carries besides its own."""
+        kinks = [(kink, number) for number, kink in self.kinks.items() if kink.carrier is node]
+        return [part for kink, number in kinks for part in stand_in(x, kink, number)]
 
     def _decide(self, node: fx.Node) -> _Packing | None:
         x, saved = example(node), self.saved
@@ -249,6 +292,7 @@ class _Graph:
                     number = zlib.crc32(site.name.encode())
                     key = (saved.seed, number, payload_ops.counter_of(saved))
                     self._record(site, node, x, planned, repr(chosen))
+                    self._record_answers(node, x)
                     return _Packing(form, key, counts, len(parts))
                 chosen = Keep("its payload would be no smaller")
         kept = isinstance(chosen, Keep)
@@ -271,6 +315,16 @@ class _Graph:
         limit = sites.limit(node)
         options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]
         return max(options, key=lambda option: _strictness(option[1], x))
+
+    def _record_answers(self, node: fx.Node, x: Tensor) -> None:
+        for kink in self.kinks.values():
+            if kink.carrier is node:
+                mask = Mask()
+                held = mask.compress(torch.empty_like(x, dtype=torch.bool), key=Key()).nbytes
+                site = self.sites.kink_site(kink.asked)
+                number = self._kept.setdefault(kink.answer, len(self._kept))
+                row = Record(site, tuple(x.shape), "bool", 0, held, repr(mask), "", number)
+                self.records.append(row)
 
     def _record(
         self,

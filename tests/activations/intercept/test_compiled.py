@@ -19,11 +19,21 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
+from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import inlined_hooks
 from memtrain.compressors import COMPRESSORS, Group
 
 # inductor's partition of a graph, run op by op: nothing is generated
 BACKEND = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
+
+
+def decomposing(graph, inputs):
+    """A backend with inductor's passes too, by which a ReLU's backward is a comparison."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, inner_compile=lambda graph, ins, **_: boxed_nop(graph, ins))
+
+
 # torch's compiler looks at the gradients of what it traces
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -365,6 +375,44 @@ def test_a_convolutional_network_keeps_masks_exactly_and_kinks_at_eight_bits():
     assert {row.compressor for site, row in rows.items() if "relu" in site} == {repr(Group(bits=8))}
     assert rows["6 / dropout / saved"].compressor == "Mask()"
     y.square().mean().backward()
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, pytest.param(nn.ReLU6, marks=pytest.mark.nightly)])
+def test_the_side_of_a_kink_is_kept_exactly_in_a_bit(act):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), act(),
+        nn.Conv2d(8, 8, 3, padding=1), act(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+    plain, x = copy.deepcopy(model), torch.randn(8, 3, 16, 16)
+    model, _ = wrapped(model)
+    y = torch.compile(model, backend=decomposing)(x)
+    assert held(y, x, *model.parameters(), *model.buffers()) == planned(model)[0]
+    rows = {row.site: row for row in memtrain.plan_of(model).entries("activation")}
+    kink = rows["2 / hardtanh / kink" if act is nn.ReLU6 else "2 / relu / kink"]
+    assert (kink.compressor, kink.planned) == ("Mask()", 8 * 8 * 16 * 16 / 8)
+    y.square().mean().backward()
+    torch.compile(plain, backend=decomposing)(x).square().mean().backward()
+    for ours, theirs in zip(model[3:5].parameters(), plain[3:5].parameters(), strict=True):
+        if ours.dim() == 1:  # a bias, whose gradient reads masks, weights, and nothing noisy
+            assert torch.equal(ours.grad, theirs.grad)
+    # BatchNorm's reads its gradient's mean beside its noisy input
+    assert torch.equal(model[1].bias.grad, plain[1].bias.grad)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["cifar_resnet18", "resnet", "vit", "gpt2", "llama"])
+def test_graphs_of_families_hold_no_more_than_their_eager_plans(name):
+    pytest.importorskip("transformers")
+    case, found = FAMILIES[name](), []
+    batch = case.batch if isinstance(case.batch, dict) else {"x": case.batch[0]}
+    batch = {key: value for key, value in batch.items() if key != "labels"}
+    for run in (lambda model: model, lambda model: torch.compile(model, backend=decomposing)):
+        model, _ = wrapped(copy.deepcopy(case.model))
+        y = run(model)(**batch)
+        now = held(getattr(y, "logits", y), *batch.values(), *model.parameters(), *model.buffers())
+        found.append(planned(model)[0])
+    eager, compiled = found
+    assert now == compiled <= 1.05 * eager
 
 
 @pytest.mark.nightly
