@@ -46,12 +46,20 @@ class LloydMax(Compressor):
     second_moment = False
     zeros_from_zeros = True
     fused_only = True
+    by_rows = "lloyd_max"
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
         """4-bit blocks of 128 where the vectors cannot pay."""
         numbers = lambda: shape[0] + shape[1:].numel()  # noqa: E731
         why = why_blocks("Lloyd-Max", shape, numbers)
         return (Block() if why else self), why
+
+    def for_rows(self, columns: int) -> tuple[Compressor, str]:
+        """Itself where rows fill whole blocks, else 4-bit blocks that begin anew in each row."""
+        if not columns % lloyd_max.BLOCK:
+            return self, ""
+        instead, why = Block().for_rows(columns)
+        return instead, f"no 2 bits for rows that fill no blocks of {lloyd_max.BLOCK}; {why}"
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Tensors `codes`, `scale`, `row` and `col` of `kernels.codebook.lloyd_max`."""

@@ -1,6 +1,7 @@
 """What processes that share parameters (DTensor, FSDP2) find; `distributed.py` runs it."""
 
 import copy
+import math
 import tempfile
 
 import torch
@@ -47,6 +48,7 @@ OPTIMIZERS = {
     "AdamW8bit": fused("AdamW8bit"),
     "SGD4bit": fused("SGD4bit", momentum=0.9),
     "Lion4bit": fused("Lion4bit"),
+    "AdamW4bitFactor 2 bits": fused("AdamW4bit", first="Lloyd-Max", second="factored"),
     "not fused": fused("AdamW4bit", first="identity"),
     "NAdam": general("NAdam"),
     "NAdam factored": general("NAdam", second="factored"),
@@ -54,7 +56,7 @@ OPTIMIZERS = {
 }
 
 
-SHORT = ("AdamW4bit", "AdamW4bitFactor", "AdamW8bit", "not fused", "NAdam factored")
+SHORT = ("AdamW4bit", "AdamW4bitFactor 2 bits", "AdamW8bit", "not fused", "NAdam factored")
 """What every run tries; the nightly one tries all."""
 
 
@@ -147,6 +149,96 @@ def any_split(rank, world, names=SHORT):
             for key, x in states(a, p).items()
         )
     return found
+
+
+SECONDS = ("Rank-1/Linear", "B128/Linear", "factored", "identity")
+KERNELS = {
+    f"{name} {options}": fused(name, **options)
+    for name, *choices in [
+        *(
+            (adam, *({"second": second} for second in SECONDS))
+            for adam in ("AdamW4bit", "Adam4bit")
+        ),
+        ("AdamW4bit", {"first": "Lloyd-Max", "second": "factored"}, {"first": "identity"}),
+        ("AdamW8bit", {}, {"second": "factored"}),
+        *(("SGD4bit", {"momentum": 0.9, "first": first}) for first in ("B128/DE", "identity")),
+        *(("Lion4bit", {"first": first}) for first in ("B128/DE", "identity")),
+        ("SGD8bit", {"momentum": 0.9}),
+        ("Lion8bit", {}),
+    ]
+    for options in choices
+}
+"""Every fused kernel with every codec; every third of them is tried by every run."""
+
+
+def few_rows(rank, world, path, names=tuple(KERNELS)[::3], presets=("all_four",)):
+    """Parameters of fewer rows than processes, or of no row on the last: as over one process.
+
+    And a wrapped FSDP2 model of such layers, saved and resumed.
+    """
+    found = {"parts": {}, "own": [], "resumed": {}}
+    one, all_of_them = mesh_of(world, 1), mesh_of(world)
+    shapes = [(2, 300), (1, 512), (2,), (4, 3, 35), (7, 77)]
+    for name in names:
+        make = KERNELS[name]
+        wholes = [pair(shape, [Replicate(), Shard(0)], one)[1] for shape in shapes]
+        parts = [pair(shape, [Shard(0)], all_of_them)[1] for shape in shapes]
+        a, b = make(wholes), make(parts)
+        run(a, 2), run(b, 2)
+        found["parts"][name] = max(distance(p, q) for p, q in zip(wholes, parts, strict=True))
+        found["own"] = [shards.local(part.detach()).shape[0] for part in parts]
+    for preset in presets:
+        found["resumed"][preset] = resumed(preset, rank, world, f"{path}/{preset}")
+    return found
+
+
+def few_rows_of_all(rank, world, path):
+    """`few_rows` with every kernel, and presets of all kinds of states."""
+    presets = ("balanced", "all_four", "all_four_2bit", "actnn_l3")
+    return few_rows(rank, world, path, KERNELS, presets)
+
+
+def resumed(preset, rank, world, path):
+    """Whether a wrapped model of layers of 1 and 2 rows goes on as it was saved, and learns."""
+
+    def started(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(300, 2), nn.GELU(), nn.Linear(2, 64), nn.Linear(64, 1))
+        if preset.startswith("all_four"):
+            model.to(torch.bfloat16)
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        cfg = {"preset": preset, "optim": {"min_elements": 0}, "activations": {"min_elements": 0}}
+        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
+
+    def train(model, optimizer, steps):
+        got = []
+        for step in steps:
+            x = torch.randn(6, 300, generator=torch.Generator().manual_seed(step)).chunk(world)[
+                rank
+            ]
+            out = model(x.to(next(model.parameters()).dtype)).float()
+            loss = (out - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got.append(loss.item())
+        return got
+
+    first, second = started(0), started(1)
+    losses = train(*first, range(2))
+    dcp.save(_whole_state(first), checkpoint_id=path)
+    place = _whole_state(second)
+    dcp.load(place, checkpoint_id=path)
+    second[0].load_state_dict(place["model"])
+    set_optimizer_state_dict(*second, place["optim"])
+    more = train(*first, range(2, 5))
+    return [train(*second, range(2, 5)) == more, all(map(math.isfinite, losses + more))]
+
+
+def _whole_state(run):
+    return {"model": run[0].state_dict(), "optim": get_optimizer_state_dict(*run)}
 
 
 def sides_of_the_whole(rank, world):
@@ -464,7 +556,15 @@ def checkpoint(rank, world, names=SHORT):
     return found
 
 
-MOVED = ["AdamW4bit", "AdamW4bitFactor", "AdamW8bit", "SGD4bit", "Lion4bit", "NAdam"]
+MOVED = [
+    "AdamW4bit",
+    "AdamW4bitFactor 2 bits",
+    "AdamW4bitFactor",
+    "AdamW8bit",
+    "SGD4bit",
+    "Lion4bit",
+    "NAdam",
+]
 
 
 def save(rank, world, path):

@@ -119,8 +119,20 @@ def test_every_optimizer_trains_as_the_whole_and_comes_back(tmp_path):
     for rank in launch(2, tmp_path / "store", "all_optimizers"):
         check_distances(rank["whole_blocks"])
         check_distances(rank["any_split"])
-        assert len(rank["checkpoint"]) == 11
+        assert len(rank["checkpoint"]) == 12
         assert all(rank["checkpoint"].values()), rank["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["few_rows", pytest.param("few_rows_of_all", marks=pytest.mark.nightly)]
+)
+def test_three_processes_of_which_the_last_holds_no_rows(scenario, tmp_path):
+    """Fused kernels and their codecs: what a process without rows has to do."""
+    found = launch(3, tmp_path / "store", scenario, tmp_path)
+    assert [rank["own"] for rank in found] == [[1, 1, 1, 2, 3], [1, 0, 1, 2, 3], [0, 0, 0, 0, 1]]
+    for rank in found:
+        check_distances(rank["parts"])
+        assert all(result == [True, True] for result in rank["resumed"].values()), rank["resumed"]
 
 
 def test_precision_does_not_depend_on_the_mesh(found):

@@ -13,13 +13,17 @@ from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Packed
 from memtrain.compressors.codebook import RowBlock
+from memtrain.kernels.codebook.lloyd_max import BITS, BLOCK
 from memtrain.kernels.codebook.quantize import encode
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.optim.states.shards import is_sharded, local, own_rows, sharded_like, splits_rows_only
 
-FORMS = ({"codes", "scale", "start"}, {"codes", "row", "col"}, {"row", "col"})
-"""Names of the parts: of blocks, rank-1, factored."""
+FORMS = (
+    {"codes", "scale", "start"}, {"codes", "row", "col"}, {"row", "col"},
+    {"codes", "scale", "row", "col"},
+)  # fmt: skip
+"""Names of the parts: of blocks, rank-1, factored, Lloyd-Max."""
 OWN_BLOCKS = -1
 """The start of a row that shares no block with another."""
 
@@ -35,8 +39,10 @@ def is_rows(value: Any) -> bool:
 
 
 def only_rows(value: dict[str, Tensor]) -> bool:
-    """Whether no live payload has these parts."""
-    return set(value) != {"row", "col"}
+    """Whether no live payload has these parts, or not of this form."""
+    if "scale" in value:  # of a live Lloyd-Max payload: one a block, not some a row
+        return "row" not in value or value["scale"].dim() == 2
+    return "codes" in value
 
 
 def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
@@ -51,7 +57,8 @@ def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -
         Blocks: `codes` uint8 [rows, bytes], `scale` float32 [rows, blocks a row may touch], `start`
         int32 [rows] (each row's place in its first block, or `OWN_BLOCKS`). Rank-1: `codes`, `row`
         float32 [rows], and `col` float32 [sum(shape[1:])]. Factored: `row`, `col` float32
-        [columns]. All are DTensors but `col`, of which each process holds the same.
+        [columns]. Lloyd-Max: these, `codes`, and `scale` bfloat16 [rows, blocks of a row]. All are
+        DTensors but `col`, of which each process holds the same.
 
     Memory:
         A byte or two per element for the time of the call; nothing lasting but the result.
@@ -62,6 +69,10 @@ def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -
     if compressor.by_rows == "factored":
         return {"row": wrap(payload["row"]), "col": payload["col"].clone()}
     scale = payload["scale"]
+    if compressor.by_rows == "lloyd_max":
+        given = {"codes": payload["codes"].view(_lloyd_max(rows, cols)["codes"])}
+        given |= {"scale": scale.view(rows, cols // BLOCK), "row": payload["row"]}
+        return {**{name: wrap(x) for name, x in given.items()}, "col": payload["col"].clone()}
     if isinstance(compressor, RowBlock):
         width = (rows, compressor.blocks * compressor.size)
         unpacked = bitpack.unpack(payload["codes"], compressor.bits).to(torch.uint8).view(width)
@@ -100,10 +111,18 @@ def from_rows(
     """
     part = local(param)
     rows, cols = _size(part.shape)
+    if compressor.by_rows == "lloyd_max" and not only_rows(saved):  # the whole's, as it lives
+        whole = _lloyd_max(param.shape[0], cols)
+        saved = {name: value.reshape(whole[name]) for name, value in saved.items()}
     mine = {name: value if name == "col" else _own(value, param) for name, value in saved.items()}
     if compressor.by_rows == "factored":
         _check(compressor, part, mine, {"row": (rows,), "col": (cols,)})
         return {name: t.clone() for name, t in mine.items()}
+    if compressor.by_rows == "lloyd_max":
+        _check(compressor, part, mine, _lloyd_max(rows, cols))
+        blocks = rows * cols // BLOCK
+        live = {"codes": (blocks, BLOCK * BITS // 8), "scale": (blocks,)}
+        return {name: x.reshape(live.get(name, x.shape)).clone() for name, x in mine.items()}
     if not compressor.by_rows:
         raise ValueError(f"a state laid out by rows does not fit {compressor}")
     wanted: dict[str, tuple[int, ...]] = {"codes": (rows, _row_bytes(cols, compressor.bits))}
@@ -129,6 +148,12 @@ def from_rows(
     at = (mine["start"].long().unsqueeze(1) + torch.arange(cols, device=part.device)) // size
     values = _codebook(compressor).values(part.device)[codes]
     return (values * mine["scale"].gather(1, at)).view(part.shape)
+
+
+def _lloyd_max(rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+    """The sizes of a Lloyd-Max payload by rows, which fill whole blocks."""
+    codes, scale = (rows, cols * BITS // 8), (rows, cols // BLOCK)
+    return {"codes": codes, "scale": scale, "row": (rows,), "col": (cols,)}
 
 
 def _own_blocks(
