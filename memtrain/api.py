@@ -112,11 +112,10 @@ def wrap(
     if holder is not None:
         model, holder.optimizer = wrap(model, holder.optimizer, cfg, batch=batch)
         return model, holder
-    inside = inside_compiled(model)
-    if inside is not None:  # sites have the names of the model that was compiled
-        return model, wrap(inside, optimizer, cfg, batch=batch)[1]
+    called = model
+    model = inside_compiled(called) or called  # sites have the names of the one that was compiled
     _check(model, optimizer)
-    plan = make_plan(model, optimizer, cfg, batch=batch)
+    plan = make_plan(called, optimizer, cfg, batch=batch)
     check(model, plan.config)
     interception, handles = None, []
     rounding = ForwardRounding(plan.precision, NO_RULE) if plan.precision is not None else None
@@ -152,7 +151,7 @@ def wrap(
     if interception is not None:
         handles += ModelState(model).attach(optimizer)
         handles.append(FirstStep(plan, interception).attach(optimizer))
-    return model, optimizer
+    return called, optimizer
 
 
 def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

@@ -23,7 +23,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.fake_forward import call_arguments
+from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.api import plan_of
 from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, activation_plan

@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.activations.trace.compiled_parts import compiled_parts
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.join import join, site_bytes
 from memtrain.audit.peak.measure import measure as measure_peak
 from memtrain.audit.peak.predict import (
     MEASURE,
     UnpredictableError,
+    check_device,
     conditions,
     explain_fake_errors,
     predict,
@@ -182,8 +184,11 @@ def audit(
     own first step on tensors of no bytes. Rows and totals leave out temporaries and what a
     backward allocates (timelines do not), and the loss if the model does not compute it.
 
+    What of the model is compiled is compiled for copies, and told as its graphs hold it.
+
     Args:
-        model: A real model, or one built under a `FakeTensorMode`; it is not changed.
+        model: A real model, or one built under a `FakeTensorMode`; it is not changed. Compiled or
+            not, whole or in parts.
         optimizer: Its optimizer; not changed.
         batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
             arguments, real or fake.
@@ -216,14 +221,18 @@ def audit(
     check_batch(batch)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
+    check_device(model, options)
+    called = model
+    model, _ = compiled_parts(called)
     plan = make_plan(model, optimizer, cfg)
     again = recomputed(model, plan.options.recompute)
     choices: dict[Site, Compressor | Keep] = {}
     plain, planned, unseen = list[Record](), list[Record](), ""
     try:
         with explain_fake_errors(model), conditions(model, options):
-            plain = trace(model, batch, lambda site: Identity(), Options(min_elements=0))
-            planned = _planned_trace(model, batch, plan, plain, choices)
+            everything = Options(min_elements=0)
+            plain = trace(called, batch, lambda site: Identity(), everything, plain=True)
+            planned = _planned_trace(called, batch, plan, plain, choices)
     except UnpredictableError as error:
         if not measure:
             raise
@@ -245,12 +254,12 @@ def audit(
     )
     if peak and not unseen:
         with suppress(UnpredictableError) if measure else nullcontext():
-            timeline = predict(model, optimizer, batch, None, options)
-            planned_timeline = predict(model, optimizer, batch, plan.config, options)
+            timeline = predict(called, optimizer, batch, None, options)
+            planned_timeline = predict(called, optimizer, batch, plan.config, options)
             report = replace(report, timeline=timeline, planned_timeline=planned_timeline)
     if measure:
-        measured = measure_peak(model, optimizer, batch, None, options)
-        planned_measured = measure_peak(model, optimizer, batch, plan.config, options)
+        measured = measure_peak(called, optimizer, batch, None, options)
+        planned_measured = measure_peak(called, optimizer, batch, plan.config, options)
         report = replace(report, measured=measured, planned_measured=planned_measured)
     return report
 

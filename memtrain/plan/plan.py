@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
+from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
 from memtrain.activations.saved.pack_hook import Choose
@@ -167,7 +168,7 @@ class Plan:
             found[site] = self.choose_activation(site)
             return found[site]
 
-        dtypes = training_dtypes(model, self.config)
+        dtypes = training_dtypes(inside_compiled(model) or model, self.config)
         return trace(model, batch, choose, self.options, dtypes, rounding)
 
     def assign_precision(self, model: nn.Module, batch: Any) -> None:
@@ -266,7 +267,7 @@ def make_plan(
     """Decide what is done to every site; nothing is changed.
 
     Args:
-        model: The model.
+        model: The model; what `torch.compile` made of one, too.
         optimizer: Its optimizer.
         cfg: Anything that `memtrain.config.load` takes, a plan file's path, or a plan.
         batch: What the model is called with: records the activation sites by a forward on fake
@@ -280,6 +281,8 @@ def make_plan(
             rule of the user's) whose module or parameter does not exist.
         TypeError: For values of the wrong type.
     """
+    called = model
+    model = inside_compiled(called) or called
     config = file.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
     modules = [name for name, _ in model.named_modules()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -302,7 +305,7 @@ def make_plan(
     _check_states(plan)
     if batch is not None:
         choices: dict[Site, Compressor | Keep] = {}
-        plan.record(plan.trace(model, batch, choices))
+        plan.record(plan.trace(called, batch, choices))
         known = {site.name for site in choices}
         known.update(entry.site for entry in plan.entries("activation"))
         strangers = [name for name in config.activations.sites if name not in known]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import Site
+from memtrain.activations.trace.compiled_parts import compiled_parts
 from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import conditions, predict
@@ -140,7 +141,7 @@ def fit(
 
     Raises:
         DoesNotFit: If no plan fits: with the smallest peak, what holds it, and what would help.
-        ValueError: For a malformed size or a config that is not valid.
+        ValueError: For a malformed size, a config that is not valid, or a compiled model.
 
     Memory:
         No tensor is allocated, but for sensitivities that are measured: a step and two gradients.
@@ -154,6 +155,12 @@ def fit(
         True
     """
     size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
+    plain, compiled = compiled_parts(model)
+    if compiled:
+        raise ValueError(
+            f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
+            "torch.compile, as plans that fit are of eager steps"
+        )
     measure = goal.sensitivity == "measured"
     measure |= goal.sensitivity == "auto" and is_real(model, batch)
     planning = _Planning(model, optimizer, config, batch, told, measure=measure)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.saved.handles import check_version
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack_hook import SavedTensors
-from memtrain.activations.trace.fake_forward import CallArguments
+from memtrain.activations.trace.call_arguments import CallArguments
 from memtrain.compressors import Compressor, Float, Keep
 from memtrain.kernels.floats.formats import FORMATS, FloatFormat
 from memtrain.precision import fp8_gemm

@@ -138,12 +138,12 @@ class GraphSites:
     def site(self, saved: Node) -> Site:
         """A name for a tensor of which no use is known: that of the op that made it."""
         stack = saved.meta.get("source_fn_stack")
-        return Site(self._module(saved.meta, "nn_module_stack"), _name(stack), "saved")
+        return Site(self._module(saved.meta, "nn_module_stack"), source_name(stack), "saved")
 
     def kink_site(self, asked: Node) -> Site:
         """A name for bools of the backward that are kept."""
         path = self._module(asked.meta, "fwd_nn_module_stack")
-        return Site(path, _name(asked.meta.get("fwd_source_fn_stack")), "kink")
+        return Site(path, source_name(asked.meta.get("fwd_source_fn_stack")), "kink")
 
     def why_keep(self, saved: Node, uses: list[Use], min_elements: int) -> str:
         """Why the tensor is kept whatever the rules say, or an empty string."""
@@ -184,7 +184,7 @@ class GraphSites:
         return None
 
     def _use(self, user: Node, stack: list[Any], saved: Node) -> Use:
-        number, name = user.meta.get("seq_nr", -1), _name(stack)
+        number, name = user.meta.get("seq_nr", -1), source_name(stack)
         ops = self._ops.get(number, [])
         if name == "pow" and any(_smooth_power(op) for op in ops):
             name = "square"
@@ -213,11 +213,7 @@ class GraphSites:
         """The path in the model of the innermost module of a node's stack."""
         stack = [path for path, _ in (meta.get(key) or {}).values()]
         for text in reversed(stack):
-            parts = [
-                part
-                for part in re.sub(r"\['?([^\]']*)'?\]", r".\1", str(text)).split(".")
-                if part and part != "_modules"
-            ]
+            parts = path_names(str(text))
             for start in range(len(parts)):
                 tail = ".".join(parts[start:])
                 for path in (f"{self.root}.{tail}" if self.root else tail, tail):
@@ -267,7 +263,18 @@ def _reached(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _name(stack: Any) -> str:
+def path_names(text: str) -> list[str]:
+    """Names of a path as the tracer writes it.
+
+    Example:
+        >>> path_names("L['self']._modules['h']['0'].mlp")
+        ['L', 'self', 'h', '0', 'mlp']
+    """
+    names = re.sub(r"\['?([^\]']*)'?\]", r".\1", text).split(".")
+    return [name for name in names if name and name != "_modules"]
+
+
+def source_name(stack: Any) -> str:
     """The op's name in sites, of a stack of source functions."""
     if not stack:
         return "autograd.Function"

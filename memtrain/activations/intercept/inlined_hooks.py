@@ -46,6 +46,8 @@ _SETTINGS = {
     "ban_recompute_materialized_backward": False,
 }
 """Of `torch._functorch.config`, while our graphs are compiled."""
+PLAIN = {"saved_tensors_hooks_filtering_mode": "no_static"}
+"""The same where graphs are to save what they do without us, to see what that is."""
 
 
 class _Packing(NamedTuple):
@@ -78,6 +80,7 @@ class CompiledGraphs:
         """Why a graph was left alone, if one was."""
         self.root = ""
         """Path of the module whose forward runs now, not traced."""
+        self.settings: dict[str, Any] = _SETTINGS
         self._clear()
 
     def _clear(self) -> None:
@@ -105,7 +108,7 @@ class CompiledGraphs:
                 _one_call(self.saved.pack, self._pack),
                 _one_call(_unpack, self._unpack),
             )
-        self._before = _configure(_SETTINGS)
+        self._before = _configure(self.settings)
         return self._modules
 
     def end(self) -> list[Record]:

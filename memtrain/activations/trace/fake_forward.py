@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.intercept.executor import Rounding
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.inlined_hooks import PLAIN
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.pack_hook import Choose
 from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.call_arguments import call_arguments
+from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
+from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
 from memtrain.activations.trace.repeats import (
     RepeatedBlocks,
@@ -41,13 +45,17 @@ def trace(
     options: Options = Options(),  # noqa: B008 (a frozen value)
     dtypes: Mapping[Tensor, torch.dtype] | None = None,
     rounding: Rounding | None = None,
+    *,
+    plain: bool = False,
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
     Nothing of the model is changed: fake parameters replace its own, and no random number is drawn.
+    Parts of it that are compiled are compiled for a copy, and their graphs' saved tensors listed.
 
     Args:
-        model: A real model, or one built under a `FakeTensorMode`.
+        model: A real model, or one built under a `FakeTensorMode`; what `torch.compile` made of
+            one, too.
         batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
             arguments; real or fake.
         choose: Site -> compressor, or the reason to keep the tensor.
@@ -55,6 +63,7 @@ def trace(
         dtypes: Parameters that are converted before training, with their dtype; float32 inputs
             are cast with them.
         rounding: What else is done to the ops.
+        plain: Let compiled graphs save what they do without memtrain.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -72,7 +81,10 @@ def trace(
         >>> [(record.site.name, record.nbytes) for record in records]
         [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
     """
+    model, parts = compiled_parts(model)
     _refuse_sharded(model)
+    if parts:
+        return _of_graphs(model, parts, batch, choose, options, dtypes, plain=plain)
     paths = recomputed(model, options.recompute)
     runs = [] if rounding is not None else repeated_blocks(model)
     runs = refined(runs, lambda block: [p[len(block) :] for p in paths if inside(p, block)])
@@ -137,6 +149,34 @@ def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
     return records
 
 
+def _of_graphs(
+    model: nn.Module,
+    parts: Mapping[str, Any],
+    batch: Any,
+    choose: Choose,
+    options: Options,
+    dtypes: Mapping[Tensor, torch.dtype] | None,
+    *,
+    plain: bool,
+) -> list[Record]:
+    """One forward of a copy whose parts are compiled as the model's are."""
+    records: list[Record] = []
+    named = {name: (dtypes or {}).get(x) for name, x in model.named_parameters()}
+    copies = fake_copies(model, None, batch)
+    with copies as (model, _, batch), cpu.without_data(), torch.enable_grad():
+        for name, parameter in model.named_parameters():
+            parameter.data = _converted(parameter, named[name]).data
+        args, kwargs = call_arguments(batch)
+        low = next(iter(dtypes.values()), None) if dtypes else None
+        interception = Interception(model, choose, options=options, seed=0, on_saved=records.extend)
+        if plain:
+            interception.graphs.settings = PLAIN
+        with interception.alone(), _inputs_cast(model, low):
+            compile_alike(model, parts)
+            model(*args, **kwargs)
+    return records
+
+
 def _refuse_sharded(model: nn.Module) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
@@ -147,27 +187,6 @@ def _refuse_sharded(model: nn.Module) -> None:
             f"{type(model).__name__} is sharded by fully_shard, and its forward cannot run without "
             "data: audit it, or plan it with a batch, before fully_shard"
         )
-
-
-class CallArguments(NamedTuple):
-    """A batch that is a module's positional and keyword arguments already."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and keyword arguments of the model.
-
-    Example:
-        >>> call_arguments({"input_ids": 1}), call_arguments((1, 2)), call_arguments(1)
-        (((), {'input_ids': 1}), ((1, 2), {}), ((1,), {}))
-    """
-    if isinstance(batch, CallArguments):
-        return batch
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
 @contextmanager

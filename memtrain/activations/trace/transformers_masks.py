@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -23,6 +24,8 @@ def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
     safe, which attention then saves. Without transformers, or one that has no such functions,
     nothing happens.
 
+    Inside `torch.compile` a real run cannot read them either: transformers is left as it is.
+
     Args:
         kwargs: The model's keyword arguments. An `attention_mask` with data that holds
             padding is left to transformers: a real run builds that mask too.
@@ -32,7 +35,7 @@ def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
         ...     pass
     """
     module: Any = sys.modules.get(_MODULE)
-    changes: dict[str, Callable[..., Any]] = {_PACKED: lambda position_ids: None}
+    changes: dict[str, Callable[..., Any]] = {_PACKED: _unpacked(getattr(module, _PACKED, None))}
     if not any(_padded(name, value) for name, value in kwargs.items()):
         changes |= {name: _unpadded(getattr(module, name, None)) for name in _IGNORED}
     originals = {name: getattr(module, name) for name in changes if hasattr(module, name)}
@@ -55,10 +58,20 @@ def _padded(name: str, value: Any) -> bool:
         return not bool(value.all())
 
 
+def _unpacked(original: Any) -> Callable[..., Any]:
+    """The original function, that finds one sequence a row."""
+
+    def find(position_ids: Tensor) -> Any:
+        return original(position_ids) if torch.compiler.is_compiling() else None
+
+    return find
+
+
 def _unpadded(original: Any) -> Callable[..., Any]:
     """The original function, told of no padding."""
 
     def ignore(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        return original(None, *args, **kwargs)
+        seen = padding_mask if torch.compiler.is_compiling() else None
+        return original(seen, *args, **kwargs)
 
     return ignore

@@ -13,11 +13,12 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memtrain.activations.trace.compiled_parts import compiled_parts
+from memtrain.activations.trace.fake_copies import copy_optimizer
 from memtrain.api import unwrap, wrap
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import weight_tensors
 from memtrain.audit.peak import cuda
-from memtrain.audit.peak.fake_copies import copy_optimizer
 from memtrain.audit.peak.held_inside import held_inside
 from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
 from memtrain.audit.peak.timeline import Timeline, replay
@@ -55,7 +56,7 @@ def measure(
         One moment for each op.
 
     Raises:
-        ValueError: If the model is fake, or for a config that is not valid.
+        ValueError: If the model is fake or compiled, or for a config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -68,6 +69,12 @@ def measure(
         'backward of 0 / addmm'
     """
     check(model, batch)
+    plain, compiled = compiled_parts(model)
+    if compiled:
+        raise ValueError(
+            f"{type(plain).__name__} is compiled: a real step's ops are followed one by one, which "
+            "compiled code does not run; allowed: the model before torch.compile, or a prediction"
+        )
     if any(isinstance(x, FakeTensor) or x.is_meta for x in weight_tensors(model)):
         raise ValueError(f"{type(model).__name__} has no data: only a real model can be measured")
     on_cuda = next(model.parameters()).is_cuda

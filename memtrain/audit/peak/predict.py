@@ -21,6 +21,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import RECOMPUTE, Site
+from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
+from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.repeats import (
     RepeatedBlocks,
     inside,
@@ -31,7 +33,6 @@ from memtrain.activations.trace.repeats import (
 )
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
-from memtrain.audit.peak.fake_copies import fake_copies
 from memtrain.audit.peak.held_inside import held_inside
 from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
 from memtrain.audit.peak.timeline import NOTHING, Event, Timeline, replay
@@ -68,10 +69,12 @@ def predict(
     Forward, backward and the optimizer's step run under `FakeTensorMode`, with the hooks that
     `wrap` puts on a model, from the states that a step before has left and without gradients.
     What an op allocates inside itself and frees before it returns is what its code declares
-    (`held_inside`; on CUDA it is not seen).
+    (`held_inside`; on CUDA it is not seen). What of the model is compiled is compiled for the
+    copies, and its graphs run op by op: what they hold between forward and backward is what a real
+    run holds; temporaries are more, as no ops are fused.
 
     Args:
-        model: Real, or built under a `FakeTensorMode`; not changed.
+        model: Real, or built under a `FakeTensorMode`; not changed. Compiled or not.
         optimizer: Its optimizer; not changed.
         batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
             arguments, real or fake.
@@ -83,8 +86,9 @@ def predict(
 
     Raises:
         UnpredictableError: If the model's control flow depends on data or an op cannot run on
-            fake tensors (the message names it), and for LBFGS.
-        ValueError: If the model is wrapped already, or for a config that is not valid.
+            fake tensors (the message names it), for LBFGS, and for a compiled model on CUDA.
+        ValueError: For a backend that cannot be looked into, if the model is wrapped already, or
+            for a config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -100,6 +104,7 @@ def predict(
         'backward of 0 / addmm'
     """
     check(model, batch)
+    check_device(model, options)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     if options.cache is None:
@@ -112,6 +117,7 @@ def _predicted(
     model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, options: StepOptions
 ) -> Timeline:
     on_cuda = options.on_cuda(model)
+    model, parts = compiled_parts(model)
     copies = fake_copies(model, optimizer, batch)
     with (
         explain_fake_errors(model),
@@ -122,6 +128,7 @@ def _predicted(
             _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
+        compile_alike(model, parts)
         corrections = cuda.CudaForms if on_cuda else nullcontext
         holds = nothing_inside if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
@@ -131,7 +138,8 @@ def _predicted(
         else:
             _first_update(optimizer, first)
         make = partial(FoldedRecorder, model, fake=True, corrections=corrections, inside=holds)
-        events, categories = _folded(model, optimizer, batch, options, make)
+        whole = bool(parts)  # graphs are not shortened
+        events, categories = _folded(model, optimizer, batch, options, make, whole=whole)
     if not on_cuda:
         return replay(events, categories)
     held = cuda.workspaces(options.device or "cuda")
@@ -144,10 +152,12 @@ def _folded(
     batch: Any,
     options: StepOptions,
     make: Callable[[], FoldedRecorder],
+    *,
+    whole: bool,
 ) -> tuple[list[Event], list[str]]:
     """Events and categories of a step whose identical blocks are run three times at most."""
     wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
-    runs = [] if wants_closure(optimizer) else _runs(model, optimizer, wrapped)
+    runs = [] if whole or wants_closure(optimizer) else _runs(model, optimizer, wrapped)
     while True:
         recorder = make()
         recorder.fold(model, runs, partial(_owned, optimizer))
@@ -217,6 +227,15 @@ def _asked(wrapped: Wrapped | None) -> Iterator[dict[Site, Any]]:
         yield found
     finally:
         saved.choose = choose
+
+
+def check_device(model: nn.Module, options: StepOptions) -> None:
+    """Raise `UnpredictableError` for a compiled step on CUDA."""
+    if options.on_cuda(model) and compiled_parts(model)[1]:
+        raise UnpredictableError(
+            f"device {options.device or 'cuda'!r}: compiled steps are predicted as a CPU runs "
+            "them; allowed for a compiled model: cpu"
+        )
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memtrain.activations.intercept.inlined_hooks import run_untraced
+from memtrain.activations.trace.compiled_parts import running_node
 from memtrain.activations.trace.rnn_workspace import with_workspace
 from memtrain.audit.live_storages import storages
 from memtrain.audit.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
@@ -76,6 +78,11 @@ class StorageRecorder(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
         self._born: list[int] = []  # since the outermost forward began
         self._open = ExitStack()  # of a recomputation that runs now
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled parts run as compiled: their ops are seen where graphs run op by op."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and register the storages that it makes."""
@@ -147,14 +154,14 @@ class StorageRecorder(TorchDispatchMode):
         self._born = []
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._names:
+        if not torch.compiler.is_compiling() and module in self._names:
             if not self._path and self.phase == "backward":
                 self._born = []
                 self._open.enter_context(self.corrections())
             self._path.append(self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self._names and self._path:
+        if not torch.compiler.is_compiling() and module in self._names and self._path:
             self._path.pop()
             if not self._path and self.phase == "backward":
                 self._open.close()
@@ -164,13 +171,15 @@ class StorageRecorder(TorchDispatchMode):
         """The label of what runs now."""
         if self.phase == "step":
             return "step"
+        inside = running_node()
         if self._path or self.phase == "forward":
-            where = f"{self._path[-1] if self._path else ''} / {_op_name(func)}".removeprefix(" / ")
+            path = self._path[-1] if self._path else ""
+            where = _joined(path, inside or f" / {_op_name(func)}")
             made: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
             node = made._get_sequence_nr() - 1  # taken before the op runs
             if not self._nodes or node > self._nodes[-1]:
                 self._nodes.append(node)
-                self._ops.append(where)
+                self._ops.append(path if inside else where)
             return f"{'recomputing' if self.phase == 'backward' else 'forward of'} {where}"
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -179,7 +188,10 @@ class StorageRecorder(TorchDispatchMode):
             name = self._parameters.get(id(node.variable), "a tensor")
             return f"backward of {name} / gradient"
         index = bisect_right(self._nodes, node._sequence_nr())
-        return f"backward of {self._ops[index - 1]}" if index else "backward"
+        where = self._ops[index - 1] if index else ""
+        if inside:  # of a graph, of which its module is known
+            where = _joined(where.partition(" / ")[0], inside)
+        return f"backward of {where}" if where else "backward"
 
     def _see(self, storage: Any, category: str) -> None:
         address, nbytes = storage._cdata, storage.nbytes()
@@ -209,6 +221,9 @@ class StorageRecorder(TorchDispatchMode):
             self.events.append((number, delta, self.phase, self._label))
 
 
+run_untraced(StorageRecorder._enter, StorageRecorder._leave)
+
+
 def _is_summed_in_place(x: Tensor) -> bool:
     """Whether autograd's engine would add to `x`, a sum of gradients, in place.
 
@@ -224,6 +239,12 @@ def _is_summed_in_place(x: Tensor) -> bool:
             return False
         caller = caller.f_back
     return False
+
+
+def _joined(path: str, inner: str) -> str:
+    """`h.3.mlp / gelu` of `h.3` and `mlp / gelu`."""
+    dot = "." if path and not inner.startswith(" ") else ""
+    return f"{path}{dot}{inner}".removeprefix(" / ")
 
 
 def _op_name(func: Any) -> str:

@@ -29,6 +29,7 @@ _ALLOWED = {
     "dtype": tuple(DTYPES),
     "optimizer": tuple(OPTIMIZERS),
     "attention": (None, "eager", "sdpa"),
+    "compile": ("false", "true", "blocks"),
     "device": DEVICES,
     "autocast": (None, "bfloat16", "float16"),
 }
@@ -56,8 +57,11 @@ class Request:
     """Every dropout of the config; as the config says by default."""
     optimizer: str = "adamw"
     """A name of `OPTIMIZERS`."""
-    device: str = "cuda"
-    """Whose kernels and allocator the predicted peak is of: a name of `DEVICES`."""
+    compile: str = "false"
+    """`true`: the model is compiled by `torch.compile`; `blocks`: each of its repeated blocks."""
+    device: str | None = None
+    """Whose kernels and allocator the predicted peak is of: a name of `DEVICES`; `cuda` by default,
+    `cpu` of a compiled model."""
     autocast: str | None = None
     """`bfloat16` or `float16` around the predicted peak's forward."""
     memory: str | None = None
@@ -78,10 +82,14 @@ class Request:
     def __post_init__(self) -> None:
         self.dtype = SHORT.get(self.dtype, self.dtype)
         self.autocast = SHORT.get(str(self.autocast), self.autocast)
+        self.compile = str(self.compile).lower()
+        self.device = self.device or ("cuda" if self.compile == "false" else "cpu")
         for name, allowed in _ALLOWED.items():
             if (value := getattr(self, name)) not in allowed:
                 hint = nearest(str(value), [one for one in allowed if one is not None])
                 raise ValueError(f"unknown {name} {value!r}; {hint}")
+        if self.compiled:
+            self._check_compiled()
         for name in ("batch", "seq", "image"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -94,6 +102,23 @@ class Request:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1B or more")
             if value is not None and value.isdigit() and int(value) < _FORGOTTEN:
                 raise ValueError(f"{name}={value} is {value} bytes; did you mean {value}GiB?")
+
+    def _check_compiled(self) -> None:
+        if self.device != "cpu":
+            raise ValueError(
+                f"device={self.device}: compiled steps are predicted as a CPU runs them; "
+                f"allowed with compile={self.compile}: cpu"
+            )
+        if self.budget is not None:
+            raise ValueError(
+                f"compile={self.compile}: plans that fit are of eager steps; allowed with "
+                "budget=: compile=false"
+            )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any of the model is compiled."""
+        return self.compile != "false"
 
     @property
     def step(self) -> StepOptions:

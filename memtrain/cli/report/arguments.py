@@ -56,6 +56,8 @@ examples:
   The same with step times by what this machine really does:
     memtrain-report --measure-rates rates.yaml
     memtrain-report model=gpt2 batch=8 budget=4GiB rates=rates.yaml
+  Inside torch.compile, block by block?
+    memtrain-report model=gpt2 compile=blocks
   Is the prediction right? Run it:
     memtrain-report model=resnet18 batch=4 device=cpu --measure
   A page with pictures for a colleague, data for a script:
@@ -76,6 +78,8 @@ keys:
   attention  eager, sdpa
   dropout    0 turns every dropout of a transformers config off
   optimizer  {optimizers}
+  compile    true: inside torch.compile; blocks: each repeated block by itself
+             (device=cpu, which is then the default)
   device     cuda, cuda:sm_90 or cpu: whose kernels and allocator the peak is of
   autocast   bfloat16, float16: around the forward whose peak is predicted
   memory     24GiB, 24GB ...: search the largest batch and the longest sequence

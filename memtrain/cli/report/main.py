@@ -37,7 +37,7 @@ from memtrain.config.sizes import format_size, parse_size
 from memtrain.config.sources import Config
 from memtrain.planner import DoesNotFit, write_rates
 
-_SUBJECT = ("model", "dtype", "labels", "attention", "dropout", "optimizer", "image")
+_SUBJECT = ("model", "dtype", "labels", "attention", "dropout", "optimizer", "image", "compile")
 """Keys of a request that a prediction depends on besides its batch and its step."""
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -135,6 +135,12 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
 
 def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
     """The step to predict: on the device of the one to measure, where one is."""
+    for name in ("measure", "gradients"):
+        if getattr(options, name) and request.compiled:
+            raise ValueError(
+                f"--{name} follows the ops of a step, which compiled code does not run one by one; "
+                f"allowed with --{name}: compile=false"
+            )
     on_cuda = request.device != "cpu" and torch.cuda.is_available()
     if options.snapshot is not None and not on_cuda:
         raise ValueError("--snapshot is of the CUDA allocator; there is no CUDA device to run on")

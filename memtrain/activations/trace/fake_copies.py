@@ -11,19 +11,20 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.trace.fake_forward import call_arguments
+from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 
 
 @contextmanager
 def fake_copies(
-    model: nn.Module, optimizer: Optimizer, batch: Any
-) -> Iterator[tuple[nn.Module, Optimizer, Any]]:
+    model: nn.Module, optimizer: Optimizer | None, batch: Any
+) -> Iterator[tuple[nn.Module, Any, Any]]:
     """Copy to fake tensors, under a `FakeTensorMode`; the copies can be wrapped and run.
 
     Args:
         model: Real or fake; not changed.
-        optimizer: Its optimizer; not changed. States that it has are copied as fake ones.
+        optimizer: Its optimizer; not changed. States that it has are copied as fake ones. None
+            where none is needed.
         batch: Tensors in any nesting.
 
     Yields:
@@ -41,7 +42,7 @@ def fake_copies(
                 setattr(memo[id(x)], name, copy.deepcopy(value, memo))
         yield (
             copy.deepcopy(model, memo),
-            copy_optimizer(optimizer, memo),
+            None if optimizer is None else copy_optimizer(optimizer, memo),
             tree_map_only(Tensor, lambda x: memo[id(x)], batch),
         )
 
@@ -65,7 +66,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return new
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
+def _tensors(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Every tensor that a copy would allocate."""
     yield from model.parameters()
     yield from model.buffers()
@@ -75,7 +76,7 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
         internal = ("_parameters", "_buffers", "_modules")
         own = {name: value for name, value in vars(module).items() if name not in internal}
         yield from (x for x in tree_leaves(own) if isinstance(x, Tensor))
-    for state in optimizer.state.values():
+    for state in () if optimizer is None else optimizer.state.values():
         yield from (x for x in tree_leaves(state) if isinstance(x, Tensor))
 
 

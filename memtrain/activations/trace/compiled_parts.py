@@ -1,0 +1,155 @@
+"""Compiled parts of a model: found, and compiled again for a copy, to run op by op."""
+
+import types
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from torch import fx, nn
+
+from memtrain.activations.intercept.graph_sites import path_names, source_name
+from memtrain.activations.intercept.inlined_hooks import inside_compiled
+
+INDUCTOR = "inductor"
+OP_BY_OP = ("aot_eager", "aot_eager_decomp_partition")
+"""Backends that run the ops of their graphs one by one."""
+
+_numbers = count(1)
+_running: list[str] = []  # the module, as graphs name it, and the op of the node that runs now
+
+
+def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """Find what of a model is compiled: by `torch.compile(module)` or by `module.compile()`.
+
+    Args:
+        model: Any.
+
+    Returns:
+        The model inside of what `torch.compile` made of it, and the paths in it of the modules
+        that are compiled, with their backends.
+
+    Raises:
+        ValueError: For a backend whose graphs cannot be looked into.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> model[0].compile()
+        >>> list(compiled_parts(model)[1])
+        ['0']
+    """
+    found: dict[str, Any] = {}
+    inside = inside_compiled(model)
+    if inside is not None:
+        found[""] = _backend_of(model)
+        model = inside
+    for name, module in model.named_modules():
+        if inside_compiled(module) is not None:
+            found[f"{name}._orig_mod".lstrip(".")] = _backend_of(module)
+        elif module._compiled_call_impl is not None:
+            found.setdefault(name, _backend_of(module._compiled_call_impl))
+    return model, found
+
+
+def compile_alike(model: nn.Module, parts: Mapping[str, Any]) -> None:
+    """Compile parts of a model so that what their graphs hold is that of a real run.
+
+    Graphs are made as the backend makes them, and then run op by op, so that fake tensors will do
+    and every op is seen. What torch has compiled of the original stays as it is.
+
+    Args:
+        model: A copy of the model; changed.
+        parts: Of `compiled_parts`.
+    """
+    own: dict[Any, Any] = {}
+    for path, backend in parts.items():
+        module = model.get_submodule(path)
+        forward = type(module).forward
+        if "forward" not in vars(module) and isinstance(forward, types.FunctionType):
+            # Torch keeps what it compiles by code: a copy of that keeps the original's apart.
+            module.forward = types.MethodType(own.setdefault(forward, _copied(forward)), module)
+        module.compile(backend=_inductor_graphs if backend == INDUCTOR else backend)
+        above = model.get_submodule(path.rpartition(".")[0])
+        if inside_compiled(above) is not None:
+            vars(above)["forward"] = module
+
+
+def running_node() -> str:
+    """The op of a compiled graph that runs now, after the path of its module in the graph's own.
+
+    Returns:
+        Such as `mlp.act / gelu`, ` / gelu` of the graph's own module; empty outside of graphs.
+    """
+    return _running[-1] if _running else ""
+
+
+def _backend_of(compiled: Any) -> Any:
+    """`inductor`, or another backend that runs op by op."""
+    (context,) = (
+        cell.cell_contents
+        for cell in compiled.get_compiler_config.__closure__
+        if hasattr(cell.cell_contents, "callback")
+    )
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    name = getattr(backend, "compiler_name", getattr(backend, "__name__", repr(backend)))
+    if name in (INDUCTOR, *OP_BY_OP):
+        return name
+    function = getattr(backend, "compiler_fn", backend)
+    if type(function).__name__ == "AotAutograd":
+        compilers = dict.fromkeys(("fw_compiler", "bw_compiler"), _op_by_op)
+        return type(function)(**{**function.kwargs, **compilers})
+    raise ValueError(
+        f"backend {name!r}: what its graphs hold cannot be told before; allowed: "
+        f"{', '.join((INDUCTOR, *OP_BY_OP))}, or one that aot_autograd made"
+    )
+
+
+def _copied(function: types.FunctionType) -> types.FunctionType:
+    # Of another name: what torch knows of earlier calls (which sizes change) goes by that.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    made = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _inductor_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """The backend `inductor`, up to where it generates code."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, inner_compile=_op_by_op)  # pyright: ignore[reportArgumentType]
+
+
+def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+    """What runs a graph's nodes one after another, freeing each value behind its last use."""
+    interpreter = _Nodes(graph)
+
+    def run(args: list[Any]) -> Any:
+        try:
+            return interpreter.boxed_run(args)
+        finally:
+            interpreter.env = {}  # which holds the results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Nodes(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        _running.append(_place(n))
+        try:
+            return super().run_node(n)
+        finally:
+            _running.pop()
+
+
+def _place(node: fx.Node) -> str:
+    """The op of the forward that a node is of, after its module's path in the graph's own."""
+    kind = "fwd_" if "fwd_source_fn_stack" in node.meta else ""
+    stack = node.meta.get(f"{kind}source_fn_stack")
+    paths = [str(path) for path, _ in (node.meta.get(f"{kind}nn_module_stack") or {}).values()]
+    module = path_names(paths[-1])[2:] if paths else []  # without L['self']
+    name = source_name(stack) if stack else str(node.target).partition(".")[2].partition(".")[0]
+    return f"{'.'.join(module)} / {name}"

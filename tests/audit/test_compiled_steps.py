@@ -1,0 +1,187 @@
+"""Predicted bytes of compiled steps: those that real graphs hold between forward and backward."""
+
+import copy
+
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.utils._pytree import tree_leaves
+
+import memtrain
+from memtrain.audit import audit
+from memtrain.audit.live_storages import LiveStorages
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.measure import measure
+from memtrain.planner import fit
+
+# inductor's partition of a graph, run op by op: nothing is generated
+BACKEND = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class GraphStorages(LiveStorages):
+    """Sees the ops of graphs too, where they run one by one."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+
+def held(run, batch):
+    """Bytes alive between forward and backward besides what the model returns."""
+    torch.compiler.reset()
+    run(**batch)
+    with GraphStorages() as live:
+        output = run(**batch)
+    outputs = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+    return live.nbytes(exclude=[*outputs, *batch.values()])
+
+
+def held_by_nodes(output, *others):
+    """Bytes that the nodes of one whole graph hold, compiled by inductor."""
+    skipped = {x.untyped_storage()._cdata for x in (output, *others)}
+    nodes, waiting, storages = set(), [output.grad_fn], {}
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [above for above, _ in node.next_functions]
+            for x in getattr(node, "saved_tensors", ()):
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    return sum(size for key, size in storages.items() if key not in skipped)
+
+
+class MLP(nn.Module):
+    def __init__(self, blocks=1):
+        super().__init__()
+        layers = (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.h = nn.ModuleList(copy.deepcopy(nn.Sequential(*layers)) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.h:
+            x = x + block(x)
+        return x
+
+
+def mlp():
+    return MLP(), {"x": torch.randn(64, 64)}
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    shape = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 500, "n_positions": 64}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **off, **ends))
+    tokens = torch.randint(0, 500, (2, 64))
+    return model.train(), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    tokens = torch.randint(0, 500, (2, 64))
+    mask = torch.ones(2, 64, dtype=torch.long)
+    return model.train(), {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": mask}
+
+
+def cnn():
+    layers = (
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.SiLU(), nn.Dropout(0.5),
+        nn.Flatten(), nn.Linear(32 * 64, 10),
+    )  # fmt: skip
+    return nn.Sequential(*layers), {"input": torch.randn(8, 3, 16, 16)}
+
+
+def compiled(model, how, backend):
+    if how == "whole":
+        return torch.compile(model, backend=backend)
+    layers = getattr(model, "h", None) or getattr(model, "model", model)
+    for block in getattr(layers, "layers", layers):
+        block.compile(backend=backend)
+    return model
+
+
+CASES = [
+    (mlp, "whole"),
+    *[
+        pytest.param(build, how, marks=pytest.mark.nightly)
+        for build in (gpt2, llama, cnn)
+        for how in ("whole", "blocks")
+        if (build, how) not in ((gpt2, "blocks"), (cnn, "blocks"))
+    ],
+]
+
+
+@pytest.mark.parametrize(("build", "how"), CASES)
+def test_predicted_bytes_are_those_held_plain_and_planned(build, how):
+    torch.manual_seed(0)
+    model, batch = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = compiled(model, how, BACKEND)
+    report = audit(run, optimizer, batch)
+    saved = report.totals()["saved activations"]
+    assert not any(hasattr(module, "_memtrain") for module in model.modules())
+    assert held(run, batch) == saved.plain
+    memtrain.wrap(run, optimizer, batch=batch)
+    foretold = memtrain.plan_of(model).listing()
+    assert held(run, batch) == saved.planned < saved.plain / 4
+    assert memtrain.plan_of(model).listing() == foretold
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("build", [gpt2, cnn])
+def test_graphs_that_inductor_compiles_hold_what_is_predicted(build):
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, batch = build()
+    batch.pop("labels", None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model)
+    found = audit(run, optimizer, batch).totals()["saved activations"]
+    weights = [*model.parameters(), *model.buffers(), *batch.values()]
+    for planned in (False, True):
+        if planned:
+            torch.compiler.reset()
+            memtrain.wrap(run, optimizer)
+        output = run(**batch)
+        output = output if isinstance(output, torch.Tensor) else output.logits
+        assert held_by_nodes(output, *weights) == (found.planned if planned else found.plain)
+
+
+@pytest.mark.nightly
+def test_timelines_of_compiled_steps_hold_the_reports_bytes_and_name_modules():
+    torch.manual_seed(0)
+    model, batch = gpt2()
+    report = audit(torch.compile(model), torch.optim.AdamW(model.parameters()), batch, peak=True)
+    saved = report.totals()["saved activations"]
+    for timeline, bytes_saved in (
+        (report.timeline, saved.plain),
+        (report.planned_timeline, saved.planned),
+    ):
+        last = [moment for moment in timeline.moments if moment.phase == "forward"][-1]
+        assert last.parts["saved activations"] - bytes_saved in (0, 4)  # the loss
+        labels = {moment.label for moment in timeline.moments}
+        assert any("transformer.h.1.mlp.act / " in label for label in labels)
+    assert report.planned_timeline.peak.nbytes < report.timeline.peak.nbytes
+
+
+def test_what_is_not_told_of_compiled_steps_is_refused():
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match=r"backend 'eager'.*allowed: inductor, aot_eager"):
+        audit(run, optimizer, batch)
+    run = torch.compile(model)
+    with pytest.raises(ValueError, match=r"device 'cuda'.*allowed for a compiled model: cpu"):
+        audit(run, optimizer, batch, options=StepOptions(device="cuda"))
+    with pytest.raises(ValueError, match=r"MLP is compiled.*before torch.compile"):
+        measure(run, optimizer, batch)
+    with pytest.raises(ValueError, match=r"MLP is compiled.*before torch.compile"):
+        fit(run, optimizer, batch, "1GiB")
