@@ -111,7 +111,7 @@ class Launch:
         self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
         states, second = len(first.codecs), self._reduce_form["SECOND"]
-        count = kernels.blocks(first.bits, states, second, is_whole(first)) * 128 // size
+        count = kernels.blocks(first.bits, is_whole(first)) * 128 // size
         self._each = count * size  # elements of a program of the update
         self._update_form = {"COUNT": count, "HALF": size // 2}
         if first.bits == lloyd_max.BITS:

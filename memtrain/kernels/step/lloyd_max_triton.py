@@ -10,7 +10,6 @@ from memtrain.kernels.step.step_triton import (
     COL_OLD,
     DTYPES,
     FIRST,
-    N_COLS,
     NUMEL,
     ROW_INV,
     ROW_OLD,
@@ -20,11 +19,13 @@ from memtrain.kernels.step.step_triton import (
     G,
     P,
     _field,
+    _first_elements,
     _floats,
     _lost,
     _numbers,
     _pointer,
     _unless_refused,
+    blocks,
 )
 
 SMALL, LARGE = tl.constexpr(lloyd_max.SMALL), tl.constexpr(lloyd_max.LARGE)
@@ -69,17 +70,8 @@ def _update_kernel(
     byte = tl.load(codes_ptr + row * QUARTER + lane % QUARTER, mask=real, other=0).to(tl.int32)
     shift = lane // QUARTER * 2
     scale = tl.load(scale_ptr + row, mask=real, other=0.0).to(tl.float32)
-    cols = _field(table_ptr, tensor, N_COLS)
-    if WHOLE:  # a block lies in one row
-        each = (cols // SIZE).to(tl.int32)
-        block = chunk * COUNT + row
-        i = block // each
-        j = (block - i * each) * SIZE
-    else:
-        start = (chunk.to(tl.int64) * COUNT + row) * SIZE
-        i = start // cols
-        j = (start - i * cols).to(tl.int32)
-    place = (table_ptr, tensor, i, j, cols.to(tl.int32))
+    i, j, cols = _first_elements(table_ptr, tensor, chunk, row, COUNT, SIZE, WHOLE)
+    place = (table_ptr, tensor, i, j, cols)
 
     low_p, low_m, low_y, low_x = _moment(
         p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, (byte >> shift) & 3, scale, place,
@@ -181,7 +173,13 @@ AOT_CASES = [
     (
         _update_kernel,
         {"programs_ptr": "*i32", "table_ptr": "*i64", "p_like": p, "g_like": g},
-        {"COUNT": 16, "HALF": 64, "MASTER": master, "WHOLE": whole, "num_warps": warps(whole)},
+        {
+            "COUNT": blocks(lloyd_max.BITS, whole),
+            "HALF": 64,
+            "MASTER": master,
+            "WHOLE": whole,
+            "num_warps": warps(whole),
+        },
     )
     for whole in (True, False)
     for p, g, master in DTYPES

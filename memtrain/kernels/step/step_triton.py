@@ -431,11 +431,10 @@ def _update_kernel(
 
 
 @triton.jit
-def _lines(
-    table_ptr, tensor, chunk, row,
-    SECOND: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
+def _first_elements(
+    table_ptr, tensor, chunk, row, COUNT: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Where rows and columns of blocks are: row and first column of each, and their vectors."""
+    """Row and column of the first element of each block, and how many columns there are."""
     cols = _field(table_ptr, tensor, N_COLS)
     if WHOLE:  # a block lies in one row
         each = (cols // SIZE).to(tl.int32)
@@ -446,6 +445,16 @@ def _lines(
         start = (chunk.to(tl.int64) * COUNT + row) * SIZE
         i = start // cols
         j = (start - i * cols).to(tl.int32)
+    return i, j, cols.to(tl.int32)
+
+
+@triton.jit
+def _lines(
+    table_ptr, tensor, chunk, row,
+    SECOND: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Where rows and columns of blocks are: the first element of each, and their vectors."""
+    i, j, cols = _first_elements(table_ptr, tensor, chunk, row, COUNT, SIZE, WHOLE)
     if SECOND == RANK1:
         old_row = _floats(table_ptr, tensor, ROW_OLD)
         old_col = _pointer(table_ptr, tensor, COL_OLD, tl.float32, WHOLE)
@@ -454,7 +463,7 @@ def _lines(
         old_row = _floats(table_ptr, tensor, ROW_INV)
         old_col = _pointer(table_ptr, tensor, SECOND_STATE + 1, tl.float32, WHOLE)
         inv_col = old_col
-    return i, j, cols.to(tl.int32), _floats(table_ptr, tensor, ROW_INV), old_row, old_col, inv_col
+    return i, j, cols, _floats(table_ptr, tensor, ROW_INV), old_row, old_col, inv_col
 
 
 @triton.jit
@@ -512,42 +521,39 @@ def _half(
     return m, v
 
 
-def blocks(bits: int, states: int, second: int, whole: bool) -> int:
+def blocks(bits: int, whole: bool) -> int:
     """Blocks of 128 of a program of the update: what all its elements share is found once.
 
     Twice as many where the registers are there for 32 elements a thread.
 
     Args:
         bits: Of the codes; 32 where states are numbers, 0 without any.
-        states: How many.
-        second: What the second one is: 0 as the first, 1 rank-1, 2 factored.
         whole: Whether all is aligned.
 
     Example:
-        >>> blocks(4, 2, 0, True), blocks(4, 2, 0, False), blocks(8, 2, 0, True)
+        >>> blocks(4, True), blocks(4, False), blocks(0, True)
         (32, 16, 16)
     """
-    large = whole and bits == 4 and states == 2 and second != RANK1.value
-    return 32 if large else 16
+    return 32 if whole and bits else 16
 
 
 def update_options(bits: int, second: int, whole: bool) -> dict[str, int]:
-    """Launch options of the update, without which ptxas takes a stack for some unaligned tensors.
+    """Launch options of the update, without which ptxas takes a stack.
 
-    Rank-1: each element's row and column take registers, more than a thread of 4 warps has. 8 bits:
-    without a limit ptxas takes 96 or 128 registers where it needs a few more.
+    Unaligned tensors: rank-1 has each element's row and column in registers, more than a thread of
+    4 warps has; of 8 bits, and of numbers that are aligned, ptxas takes too few by itself.
 
     Args:
         bits: As of `blocks`.
-        second: As of `blocks`.
+        second: What the second state is: 0 as the first, 1 rank-1, 2 factored.
         whole: Whether all is aligned.
 
     Example:
-        >>> update_options(4, 1, False), update_options(8, 0, False), update_options(8, 0, True)
-        ({'num_warps': 16}, {'maxnreg': 168}, {})
+        >>> update_options(4, 1, False), update_options(8, 0, False), update_options(32, 0, True)
+        ({'num_warps': 16}, {'maxnreg': 168}, {'maxnreg': 80})
     """
     if whole:
-        return {}
+        return {"maxnreg": 80} if bits == 32 else {}
     if second == RANK1.value:
         return {"num_warps": 16}
     return {"maxnreg": 168} if bits == 8 else {}
@@ -557,7 +563,7 @@ def reduce_options(second: int, whole: bool) -> dict[str, int]:
     """Launch options of the first pass: rank-1 takes more warps for the same reason.
 
     Args:
-        second: As of `blocks`.
+        second: As of `update_options`.
         whole: Whether all is aligned.
 
     Example:
@@ -632,7 +638,7 @@ def _launched(form: dict[str, int], whole: bool) -> dict[str, int]:
     second = form["SECOND"]
     if "RULE" not in form:
         return form | reduce_options(second, whole)
-    count = blocks(form["BITS"], form["STATES"], second, whole) * 64 // form["HALF"]
+    count = blocks(form["BITS"], whole) * 64 // form["HALF"]
     return form | {"COUNT": count} | update_options(form["BITS"], second, whole)
 
 
