@@ -24,6 +24,7 @@ from benchmarks import (
     peaks_everywhere,
     precision,
     presets,
+    pretrained,
     promises,
     seeds,
 )
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         peaks_everywhere,
         precision,
         presets,
+        pretrained,
         promises,
         seeds,
     )

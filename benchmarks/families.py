@@ -137,7 +137,7 @@ def compare(case: Case, cfg: Any, seed: int = 0, *, predict: bool = True) -> Row
         "predicted_nbytes": predicted,
         "ratio": (held - loss) / (plain - loss),
         "predicted_over_live": predicted / (held - loss),
-        "gradient_cosine": _cosine(found, exact),
+        "gradient_cosine": cosine(found, exact),
         "gradient_error": _error(found, exact),
     }
 
@@ -168,7 +168,8 @@ def _tensors(batch: dict[str, Tensor] | tuple[Tensor, Tensor]) -> list[Tensor]:
     return list(batch.values()) if isinstance(batch, dict) else list(batch)
 
 
-def _cosine(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+def cosine(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Of all gradients as one vector."""
     a = torch.cat([found[name].flatten() for name in exact])
     b = torch.cat([exact[name].flatten() for name in exact])
     return float(F.cosine_similarity(a.double(), b.double(), dim=0))
