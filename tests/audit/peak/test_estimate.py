@@ -110,6 +110,11 @@ def test_the_worst_batch_of_a_data_sets_lengths():
     padded["attention_mask"][3, 7:] = 0
     assert found.peak.nbytes == memtrain.estimate(model, padded).peak.nbytes
     assert str(found).startswith(f"{found.peak.nbytes / 2**20:.2f} MiB for 4 x 90 tokens in ")
+    shorter = {name: values[1:, :33] for name, values in padded.items()}
+    steps = [(m, torch.optim.AdamW(m.parameters())) for m in (llama(), llama())]
+    real, less = (measure(*step, b, None) for step, b in zip(steps, (padded, shorter), strict=True))
+    assert found.peak.parts == real.peak.parts
+    assert less.peak.nbytes < found.peak.nbytes
     alone = memtrain.estimate(model, tokens(1, 8), lengths=lengths)
     assert alone.peak.nbytes == memtrain.estimate(model, tokens(1, 90)).peak.nbytes
 
