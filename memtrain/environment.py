@@ -19,6 +19,7 @@ _PACKAGES = (
     "trl",
     "lightning",
     "bitsandbytes",
+    "torchao",
     "hydra-core",
     "omegaconf",
 )

@@ -1,8 +1,13 @@
 """What a wheel holds works from any working directory: configs and C++ sources included."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
 
 from memtrain.config.sources import options
 
@@ -12,6 +17,17 @@ PROGRAM = """
 import memtrain
 from memtrain.config import load, options
 assert memtrain.__file__.startswith({folder!r}), memtrain.__file__
+import warnings
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.GELU(), torch.nn.Linear(80, 80))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(40, 80)).sum().backward()
+        optimizer.step()
+said, = [str(one.message) for one in seen]
+assert "kernels were not built" in said and "reference serves" in said, said
 for preset in options("preset"):
     load(preset)
 from memtrain.training.settings import compose
@@ -30,7 +46,8 @@ assert "</html>" in as_html(Outcome(Report(rows=(), kept=(), unmatched=(), loss=
 """
 
 
-def test_the_built_package_composes_every_config_from_elsewhere(tmp_path):
+def test_the_built_package_works_without_a_compiler_from_elsewhere(tmp_path):
+    """One warning tells that the reference serves; every config composes, every program runs."""
     package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
     elsewhere.mkdir()
     build = [sys.executable, "setup.py", "-q", "build_py", "-d", str(package)]
@@ -52,3 +69,21 @@ def test_the_built_package_composes_every_config_from_elsewhere(tmp_path):
     )
     assert any("/" in name for name in sources)
     assert sources <= packed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "no compiler"])
+def test_one_wheel_serves_every_python(compiler, tmp_path):
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "memtrain", source / "memtrain", ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    path = {} if compiler else {"PATH": str(tmp_path / "nothing"), "CC": "none", "CXX": "none"}
+    build = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=source, env={**os.environ, **path}, check=True, timeout=1200)
+    (wheel,) = tmp_path.glob("*.whl")
+    tag = wheel.stem.split("-", 2)[2]
+    assert tag.startswith("py3-none-linux") if compiler else tag == "py3-none-any"
+    held = {name for name in ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert held == ({"memtrain/kernels/cpu/libmemtrain.so"} if compiler else set())
