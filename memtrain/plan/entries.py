@@ -1,6 +1,6 @@
 """The entries of a plan: bytes of weights, gradients, states and saved tensors."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,6 +230,7 @@ def predict_states(
     choose: Callable[[str, str], Compressor | Keep] | None,
     *,
     min_elements: int,
+    masters: Collection[Tensor] = (),
 ) -> list[PlanEntry]:
     """List every optimizer state with its bytes, as it is and as the plan keeps it.
 
@@ -242,6 +243,7 @@ def predict_states(
         optimizer: Any torch optimizer.
         choose: The names of a parameter and a state -> what is done to it; None: no rules.
         min_elements: States of parameters with no more are kept.
+        masters: Parameters that the plan steps in float32: what is kept of their states is float32.
 
     Raises:
         ValueError: For a compressor that cannot serve the state that it was chosen for.
@@ -267,6 +269,7 @@ def predict_states(
     names = {p: name for name, p in model.named_parameters()}
     try:
         plain = list(_plain_states(optimizer, names))
+        stepped = {param: own for param, _, own in _plain_states(optimizer, names, masters)}
     # Whatever a foreign optimizer's step raises on meta tensors, the rest of the audit stands.
     except Exception as error:  # noqa: BLE001
         return [_unknown(title, error)]
@@ -283,7 +286,8 @@ def predict_states(
             if not kept and choose is not None and isinstance(chosen := choose(name, state), Keep):
                 kept = chosen.reason
             site = f"{name} / {title.lower()} / {state}"
-            entries.append(_entry(site, value, rows.get((param, state)), kept))
+            held = stepped[param][state].nbytes
+            entries.append(_entry(site, value.nbytes, held, rows.get((param, state)), kept))
     return entries
 
 
@@ -313,19 +317,23 @@ def _check(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
                 check_state(chosen, state)
 
 
-def _entry(site: str, value: Tensor, row: optim.StateRow | None, kept: str) -> PlanEntry:
+def _entry(site: str, nbytes: int, held: int, row: optim.StateRow | None, kept: str) -> PlanEntry:
     if row is None:
-        return PlanEntry(site, "state", value.nbytes, value.nbytes, reason=kept)
+        return PlanEntry(site, "state", nbytes, held, reason=kept)
     if row.compressor.is_identity:
+        # A fused step keeps it in float32; any other in the dtype of what it steps.
         name = "" if kept else repr(row.compressor)
-        return PlanEntry(site, "state", value.nbytes, row.nbytes, name, kept)
-    return PlanEntry(site, "state", value.nbytes, row.nbytes, repr(row.compressor), row.reason)
+        return PlanEntry(site, "state", nbytes, max(row.nbytes, held), name, kept)
+    return PlanEntry(site, "state", nbytes, row.nbytes, repr(row.compressor), row.reason)
 
 
 def _plain_states(
-    optimizer: Optimizer, names: dict[Any, str]
+    optimizer: Optimizer, names: dict[Any, str], masters: Collection[Tensor] = ()
 ) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
-    """Parameters that get states, with their names and what plain PyTorch keeps for them."""
+    """Parameters that get states, with their names and what plain PyTorch keeps for them.
+
+    Of `masters` what it would keep for them in float32.
+    """
     known: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, param in enumerate(group["params"]):
@@ -333,7 +341,9 @@ def _plain_states(
             if not state and not param.requires_grad:
                 continue
             own = local(param)
-            key = (index, tuple(own.shape), param.dtype)
+            if param in masters:
+                own = torch.empty(own.shape, dtype=torch.float32, device="meta")
+            key = (index, tuple(own.shape), own.dtype)
             if not state and key not in known:
                 known[key] = _tensors(first_states(optimizer, own, group))
             plain = _tensors(state) if state else known[key]

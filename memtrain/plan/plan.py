@@ -301,7 +301,10 @@ def make_plan(
     plan._entries["gradient"] = predict_gradients(model, optimizer, config)
     by_rules = plan.choose_state if plan.state_rules else None
     least = config.optim.min_elements
-    plan._entries["state"] = predict_states(model, optimizer, by_rules, min_elements=least)
+    masters = training_dtypes(model, config)
+    plan._entries["state"] = predict_states(
+        model, optimizer, by_rules, min_elements=least, masters=masters
+    )
     _check_states(plan)
     if batch is not None:
         choices: dict[Site, Compressor | Keep] = {}

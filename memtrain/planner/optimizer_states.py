@@ -153,7 +153,10 @@ def _options(
             for entry in own
             if entry.compressor
         )
-        seconds = rates.step(optimizer, variant, param.numel(), nbytes)
+        # What is kept counts as torch's own also where float32 masters make it float32: that truer
+        # weights take longer for it is not held against them.
+        moved = sum(entry.planned if entry.compressor else entry.nbytes for entry in own)
+        seconds = rates.step(optimizer, variant, param.numel(), moved)
         share = error * param.numel() / total
         found[name] = Option(seconds, nbytes, share, variant, choices=choices)
     return found

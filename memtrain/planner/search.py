@@ -273,11 +273,16 @@ class _Planning:
         (model, optimizer, batch), config, told = self.given, self.config, self.told
         names, found = goal.names, []
         variants = STATES if "quantise" in names else (TORCH,)
-        told("optimizer states", 0, 0)
-        states, mixtures = gather_states(model, optimizer, config, variants, goal)
+        known: dict[bool, tuple[list[Segment], list[Solution]]] = {}
         solved: dict[Any, list[Solution]] = {}
         for weights in _settings(config.weights, _weights(model), "weights" in names):
             held = replace(config, weights=weights)
+            # Float32 masters have float32 states, whatever the dtype of the weights is now.
+            masters = any(p.dtype != torch.float32 for p in training_dtypes(model, held))
+            if masters not in known:
+                told("optimizer states", 0, 0)
+                known[masters] = gather_states(model, optimizer, held, variants, goal)
+            states, mixtures = known[masters]
             key = _converts(model, batch, held)
             if key not in self.spaces:
                 self.spaces[key] = self._space(held, goal)
@@ -393,16 +398,24 @@ def best_candidates(
         candidates: Of plans that are equally good an earlier one is preferred.
         objective: What is best.
     """
-    place: dict[str, int] = {}
+    ways = [*dict.fromkeys(map(_kept, candidates))]
+    # Bfloat16 weights that lose small updates are for where no truer ones fit.
+    lossy = KEEP if ways and ways[-1][0] == KEEP != ways[0][0] else None
 
     def worth(one: CandidatePlan) -> tuple[float, ...]:
         first, second = one.seconds, one.error
         best = (first, second) if objective == "time" else (second, first)
-        kept = one.space.plan.config.weights if one.space is not None else KEEP
-        return (*best, place.setdefault(kept, len(place)), one.peak)
+        kept = _kept(one)
+        return (kept[0] == lossy, *best, ways.index(kept), one.peak)
 
     listed = shrinking(sorted(candidates, key=worth), lambda one: one.peak)
     return listed if len(listed) <= PLANS else thinned(listed, lambda one: one.peak, PLANS)
+
+
+def _kept(candidate: CandidatePlan) -> tuple[str, str]:
+    """What is done to weights and to gradients."""
+    config = candidate.space.plan.config if candidate.space is not None else Config()
+    return config.weights, config.gradients
 
 
 def config_of(candidate: CandidatePlan) -> Config:
