@@ -418,3 +418,14 @@ def test_complex_parameters_are_updated_as_their_gradients_arrive():
         with pytest.raises(ValueError, match=r"of shape \(4, 4\) is torch.complex64"):
             ReleaseGradients(inner, **options)
         assert "step" not in vars(inner)
+
+
+def test_a_stalled_run_is_told_by_its_steps_not_by_its_parameters(recwarn):
+    weights = [nn.Parameter(torch.full((n,), 100.0, dtype=torch.bfloat16)) for n in (2, 9, 9, 3)]
+    optimizer = ReleaseGradients(AdamW4bit(weights, lr=1e-3, weight_decay=0.0))
+    for step in range(1, 17):
+        sum(weight.sum() for weight in weights).backward()
+        optimizer.step()
+        found = [str(w.message) for w in recwarn if "stalled" in str(w.message)]
+        assert len(found) == (step >= 8)
+    assert "of shape (9,) moved at step 8" in found[0]

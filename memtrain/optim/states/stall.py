@@ -19,18 +19,25 @@ class StallWatch:
 
     The largest bfloat16 or float16 parameter stands for all: where no sampled element with a
     gradient changes, the update is below half a unit in the last place of nearly every weight.
+
+    A step begins where a parameter comes again: released gradients come one at a time.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.warned = False
+        self._seen: set[int] = set()  # in this step, the first of those that came together
+        self._largest = 0  # elements, known after step 7
+        self._looked = 0  # the last step that was examined
 
     def before(
         self, groups: list[dict[str, Any]], masters: Collection[Tensor] = ()
     ) -> tuple[Tensor, Tensor, float] | None:
         """Copies for `after` to compare with, on the steps examined; `masters` cannot stall."""
-        self.steps += 1
-        if self.warned or self.steps < FIRST_LOOK or self.steps & (self.steps - 1):
+        self._count(groups)
+        counts = self.steps == FIRST_LOOK - 1
+        looks = self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)
+        if self.warned or self._looked == self.steps or not (counts or looks):
             return None
         if cpu.is_dataless():  # nothing moves on fake tensors
             return None
@@ -46,8 +53,21 @@ class StallWatch:
         ]
         if not halves:
             return None
-        _, _, param, lr = max(halves, key=lambda each: each[0])
+        size, _, param, lr = max(halves, key=lambda each: each[0])
+        if counts or size < self._largest:
+            self._largest = max(self._largest, size)
+            return None
+        self._looked = self.steps
         return param, _sample(param).clone(), lr
+
+    def _count(self, groups: list[dict[str, Any]]) -> None:
+        given = (param for group in groups for param in group["params"] if param.grad is not None)
+        first = next(given, None)
+        place = id(getattr(first, "_stands_for", first))
+        if not self._seen or place in self._seen:
+            self._seen.clear()
+            self.steps += 1
+        self._seen.add(place)
 
     def after(self, seen: tuple[Tensor, Tensor, float] | None) -> None:
         """Warn if nothing moved that has a gradient."""
