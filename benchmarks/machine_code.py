@@ -96,6 +96,8 @@ def elements(kernel: str, constants: Mapping[str, Any]) -> int:
     if kernel == "_reduce_kernel":
         return 256 * 128
     rows = _ROWS if kernel == "_backward_kernel" else 1
+    if "ROWS" in constants and constants.get("STOCHASTIC"):
+        rows = 2  # both groups of a pair
     return rows * constants["GROUPS"] * constants["WIDTH"] * 8
 
 

@@ -68,6 +68,15 @@ def _turned(word, odd):
 
 
 @triton.jit
+def _words(seed, pair, column, like, WIDTH: tl.constexpr):
+    # The shift gives 0, and the counters the layout of the values: else every random number would
+    # travel through shared memory.
+    nothing = (like.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 31
+    counter = (pair * WIDTH + column).to(tl.uint32) + nothing.to(tl.uint32)
+    return tl.randint4x(seed, counter)
+
+
+@triton.jit
 def store_codes(to, codes, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Pack the codes of eight slices; `to` is where each position of a slice has its first byte."""
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
@@ -125,6 +134,8 @@ def encode(
     STOCHASTIC: tl.constexpr,
     WIDE: tl.constexpr,
     REPEATED: tl.constexpr = False,  # what is not there repeats a value of its group, else it is 0
+    drawn=None,  # of a pair's groups, with `odd`: whether these are the second ones
+    odd=None,
 ):
     LEVELS: tl.constexpr = float(2**BITS - 1)
     inside = here & (column < WIDTH)
@@ -162,11 +173,10 @@ def encode(
     )
 
     if STOCHASTIC:
-        # The shift gives 0, and the counters the layout of the values: else every random number
-        # would travel through shared memory.
-        counter = ((group // 2) * WIDTH + column).to(tl.uint32) + (tops >> 31).to(tl.uint32)
-        w0, w1, w2, w3 = tl.randint4x(seed, counter)
-        odd = (group % 2 == 1) & inside
+        if drawn is None:
+            drawn = _words(seed, group // 2, column, xs[0], WIDTH)
+            odd = (group % 2 == 1) & inside
+        w0, w1, w2, w3 = drawn
         words = (_turned(w0, odd), _turned(w1, odd), _turned(w2, odd), _turned(w3, odd))
     base = 0.5 * lo
     codes = ()
@@ -201,24 +211,32 @@ def _quantize_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,  # there are gaps between rows
 ):
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    place = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
-    here = group < n_groups
-    left = left_of(group, n, WIDTH)
-    start = group * (WIDTH * 8)
-    if ROWS:
-        row = group.to(tl.int32) // per_row
-        start = row.to(tl.int64) * stride + (group - row * per_row) * (WIDTH * 8)
-    first = tl.load(x_ptr + start, mask=here, other=0.0)
-    xs = ()
-    for s in tl.static_range(8):
-        valid = (column < WIDTH) & (column + s * WIDTH < left)
-        x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=first)
-        xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
-    encode(
-        xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
-        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE, True,
-    )  # fmt: skip
+    drawn = None
+    # Stochastic: both groups of each pair, which share their random words.
+    for odd in tl.static_range(2 if STOCHASTIC else 1):
+        group = place
+        if STOCHASTIC:
+            group = 2 * place + odd
+        here = group < n_groups
+        left = left_of(group, n, WIDTH)
+        start = group * (WIDTH * 8)
+        if ROWS:
+            row = group.to(tl.int32) // per_row
+            start = row.to(tl.int64) * stride + (group - row * per_row) * (WIDTH * 8)
+        first = tl.load(x_ptr + start, mask=here, other=0.0)
+        xs = ()
+        for s in tl.static_range(8):
+            valid = (column < WIDTH) & (column + s * WIDTH < left)
+            x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=first)
+            xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
+        if STOCHASTIC and odd == 0:
+            drawn = _words(seed, place, column, xs[0], WIDTH)
+        encode(
+            xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
+            BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE, True, drawn, odd == 1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -263,7 +281,7 @@ def _dequantize_kernel(
 
 
 def tile(group_size):
-    """Padded slice width, groups per program and warps: two to four elements a thread and slice."""
+    """Padded slice width, groups of a tile and warps: two to four elements a thread and slice."""
     width = triton.next_power_of_2(group_size // 8)
     groups = max(1, 256 // width)
     return {"WIDTH_PAD": width, "GROUPS": groups, "num_warps": max(4, width * groups // 128)}
@@ -276,10 +294,11 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
         return
     options = tile(group_size)
     wide, in_rows = bounds.dtype == torch.float32, not x.is_contiguous()
+    each = options["GROUPS"] * (2 if stochastic else 1)
     # Without contraction the results equal the reference's bit for bit.
     launch(
         _quantize_kernel,
-        (triton.cdiv(n_groups, options["GROUPS"]),),
+        (triton.cdiv(n_groups, each),),
         x,
         codes,
         bounds if wide else bounds.view(torch.int16),
