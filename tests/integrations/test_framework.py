@@ -1,8 +1,12 @@
 """Integrations do with gradients what a framework was told, or refuse; none is needed here."""
 
+import ast
 import copy
 import importlib
+import re
 import sys
+import textwrap
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -161,12 +165,41 @@ def test_axolotls_plugin_wraps_its_trainer_and_says_so(monkeypatch, caplog):
         plugin.register({"memtrain": "blanced"})
 
 
+def made_by_a_dotted_name(name, arguments, params, lr):
+    """As kohya's scripts make an optimizer: what they import, parse, call and log."""
+    options = {key: ast.literal_eval(value) for key, value in (a.split("=") for a in arguments)}
+    module, _, last = name.rpartition(".")
+    cls = getattr(importlib.import_module(module), last)
+    optimizer = cls(params, lr=lr, **options)
+    assert f"{cls.__module__}.{cls.__name__}".endswith(last)
+    assert not hasattr(optimizer, "train")  # it would be called, for schedule-free ones
+    return optimizer
+
+
 def test_a_dotted_optimizer_type_is_made_as_kohyas_scripts_make_one():
-    module, _, cls = "memtrain.optim.AdamW8bit".rpartition(".")
     net = model()
     groups = [{"params": list(net.parameters()), "lr": 1e-3}]
-    optimizer = getattr(importlib.import_module(module), cls)(groups, lr=1e-4, weight_decay=0.1)
+    given = ["weight_decay=0.1", "betas=(0.9, 0.99)", "second='identity'"]
+    optimizer = made_by_a_dotted_name("memtrain.optim.AdamW8bit", given, groups, 1e-4)
     net(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert isinstance(optimizer.state[net[0].weight]["exp_avg"], dict)
+    assert (optimizer.param_groups[0]["lr"], optimizer.defaults["lr"]) == (1e-3, 1e-4)
+    assert isinstance(optimizer.state[net[0].weight]["exp_avg_sq"], torch.Tensor)
+
+
+def test_the_pages_lines_release_gradients_in_kohyas_scripts(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    (code,) = re.findall(r"```python\n(  from memtrain.optim .*?)```", page, re.DOTALL)
+    (tmp_path / "released.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    net = model()
+    optimizer = made_by_a_dotted_name(
+        "released.AdamW8bit", ["weight_decay=0.1"], net.parameters(), 1e-2
+    )
+    monkeypatch.delitem(sys.modules, "released")
+    before = copy.deepcopy(net.state_dict())
+    net(torch.randn(8, 64)).square().mean().backward()
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(torch.equal(before[name], p) for name, p in net.named_parameters())
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
