@@ -1,10 +1,14 @@
 """A run that `torch.distributed.checkpoint` saved and another process's model loads goes on bit
 for bit, under every preset: what memtrain counts lies where it is kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -54,15 +58,24 @@ def trained(model, optimizer, steps):
 
 def through_dcp(first, second, folder, **how):
     """Save one run's model and optimizer, and load them into another's."""
-    form = StateDictOptions(**how)
-    model, optimizer = first
-    saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(*first, options=form)}
-    dcp.save(saved, checkpoint_id=folder, no_dist=True)
-    model, optimizer = second
-    place = {"model": model.state_dict(), "optim": get_optimizer_state_dict(*second, options=form)}
+    save(first, folder, **how)
+    load(second, folder, **how)
+
+
+def save(run, folder, **how):
+    dcp.save(state_of(run, **how), checkpoint_id=folder, no_dist=True)
+
+
+def load(run, folder, **how):
+    place = state_of(run, **how)
     dcp.load(place, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict(place["model"])
-    set_optimizer_state_dict(model, optimizer, place["optim"], options=form)
+    run[0].load_state_dict(place["model"])
+    set_optimizer_state_dict(*run, place["optim"], options=StateDictOptions(**how))
+
+
+def state_of(run, **how):
+    states = get_optimizer_state_dict(*run, options=StateDictOptions(**how))
+    return {"model": run[0].state_dict(), "optim": states}
 
 
 @pytest.mark.parametrize(
@@ -92,3 +105,34 @@ def test_flattened_split_weights_are_refused(tmp_path):
     trained(*first, range(3))
     with pytest.raises(ValueError, match="without flatten_optimizer_state_dict"):
         through_dcp(first, second, tmp_path, flatten_optimizer_state_dict=True)
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_a_run_cut_off_goes_on_from_the_checkpoint_before(where, tmp_path, monkeypatch):
+    """What a killed process leaves on disk; `tests/optim/test_distributed.py` kills some."""
+    first, second = made("all_four", 0), made("all_four", 1)
+    trained(*first, range(2))
+    save(first, tmp_path / "kept")
+    expected = trained(*first, range(2, 4))
+    if where == "step":  # half of the weights have been stepped in the backward
+        first[0][1].register_full_backward_hook(cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            trained(*first, range(4, 5))
+    else:
+        write = FileSystemWriter.write_data
+
+        def half(writer, plan, planner):
+            items = plan.items[: len(plan.items) // 2]
+            write(writer, replace(plan, items=items), planner).wait()
+            cut_off()
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", half)
+        with pytest.raises(CheckpointException):
+            save(first, tmp_path / "later")
+        assert [file.name for file in (tmp_path / "later").iterdir()] == ["__0_0.distcp"]
+    load(second, tmp_path / "kept")
+    assert trained(*second, range(2, 4)) == expected
+
+
+def cut_off(*_):
+    raise KeyboardInterrupt

@@ -1,13 +1,18 @@
 """What processes that share parameters (DTensor, FSDP2) find; `distributed.py` runs it."""
 
 import copy
+import dataclasses
+import json
 import math
+import os
+import signal
 import tempfile
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -188,7 +193,7 @@ def few_rows(rank, world, path, names=tuple(KERNELS)[::3], presets=("all_four",)
         found["parts"][name] = max(distance(p, q) for p, q in zip(wholes, parts, strict=True))
         found["own"] = [shards.local(part.detach()).shape[0] for part in parts]
     for preset in presets:
-        found["resumed"][preset] = resumed(preset, rank, world, f"{path}/{preset}")
+        found["resumed"][preset] = resumed(preset, f"{path}/{preset}")
     return found
 
 
@@ -198,47 +203,105 @@ def few_rows_of_all(rank, world, path):
     return few_rows(rank, world, path, KERNELS, presets)
 
 
-def resumed(preset, rank, world, path):
-    """Whether a wrapped model of layers of 1 and 2 rows goes on as it was saved, and learns."""
+def few_rows_model(preset, seed):
+    """A wrapped FSDP2 model with layers of 1 and 2 rows, and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(300, 2), nn.GELU(), nn.Linear(2, 64), nn.Linear(64, 1))
+    if preset.startswith("all_four"):
+        model.to(torch.bfloat16)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    cfg = {"preset": preset, "optim": {"min_elements": 0}, "activations": {"min_elements": 0}}
+    return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
 
-    def started(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(300, 2), nn.GELU(), nn.Linear(2, 64), nn.Linear(64, 1))
-        if preset.startswith("all_four"):
-            model.to(torch.bfloat16)
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        cfg = {"preset": preset, "optim": {"min_elements": 0}, "activations": {"min_elements": 0}}
-        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
 
-    def train(model, optimizer, steps):
-        got = []
-        for step in steps:
-            x = torch.randn(6, 300, generator=torch.Generator().manual_seed(step)).chunk(world)[
-                rank
-            ]
-            out = model(x.to(next(model.parameters()).dtype)).float()
-            loss = (out - 1.0).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            got.append(loss.item())
-        return got
+def train_few_rows(model, optimizer, steps):
+    """Each step's loss on this process."""
+    got = []
+    for step in steps:
+        x = torch.randn(6, 300, generator=torch.Generator().manual_seed(step))
+        x = x.chunk(dist.get_world_size())[dist.get_rank()]
+        out = model(x.to(next(model.parameters()).dtype)).float()
+        loss = (out - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        got.append(loss.item())
+    return got
 
-    first, second = started(0), started(1)
-    losses = train(*first, range(2))
+
+def resumed(preset, path):
+    """Whether such a model goes on as it was saved, in finite numbers."""
+    first, second = few_rows_model(preset, 0), few_rows_model(preset, 1)
+    losses = train_few_rows(*first, range(2))
     dcp.save(_whole_state(first), checkpoint_id=path)
     place = _whole_state(second)
     dcp.load(place, checkpoint_id=path)
     second[0].load_state_dict(place["model"])
     set_optimizer_state_dict(*second, place["optim"])
-    more = train(*first, range(2, 5))
-    return [train(*second, range(2, 5)) == more, all(map(math.isfinite, losses + more))]
+    more = train_few_rows(*first, range(2, 5))
+    same = train_few_rows(*second, range(2, 5)) == more
+    return [same, all(map(math.isfinite, losses + more))]
 
 
 def _whole_state(run):
     return {"model": run[0].state_dict(), "optim": get_optimizer_state_dict(*run)}
+
+
+def dies_in_step(rank, world, path):
+    """Save after two steps, tell two more, then lose a process in the middle of a backward."""
+
+    def hook(run, die):
+        run[0][1].register_forward_hook(lambda module, args, out: out.register_hook(die) and None)
+
+    return doomed(rank, world, path, hook)
+
+
+def dies_in_save(rank, world, path):
+    """The same, but a process is lost when it has written half of its part of a checkpoint."""
+
+    def save(run, die):
+        write = FileSystemWriter.write_data
+
+        def half(writer, plan, planner):
+            items = plan.items if rank == 0 else plan.items[: len(plan.items) // 2]
+            write(writer, dataclasses.replace(plan, items=items), planner).wait()
+            die() if rank else None
+            return write(writer, plan, planner)
+
+        FileSystemWriter.write_data = half
+        dcp.save(_whole_state(run), checkpoint_id=f"{path}/later")
+
+    return doomed(rank, world, path, save)
+
+
+def doomed(rank, world, path, last):
+    run = few_rows_model("all_four", 0)
+    train_few_rows(*run, range(2))
+    dcp.save(_whole_state(run), checkpoint_id=f"{path}/kept")
+    losses = train_few_rows(*run, range(2, 4))
+    with open(f"{path}/losses{rank}.json", "w") as file:
+        json.dump(losses, file)
+
+    def die(*_):
+        if rank == world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    last(run, die)
+    train_few_rows(*run, range(4, 6))
+
+
+def survives(rank, world, path):
+    """Whether the checkpoint before a process was lost goes on as that run did."""
+    run = few_rows_model("all_four", 1)
+    place = _whole_state(run)
+    dcp.load(place, checkpoint_id=f"{path}/kept")
+    run[0].load_state_dict(place["model"])
+    set_optimizer_state_dict(*run, place["optim"])
+    losses = train_few_rows(*run, range(2, 4))
+    with open(f"{path}/losses{rank}.json") as file:
+        return {"equal": losses == json.load(file)}
 
 
 def sides_of_the_whole(rank, world):

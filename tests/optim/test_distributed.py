@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,16 +18,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def launch(world, store, *arguments):
-    """What each rank's process printed."""
+def start(world, store, *arguments):
+    """A process for each rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
+    return [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(world), str(store), *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )
         for rank in range(world)
     ]  # fmt: skip
+
+
+def launch(world, store, *arguments):
+    """What each rank's process printed."""
+    ranks = start(world, store, *arguments)
     try:
         outputs = [process.communicate(timeout=400) for process in ranks]
     finally:
@@ -133,6 +139,23 @@ def test_three_processes_of_which_the_last_holds_no_rows(scenario, tmp_path):
     for rank in found:
         check_distances(rank["parts"])
         assert all(result == [True, True] for result in rank["resumed"].values()), rank["resumed"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("scenario", ["dies_in_step", "dies_in_save"])
+def test_a_lost_process_leaves_the_checkpoint_before_it(scenario, world, tmp_path):
+    ranks = start(world, tmp_path / "store", scenario, tmp_path)
+    try:
+        assert ranks[-1].wait(timeout=400) == -signal.SIGKILL, ranks[-1].communicate()
+    finally:
+        for process in ranks:  # as torchrun ends those that wait for it
+            process.kill()
+            process.communicate()
+    assert (tmp_path / "later").is_dir() == (scenario == "dies_in_save")
+    assert not (tmp_path / "later" / ".metadata").exists()
+    for rank in launch(world, tmp_path / "again", "survives", tmp_path):
+        assert rank == {"equal": True}
 
 
 def test_precision_does_not_depend_on_the_mesh(found):
