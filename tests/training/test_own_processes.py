@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,9 +98,36 @@ def test_killed_and_stopped_runs_go_on(given, tmp_path):
     assert losses(more)[:steps] == losses(stopped)
 
 
-def wait(process, folder, pattern):
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_a_process_that_dies_leaves_a_checkpoint_that_goes_on(given, tmp_path, where):
+    own = [*given, "preset=all_four", "training.parallel=ddp"]
+    process = start([*own, "training.steps=10000", f"output.folder={tmp_path}/killed"], world=2)
+    wait(process, tmp_path / "killed", "checkpoint-*/progress.pt")
+    if where == "save":  # the next one has begun, and is not whole
+        wait(process, tmp_path / "killed", ".checkpoint-*.tmp", pause=0.0)
+    os.kill(workers(process.pid)[1], signal.SIGKILL)
+    text, _ = process.communicate(timeout=400)
+    assert process.returncode not in (0, 130), text
+    folder = next((tmp_path / "killed").glob("finetune/*"))
+    kept = int(max(folder.glob("checkpoint-*")).name.removeprefix("checkpoint-"))
+    more = train(tmp_path / "more", [f"resume={folder}", f"training.steps={kept + 3}"], world=2)
+    whole = train(tmp_path / "whole", [*own, f"training.steps={kept + 3}"], world=2)
+    assert losses(more) == losses(whole)
+
+
+def workers(launcher):
+    """The processes that torchrun started, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    ranks = {}
+    for child in map(int, children):
+        given = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks |= {int(x.partition(b"=")[2]): child for x in given if x.startswith(b"RANK=")}
+    return ranks
+
+
+def wait(process, folder, pattern, pause=0.05):
     deadline = time.monotonic() + 200
     while not list(folder.rglob(pattern)):
         assert time.monotonic() < deadline, "no checkpoint"
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
+        time.sleep(pause)
