@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
     from memtrain.kernels.step.shard import Shard
 
 _MASK = (1 << 64) - 1
+
+
+@lru_cache(maxsize=4096)
+def _mixed(state: int, fields: tuple[int, ...]) -> int:
+    for field in fields:
+        state = (state + field + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
 
 
 class Key(NamedTuple):
@@ -35,12 +46,8 @@ class Key(NamedTuple):
             >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
             True
         """
-        state = 0
-        for field in self:
-            state = (state + field + 0x9E3779B97F4A7C15) & _MASK
-            state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-            state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-            state ^= state >> 31
+        state = _mixed(0, self[:2])  # seed and site, which stay from step to step
+        state = _mixed.__wrapped__(state, self[2:])
         return state - (1 << 64) if state >> 63 else state
 
 

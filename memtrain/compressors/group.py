@@ -89,7 +89,8 @@ class Group(Compressor):
         Raises:
             TypeError: If `x` is of another dtype.
         """
-        codes, bounds = quantize(
+        run = quantize if self.group_size % 8 else group.group_quantize
+        codes, bounds = run(
             x.detach(),
             self.bits,
             self.group_size,
@@ -103,7 +104,8 @@ class Group(Compressor):
         """The quantised tensor, contiguous, of the payload's shape and dtype."""
         codes, bounds = packed.tensors["codes"], packed.tensors["bounds"]
         shape = packed.shape
-        flat = dequantize(codes, bounds, self.bits, self.group_size, shape.numel(), packed.dtype)
+        run = dequantize if self.group_size % 8 else group.group_dequantize
+        flat = run(codes, bounds, self.bits, self.group_size, shape.numel(), packed.dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
 

@@ -111,8 +111,11 @@ def is_plain_cpu(x: Tensor) -> bool:
     """
     return (
         (forced is None or forced == "cpu")
-        and is_plain(x)
         and x.is_cpu
+        and type(x) is Tensor
+        and not is_compiling()
+        and not (x.requires_grad and is_grad_enabled())
+        and _modes() == 0
         and cpu.library() is not None
     )
 

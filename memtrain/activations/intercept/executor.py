@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 from memtrain.activations.intercept.index_bounds import BOUNDED, limit_of
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.activations.intercept.reentrancy import top_hooks, unhooked
 from memtrain.activations.intercept.replaced_ops import SMOOTH, is_replaced, recognise
 from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.dropout import dropout_again
+from memtrain.activations.saved.expected import BETWEEN
 from memtrain.activations.saved.flatten import flatten, layout_of
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack_hook import SavedTensors
@@ -105,7 +106,8 @@ class Executor(TorchFunctionMode):
         self.module = ""  # path of the module that runs now
         self.idle = False  # whether ops are rounded only, their saved tensors left alone
         self._one_op = False  # whether a module runs as one op
-        self._is_aside = False
+        self.is_aside = False
+        """Whether the stack of modes was left: ops are not watched."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Executor, (self.saved, self.options, self.rounding)
@@ -113,20 +115,20 @@ class Executor(TorchFunctionMode):
     def reset(self) -> None:
         """Forget the forward that has ended, and leave the stack of modes."""
         self.idle = self._one_op = False
-        if not self._is_aside:
+        if not self.is_aside:
             self.__exit__(None, None, None)
-        self._is_aside = False
+        self.is_aside = False
 
     def step_aside(self) -> None:
         """Leave the stack of modes, where it is on top: what follows is not the model's code."""
-        if not self._is_aside and _get_current_function_mode() is self:
+        if not self.is_aside and _get_current_function_mode() is self:
             self.__exit__(None, None, None)
-            self._is_aside = True
+            self.is_aside = True
 
     def step_back(self) -> None:
         """Undo `step_aside`."""
-        if self._is_aside:
-            self._is_aside = False
+        if self.is_aside:
+            self.is_aside = False
             self.__enter__()
 
     def __torch_function__(
@@ -181,12 +183,16 @@ class Executor(TorchFunctionMode):
 
     def replace(self, call: Call, compressor: Compressor) -> Any:
         """The call's result, in the form that saves the compressor's payload."""
+        self.saved.expectations.watch()
         op = Op(self.module, call.op, ((call.x,), {}), replaced=call.tensor)
         site = Site(self.module, call.op, call.tensor)
         key = self.saved.key(site)
         if self.saved.watch is not None:
             self.saved.watch.saved(site, call.x)
-        y = self._during(op, call.run, compressor, key)
+        if self.saved.records or self.saved.watch is not None:
+            y = self._during(op, call.run, compressor, key)
+        else:  # what it saves is kept as it is
+            y = unhooked(call.run, compressor, key)
         derives = self.options.derive_outputs and isinstance(y, Tensor)
         again = output_again(y) if derives else None
         if again is not None:
@@ -269,6 +275,7 @@ class Executor(TorchFunctionMode):
             return
 
         again = _again(func, args, kwargs)
+        self.saved.expectations.watch()
         self.saved.derive(y, lambda: again(source()), op.name)
 
     def _derive_product(self, op: Op, y: Any) -> None:
@@ -282,6 +289,7 @@ class Executor(TorchFunctionMode):
             return
         first, second = map(self.saved.cache.source_of, op.inputs)
         if first is not None and second is not None:
+            self.saved.expectations.watch()
             self.saved.derive(y, partial(_product, first, second), op.name)
 
     def _copied(
@@ -304,6 +312,7 @@ class Executor(TorchFunctionMode):
             and x.is_floating_point()
             and y.numel() >= self.options.min_elements
         ):
+            self.saved.expectations.watch()
             self.saved.copied(y, x, _again(func, args, kwargs))
 
     def _replaceable(self, x: Any) -> bool:
@@ -316,6 +325,12 @@ class Executor(TorchFunctionMode):
             and x.numel() >= self.options.min_elements
             and top_hooks() == self.saved.hook  # not inside someone's activation checkpointing
         )
+
+
+BETWEEN.update(
+    function.__code__
+    for function in (Executor.__torch_function__, Executor._run, Executor._run_op, Executor._hook)
+)
 
 
 def _product(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:

@@ -5,11 +5,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _is_any_autocast_enabled
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -22,6 +25,7 @@ from memtrain.activations.intercept.reentrancy import (
     saves,
     suspend_others,
     suspended,
+    top_hooks,
 )
 from memtrain.activations.intercept.replaced_ops import (
     FUNCTION_MODULES,
@@ -29,13 +33,14 @@ from memtrain.activations.intercept.replaced_ops import (
     unwatched,
 )
 from memtrain.activations.ops.call import Call
+from memtrain.activations.saved.expected import Running
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
 from memtrain.activations.saved.site import OTHER_THREAD, Op, Record, Site
 
-# A module whose forward runs: its path, what gives its result where it is run as one op, and the op
-# that its own `autograd.Function` stands for.
-_Running = tuple[str, Callable[[], Any] | None, Op]
+# A module whose forward runs: its path, what gives its result where it is run as one op, the op
+# that its own `autograd.Function` stands for, and what its own code saves.
+_Running = tuple[str, Callable[[], Any] | None, Op, Running]
 # Of a module: its path, that op, the op's name where torch's Function is its own, and what
 # recognises a module that writes an op out.
 _Known = tuple[str, Op, str | None, Callable[[nn.Module, Tensor], Call | None] | None]
@@ -78,6 +83,8 @@ class Interception:
         self.rounding, self.compresses = rounding, compresses
         self.seen = False
         """Whether a training forward has run here, or a compiled one has been seen to."""
+        self.compiled = False
+        """Whether a part of a forward was compiled, for modes that were on."""
         if rounding is not None:
             rounding.attach(self.saved)
         self.recompute = Recompute(
@@ -178,37 +185,64 @@ class Interception:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if self.compresses:
                 self.graphs.claim()
             return None
         name, op, function, composite = known
-        refuse_replica(module)
-        if not self._claim(name):
+        inside = self._outer is not None and self._thread.get("ident") == get_ident()
+        if (not inside or module is self.model) and not self._is_ours(name, module):
             return None
-        if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
-            self._stop(whole=False)
-            self._path.clear()
         self.executor.module = self.graphs.root = name
         as_one_op, given = None, None
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
-            self.executor.step_aside()
-            call = composite(module, args[0]) if isinstance(args[0], Tensor) else None
-            as_one_op = None if call is None else self.executor.as_one_op(call)
-            if as_one_op is None:
-                self.executor.step_back()
+            as_one_op = self._as_one_op(composite, module, args[0])
         if function is not None:
             as_one_op, op = None, Op(name, function, (args, kwargs))
-        self._path.append((name, as_one_op, op))
+        running = self.saved.expectations.call(name, module.training, args, kwargs)
+        if isinstance(running, list) and top_hooks() != self.saved.hook:
+            self.saved.expectations.watch()  # inside activation checkpointing, which saves alone
+        self._path.append((name, as_one_op, op, running))
         self.saved.custom = op
         if as_one_op is None:
+            if (self.saved.expectations.due is None) == self.executor.is_aside:
+                self._turn()
             return given
+        self.saved.expectations.watch()
         # The composite now runs on no elements, seen by no one; `_after` returns the real result.
         self.saved.shell = True
         x = args[0].detach()
         return (x.new_empty((0, *x.shape[1:])),), kwargs
+
+    def _as_one_op(
+        self, composite: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any
+    ) -> Callable[[], Any] | None:
+        """What runs a module as one op, with the ops not watched; None: it runs as it is."""
+        self.executor.step_aside()
+        call = composite(module, x) if isinstance(x, Tensor) else None
+        as_one_op = None if call is None else self.executor.as_one_op(call)
+        if as_one_op is None:
+            self.executor.step_back()
+        return as_one_op
+
+    def _is_ours(self, name: str, module: nn.Module) -> bool:
+        """Whether a forward that may be the outermost one is this thread's."""
+        refuse_replica(module)
+        if not self._claim(name):
+            return False
+        if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
+            self._stop(whole=False)
+            self._path.clear()
+        return True
+
+    def _turn(self) -> None:
+        """Watch the ops of the module that runs, or not."""
+        if self.saved.expectations.due is None:
+            self.executor.step_back()
+        else:
+            self.executor.step_aside()
 
     def _begin(
         self, name: str, module: nn.Module, args: Any, kwargs: Any
@@ -234,14 +268,14 @@ class Interception:
         return unwatched(module) and not weights
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return None
         # Another thread's forward, or the hooks were put on during this very one.
-        if not self._path or self._thread.get("ident") != threading.get_ident():
+        if not self._path or self._thread.get("ident") != get_ident():
             return None
-        self.executor.module, as_one_op, _ = self._path.pop()
-        failed = output is None and sys.exc_info()[0] is not None
+        self.executor.module, as_one_op, _, _ = self._path.pop()
         result = None
+        failed = output is None and sys.exc_info()[0] is not None
         if as_one_op is not None:
             self.saved.shell = False
             try:
@@ -249,8 +283,11 @@ class Interception:
             finally:
                 self.executor.step_back()
         if self._path:
-            self.executor.module, _, self.saved.custom = self._path[-1]
-            self.graphs.root = self.executor.module
+            name, _, self.saved.custom, running = self._path[-1]
+            self.executor.module = self.graphs.root = name
+            self.saved.expectations.resume(name, running)
+            if (self.saved.expectations.due is None) == self.executor.is_aside:
+                self._turn()
         if self._outer is not None and len(self._path) == self._depth:
             self._stop(whole=not failed)
             if self.rounding is not None:
@@ -261,7 +298,7 @@ class Interception:
 
     def _claim(self, name: str) -> bool:
         """Whether the forward that runs is this thread's, which it becomes where it is no one's."""
-        own = threading.get_ident()
+        own = get_ident()
         owner = self._thread.setdefault("ident", own)  # at once: no thread comes between
         if owner == own:
             return True
@@ -300,15 +337,19 @@ class Interception:
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
-        parameters = {storage_id(x) for x in own_tensors(self.model)}
+        own = [*own_tensors(self.model)]
+        form = None
+        if self.rounding is None and self.executor.options.low is None and not self.compiled:
+            form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
+        parameters = {storage_id(x) for x in own}
         inputs = {storage_id(x) for x in given}
-        self.saved.begin(parameters, inputs, record=name not in self._recorded)
+        self.saved.begin(parameters, inputs, record=name not in self._recorded, form=form)
         self._depth = len(self._path)
         pack, unpack = self.graphs.hooks()
         for hook in (pack, unpack):
             if isinstance(hook, fx.GraphModule):
                 _call_at_once(hook)
-        self.saved.hook = pack
+        self.saved.hook, self.saved.surprised = pack, self.executor.step_back
         hooks = saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         self.executor.__enter__()
@@ -323,7 +364,8 @@ class Interception:
         if hooks is None:
             return
         hooks.__exit__(None, None, None)
-        compiled, records = self.graphs.end(), self.saved.end()
+        compiled, records = self.graphs.end(), self.saved.end(whole=whole)
+        self.compiled = self.compiled or bool(compiled)
         if whole and records is not None:
             self._record(name, compiled + records)
         elif whole and compiled:  # of other shapes, or after what was not a whole forward

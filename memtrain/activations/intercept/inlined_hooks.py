@@ -26,6 +26,7 @@ from memtrain.activations.intercept.graph_order import compress_early, decompres
 from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites, example, stripped
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.saved import payload_ops
+from memtrain.activations.saved.expected import BETWEEN
 from memtrain.activations.saved.flatten import flatten
 from memtrain.activations.saved.pack_hook import FLOATS, INTEGERS, SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
@@ -521,6 +522,7 @@ def _one_call(eager: Callable[[Any], Any], traced: Callable[[Any, Any], Any]) ->
         given = _get_saved_tensor_hook_context()
         return eager(x) if given is None else traced(x, given)
 
+    BETWEEN.add(call.__code__)
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))
     return fx.GraphModule(nn.Module(), graph)

@@ -1,6 +1,6 @@
 """Whether a forward is an interception's own: others may trace, transform, or hold hooks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
 
+_HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _only: object | None = None  # the interception that traces
 
 
@@ -46,5 +47,15 @@ def foreign_hooks() -> str:
 
 def top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    top = _HOOKS._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]
+
+
+def unhooked(run: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without the hooks on top: each call of a hook takes as long as a small op."""
+    hooks = _HOOKS._top_saved_tensors_default_hooks(True)
+    _HOOKS._pop_saved_tensors_default_hooks()
+    try:
+        return run(*args)
+    finally:
+        _HOOKS._push_saved_tensors_default_hooks(*hooks)

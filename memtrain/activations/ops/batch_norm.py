@@ -25,6 +25,7 @@ from memtrain.activations.saved.flatten import layout_of, restore
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.norm import channel_norm
 from memtrain.kernels.norm.channel_norm import Channels
+from memtrain.kernels.norm.norm import Codes
 
 
 def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)
@@ -279,7 +280,8 @@ def _save_channel_codes(  # noqa: PLR0913 (a norm's results, and the site's)
     """
     where, ctx.where = channels_of(x, groups), None
     exact = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
-    if where and exact and save_codes(ctx, x, statistics, where, compressor, key, weight):
+    codes = compressor.group_codes(key) if where and exact else None
+    if where and codes and save_codes(ctx, x, statistics, where, compressor, codes, weight):
         ctx.where = where
     return ctx.where is not None
 
@@ -290,19 +292,20 @@ def save_codes(
     statistics: tuple[Tensor, Tensor],
     where: Channels,
     compressor: Compressor,
-    key: Key,
+    codes: Codes,
     *others: Tensor | None,
 ) -> bool:
     """Save the codes of `(x - mean) * rstd`, `rstd` and others; False where no kernel serves."""
-    exact = all(t.dtype == torch.float32 for t in statistics)
-    codes = compressor.group_codes(key) if exact else None
-    if codes is None or not channel_norm.fits(x, where, codes.group_size):
+    mean, rstd = statistics
+    if mean.dtype != torch.float32 or rstd.dtype != torch.float32:
+        return False
+    if not channel_norm.fits(x, where, codes.group_size):
         return False
     layout = layout_of(x)
-    flat = x.detach().permute(layout.order).view(-1)
+    flat = (x if x.is_contiguous() else x.permute(layout.order)).detach().view(-1)
     payload = channel_norm.channel_norm_quantize(flat, *statistics, where, codes)
-    packed = Packed(dict(zip(("codes", "bounds"), payload, strict=True)), flat.shape, x.dtype)
-    save_payloads(ctx, [(packed, layout)], compressor, statistics[1], *others)
+    packed = Packed({"codes": payload[0], "bounds": payload[1]}, flat.shape, x.dtype)
+    save_payloads(ctx, [(packed, layout)], compressor, rstd, *others)
     return True
 
 

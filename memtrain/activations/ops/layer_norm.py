@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 
 from memtrain.activations.ops.autograd import (
     autograd_function,
@@ -22,6 +22,7 @@ from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels import dispatch
 from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.channel_norm import Channels
+from memtrain.kernels.norm.norm import Codes
 
 
 def layer_norm(
@@ -64,7 +65,9 @@ def layer_norm(
         Ba et al., Layer Normalization, arXiv:1607.06450.
     """
     size = list(shape)
-    x, weight, bias = as_autocast(lambda t: torch.layer_norm(t, size), (0, *size), x, weight, bias)
+    if is_autocast_enabled(x.device.type):
+        norm_of = partial(torch.layer_norm, normalized_shape=size)
+        x, weight, bias = as_autocast(norm_of, (0, *size), x, weight, bias)
     return _layer_norm(x, weight, bias, size, eps, compressor, key)
 
 
@@ -160,11 +163,13 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     key: Key,
 ) -> Tensor:
     ctx.normalized, ctx.output = shape, _layer_norm_output
-    y = _fused(ctx, x, shape, weight, bias, eps, compressor, key, centred=True)
-    if y is not None:
-        return y
+    codes = compressor.group_codes(key)
+    if codes is not None:
+        y = _fused(ctx, x, shape, weight, bias, eps, compressor, codes, centred=True)
+        if y is not None:
+            return y
     y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-    if _save_row_codes(ctx, x, (mean, rstd), compressor, key, weight, bias):
+    if codes and _save_row_codes(ctx, x, (mean, rstd), compressor, codes, weight, bias):
         return y
     # x_hat by the same op with other weights: the rounding of these must not enter. Ones and
     # zeros, since torch's CPU kernel takes 1.7 times as long without any.
@@ -221,11 +226,12 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     arithmetic = torch.float64 if double else torch.float32
     added = torch.finfo(arithmetic).eps if eps is None else eps
     ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if form == "gemma" else 0.0
-    if _keeps_dtype(form, x.dtype, weight):
+    codes = compressor.group_codes(key)
+    if codes is not None and _keeps_dtype(form, x.dtype, weight):
         ctx.output = partial(_rms_norm_output, form, x.dtype, x.dtype)
         scale = None if weight is None or not ctx.plus else ctx.plus + weight.float()
         how: dict[str, Any] = {"scale": scale, "narrow": form in ("llama", "t5")}
-        site = (added, compressor, key)
+        site = (added, compressor, codes)
         y = _fused(ctx, x, shape, weight, None, *site, centred=False, **how)
         if y is not None:
             return y
@@ -298,7 +304,7 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     bias: Tensor | None,
     eps: float,
     compressor: Compressor,
-    key: Key,
+    codes: Codes,
     *,
     centred: bool,
     scale: Tensor | None = None,
@@ -312,8 +318,7 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     its weight, and make it `narrow` first: round it to the dtype of `x`.
     """
     size = math.prod(shape)
-    codes = compressor.group_codes(key)
-    if codes is None or not norm.fits(x, size, codes.group_size):
+    if not norm.fits(x, size, codes.group_size):
         return None
     if not all(_usual(x, shape, p) for p in (weight, bias)):
         return None  # torch's to refuse
@@ -383,7 +388,7 @@ def _save_row_codes(
     x: Tensor,
     statistics: tuple[Tensor, Tensor],
     compressor: Compressor,
-    key: Key,
+    codes: Codes,
     *others: Tensor | None,
 ) -> bool:
     """Save the codes of the rows of x_hat, of any length, as `save_codes` does."""
@@ -391,4 +396,4 @@ def _save_row_codes(
     if not rows or not x.is_contiguous():
         return False
     where = Channels(1, 1, rows, x.numel() // rows)
-    return save_codes(ctx, x, statistics, where, compressor, key, *others)
+    return save_codes(ctx, x, statistics, where, compressor, codes, *others)

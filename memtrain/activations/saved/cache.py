@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -113,8 +112,7 @@ class PayloadCache:
         if shared is None:
             rows = save.key if compressor.reads_rows else None
             flat = x if layout is None else flatten(x, layout, rows=rows)[0]
-            with torch.no_grad():
-                packed = compressor.compress(flat, key=key(save.site))
+            packed = compressor.compress(flat, key=key(save.site))
             # What is swapped out to another device is not held.
             parts = packed.tensors.values()
             planned, note = sum([t.nbytes for t in parts if t.device == x.device]), ""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from inspect import unwrap
 from typing import Any, cast
 
@@ -71,13 +72,20 @@ def is_parameter(x: Tensor) -> bool:
     nodes = [(x.grad_fn, _STEPS)]
     while nodes:
         node, steps = nodes.pop()
-        name = type(node).__name__
-        if name == "AccumulateGrad":
+        kind = type(node)
+        if kind.__name__ == "AccumulateGrad":
             continue
-        if node is None or steps == 0 or not name.startswith(_STAND_INS):
+        if node is None or steps == 0 or not of_stand_in(kind):
             return False
-        nodes += [(above, steps - 1) for above, _ in node.next_functions]
+        for above, _ in node.next_functions:
+            nodes.append((above, steps - 1))
     return True
+
+
+@lru_cache(maxsize=1024)
+def of_stand_in(node: type | None) -> bool:
+    """Whether nodes of this type may lie between a parameter and what stands for it."""
+    return node is not None and node.__name__.startswith(_STAND_INS)
 
 
 def cast_source(x: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Decides what autograd holds in place of each saved tensor: the pack hook of a forward."""
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Save, Source, derived
-from memtrain.activations.saved.flatten import Layout, Memory, memory_of
+from memtrain.activations.saved.expected import BETWEEN, Expectations, Expected, Settled
+from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
 from memtrain.activations.saved.origin import (
@@ -63,15 +64,6 @@ SETTLED = 2**14
 """Forms of saves at most whose choices are remembered."""
 
 
-class Settled(NamedTuple):
-    """A choice made for a save of an earlier forward, taken again for those of its `_form`."""
-
-    site: Site
-    layout: Layout
-    key: Memory | None
-    chosen: Compressor | Keep
-
-
 class SavedTensors:
     """Packs the saved tensors of one forward after another.
 
@@ -98,6 +90,7 @@ class SavedTensors:
         # what keeps a rounded tensor bit for bit, where no rule claims it
         self.exact: Callable[[Tensor, Keep], Compressor | None] | None = None
         self.defers = False  # whether an op's result is packed once it has been rounded
+        self.expectations = Expectations()
         self._settled: dict[tuple[Any, ...], Settled] = {}
         self._settled_by: Choose | None = None  # made these choices; None: this forward makes them
         self._numbers: dict[Site, int] = {}
@@ -108,6 +101,8 @@ class SavedTensors:
     def _reset(self) -> None:
         self.hook: Any = self.pack
         """The pack function of the hooks that are on: it calls `pack`."""
+        self.surprised: Callable[[], None] | None = None
+        """Called where a save is not the expected one: ops are watched from then on."""
         self.op: Op | None = None
         """The op that runs now."""
         self.custom = Op("", "autograd.Function")
@@ -124,21 +119,25 @@ class SavedTensors:
         self._inputs: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("hook", "op", "custom", "shell", "cache")
+        runtime = ("hook", "surprised", "op", "custom", "shell", "cache", "expectations")
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _settled={}, _settled_by=None)
-        vars(self).update(_numbers={}, _nothing={}, _recorded=None)
+        vars(self).update(_numbers={}, _nothing={}, _recorded=None, expectations=Expectations())
         self._reset()
 
-    def begin(self, parameters: set[int], inputs: set[int], *, record: bool) -> None:
+    def begin(
+        self, parameters: set[int], inputs: set[int], *, record: bool, form: Any = None
+    ) -> None:
         """Start a forward pass.
 
         Args:
             parameters: Storage ids of parameters and buffers: never touched.
             inputs: Storage ids of the model's own inputs: they stay alive anyway.
             record: Whether to record what is saved.
+            form: Of what is equal for forwards whose modules save alike where they are called
+                alike. None: all their ops are watched.
         """
         self._reset()
         self._parameters, self._inputs = parameters, inputs
@@ -147,14 +146,25 @@ class SavedTensors:
         by = None if record or told else self.choose
         if by is not self._settled_by:
             self._settled, self._settled_by = {}, by
+            self.expectations.forget()
+        self.expectations.begin(None if by is None else form)
 
-    def end(self) -> list[Record] | None:
+    @property
+    def records(self) -> bool:
+        """Whether this forward's saves are recorded."""
+        return self._recorded is not None
+
+    def end(self, *, whole: bool = True) -> list[Record] | None:
         """End a forward pass: payloads live on in the graph, and only there.
+
+        Args:
+            whole: False where an exception ended it.
 
         Returns:
             The records, where the pass was recorded.
         """
         self.step += 1
+        self.expectations.end(whole=whole)
         self._reset()  # first: what outputs are derived from is held here too
         recorded, self._recorded = self._recorded, None
         return None if recorded is None else still_held(recorded)
@@ -182,8 +192,12 @@ class SavedTensors:
         storage = storage_id(x)
         if storage in self._parameters and not self.defers and type(x) in PLAIN:
             return KeptTensor(x.detach(), x._version)
-        if self._settled_by is not None and self.op is not None and op is None:
-            return self._pack_settled(x, self.op, storage)
+        if self._settled_by is not None and op is None:
+            if self.op is not None:
+                return self._pack_settled(x, self.op, storage)
+            if self.expectations.due is not None:
+                return self._pack_expected(x, self.expectations.due, storage)
+            self.expectations.watch()  # of a custom Function
         if op is None:
             op, deferred = self.op or self.custom, self.defers and self.op is not None
             if deferred and op.inputs and not op.replaced and op.role(x, storage) == "saved":
@@ -195,15 +209,27 @@ class SavedTensors:
     def _pack_settled(self, x: Tensor, op: Op, storage: int) -> Saved:
         """As `_pack`, by the choice for the save before that was alike in all that choices ask."""
         usual = type(x) is Tensor and storage > 0 and op.inputs and not x.is_neg()
-        elsewhere = storage in self._inputs or storage in self._kept
-        if not usual or elsewhere or is_parameter(x):
+        if not usual or (x.dtype in HALVES and cast_source(x, op.inputs) is not None):
+            self.expectations.watch()
             return self._pack(x, op, storage)
-        if x.dtype in HALVES and cast_source(x, op.inputs) is not None:
+        if storage in self._inputs or storage in self._kept or is_parameter(x):
+            if self.expectations.tells:
+                self.expectations.tell(op, x, None)
             return self._pack(x, op, storage)
         form = self._form(x, op, storage)
         settled = self._settled.get(form)
-        if settled is None:
-            return self._pack(x, op, storage, form)
+        handle = None if settled is None else self._pack_as(x, storage, settled)
+        handle = handle or self._pack(x, op, storage, form)
+        if self.expectations.tells:
+            settled = settled or self._settled.get(form)
+            if settled is None or op.limit is not None:  # a choice of this op's alone
+                self.expectations.watch()
+            else:
+                self.expectations.tell(op, x, settled)
+        return handle
+
+    def _pack_as(self, x: Tensor, storage: int, settled: Settled) -> Saved:
+        """The handle of a save for which a choice was made before."""
         site, layout, key, chosen = settled
         saved = x.detach()
         save = Save(saved, storage, layout, key, site, saved)
@@ -214,6 +240,21 @@ class SavedTensors:
             return self._keep(save, Keep(note))
         saved.data = self._empty_like(x)  # from now on the witness
         return handle
+
+    def _pack_expected(self, x: Tensor, due: Iterator[Expected], storage: int) -> Saved:
+        """As `_pack`, of an op that no one watches."""
+        expected = next(due, None)
+        if type(x) is not Tensor or expected is None or x.is_neg() or not expected.fits(x):
+            self.expectations.watch()
+            if self.surprised is not None:
+                self.surprised()
+            return self._pack(x, self.custom, storage)
+        settled, origin = expected.settled, expected.origin
+        if settled is None or storage in self._inputs or storage in self._kept:
+            return KeptTensor(x.detach(), x._version)
+        if (origin is None or type(x.grad_fn) is not origin) and is_parameter(x):
+            return KeptTensor(x.detach(), x._version)
+        return self._pack_as(x, storage, settled)
 
     def _form(self, x: Tensor, op: Op, storage: int) -> tuple[Any, ...]:
         """Equal for saves for which all choices are the same, but those that ask who else saved."""
@@ -437,6 +478,12 @@ class SavedTensors:
         record = Record(save.site, shape, dtype, nbytes, planned, name, reason, number, source)
         if self._recorded is not None:
             self._recorded.append(watched(record, saved))
+
+
+BETWEEN.update(
+    function.__code__
+    for function in (SavedTensors.pack, SavedTensors._pack_settled, SavedTensors._pack_expected)
+)
 
 
 def _needless(op: Op) -> bool:

@@ -6,13 +6,15 @@ composition (torch's norm again, or its backward, around `group_quantize`) write
 `x_hat` each time.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
 
@@ -89,6 +91,10 @@ def channel_norm_quantize(
         >>> codes.tolist(), bounds.tolist()  # 0, 1, 0, 1, ...
         ([[170]], [[-1.0, 1.0]])
     """
+    if x.dtype in cpu.FLOAT_TYPES and is_plain_cpu(x) and not cpu.is_dataless():
+        bits, group_size, seed, stochastic, wide = codes
+        quantizer = _quantizer(x.dtype, where, bits, group_size, stochastic, wide)
+        return quantizer(x, mean, rstd, seed)
     run = _quantize if is_plain(x) else _quantize_op
     return run(x, mean, rstd, *where, *codes)
 
@@ -197,6 +203,37 @@ def _quantize(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> tuple[Ten
         int(codes.wide), *where, codes.bits, codes.group_size, codes.seed, int(codes.stochastic),
     )  # fmt: skip
     return packed, bounds
+
+
+@lru_cache(maxsize=4096)
+def _quantizer(
+    dtype: torch.dtype, where: Channels, bits: int, group_size: int, stochastic: bool, wide: bool
+) -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]:
+    """The C++ kernel for tensors of a dtype and of one form: as `_quantize`."""
+    group._check(bits, group_size, dtype)
+    outer, middle, channels, inner, together = where
+    n = outer * middle * channels * inner
+    whole = together > 0 and channels % together == 0
+    count = outer * channels // together if whole else -1
+    n_groups, width = (n + group_size - 1) // group_size, group_size * bits // 8
+    kept, kind = group._bounds_dtype(wide), cpu.FLOAT_TYPES[dtype]
+    kernel = cpu.function("mt_channel_norm_quantize", "pipppp" + "i" * 10)
+
+    def run(x: Tensor, mean: Tensor, rstd: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        usual = x.dim() == 1 and x.numel() == n and x.is_contiguous()
+        for statistic in (mean, rstd):
+            own = statistic.dtype == torch.float32 and statistic.numel() == count
+            usual = usual and own and statistic.is_contiguous()
+        if not usual:
+            _check(x, {"mean": mean, "rstd": rstd}, where)
+        codes = x.new_empty((n_groups, width), dtype=torch.uint8)
+        bounds = x.new_empty((n_groups, 2), dtype=kept)
+        places = x.data_ptr(), kind, mean.data_ptr(), rstd.data_ptr(), codes.data_ptr()
+        how = bits, group_size, seed, stochastic, torch.get_num_threads()
+        kernel(*places, bounds.data_ptr(), wide, *where, *how)
+        return codes, bounds
+
+    return run
 
 
 def _empty_gradients(

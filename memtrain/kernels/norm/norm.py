@@ -37,6 +37,9 @@ class Codes(NamedTuple):
     wide: bool = False
 
 
+_KNOWN = {"cpu": (torch.float32, torch.bfloat16), "triton": _DTYPES}
+
+
 def fits(x: Tensor, size: int, group_size: int) -> bool:
     """Whether `norm_quantize` serves a call.
 
@@ -53,12 +56,10 @@ def fits(x: Tensor, size: int, group_size: int) -> bool:
         >>> fits(torch.ones(4, 512), 512, 256), fits(torch.ones(4, 48), 48, 256)
         (True, False)
     """
-    dtypes = {
-        "cpu": (torch.float32, torch.bfloat16),
-        "triton": _DTYPES,
-    }
     whole = 0 < size <= MAX_ROW and size % group_size == 0 and group_size % 8 == 0
-    return whole and x.numel() > 0 and x.is_contiguous() and x.dtype in dtypes.get(choose(x), ())
+    if not whole or x.numel() == 0 or not x.is_contiguous():
+        return False
+    return x.dtype in _KNOWN.get(choose(x), ())
 
 
 def fits_backward(dy: Tensor, size: int, group_size: int) -> bool:

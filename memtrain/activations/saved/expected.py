@@ -1,0 +1,168 @@
+"""What the own code of each module is expected to save: what it saved when it was called alike.
+
+Where the next save of a module's own code (its submodules' left out) is known, with all that was
+chosen for it, no one need watch the ops. A save is the expected one where the same instruction of
+the same code makes it, of an op that the code itself names, and it looks the same.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from memtrain.activations.saved.flatten import Layout, Memory
+from memtrain.activations.saved.op_names import calls
+from memtrain.activations.saved.origin import of_stand_in
+from memtrain.activations.saved.site import Op, Site
+from memtrain.compressors import Compressor, Keep
+
+BETWEEN: set[CodeType] = set()
+"""Code of ours that may stand between an op and who calls it."""
+CALLS = 2**12
+"""Forms of calls at most whose saves are remembered."""
+
+
+class Settled(NamedTuple):
+    """A choice made for a save of an earlier forward, taken again for saves that are alike."""
+
+    site: Site
+    layout: Layout
+    key: Memory | None
+    chosen: Compressor | Keep
+
+
+class Expected(NamedTuple):
+    """A save of a module's own code."""
+
+    code: CodeType
+    instruction: int
+    look: tuple[Any, ...]
+    origin: type | None
+    """Type of the graph's node that made the tensor, where none such gives a parameter's copy."""
+    settled: Settled | None
+    """None where the tensor is kept anyway: a parameter, an input, what another save keeps."""
+
+    @classmethod
+    def of(cls, x: Tensor, settled: Settled | None) -> "Expected":
+        """The save that is made now, by an op that is watched."""
+        origin = None if x._is_view() or of_stand_in(type(x.grad_fn)) else type(x.grad_fn)
+        return cls(*_where(), _look(x), origin, settled)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether this is the save that is made now."""
+        code, instruction = _where()
+        return code is self.code and instruction == self.instruction and _look(x) == self.look
+
+
+Running = Iterator[Expected] | list[Expected] | None
+"""A module's own code that runs: the saves to come, or those so far; None: they are not told."""
+
+
+class Expectations:
+    """What modules save, by how they are called.
+
+    The first settled call of a form is watched, and tells; later ones of that form are as it was. A
+    module whose ops were replaced, or that once saved something else, is watched from then on.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Expected]] = {}
+        self._told: dict[Any, list[Expected]] = {}
+        self._watched: set[str] = set()
+        self._form: Any = None
+        self.module = ""
+        """The module that runs now."""
+        self.due: Iterator[Expected] | None = None
+        """The saves to come of its own code; None: its ops are watched."""
+        self._saves: list[Expected] | None = None  # of its own code, so far
+
+    def begin(self, form: Any) -> None:
+        """Begin a forward; without a form nothing is expected, nor told."""
+        self.end(whole=False)
+        self._form = form
+
+    def end(self, *, whole: bool) -> None:
+        """End a forward; where an exception ended it, what was told is not to be relied on."""
+        if whole:
+            if len(self._known) + len(self._told) > CALLS:  # shapes that vary collect without end
+                self._known.clear()
+            self._known.update(self._told)
+        self._told.clear()
+        self._form, self.due, self._saves = None, None, None
+
+    def forget(self) -> None:
+        """Forget the forwards before: other choices are made now."""
+        self._known.clear()
+        self._told.clear()
+        self._watched.clear()
+
+    def call(self, module: str, training: bool, args: Any, kwargs: Any) -> Running:
+        """Come to the own code of a module that is called."""
+        running: Running = None
+        if self._form is not None and module not in self._watched:
+            call = (self._form, module, training, _looks((*args, *kwargs.values())))
+            known = self._known.get(call)
+            if known is not None:
+                running = iter(known)
+            elif call not in self._told:
+                running = self._told[call] = []
+        self.resume(module, running)
+        return running
+
+    def resume(self, module: str, running: Running) -> None:
+        """Come back to a module's own code."""
+        self.module = module
+        self.due, self._saves = None, None
+        if isinstance(running, list):
+            self._saves = running
+        else:
+            self.due = running
+
+    @property
+    def tells(self) -> bool:
+        """Whether the own code that runs tells what it saves."""
+        return self._saves is not None
+
+    def tell(self, op: Op, x: Tensor, settled: Settled | None) -> None:
+        """Expect this save from now on.
+
+        Args:
+            op: What saves.
+            x: What is saved.
+            settled: What was chosen.
+        """
+        expected = Expected.of(x, settled)
+        if op.module != self.module or not calls(expected.code, expected.instruction, op.name):
+            self.watch()
+        elif self._saves is not None:
+            self._saves.append(expected)
+
+    def watch(self) -> None:
+        """Watch the ops of the module that runs from now on."""
+        self._watched.add(self.module)
+        self.due, self._saves = None, None
+
+
+def _where() -> tuple[CodeType, int]:
+    """The instruction that calls the op which saves now."""
+    frame = sys._getframe(3)
+    while frame.f_code in BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def _look(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+
+
+def _looks(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of the arguments of a call: what its saves are likely to depend on."""
+    looks: list[Any] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            looks += (x.shape, x.stride(), x.dtype, x.requires_grad)
+        elif isinstance(x, bool):
+            looks.append(x)
+    return tuple(looks)
