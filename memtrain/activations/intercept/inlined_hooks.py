@@ -117,7 +117,12 @@ class CompiledGraphs:
         _configure(self._before)
         self._before = {}
         graphs, self._open = self._open, []
-        return [one for graph in graphs for one in self._of_siblings(graph.root, graph.records)]
+        found: list[Record] = []
+        for graph in graphs:
+            for path in [graph.root, *self._siblings(graph.root, graphs)]:
+                offset = 1 + max((record.storage for record in found), default=0)
+                found += [_moved(record, graph.root, path, offset) for record in graph.records]
+        return found
 
     def claim(self) -> None:
         """Compress what the graph saves that is traced now, though no forward began outside of it.
@@ -190,21 +195,26 @@ class CompiledGraphs:
             decompress_late(given["_bw_graph"])
         return graph.unpack(packed, given["_node"])
 
-    def _of_siblings(self, root: str, records: list[Record]) -> list[Record]:
-        """The records, and those of modules compiled by themselves that run the same graph."""
-        own = self.model.get_submodule(root)
+    def _siblings(self, root: str, graphs: list["_Graph"]) -> list[str]:
+        """Paths of modules compiled by themselves that run the graphs of one equal to them.
+
+        Of several that have graphs (the first block's input needs no gradient) it is the last one
+        before them.
+        """
         if not root or not _is_compiled(self.model, root):
-            return records
-        found = list(records)
-        for name, module in self.model.named_modules():
-            if name != root and _alike(module, own) and _is_compiled(self.model, name):
-                offset = 1 + max((record.storage for record in found), default=0)
-                for record in records:
-                    path = record.site.module
-                    moved = path == root or path.startswith(f"{root}.")
-                    path = f"{name}{path[len(root) :]}" if moved else path
-                    site = record.site._replace(module=path)
-                    found.append(record._replace(site=site, storage=record.storage + offset))
+            return []
+        own, roots = self.model.get_submodule(root), {graph.root for graph in graphs}
+        alike = [
+            name
+            for name, module in self.model.named_modules()
+            if name and _is_compiled(self.model, name) and _alike(module, own)
+        ]
+        found: list[str] = []
+        latest = next(name for name in alike if name in roots)
+        for name in alike:
+            latest = name if name in roots else latest
+            if latest == root != name:
+                found.append(name)
         return found
 
 
@@ -407,6 +417,15 @@ def _is_compiled(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(name)
     above = model.get_submodule(name.rpartition(".")[0])
     return module._compiled_call_impl is not None or inside_compiled(above) is not None
+
+
+def _moved(record: Record, root: str, path: str, offset: int) -> Record:
+    """The record of a module's graph, for the module at another path."""
+    module = record.site.module
+    if module == root or module.startswith(f"{root}."):
+        module = f"{path}{module[len(root) :]}"
+    site = record.site._replace(module=module)
+    return record._replace(site=site, storage=record.storage + offset)
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
