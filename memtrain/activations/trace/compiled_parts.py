@@ -64,7 +64,8 @@ def compile_alike(model: nn.Module, parts: Mapping[str, Any]) -> None:
     for path, backend in parts.items():
         module = model.get_submodule(path)
         forward = type(module).forward
-        if "forward" not in vars(module) and isinstance(forward, types.FunctionType):
+        own_code = isinstance(forward, types.FunctionType) and "forward" not in vars(module)
+        if own_code and not forward.__module__.startswith("torch."):  # which it knows by file
             # Torch keeps what it compiles by code: a copy of that keeps the original's apart.
             module.forward = types.MethodType(own.setdefault(forward, _copied(forward)), module)
         module.compile(backend=_inductor_graphs if backend == INDUCTOR else backend)
