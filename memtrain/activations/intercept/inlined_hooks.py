@@ -39,15 +39,24 @@ UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch k
 DERIVATIVE_BITS = 2
 """More bits than its derivative code: of a tensor that gives the op's output again, too."""
 
+_AOT, _INDUCTOR = "torch._functorch.config", "torch._inductor.config"
 _SETTINGS = {
-    "saved_tensors_hooks_filtering_mode": "no_static",  # hooks are handed all but parameters
-    # What a matrix product of the backward reads (the output of a normalization or nonlinearity, a
-    # copy of a weight in another dtype) may be computed again from what is saved beside it. Torch
-    # saves it to spare the backward that op; compressed, it would cost bytes and errors twice.
-    "ban_recompute_materialized_backward": False,
+    _AOT: {
+        "saved_tensors_hooks_filtering_mode": "no_static",  # hooks are handed all but parameters
+        # What a matrix product of the backward reads (the output of a normalization or of a
+        # nonlinearity, a copy of a weight in another dtype) may be computed again from what is
+        # saved beside it. Torch saves it to spare the backward that op; compressed, it would cost
+        # bytes and errors twice.
+        "ban_recompute_materialized_backward": False,
+        # The backward is compiled at once, and so by what is set here too.
+        "force_non_lazy_backward_lowering": True,
+    },
+    # A buffer that waits for the next tensor of its size is alive between the two: inductor lets
+    # it wait where it expects the peak elsewhere, as it is without us.
+    _INDUCTOR: {"allow_buffer_reuse": False},
 }
-"""Of `torch._functorch.config`, while our graphs are compiled."""
-PLAIN = {"saved_tensors_hooks_filtering_mode": "no_static"}
+"""Of torch's modules, while our graphs are compiled."""
+PLAIN = {_AOT: {"saved_tensors_hooks_filtering_mode": "no_static"}}
 """The same where graphs are to save what they do without us, to see what that is."""
 
 
@@ -81,13 +90,13 @@ class CompiledGraphs:
         """Why a graph was left alone, if one was."""
         self.root = ""
         """Path of the module whose forward runs now, not traced."""
-        self.settings: dict[str, Any] = _SETTINGS
+        self.settings: dict[str, dict[str, Any]] = _SETTINGS
         self._clear()
 
     def _clear(self) -> None:
         self._modules: tuple[Any, Any] | None = None
         self._open: list[_Graph] = []
-        self._before: dict[str, Any] = {}  # torch's settings, as they were before the forward
+        self._before: dict[str, dict[str, Any]] = {}  # torch's, as they were before the forward
 
     def __getstate__(self) -> dict[str, object]:
         runtime = ("_modules", "_open", "_before")
@@ -455,7 +464,7 @@ def _supported() -> bool:
     except ImportError:
         return False
     inside = hasattr(graph_compile, "_get_saved_tensor_hook_context")
-    return inside and all(hasattr(config, name) for name in _SETTINGS)
+    return inside and hasattr(config, "saved_tensors_hooks_filtering_mode")
 
 
 def run_untraced(*functions: Callable[..., Any]) -> None:
@@ -475,15 +484,16 @@ def run_untraced(*functions: Callable[..., Any]) -> None:
         return  # of a torch that has no graphs for us either
 
 
-def _configure(values: dict[str, Any]) -> dict[str, Any]:
-    """Change settings of AOTAutograd; gives what they were before."""
-    if not values:
-        return {}
-    from torch._functorch import config
-
-    before = {name: getattr(config, name) for name in values}
-    for name, value in values.items():
-        setattr(config, name, value)
+def _configure(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Change what there is of settings, in modules that are imported; gives what it was before."""
+    before: dict[str, dict[str, Any]] = {}
+    for path, values in settings.items():
+        config = sys.modules.get(path)
+        if config is not None:
+            known = {name: getattr(config, name) for name in values if hasattr(config, name)}
+            for name in known:
+                setattr(config, name, values[name])
+            before[path] = known
     return before
 
 

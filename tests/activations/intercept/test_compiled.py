@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
@@ -234,15 +235,18 @@ def test_plans_of_models_that_share_their_code_are_told_apart():
 
 
 def test_graphs_compress_behind_the_last_reader_and_decompress_before_the_first():
-    graphs = []
+    graphs, reuse = [], []
 
     def keep(graph, inputs):
         graphs.append(graph.graph)
+        reuse.append(inductor.allow_buffer_reuse)
         return boxed_nop(graph, inputs)
 
     backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     model, _ = wrapped(Model(blocks=2))
     torch.compile(model, backend=backend)(tokens()).sum().backward()
+    # a buffer that waits for another tensor is alive meanwhile
+    assert (*reuse, inductor.allow_buffer_reuse) == (False, False, True)
     forward, backward = [list(graph.nodes) for graph in graphs]
     ours = torch.ops.memtrain
     compressing = [n for n in forward if n.target is ours.compress_saved.default]
@@ -404,12 +408,11 @@ def test_the_side_of_a_kink_is_kept_exactly_in_a_bit(act):
 def test_graphs_of_families_hold_no_more_than_their_eager_plans(name):
     pytest.importorskip("transformers")
     case, found = FAMILIES[name](), []
-    batch = case.batch if isinstance(case.batch, dict) else {"x": case.batch[0]}
-    batch = {key: value for key, value in batch.items() if key != "labels"}
+    x, *_ = case.batch.values() if isinstance(case.batch, dict) else case.batch
     for run in (lambda model: model, lambda model: torch.compile(model, backend=decomposing)):
         model, _ = wrapped(copy.deepcopy(case.model))
-        y = run(model)(**batch)
-        now = held(getattr(y, "logits", y), *batch.values(), *model.parameters(), *model.buffers())
+        y = run(model)(x)
+        now = held(getattr(y, "logits", y), x, *model.parameters(), *model.buffers())
         found.append(planned(model)[0])
     eager, compiled = found
     assert now == compiled <= 1.05 * eager
@@ -450,8 +453,11 @@ def test_compiled_autograd_has_the_same_gradients():
         torch.compiler.reset()
         torch.manual_seed(0)
         model, _ = wrapped(Model())
+        x = tokens()
         with torch._dynamo.config.patch(compiled_autograd=use):
-            torch.compile(model, backend=BACKEND)(tokens()).square().mean().backward()
+            y = torch.compile(model, backend=BACKEND)(x)
+            assert held(y, x, *model.parameters()) == planned(model)[0]
+            y.square().mean().backward()
         found.append(gradient(model))
     assert torch.equal(*found)
 
