@@ -284,7 +284,9 @@ def tile(group_size):
     """Padded slice width, groups of a tile and warps: two to four elements a thread and slice."""
     width = triton.next_power_of_2(group_size // 8)
     groups = max(1, 256 // width)
-    return {"WIDTH_PAD": width, "GROUPS": groups, "num_warps": max(4, width * groups // 128)}
+    # With 16 warps a thread has 128 registers, too few for four elements of both groups of a pair.
+    warps = 32 if width > 1024 else max(4, width * groups // 128)
+    return {"WIDTH_PAD": width, "GROUPS": groups, "num_warps": warps}
 
 
 def quantize(x, codes, bounds, bits, group_size, seed, stochastic):

@@ -164,9 +164,9 @@ def _write(
     return tl.where(minus, 1 - large.to(tl.int32), 2 + large.to(tl.int32))
 
 
-def warps(whole: bool) -> int:
-    """Warps of a program: each element's row and column take registers where rows are not whole."""
-    return 4 if whole else 16
+def options(whole: bool) -> dict[str, int]:
+    """Launch options: each element's row and column take registers where rows are not whole."""
+    return {"num_warps": 4} if whole else {"num_warps": 16, "maxnreg": 96}
 
 
 AOT_CASES = [
@@ -178,7 +178,7 @@ AOT_CASES = [
             "HALF": 64,
             "MASTER": master,
             "WHOLE": whole,
-            "num_warps": warps(whole),
+            **options(whole),
         },
     )
     for whole in (True, False)
