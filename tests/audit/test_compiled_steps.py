@@ -8,7 +8,6 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch.utils._pytree import tree_leaves
 
 import memtrain
 from memtrain.audit import audit
@@ -31,13 +30,13 @@ class GraphStorages(LiveStorages):
 
 
 def held(run, batch):
-    """Bytes alive between forward and backward besides what the model returns."""
+    """Bytes alive between forward and backward where a loop keeps the loss alone."""
     torch.compiler.reset()
     run(**batch)
     with GraphStorages() as live:
         output = run(**batch)
-    outputs = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    return live.nbytes(exclude=[*outputs, *batch.values()])
+        output = getattr(output, "loss", output)  # and lets go of logits and caches
+    return live.nbytes(exclude=[output, *batch.values()])
 
 
 def held_by_nodes(output, *others):
@@ -79,7 +78,8 @@ def gpt2():
     shape = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 500, "n_positions": 64}
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **off, **ends))
+    config = transformers.GPT2Config(**shape, **off, **ends, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(0, 500, (2, 64))
     return model.train(), {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -112,16 +112,14 @@ def compiled(model, how, backend):
     return model
 
 
-OFF = pytest.mark.xfail(reason="plain bytes of Transformers' models are up to 8% off")
+TWICE = pytest.mark.xfail(reason="each block counts the cosines that it shares", strict=True)
 CASES = [
     (mlps, "blocks"),
     pytest.param(mlp, "whole", marks=pytest.mark.nightly),
-    *[
-        pytest.param(build, how, marks=[pytest.mark.nightly, *([] if build is cnn else [OFF])])
-        for build in (gpt2, llama, cnn)
-        for how in ("whole", "blocks")
-        if (build, how) not in ((gpt2, "blocks"), (cnn, "blocks"))
-    ],
+    pytest.param(cnn, "whole", marks=pytest.mark.nightly),
+    pytest.param(llama, "whole", marks=pytest.mark.nightly),
+    pytest.param(gpt2, "whole", marks=pytest.mark.nightly),
+    pytest.param(llama, "blocks", marks=[pytest.mark.nightly, TWICE]),
 ]
 
 
@@ -143,12 +141,11 @@ def test_predicted_bytes_are_those_held_plain_and_planned(build, how):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("build", [gpt2, cnn])
-def test_graphs_that_inductor_compiles_hold_what_is_predicted(build):
+def test_graphs_that_inductor_compiles_hold_what_is_predicted():
     torch.manual_seed(0)
     torch.compiler.reset()
-    model, batch = build()
-    batch.pop("labels", None)
+    model, batch = gpt2()
+    del batch["labels"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = torch.compile(model)
     found = audit(run, optimizer, batch).totals()["saved activations"]
@@ -157,8 +154,7 @@ def test_graphs_that_inductor_compiles_hold_what_is_predicted(build):
         if planned:
             torch.compiler.reset()
             memtrain.wrap(run, optimizer)
-        output = run(**batch)
-        output = output if isinstance(output, torch.Tensor) else output.logits
+        output = run(**batch).logits
         assert held_by_nodes(output, *weights) == (found.planned if planned else found.plain)
 
 
@@ -168,12 +164,14 @@ def test_timelines_of_compiled_steps_hold_the_reports_bytes_and_name_modules():
     model, batch = gpt2()
     report = audit(torch.compile(model), torch.optim.AdamW(model.parameters()), batch, peak=True)
     saved = report.totals()["saved activations"]
+    constants = 64 * 8 + 4  # positions and a count: the graph's, there before the step
+    logits = 2 * 64 * 500 * 4  # which the model returns, beside their codes
     for timeline, bytes_saved in (
         (report.timeline, saved.plain),
-        (report.planned_timeline, saved.planned),
+        (report.planned_timeline, saved.planned + logits),
     ):
         last = [moment for moment in timeline.moments if moment.phase == "forward"][-1]
-        assert last.parts["saved activations"] - bytes_saved in (0, 4)  # the loss
+        assert last.parts["saved activations"] == bytes_saved - constants
         labels = {moment.label for moment in timeline.moments}
         assert any("transformer.h.1.mlp.act / " in label for label in labels)
     assert report.planned_timeline.peak.nbytes < report.timeline.peak.nbytes

@@ -237,6 +237,16 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
+def storage_of(node: Node) -> int:
+    """Tells nodes apart whose tensors do not share their storage."""
+    return node.meta["val"].untyped_storage()._cdata
+
+
+def storage_nbytes(node: Node) -> int:
+    """Bytes of the storage that the node's tensor is a view of, maybe of a part only."""
+    return _hint(node.meta["val"].untyped_storage().nbytes())
+
+
 def example(node: Node) -> Tensor:
     """A meta tensor of the sizes that the graph was traced with, symbolic ones as they were."""
     x = node.meta["val"]

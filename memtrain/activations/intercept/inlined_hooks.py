@@ -23,7 +23,15 @@ from memtrain.activations.intercept.graph_kinks import (
     stand_in,
 )
 from memtrain.activations.intercept.graph_order import compress_early, decompress_late
-from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites, example, stripped
+from memtrain.activations.intercept.graph_sites import (
+    OWN_INPUT,
+    GraphSites,
+    example,
+    is_tensor,
+    storage_nbytes,
+    storage_of,
+    stripped,
+)
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.expected import BETWEEN
@@ -244,7 +252,7 @@ class _Graph:
         """The saved tensor that is handed to the hooks after all others."""
         self.records: list[Record] = []
         self._packings: dict[fx.Node, _Packing | None] = {}
-        self._kept: dict[fx.Node, int] = {}
+        self._kept: dict[int, int] = {}  # storage -> its number
         self.kinks: dict[int, Kink] = {}
         """By numbers from 1: those of which the forward's answer is kept."""
         with _no_modes():
@@ -345,7 +353,7 @@ class _Graph:
                 mask = Mask()
                 held = mask.compress(torch.empty_like(x, dtype=torch.bool), key=Key()).nbytes
                 site = self.sites.kink_site(kink.asked)
-                number = self._kept.setdefault(kink.answer, len(self._kept))
+                number = self._kept.setdefault(storage_of(kink.answer), len(self._kept))
                 row = Record(site, tuple(x.shape), "bool", 0, held, repr(mask), "", number)
                 self.records.append(row)
 
@@ -359,10 +367,10 @@ class _Graph:
         reason: str = "",
     ) -> None:
         base = stripped(node)
-        own = reason == OWN_INPUT
-        first = base not in self._kept and not own
-        number = self._kept.setdefault(base, len(self._kept))
-        nbytes = x.numel() * x.element_size() if first else 0
+        storage = storage_of(base if is_tensor(base) else node)
+        first = storage not in self._kept and reason != OWN_INPUT
+        number = self._kept.setdefault(storage, len(self._kept))
+        nbytes = storage_nbytes(node) if first else 0
         dtype = str(x.dtype).removeprefix("torch.")
         held = nbytes if planned is None else planned
         shape = tuple(x.shape)
