@@ -121,6 +121,8 @@ def processor():
 
 def measure(case):
     import torch
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
 
     import memtrain
 
@@ -132,9 +134,9 @@ def measure(case):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         memtrain.wrap(model, optimizer, [f"preset={case['preset']}", "optim=none"])
     if "budget" in case:
-        torch._functorch.config.activation_memory_budget = case["budget"]
+        functorch_config.activation_memory_budget = case["budget"]
     if case.get("fp8"):
-        passes = torch._inductor.config.post_grad_fusion_options
+        passes = inductor_config.post_grad_fusion_options
         passes["activation_quantization_aten_pass"] = {"quant_type": "torch.float8_e4m3fn"}
     run = torch.compile(model) if case.get("compiled") is True else model
     if case.get("compiled") == "blocks":
