@@ -92,14 +92,17 @@ def joined() -> Iterator[Processes]:
 ALONE = Processes()
 
 
-def shard(model: nn.Module) -> None:
+def shard(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Give each process its part of a model (FSDP2), its repeated blocks one by one.
 
     Args:
         model: Its parameters become DTensors.
+        dtype: Of its floating-point tensors, which they keep from then on; None leaves them.
     """
     from torch.distributed.fsdp import fully_shard
 
+    if dtype is not None:
+        model.to(dtype)
     if not dist.is_initialized():  # one process: what more have written, it can read
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     blocks = [

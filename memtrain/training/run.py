@@ -24,6 +24,7 @@ from memtrain.compressors.base import Key
 from memtrain.config import sources as base
 from memtrain.config.sizes import parse_size
 from memtrain.kernels.random.generators import random_state, set_random_state
+from memtrain.plan.entries import weight_dtype
 from memtrain.planner import Fit
 from memtrain.training.batches import Batch, count, learned, loss_of, moved
 from memtrain.training.data import Source
@@ -102,7 +103,7 @@ class Run:
         if foretell or self.fit is not None:
             self._foretell(model, optimizer, own)
         if config.training.parallel == "fsdp":
-            shard(model)
+            shard(model, None if own is None else weight_dtype(own))
             optimizer = build_optimizer(config.optimizer, model)  # the parameters are new
         if own is not None:
             model, optimizer = api.wrap(model, optimizer, own)

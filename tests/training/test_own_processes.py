@@ -74,6 +74,14 @@ def test_processes_train_as_one_and_go_on_as_another_number(given, tmp_path, par
     assert losses(again)[6] < losses(again)[0]
 
 
+def test_weights_of_two_bytes_are_sharded_and_go_on(given, tmp_path):
+    own = [*given, "preset=all_four", "training.parallel=fsdp"]
+    whole = train(tmp_path / "whole", [*own, "training.steps=4"], world=2)
+    half = train(tmp_path / "half", [*own, "training.steps=2"], world=2)
+    more = train(tmp_path / "more", [f"resume={half}", "training.steps=4"], world=2)
+    assert losses(more) == losses(whole)
+
+
 def test_killed_and_stopped_runs_go_on(given, tmp_path):
     process = start([*given, "training.steps=10000", f"output.folder={tmp_path}/killed"])
     wait(process, tmp_path / "killed", "checkpoint-*/progress.pt")
