@@ -1,4 +1,4 @@
-"""What the examples share: a tiny Llama, its data, and what is measured of it."""
+"""Shared by the examples: a tiny Llama, its data, and what is measured of it."""
 
 import contextlib
 import importlib.metadata
@@ -48,7 +48,7 @@ def arguments() -> dict[str, Any]:
 
 
 def trained(trainer: Any, resume: bool, key: str = "loss") -> tuple[list[float], nn.Module]:
-    """What a trainer logged of each step that it ran, and its model."""
+    """Numbers that a trainer logged of each step that it ran, and its model."""
     checkpoint = f"{trainer.args.output_dir}/checkpoint-{STEPS // 2}"
     trainer.train(resume_from_checkpoint=checkpoint if resume else None)
     found = [entry[key] for entry in trainer.state.log_history if key in entry]

@@ -109,7 +109,7 @@ def test_flattened_split_weights_are_refused(tmp_path):
 
 @pytest.mark.parametrize("where", ["step", "save"])
 def test_a_run_cut_off_goes_on_from_the_checkpoint_before(where, tmp_path, monkeypatch):
-    """What a killed process leaves on disk; `tests/optim/test_distributed.py` kills some."""
+    """Files that a killed process leaves; `tests/optim/test_distributed.py` kills some."""
     first, second = made("all_four", 0), made("all_four", 1)
     trained(*first, range(2))
     save(first, tmp_path / "kept")

@@ -413,7 +413,7 @@ def best_candidates(
 
 
 def _kept(candidate: CandidatePlan) -> tuple[str, str]:
-    """What is done to weights and to gradients."""
+    """Choices for weights and for gradients."""
     config = candidate.space.plan.config if candidate.space is not None else Config()
     return config.weights, config.gradients
 

@@ -31,7 +31,7 @@ def start(world, store, *arguments):
 
 
 def launch(world, store, *arguments):
-    """What each rank's process printed."""
+    """Lines that each rank's process printed."""
     ranks = start(world, store, *arguments)
     try:
         outputs = [process.communicate(timeout=400) for process in ranks]

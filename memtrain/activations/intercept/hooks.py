@@ -219,7 +219,7 @@ class Interception:
     def _as_one_op(
         self, composite: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any
     ) -> Callable[[], Any] | None:
-        """What runs a module as one op, with the ops not watched; None: it runs as it is."""
+        """Runs a module as one op, with the ops not watched; None: it runs as it is."""
         self.executor.step_aside()
         call = composite(module, x) if isinstance(x, Tensor) else None
         as_one_op = None if call is None else self.executor.as_one_op(call)

@@ -1,4 +1,4 @@
-"""What the own code of each module is expected to save: what it saved when it was called alike.
+"""Saves expected of the own code of each module: what it saved when it was called alike.
 
 Where the next save of a module's own code (its submodules' left out) is known, with all that was
 chosen for it, no one need watch the ops. A save is the expected one where the same instruction of
@@ -61,7 +61,7 @@ Running = Iterator[Expected] | list[Expected] | None
 
 
 class Expectations:
-    """What modules save, by how they are called.
+    """Saves of modules, by how these are called.
 
     The first settled call of a form is watched, and tells; later ones of that form are as it was. A
     module whose ops were replaced, or that once saved something else, is watched from then on.

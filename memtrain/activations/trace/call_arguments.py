@@ -1,4 +1,4 @@
-"""What a model is called with."""
+"""A batch as the arguments of a model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -124,7 +124,7 @@ def _inductor_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
-    """What runs a graph's nodes one after another, freeing each value behind its last use."""
+    """A function that runs a graph's nodes one by one, freeing each value behind its last use."""
     interpreter = _Nodes(graph)
 
     def run(args: list[Any]) -> Any:
