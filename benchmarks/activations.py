@@ -36,26 +36,25 @@ MAP = 1024  # elements of a feature map of the patches: 32 x 32
 
 def sizes(options: Options) -> list[int]:
     """Numbers of elements: 2^10 to 2^24 by fours, to 2^28 in full."""
-    chosen = setting(options, "powers")
-    if chosen:
-        return [1 << int(power) for power in chosen]
+    if powers := settings(options)["powers"]:
+        return [1 << int(power) for power in powers]
     largest = 13 if options.quick else 29 if options.full else 25
     return [1 << power for power in range(10, largest, 2)]
 
 
-def setting(options: Options, name: str) -> list[str]:
-    """The values of `--set name=a,b`; empty where it is not set."""
-    values = [text.split("=", 1)[1] for text in options.overrides if text.startswith(f"{name}=")]
-    return values[-1].split(",") if values else []
+def settings(options: Options) -> dict[str, list[str]]:
+    """The chosen ops and powers of two; an empty list of them is all."""
+    chosen = options.settings(ops="", powers="")
+    return {key: value.split(",") if value else [] for key, value in chosen.items()}
 
 
 def jobs(options: Options) -> list[Job]:
-    ops = setting(options, "ops")
+    ops = settings(options)["ops"]
     return [*_ops(options), *([step(options)] if not ops or "step" in ops else [])]
 
 
 def _wanted(options: Options, op: str, bits: int) -> bool:
-    ops = setting(options, "ops")
+    ops = settings(options)["ops"]
     return not ops or op in ops or f"{op}:{bits}" in ops
 
 

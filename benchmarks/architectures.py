@@ -130,11 +130,7 @@ def _jobs(options: Options) -> list[Job]:
     chosen = {"kinds": ",".join(KINDS), "names": "", "preset": "balanced"}
     if options.quick:
         chosen |= {"kinds": "CausalLM", "names": "gpt2,llama"}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in chosen:
-            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
-        chosen[key] = value
+    chosen = options.settings(**chosen)
     only = set(chosen["names"].split(",")) - {""}
     return [
         Job(f"{name}, {kind}", partial(_row, kind, name, chosen["preset"]))

@@ -187,11 +187,7 @@ def _jobs(options: Options) -> list[Job]:
     chosen = {"presets": ",".join(PRESETS), "families": ",".join(FAMILIES)}
     if options.quick:
         chosen = {"presets": "balanced", "families": "cifar_squeezenet"}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in chosen:
-            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
-        chosen[key] = value
+    chosen = options.settings(**chosen)
     return [
         Job(f"{family}, {preset}", lambda f=family, p=preset: [measure(f, p)])
         for family in chosen["families"].split(",")

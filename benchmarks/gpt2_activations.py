@@ -77,10 +77,11 @@ def measure(case):
 
 
 def jobs(options: Options) -> list[Job]:
-    case = {"batch": 8, "sequence": 512, "labels": 0, "layers": 12, "device": options.device}
+    size = {"batch": "8", "sequence": "512", "labels": "0", "layers": "12"}
     if options.quick:
-        case |= {"batch": 1, "sequence": 64, "layers": 2}
-    case |= {key: int(value) for key, value in (pair.split("=") for pair in options.overrides)}
+        size |= {"batch": "1", "sequence": "64", "layers": "2"}
+    chosen = options.settings(**size)
+    case = {key: int(value) for key, value in chosen.items()} | {"device": options.device}
 
     def compare(attention) -> list[Row]:
         results = [_in_a_process({**case, "attention": attention, "preset": p}) for p in PRESETS]

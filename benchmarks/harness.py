@@ -51,6 +51,20 @@ class Options:
         """How long a sample must take."""
         return QUICK_SECONDS if self.quick else LEAST_SECONDS
 
+    def settings(self, **defaults: str) -> dict[str, str]:
+        """A benchmark's own settings: `defaults`, and what `--set key=value` says instead.
+
+        Raises:
+            ValueError: a key that has no default; names those that have one.
+        """
+        chosen = dict(defaults)
+        for override in self.overrides:
+            key, _, value = override.partition("=")
+            if key not in defaults:
+                raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(defaults)}")
+            chosen[key] = value
+        return chosen
+
 
 class Job(NamedTuple):
     """One step of a benchmark: a title for the progress bar, and what returns its rows."""

@@ -78,12 +78,7 @@ def _rows(preset: str, options: Options, layers: int, width: int) -> list[Row]:
 
 
 def _jobs(options: Options) -> list[Job]:
-    chosen = {"layers": "2" if options.quick else "12", "width": "64", "presets": "balanced"}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in chosen:
-            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
-        chosen[key] = value
+    chosen = options.settings(layers="2" if options.quick else "12", width="64", presets="balanced")
     size = {"layers": int(chosen["layers"]), "width": int(chosen["width"])}
     return [
         Job(preset, lambda preset=preset: _rows(preset, options, **size))

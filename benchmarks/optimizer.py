@@ -60,20 +60,18 @@ def peer(name, params):
     return optimizer
 
 
-def sizes(options, given):
-    """What the rows call the shapes, and the shapes."""
+def sizes(options, layers):
+    """What the rows call the shapes, and the shapes: of the whole model where `layers` is empty."""
     if options.quick:
         return "tiny", [(256, 128), (500,)]
-    if "layers" in given:
-        return f"gpt2-small, {given['layers']} layers", gpt2_small()[
-            2 : 2 + 12 * int(given["layers"])
-        ]
+    if layers:
+        return f"gpt2-small, {layers} layers", gpt2_small()[2 : 2 + 12 * int(layers)]
     return "gpt2-small", gpt2_small()
 
 
 def jobs(options: Options) -> list[Job]:
-    given = dict(word.split("=", 1) for word in options.overrides)
-    title, shapes = sizes(options, given)
+    chosen = options.settings(layers="", only="")
+    title, shapes = sizes(options, chosen["layers"])
     labels = {"baseline": "torch fused AdamW", "shapes": title}
     made = []  # made with the first job, shared by all: only one set of weights is held
 
@@ -122,7 +120,7 @@ def jobs(options: Options) -> list[Job]:
         return Job(name, run)
 
     every = [ours(name) for name in OURS] + [theirs(name) for name in PEERS]
-    return [job for job in every if given.get("only", "") in job.title]
+    return [job for job in every if chosen["only"] in job.title]
 
 
 BENCHMARK = Benchmark(

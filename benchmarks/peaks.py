@@ -114,11 +114,7 @@ def _jobs(options: Options) -> list[Job]:
     chosen = {"presets": ",".join(PRESETS), "families": ",".join(TWELVE), "steps": ",".join(STEPS)}
     if options.quick:
         chosen = {"presets": "balanced", "families": "vit", "steps": "float32"}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in chosen:
-            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
-        chosen[key] = value
+    chosen = options.settings(**chosen)
     whole = options.full or "presets=" in " ".join(options.overrides)
     return [
         Job(f"{family}, {preset}, {step}", partial(_rows, family, preset, step, options.device))

@@ -82,11 +82,7 @@ def _jobs(options: Options) -> list[Job]:
     chosen = {"models": ",".join(MODELS), "presets": ",".join(PRESETS)}
     if options.quick:
         chosen = {"models": "pointnet", "presets": "balanced"}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in chosen:
-            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
-        chosen[key] = value
+    chosen = options.settings(**chosen)
     return [
         Job(f"{name}, {preset}", partial(_rows, name, preset), {"model": name, "preset": preset})
         for name in chosen["models"].split(",")

@@ -94,20 +94,15 @@ def _jobs(options: Options) -> list[Job]:
     presets = [name for name in choices("preset") if name not in SKIPPED]
     if options.quick:
         presets = ["balanced", "fewbit3"]
-    chosen = {"models": list(MODELS), "presets": presets}
-    allowed = {"models": MODELS, "presets": choices("preset")}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in allowed or not set(value.split(",")) <= set(allowed[key]):
-            raise ValueError(
-                f"setting {setting!r}; allowed: presets=<name>,<name>..., "
-                f"models=<name>,... of {', '.join(MODELS)}"
-            )
-        chosen[key] = value.split(",")
+    chosen = options.settings(models=",".join(MODELS), presets=",".join(presets))
+    models, presets = chosen["models"].split(","), chosen["presets"].split(",")
+    for names, allowed in ((models, MODELS), (presets, choices("preset"))):
+        if unknown := set(names) - set(allowed):
+            raise ValueError(f"unknown: {sorted(unknown)}; allowed: {', '.join(allowed)}")
     return [
         Job(f"{name}, {preset}", partial(_row, name, preset, options))
-        for name in chosen["models"]
-        for preset in chosen["presets"]
+        for name in models
+        for preset in presets
     ]
 
 

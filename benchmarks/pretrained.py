@@ -126,12 +126,7 @@ def _row(name: str, folder: Path, way: str, seeds: int) -> list[Row]:
 
 
 def _jobs(options: Options) -> list[Job]:
-    chosen = {"folder": "", "seeds": "1" if options.quick else "3", "ways": ";".join(WAYS)}
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key not in chosen:
-            raise ValueError(f"unknown setting {key!r}; allowed: {', '.join(chosen)}")
-        chosen[key] = value
+    chosen = options.settings(folder="", seeds="1" if options.quick else "3", ways=";".join(WAYS))
     folder = Path(chosen["folder"]) if chosen["folder"] else _folder()
     name = folder.resolve().name if chosen["folder"] else NAME
     return [

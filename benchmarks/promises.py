@@ -51,19 +51,14 @@ def keep_promise(name: str, share: float) -> Row:
 
 
 def _jobs(options: Options) -> list[Job]:
-    names = NAMES[:1] if options.quick else NAMES
-    for setting in options.overrides:
-        key, _, value = setting.partition("=")
-        if key != "models":
-            raise ValueError(f"unknown setting {key!r}; allowed: models")
-        names = tuple(value.split(","))
+    chosen = options.settings(models=",".join(NAMES[:1] if options.quick else NAMES))
     return [
         Job(
             f"{name} at {share} of plain's peak",
             partial(_rows, name, share),
             {"model": name, "share": share},
         )
-        for name in names
+        for name in chosen["models"].split(",")
         for share in (SHARES[1:2] if options.quick else SHARES)
     ]
 

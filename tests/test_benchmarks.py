@@ -57,6 +57,14 @@ def test_list_names_every_benchmark(command, capsys):
         assert name in shown
 
 
+def test_settings_are_the_defaults_and_what_is_set(harness):
+    options = harness.Options(overrides=("layers=3", "presets=balanced,smallest"))
+    chosen = options.settings(layers="12", width="64", presets="balanced")
+    assert chosen == {"layers": "3", "width": "64", "presets": "balanced,smallest"}
+    with pytest.raises(ValueError, match="'layers'; allowed: presets"):
+        options.settings(presets="balanced")
+
+
 def test_activations_are_those_that_are_set(harness):
     jobs = importlib.import_module("benchmarks.activations").jobs
     options = harness.Options(overrides=("ops=gelu:3,relu", "powers=10,14"))
