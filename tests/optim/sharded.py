@@ -231,13 +231,16 @@ def train_few_rows(model, optimizer, steps):
     return got
 
 
-def resumed(preset, path):
-    """Whether such a model goes on as it was saved, in finite numbers."""
+def resumed(preset, path=None):
+    """Whether such a model goes on as saved (in memory without a path), in finite numbers."""
     first, second = few_rows_model(preset, 0), few_rows_model(preset, 1)
     losses = train_few_rows(*first, range(2))
-    dcp.save(_whole_state(first), checkpoint_id=path)
-    place = _whole_state(second)
-    dcp.load(place, checkpoint_id=path)
+    if path is None:
+        place = copy.deepcopy(_whole_state(first))
+    else:
+        dcp.save(_whole_state(first), checkpoint_id=path)
+        place = _whole_state(second)
+        dcp.load(place, checkpoint_id=path)
     second[0].load_state_dict(place["model"])
     set_optimizer_state_dict(*second, place["optim"])
     more = train_few_rows(*first, range(2, 5))
@@ -480,41 +483,7 @@ def everything(rank, world):
 
 def continued(rank, world):
     """Runs that `get_optimizer_state_dict` saved and another loads, under whole presets."""
-
-    def started(preset, seed):
-        model = model_of(False)
-        for layer in (model[0], model[2]):
-            nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(seed))
-        if preset == "all_four":
-            model.to(torch.bfloat16)
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
-        cfg = {"preset": preset, "optim": {"min_elements": 0}, "activations": {"min_elements": 0}}
-        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), cfg)
-
-    def train(model, optimizer, steps):
-        got = []
-        for step in steps:
-            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
-            loss = (model(x.to(next(model.parameters()).dtype)) - 0.5).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            got.append(loss.item())
-        return got
-
-    found = {}
-    for preset in ("balanced", "all_four"):
-        model, optimizer = started(preset, 0)
-        train(model, optimizer, range(3))
-        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-        weights = copy.deepcopy(model.state_dict())
-        other = started(preset, 1)
-        other[0].load_state_dict(weights)
-        set_optimizer_state_dict(*other, saved)
-        found[preset] = train(model, optimizer, range(3, 6)) == train(*other, range(3, 6))
-    return found
+    return {preset: resumed(preset) for preset in ("balanced", "all_four")}
 
 
 def replicas(rank, world):
