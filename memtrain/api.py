@@ -13,6 +13,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.compressors import Compressor, Keep
 from memtrain.optim.states.in_groups import OWN
+from memtrain.optim.states.peers import read_by
 from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
@@ -135,6 +136,8 @@ def wrap(
         choose = _ChooseState(plan, names, WeakRef(model))
         least = plan.config.optim.min_elements
         optimizer = optim.compress(optimizer, choose, min_elements=least)
+    else:
+        handles.append(read_by(optimizer))
     if rounding is not None:  # before the interception's own hook
         assign = partial(rounding.before_model, plan.assign_precision)
         handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))

@@ -22,11 +22,11 @@ from memtrain.optim import (
     state_bytes,
 )
 from memtrain.optim.states import layout
-from memtrain.optim.states.flashoptim import plain_states
+from memtrain.optim.states.peers import plain_states
 
 
 def flash_codes(x, signed):
-    """FlashOptim's codes and scales, by the formulas that `flash.plain_states` inverts."""
+    """FlashOptim's codes and scales, by the formulas that `peers.plain_states` inverts."""
     groups = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 32)).view(-1, 32)
     groups = groups if signed else groups.sqrt()
     scale = groups.abs().amax(1).half()
@@ -57,7 +57,7 @@ def flash_checkpoint(param):
 def test_flashoptims_states_load(kind):
     param = nn.Parameter(torch.randn(70, 100).bfloat16())
     saved, (m, v) = flash_checkpoint(param)
-    decoded = plain_states(saved["state"][0])
+    decoded = plain_states(saved["state"][0], "AdamW", param.shape)
     # An int8 code is at most 1/127 of its scale off (its map's slope is 2 at the end), a uint8
     # code's root 1/510; scales are float16, 2**-11 off.
     assert (decoded["exp_avg"] - m).abs().max() <= (1 / 127 + 2**-11) * m.abs().max()

@@ -70,6 +70,7 @@ def checkpoint(states, **options):
 
 
 OPTIMIZER = "CompressedOptimizer alone"
+WEIGHTS = ["activations=none", "optim=none", "weights=bf16+8"]
 
 
 def wrapped(preset, kind=torch.optim.AdamW):
@@ -89,6 +90,9 @@ def innermost(optimizer):
         ("balanced", "nested"),
         ("all_four", "nested"),
         ("all_four", "torchao"),
+        ("activations_only", "nested"),
+        ("activations_only", "torchao"),
+        (WEIGHTS, "torchao"),
         *((OPTIMIZER, form) for form in ("flat", "2048", "32 bits", "torchao")),
     ],
 )
@@ -169,8 +173,26 @@ def test_a_maximum_that_bitsandbytes_lacks_is_refused():
     optimizer = memtrain.optim.compress(
         torch.optim.AdamW([nn.Parameter(torch.ones(SHAPE))], amsgrad=True)
     )
-    with pytest.raises(ValueError, match=r"for AdamW\(amsgrad=True\); allowed"):
-        optimizer.load_state_dict(checkpoint(of_bitsandbytes("flat")[0]))
+    saved = checkpoint(of_bitsandbytes("flat")[0])
+    with pytest.raises(ValueError, match=r"for AdamW, which has .*'max_exp_avg_sq', .* allowed"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("preset", [OPTIMIZER, "activations_only", WEIGHTS], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "has"), [("NAdam", "'mu_product', 'step'"), ("Adagrad", "'step', 'sum'")]
+)
+def test_torchaos_states_of_adamw_are_refused_by_what_has_others(preset, kind, has):
+    optimizer = wrapped(preset, getattr(torch.optim, kind))
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    before, options = dict(optimizer.state[param]), dict(optimizer.param_groups[0])
+    message = rf"torchao's states \['exp_avg', 'exp_avg_sq'\] for {kind}, .*{has}.* Adam, AdamW"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(checkpoint(of_torchao()[0]))
+    assert all(optimizer.state[param][name] is value for name, value in before.items())
+    assert optimizer.param_groups[0] == options
 
 
 @pytest.mark.nightly
@@ -210,3 +232,34 @@ def test_what_the_library_itself_wrote_loads_and_goes_on(library, name, ours, tm
     # A step is at most 1.8 lr, in float32; each rounds its parameter once.
     rounding = torch.finfo(torch.float32).eps
     assert (param - other).abs().max() <= rounding * param.abs().max() + 16 * rounding * 1e-3
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_what_torchao_splits_over_processes_is_refused_and_gathered_states_load(tmp_path):
+    theirs = pytest.importorskip("torchao.optim")
+    from torch import distributed as dist
+    from torch.distributed.checkpoint import state_dict as dcp
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(SHAPE[1], 128, bias=False))
+        optimizer = theirs.AdamW8bit(model.parameters())
+        for _ in range(3):
+            model(torch.randn(4, SHAPE[1])).square().mean().backward()
+            optimizer.step()
+        other = nn.Linear(SHAPE[1], 128, bias=False)
+        mine = memtrain.optim.AdamW8bit(other.parameters(), min_elements=other.weight.numel())
+        with pytest.raises(ValueError, match="torchao's, split over processes; allowed: whole"):
+            mine.load_state_dict(optimizer.state_dict())
+        assert not mine.state
+        whole = dcp.StateDictOptions(full_state_dict=True)
+        saved = dcp.get_optimizer_state_dict(model, optimizer, options=whole)
+        mine.load_state_dict(saved)
+        for name in ("exp_avg", "exp_avg_sq"):
+            meant = saved["state"]["weight"][name].dequantize(torch.float32)
+            assert torch.equal(mine.state[other.weight][name], meant)
+    finally:
+        dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Optimizers whose kernels decompress, step and compress all parameters at once."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
@@ -139,6 +139,10 @@ class FusedStates(CompressedStates):
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states that a parameter of a group has, its step counter left out."""
+        return self.names
+
+    def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str]:
+        """As `CompressedStates.plain_names`."""
         return self.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
 from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
+from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
 from memtrain.optim.states.stall import StallWatch
@@ -56,6 +58,10 @@ class CompressedStates(Optimizer):
     def plain_class(self) -> type[Optimizer]:
         """The class of the plain optimizer that this one stands for."""
         return type(self.original or self)
+
+    def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str] | None:
+        """Names of the states of a parameter in the plain optimizer, or None if unknown."""
+        return first_names(self.original, param, group) if self.original is not None else None
 
     def adopt(self, original: Optimizer) -> None:
         """Share the original's groups and hooks, and drop its states (the caller has them)."""
@@ -157,14 +163,16 @@ class CompressedStates(Optimizer):
         """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
 
     def _saved(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [(param, values) for _, param, values in self._numbered(loaded)]
+        return [(param, loaded["state"][number]) for number, param, _ in self._numbered(loaded)]
 
     def _numbered(self, loaded: dict[str, Any]) -> list[tuple[int, Tensor, dict[str, Any]]]:
+        """Number, parameter and options of what a checkpoint has states of."""
         found = []
         for saved, own in zip(loaded["param_groups"], self.param_groups, strict=True):
+            options = {**own, **saved}
             for index, param in zip(saved["params"], own["params"], strict=False):
                 if index in loaded["state"]:
-                    found.append((index, param, loaded["state"][index]))
+                    found.append((index, param, options))
         return found
 
     def _states_by_rows(self, saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -189,10 +197,9 @@ class CompressedStates(Optimizer):
     def _as_live(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with payloads as they live, in place of rows; other libraries' are plain."""
         states, plain = dict(loaded["state"]), self.plain_class().__name__
-        if any(group.get("amsgrad") for group in self.param_groups):
-            plain += "(amsgrad=True)"  # has a state more
-        for number, param, values in self._numbered(loaded):
-            values = peers.plain_states(values, plain, param.shape)
+        for number, param, group in self._numbered(loaded):
+            has = partial(self.plain_names, param, group)
+            values = peers.plain_states(states[number], plain, param.shape, has)
             states[number] = dict(values)
             for name, value in values.items():
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):

@@ -1,6 +1,7 @@
 """States that a plain optimizer's first step would make, without data."""
 
 from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -58,3 +59,25 @@ def first_states(
     alone.param_groups = [{**group, **options, "params": [like]}]
     raw_step(alone)
     return dict(alone.state[like])
+
+
+def first_names(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> set[str] | None:
+    """Names of the states that a plain optimizer's first step makes for a parameter.
+
+    Args:
+        optimizer: A plain torch optimizer; it is not changed.
+        param: Only its dtype and number of dimensions are read.
+        group: The options of the step.
+
+    Returns:
+        The names, or None where the step of an optimizer that is not torch's raises.
+
+    Example:
+        >>> adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+        >>> sorted(first_names(adamw, torch.ones(2), adamw.param_groups[0]))
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+    tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
+    with suppress(Exception):
+        return set(first_states(optimizer, tiny, group, "cpu"))
+    return None

@@ -1,11 +1,14 @@
 """Checkpoints of other libraries' optimizers, read as plain float32 states."""
 
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from memtrain.optim.states import flashoptim
+from memtrain.optim.states.first_step import first_names
 
 BITSANDBYTES = {
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -20,25 +23,39 @@ _UNCOUNTED = ("Lion", "SGD")
 _NESTED = "__bnb_optimizer_quant_state__"  # since 0.49, so that FSDP leaves them alone
 _BLOCKS = (256, 2048)  # 2048 before 0.44
 
+_CODES, _SCALES, _ERRORS = "::quantized", "::scales", "error_bits"
+_FLASH_GROUP = 32  # elements that share a scale
 
-def plain_states(values: dict[str, Any], plain: str, shape: torch.Size) -> dict[str, Any]:
+
+def plain_states(
+    values: dict[str, Any],
+    plain: str,
+    shape: torch.Size,
+    has: Callable[[], Collection[str] | None] = lambda: None,
+) -> dict[str, Any]:
     """States of one parameter in a checkpoint as a plain optimizer has them.
 
-    FlashOptim's (`flashoptim.plain_states`), bitsandbytes' (8 bits in blocks: the map's value of a
-    code times its block's `absmax`; and its 32-bit ones) and torchao's (8, 4 bits and FP8: tensors
-    of its own classes, which say themselves what they stand for). What is plain stays.
+    bitsandbytes' are 8 bits in blocks (the map's value of a code times its block's `absmax`) or 32;
+    torchao's 8, 4 bits and FP8, tensors of its own classes, which say themselves what they stand
+    for. FlashOptim's signed states are int8 codes `q`: with `y = q / 127` the value is
+    `y / (2 - |y|)` times the scale of its 32 neighbours; second moments are uint8 codes of the
+    square root. Its scales are float16, stored as bfloat16 of the same bits for bfloat16
+    parameters; its `error_bits`, the weights' lower bits, are left out with a warning. What is
+    plain stays.
 
     Args:
         values: Name -> value, as the library's `state_dict()` holds them.
         plain: Name of the plain optimizer that loads them: bitsandbytes' states have none.
         shape: The parameter's.
+        has: Gives the names of the states that such a parameter has there, or None if they are not
+            known; asked for another library's states only.
 
     Returns:
-        Names as torch's own; tensors that were codes are float32.
+        Names as torch's own; tensors that were codes are float32. `values` itself if it is plain.
 
     Raises:
-        ValueError: If states are of another optimizer, of another shape, quantised in another way
-            (bitsandbytes' without blocks) or torchao's split over processes.
+        ValueError: If states are of another optimizer, of another shape, lack scales, are quantised
+            in another way (bitsandbytes' without blocks) or torchao's split over processes.
 
     Example:
         >>> saved = {"step": 3, "state1": torch.tensor([1, 0], dtype=torch.uint8),
@@ -47,14 +64,53 @@ def plain_states(values: dict[str, Any], plain: str, shape: torch.Size) -> dict[
         {'momentum_buffer': tensor([-1.9843, -2.0000])}
 
     Reference:
-        bitsandbytes 0.50 (optim/optimizer.py) and torchao 0.18 (optim/subclass_8bit.py, _4bit.py,
-        _fp8.py), whose formats these are.
+        bitsandbytes 0.50 (optim/optimizer.py), torchao 0.18 (optim/subclass_8bit.py, _4bit.py,
+        _fp8.py) and FlashOptim 0.1.4 (github.com/databricks/flashoptim), whose formats these are.
     """
-    if flashoptim.is_flash(values):
-        return flashoptim.plain_states(values)
-    if _NESTED in values or "state1" in values:
-        return _of_bitsandbytes(values, plain, shape)
-    return {name: _of_torchao(name, value) for name, value in values.items()}
+    if any(name == _ERRORS or name.endswith(_CODES) for name in values):
+        library, found = "FlashOptim", _of_flashoptim(values)
+    elif _NESTED in values or "state1" in values:
+        library, found = "bitsandbytes", _of_bitsandbytes(values, plain, shape)
+    elif any(_torchao_codes(value) is not None for value in values.values()):
+        library = "torchao"
+        found = {name: _of_torchao(name, value) for name, value in values.items()}
+    else:
+        return values
+    wanted, own = has(), found.keys() - {"step"}
+    if wanted is not None and own != {*wanted} - {"step"}:
+        allowed = [kind for kind, names in BITSANDBYTES.items() if own == {*names}]
+        raise ValueError(
+            f"{library}'s states {sorted(own)} for {plain}, which has {sorted({*wanted})} with "
+            f"these options; allowed: {', '.join(allowed) or 'the optimizer that they are of'}"
+        )
+    return found
+
+
+def read_by(optimizer: Optimizer) -> Any:
+    """Let a plain optimizer load other libraries' states, as the float32 ones they stand for.
+
+    Args:
+        optimizer: Of `torch.optim`'s kind.
+
+    Returns:
+        The handle of a hook before its `load_state_dict`, which optimizers around it run too.
+    """
+    return optimizer.register_load_state_dict_pre_hook(_as_plain)
+
+
+def _as_plain(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+    while hasattr(optimizer, "inner"):
+        optimizer = optimizer.inner
+    kind, states = type(optimizer).__name__, dict(loaded["state"])
+    for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
+        for number, param in zip(saved["params"], group["params"], strict=False):
+
+            def has(param: Tensor = param, options: Any = (group, saved)) -> Any:
+                return first_names(optimizer, param, {**options[0], **options[1]})
+
+            if number in states:
+                states[number] = plain_states(states[number], kind, param.shape, has)
+    return {**loaded, "state": states}
 
 
 def _of_bitsandbytes(values: dict[str, Any], plain: str, shape: torch.Size) -> dict[str, Any]:
@@ -101,9 +157,13 @@ def _decoded(values: dict[str, Any], number: int, shape: torch.Size) -> Tensor:
     return (whole * scale.float().repeat_interleave(block)[: whole.numel()]).view(shape)
 
 
-def _of_torchao(name: str, value: Any) -> Any:
+def _torchao_codes(value: Any) -> Tensor | None:
     codes = getattr(getattr(value, "_local_tensor", value), "codes", None)
-    if not isinstance(codes, Tensor):
+    return codes if isinstance(codes, Tensor) else None
+
+
+def _of_torchao(name: str, value: Any) -> Any:
+    if _torchao_codes(value) is None:
         return value
     if not hasattr(value, "codes"):
         raise ValueError(
@@ -111,3 +171,38 @@ def _of_torchao(name: str, value: Any) -> Any:
             "(torch.distributed.checkpoint's get_optimizer_state_dict with full_state_dict=True)"
         )
     return value.dequantize(torch.float32)
+
+
+def _of_flashoptim(values: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == _ERRORS:
+            warnings.warn(
+                "the checkpoint holds error_bits, corrections of weights: they are left out; "
+                "export FlashOptim's weights with get_fp32_model_state_dict() and load those",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif name.endswith(_CODES):
+            state = name.removesuffix(_CODES)
+            plain[state] = _flash_decoded(state, value, values.get(state + _SCALES))
+        elif not name.endswith(_SCALES):
+            plain[name] = value.float() if name == "step" else value
+    return plain
+
+
+def _flash_decoded(state: str, codes: Tensor, scales: Tensor | None) -> Tensor:
+    groups = -(-codes.numel() // _FLASH_GROUP)
+    if scales is None or scales.numel() != groups:
+        found = "no scales" if scales is None else f"{scales.numel()} scales"
+        raise ValueError(
+            f"state {state!r} of shape {tuple(codes.shape)} has {found}; needed: {groups}"
+        )
+    if scales.dtype == torch.bfloat16:
+        scales = scales.view(torch.float16)
+    scale = scales.float().reshape(-1).repeat_interleave(_FLASH_GROUP)
+    scale = scale[: codes.numel()].view(codes.shape)
+    if codes.dtype == torch.uint8:
+        return (codes / 255 * scale).square()
+    y = codes / 127
+    return y / (2 - y.abs()) * scale
