@@ -69,9 +69,9 @@ def saved(x):
 
 
 CASES = {
-    "compress_saved": lambda: [(x, *saved(x), (0, 1, 0), False) for x in views()],
+    "compress_saved": lambda: [(x, *saved(x), (0, 1, 0, 0, 0)) for x in views()],
     "decompress_saved": lambda: [
-        (called("compress_saved", x, *form, (0, 1, 0), False), form[0], x.shape, *form[1:], x.dtype)
+        (called("compress_saved", x, *form, (0, 1, 0, 0, 0)), form[0], x.shape, *form[1:], x.dtype)
         for x, form in ((x, saved(x)) for x in views())
     ],
     "pack_codes": lambda: [

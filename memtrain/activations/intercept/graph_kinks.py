@@ -88,7 +88,7 @@ def stand_in(x: Tensor, kink: Kink, number: int) -> list[Tensor]:
         kink: Its answer takes the place of those bools in `keep_answers`.
         number: Of the kink, by which that finds the op.
     """
-    return payload_ops.compress(x != 0, _form(kink), (0, -number, 0), counts=False)
+    return payload_ops.compress(x != 0, _form(kink), (0, -number, 0, 0, 0))
 
 
 def keep_answers(forward: Graph, backward: Graph, kinks: dict[int, Kink]) -> None:

@@ -72,8 +72,7 @@ class _Packing(NamedTuple):
     """The way that one saved tensor of a graph is packed."""
 
     form: payload_ops.Form
-    key: tuple[int, int, int]
-    counts: bool
+    key: tuple[int, ...]
     parts: int
 
 
@@ -247,6 +246,7 @@ class _Graph:
         root: str,
     ) -> None:
         self.saved, self.forward, self.sites, self.root = saved, forward, sites, root
+        self.number = payload_ops.graph_number()
         outputs = cast(Any, forward.output_node().args[0])
         self.last = next((node for node in reversed(outputs) if sites.is_hooked(node)), None)
         """The saved tensor that is handed to the hooks after all others."""
@@ -286,7 +286,7 @@ class _Graph:
         packing = self._packings[node]
         if packing is None:
             return x
-        parts = payload_ops.compress(x, packing.form, packing.key, counts=packing.counts)
+        parts = payload_ops.compress(x, packing.form, packing.key)
         sizes = [size for size in x.shape if not isinstance(size, int)]
         return [*parts, *sizes, *self._answers(x, node)]
 
@@ -319,12 +319,11 @@ class _Graph:
                 planned = sum(part.nbytes for part in parts.values())
                 if planned < x.numel() * x.element_size():
                     form = payload_ops.form_of(chosen, layout, list(parts))
-                    counts = not any(self._packings.values())
-                    number = zlib.crc32(site.name.encode())
-                    key = (saved.seed, number, payload_ops.counter_of(saved))
+                    number, counter = zlib.crc32(site.name.encode()), payload_ops.counter_of(saved)
+                    key = (saved.seed, number, counter, self.number, len(self._packings))
                     self._record(site, node, x, planned, repr(chosen))
                     self._record_answers(node, x)
-                    return _Packing(form, key, counts, len(parts))
+                    return _Packing(form, key, len(parts))
                 chosen = Keep("its payload would be no smaller")
         kept = isinstance(chosen, Keep)
         reason, name = (chosen.reason, "") if kept else ("", repr(chosen))

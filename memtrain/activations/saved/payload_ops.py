@@ -25,7 +25,18 @@ class Form(NamedTuple):
 
 _COMPRESSORS: dict[str, tuple[Compressor, tuple[str, ...]]] = {}  # and the payload's names
 _COUNTERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_RUNS: "weakref.WeakKeyDictionary[Any, _Run]" = weakref.WeakKeyDictionary()
 _NUMBERS = count(1)
+
+
+class _Run(NamedTuple):
+    """One run of a graph that compresses."""
+
+    graph: int
+    step: int
+    """Of every key in it."""
+    places: set[int]
+    """Of the ops that have run."""
 
 
 def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> Form:
@@ -48,17 +59,22 @@ def counter_of(forwards: Any) -> int:
     return number
 
 
-def compress(x: Tensor, form: Form, key: Sequence[int], *, counts: bool) -> list[Tensor]:
+def graph_number() -> int:
+    """A number for a graph that no other has."""
+    return next(_NUMBERS)
+
+
+def compress(x: Tensor, form: Form, key: Sequence[int]) -> list[Tensor]:
     """The payload's tensors, as one op.
 
     Args:
         x: The saved tensor; fake ones may have symbolic sizes.
         form: Of `form_of`.
-        key: Seed, number of the site, and number of the forwards' counter, which is read when the
-            op runs: equal graphs round differently from one forward to the next.
-        counts: Whether this op, one of each graph, adds one to the counter.
+        key: Seed, number of the site, and of the forwards' counter, which is read when the op runs:
+            equal graphs round differently from one forward to the next; then the number of the
+            graph, and the op's own in it.
     """
-    return _compress_op(x, form.compressor, form.order, form.expanded, key, counts)
+    return _compress_op(x, form.compressor, form.order, form.expanded, key)
 
 
 def decompress(
@@ -74,14 +90,25 @@ def _compress(
     order: Sequence[int],
     expanded: Sequence[bool],
     key: Sequence[int],
-    counts: bool,
 ) -> list[Tensor]:
-    seed, site, number = key
+    seed, site, number, graph, place = key
     forwards = _COUNTERS.get(number)
-    step = 0 if forwards is None else forwards.step
-    if forwards is not None and counts:
-        forwards.step = step + 1
+    step = 0 if forwards is None else _step(forwards, graph, place)
     return _payload(x, compressor, order, expanded, Key(seed, site, step))
+
+
+def _step(forwards: Any, graph: int, place: int) -> int:
+    """The counter as it was when the graph's run began; whichever op runs first adds one to it.
+
+    A compiler orders the ops as it likes, and not always alike: none may be told by its order.
+    """
+    run = _RUNS.get(forwards)
+    goes_on = run is not None and (run.graph, run.step + 1) == (graph, forwards.step)
+    if run is None or not goes_on or place in run.places:
+        run = _RUNS[forwards] = _Run(graph, forwards.step, set())
+        forwards.step += 1
+    run.places.add(place)
+    return run.step
 
 
 def _compress_fake(
@@ -90,7 +117,6 @@ def _compress_fake(
     order: Sequence[int],
     expanded: Sequence[bool],
     key: Sequence[int],
-    counts: bool,
 ) -> list[Tensor]:
     return _payload(x, compressor, order, expanded, Key())
 
@@ -148,8 +174,7 @@ def _stored(shape: Sequence[int], expanded: Sequence[bool]) -> int:
 _HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 
 _compress_op = register(
-    "compress_saved(Tensor x, str compressor, int[] order, bool[] expanded, int[] key,"
-    " bool counts) -> Tensor[]",
+    "compress_saved(Tensor x, str compressor, int[] order, bool[] expanded, int[] key) -> Tensor[]",
     _compress,
     _compress_fake,
     tags=_HOST,
