@@ -18,8 +18,8 @@ SHARED = "shared with an earlier save"
 
 Source = Callable[[], Tensor]
 Again = Callable[[Tensor], Tensor]
-_Memory = tuple[object, ...]  # equal for the same elements in the same memory order
-_Payload = tuple[StorageWeakRef, int, Callable[[], Shared | None]]
+_Place = tuple[object, ...]  # equal for the same elements in the same memory order
+_Payload = tuple[int, Callable[[], Shared | None]]  # the version of what it was made of
 
 
 class Save(NamedTuple):
@@ -53,21 +53,47 @@ class Copy(NamedTuple):
         return cls(weakref.ref(x), storage_id(x), *memory_of(x), witness, x._version, again)
 
 
+class _Memory:
+    """What is known of the elements at one place of a storage, which no other takes meanwhile."""
+
+    __slots__ = ("copy", "latest", "output", "payloads", "storage")
+
+    def __init__(self, storage: StorageWeakRef) -> None:
+        self.storage = storage
+        self.payloads: dict[object, _Payload] = {}  # by compressor, and form where that is shaped
+        self.latest = _NO_PAYLOAD  # whatever the compressor
+        self.output: tuple[int, Source | None, str] = _NO_OUTPUT
+        self.copy: tuple[int, Copy | None] = (-1, None)
+
+    def payload(self, form: object, version: int) -> Shared | None:
+        """The payload of these elements as they are at this version, if it is there still."""
+        then, known = self.payloads.get(form, _NO_PAYLOAD)
+        return known() if then == version else None
+
+
+_NO_PAYLOAD: _Payload = (-1, lambda: None)
+_NO_OUTPUT: tuple[int, None, str] = (-1, None, "")
+
+
 class PayloadCache:
     """Makes one payload per memory, version and compressor; dropped when the forward ends.
 
-    Each entry has a weak reference to the storage: while it is held, no new storage can take the
-    same id. An entry of another version than the tensor's is stale.
+    What is known of a memory has a weak reference to the storage: while it is held, no new storage
+    can take the same id. What is known of another version than the tensor's is stale.
     """
 
     def __init__(self) -> None:
-        self._payloads: dict[_Memory, _Payload] = {}
-        self._latest: dict[_Memory, _Payload] = {}  # whatever the compressor
-        self._outputs: dict[_Memory, tuple[StorageWeakRef, int, Source, str]] = {}
-        # with the storage and the version of the copy
-        self._copies: dict[_Memory, tuple[StorageWeakRef, int, Copy]] = {}
+        self._known: dict[_Place, _Memory] = {}
         self.weights: dict[int, tuple[StorageWeakRef, int, Source, int]] = {}
         """Rounded ones, by storage."""
+
+    def _memory(self, x: Tensor) -> _Memory:
+        """What is known of the memory of a tensor that was just made."""
+        place = (storage_id(x), memory_of(x)[1], x.dtype)
+        known = self._known.get(place)
+        if known is None:
+            known = self._known[place] = _Memory(StorageWeakRef(x.untyped_storage()))
+        return known
 
     def share(
         self,
@@ -93,36 +119,39 @@ class PayloadCache:
             note: How the handle gives the tensor where it has no new payload.
             source: The op that a derived output is computed again from.
         """
-        x, version = save.tensor, save.tensor._version
-        memory = (save.storage, save.key, x.dtype)
-        if derive and memory in self._outputs:
-            _, then, source, op = self._outputs[memory]
-            if then == version:
+        x, version, shaped = save.tensor, save.tensor._version, compressor.shaped
+        place = (save.storage, save.key, x.dtype)
+        memory = self._known.get(place)
+        if memory is not None:
+            then, source, op = memory.output
+            if derive and then == version and source is not None:
                 return derived(save, source), 0, f"computed again from what {op} keeps", op
-        shaped = compressor.shaped
-        _, then, told = self._copies.get(memory, _NO_COPY)
-        copy = told if copy is None and then == version else copy
+            if copy is None and memory.copy[0] == version:
+                copy = memory.copy[1]
         if copy is not None and not shaped and self._serves(copy, save, compressor, derive=derive):
             return self._share_source(save, copy, compressor, key, derive=derive)
-        form = (x.shape, x.stride(), x.storage_offset()) if shaped else save.key
-        where = (save.storage, form, x.dtype, compressor)
-        _, then, known = self._payloads.get(where, _NO_PAYLOAD)
-        shared, planned, note = known() if then == version else None, 0, SHARED
+        form = (compressor, x.shape, x.stride(), x.storage_offset()) if shaped else compressor
         layout = None if shaped else save.layout
-        if shared is None:
-            rows = save.key if compressor.reads_rows else None
-            flat = x if layout is None else flatten(x, layout, rows=rows)[0]
-            packed = compressor.compress(flat, key=key(save.site))
-            # What is swapped out to another device is not held.
-            parts = packed.tensors.values()
-            planned, note = sum([t.nbytes for t in parts if t.device == x.device]), ""
-            if planned >= x.untyped_storage().nbytes():
-                return None, 0, "its payload would be no smaller", ""
-            shared = Shared(packed, compressor, layout)
-            entry = (StorageWeakRef(x.untyped_storage()), version, weakref.ref(shared))
-            self._payloads[where] = self._latest[memory] = entry
-        handle = Compressed(shared, shared.content, layout, save.witness, save.witness._version)
-        return handle, planned, note, ""
+        witness = save.witness
+        shared = None if memory is None else memory.payload(form, version)
+        if shared is not None:
+            handle = Compressed(shared, shared.content, layout, witness, witness._version)
+            return handle, 0, SHARED, ""
+        rows = save.key if compressor.reads_rows else None
+        flat = x if layout is None else flatten(x, layout, rows=rows)[0]
+        packed = compressor.compress(flat, key=key(save.site))
+        planned, storage = 0, x.untyped_storage()
+        for t in packed.tensors.values():
+            if t.device == x.device:  # what is swapped out to another device is not held
+                planned += t.nbytes
+        if planned >= storage.nbytes():
+            return None, 0, "its payload would be no smaller", ""
+        shared = Shared(packed, compressor, layout)
+        if memory is None:
+            memory = self._known[place] = _Memory(StorageWeakRef(storage))
+        memory.payloads[form] = memory.latest = (version, weakref.ref(shared))
+        handle = Compressed(shared, shared.content, layout, witness, witness._version)
+        return handle, planned, "", ""
 
     def _serves(self, copy: Copy, save: Save, compressor: Compressor, *, derive: bool) -> bool:
         """Whether the source's payload, or a new one, is no larger than the copy's own."""
@@ -131,11 +160,11 @@ class PayloadCache:
             return False
         if copy.find() is not None and dtype.itemsize <= save.tensor.dtype.itemsize:
             return True
-        output = self._outputs.get((copy.storage, copy.key, dtype)) if derive else None
-        where = (copy.storage, copy.key, dtype, compressor)
-        _, then, known = self._payloads.get(where, _NO_PAYLOAD)
-        made = known() is not None and then == copy.version
-        return made or (output is not None and output[1] == copy.version)
+        memory = self._known.get((copy.storage, copy.key, dtype))
+        if memory is None:
+            return False
+        made = memory.payload(compressor, copy.version) is not None
+        return made or (derive and memory.output[0] == copy.version)
 
     def _share_source(
         self,
@@ -160,12 +189,14 @@ class PayloadCache:
 
     def source_of(self, x: Tensor) -> Source | None:
         """Gives the elements of `x` as they are now from a payload, if there is one."""
-        memory = (storage_id(x), memory_of(x)[1], x.dtype)
-        _, then, known = self._latest.get(memory, _NO_PAYLOAD)
+        memory = self._known.get((storage_id(x), memory_of(x)[1], x.dtype))
+        if memory is None:
+            return None
+        then, known = memory.latest
         shared = known() if then == x._version else None
         if shared is not None:
             return shared.tensor
-        _, then, source, _ = self._outputs.get(memory, (None, -1, None, ""))
+        then, source, _ = memory.output
         return source if then == x._version else None
 
     def derive(self, y: Tensor, source: Source, op: str) -> None:
@@ -176,14 +207,11 @@ class PayloadCache:
             source: Computes it again, in the same memory order, from payloads that are kept.
             op: The op's name, for the records.
         """
-        storage = StorageWeakRef(y.untyped_storage())
-        memory = (storage_id(y), memory_of(y)[1], y.dtype)
-        self._outputs[memory] = (storage, y._version, source, op)
+        self._memory(y).output = (y._version, source, op)
 
     def copied(self, y: Tensor, copy: Copy) -> None:
         """Let saves of `y`, just made, hold what its source comes from."""
-        memory = (storage_id(y), memory_of(y)[1], y.dtype)
-        self._copies[memory] = (StorageWeakRef(y.untyped_storage()), y._version, copy)
+        self._memory(y).copy = (y._version, copy)
 
     def derive_weight(self, x: Tensor, source: Source) -> None:
         """Let saves of `x`, a rounded weight, hold the rounding of its parameter."""
@@ -195,10 +223,6 @@ def derived(save: Save, source: Source) -> Compressed:
     """The handle of a save that `source` computes again, in the memory order that it had."""
     content = partial(_flat, source)
     return Compressed(None, content, save.layout, save.witness, save.witness._version)
-
-
-_NO_PAYLOAD: tuple[None, int, Callable[[], None]] = (None, -1, lambda: None)
-_NO_COPY: tuple[None, int, None] = (None, -1, None)
 
 
 def _copied(again: Again, content: Callable[[], Tensor], layout: Layout | None) -> Tensor:

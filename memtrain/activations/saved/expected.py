@@ -31,6 +31,8 @@ class Settled(NamedTuple):
     layout: Layout
     key: Memory | None
     chosen: Compressor | Keep
+    nothing: Tensor | None
+    """What the witness of a payload holds; None where the tensor is kept."""
 
 
 class Expected(NamedTuple):
@@ -40,20 +42,26 @@ class Expected(NamedTuple):
     instruction: int
     look: tuple[Any, ...]
     origin: type | None
-    """Type of the graph's node that made the tensor, where none such gives a parameter's copy."""
+    """Type of the node that made the tensor's memory, where none such gives a parameter's copy."""
     settled: Settled | None
     """None where the tensor is kept anyway: a parameter, an input, what another save keeps."""
 
     @classmethod
     def of(cls, x: Tensor, settled: Settled | None) -> "Expected":
         """The save that is made now, by an op that is watched."""
-        origin = None if x._is_view() or of_stand_in(type(x.grad_fn)) else type(x.grad_fn)
-        return cls(*_where(), _look(x), origin, settled)
+        origin = made_by(x)
+        told = not of_stand_in(origin) and origin is not type(None)
+        return cls(*_where(), _look(x), origin if told else None, settled)
 
     def fits(self, x: Tensor) -> bool:
-        """Whether this is the save that is made now."""
-        code, instruction = _where()
-        return code is self.code and instruction == self.instruction and _look(x) == self.look
+        """Whether this is the save that is made now; asked by the function that `pack` calls."""
+        code, instruction, look, _, _ = self
+        frame = sys._getframe(3)
+        while frame.f_code is not code:  # to ask whether this is one of `BETWEEN` takes longer
+            if frame.f_code not in BETWEEN or frame.f_back is None:
+                return False
+            frame = frame.f_back
+        return frame.f_lasti == instruction and _look(x) == look
 
 
 Running = Iterator[Expected] | list[Expected] | None
@@ -151,6 +159,12 @@ def _where() -> tuple[CodeType, int]:
     while frame.f_code in BETWEEN and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
+
+
+def made_by(x: Tensor) -> type:
+    """Type of the graph's node that made a tensor, of a view what it is one of."""
+    base = x._base
+    return type((x if base is None else base).grad_fn)
 
 
 def _look(x: Tensor) -> tuple[Any, ...]:

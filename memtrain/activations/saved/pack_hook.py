@@ -11,7 +11,13 @@ from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Save, Source, derived
-from memtrain.activations.saved.expected import BETWEEN, Expectations, Expected, Settled
+from memtrain.activations.saved.expected import (
+    BETWEEN,
+    Expectations,
+    Expected,
+    Settled,
+    made_by,
+)
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
@@ -186,6 +192,9 @@ class SavedTensors:
             x: The tensor.
             op: The op that saves it, where it has ended; else the one that runs now.
         """
+        due = self.expectations.due
+        if due is not None and self.op is None and op is None and not self.shell:
+            return self._pack_expected(x, due)
         replaced = self.op is not None and self.op.replaced and op is None
         if self.shell or (replaced and self._recorded is None):
             return KeptTensor(x.detach(), x._version)  # a payload's part, or a parameter
@@ -195,8 +204,6 @@ class SavedTensors:
         if self._settled_by is not None and op is None:
             if self.op is not None:
                 return self._pack_settled(x, self.op, storage)
-            if self.expectations.due is not None:
-                return self._pack_expected(x, self.expectations.due, storage)
             self.expectations.watch()  # of a custom Function
         if op is None:
             op, deferred = self.op or self.custom, self.defers and self.op is not None
@@ -230,29 +237,33 @@ class SavedTensors:
 
     def _pack_as(self, x: Tensor, storage: int, settled: Settled) -> Saved:
         """The handle of a save for which a choice was made before."""
-        site, layout, key, chosen = settled
+        site, layout, key, chosen, nothing = settled
         saved = x.detach()
         save = Save(saved, storage, layout, key, site, saved)
-        if isinstance(chosen, Keep) or chosen.is_identity:
+        if nothing is None or isinstance(chosen, Keep):
             return self._keep(save._replace(witness=self._witness(x)), chosen)
         handle, _, note, _ = self.cache.share(save, chosen, self.key, derive=True)
         if handle is None:
             return self._keep(save, Keep(note))
-        saved.data = self._empty_like(x)  # from now on the witness
+        saved.data = nothing  # from now on the witness
         return handle
 
-    def _pack_expected(self, x: Tensor, due: Iterator[Expected], storage: int) -> Saved:
-        """As `_pack`, of an op that no one watches."""
+    def _pack_expected(self, x: Tensor, due: Iterator[Expected]) -> Saved:
+        """As `pack`, which calls it, of an op that no one watches."""
+        storage = storage_id(x)
+        if storage in self._parameters and type(x) in PLAIN:
+            return KeptTensor(x.detach(), x._version)
         expected = next(due, None)
-        if type(x) is not Tensor or expected is None or x.is_neg() or not expected.fits(x):
+        usual = type(x) is Tensor and storage > 0 and not x.is_neg()
+        if expected is None or not usual or not expected.fits(x):
             self.expectations.watch()
             if self.surprised is not None:
                 self.surprised()
             return self._pack(x, self.custom, storage)
-        settled, origin = expected.settled, expected.origin
+        _, _, _, origin, settled = expected
         if settled is None or storage in self._inputs or storage in self._kept:
             return KeptTensor(x.detach(), x._version)
-        if (origin is None or type(x.grad_fn) is not origin) and is_parameter(x):
+        if (origin is None or made_by(x) is not origin) and is_parameter(x):
             return KeptTensor(x.detach(), x._version)
         return self._pack_as(x, storage, settled)
 
@@ -393,7 +404,9 @@ class SavedTensors:
         if save.form is not None and copy is None:
             if len(self._settled) >= SETTLED:  # shapes that vary would collect without end
                 self._settled.clear()
-            self._settled[save.form] = Settled(save.site, save.layout, save.key, chosen)
+            kept = isinstance(chosen, Keep) or chosen.is_identity
+            nothing = None if kept else self._empty_like(save.tensor)
+            self._settled[save.form] = Settled(save.site, save.layout, save.key, chosen, nothing)
 
     def _drop(self, save: Save) -> Compressed:
         """The handle of a save of which the backward reads the shape only."""

@@ -116,7 +116,6 @@ def group_dequantize(
         tensor([0., 1., 2., 3., 4., 5., 6., 7.])
     """
     if dtype in _READ and bounds.dtype in _WIDE and is_plain_cpu(codes):
-        _check_payload(codes, bounds, bits, group_size, numel)
         return _dequantizer(bits, group_size, dtype, bounds.dtype)(codes, bounds, numel)
     run = _dequantize if is_plain(codes) else _dequantize_op
     return run(codes, bounds, bits, group_size, numel, dtype)
@@ -240,8 +239,8 @@ def _quantizer(
     def run(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         n = x.numel()
         n_groups = (n + group_size - 1) // group_size
-        codes = x.new_empty((n_groups, width), dtype=torch.uint8)
-        bounds = x.new_empty((n_groups, 2), dtype=kept)
+        codes = x.new_empty(n_groups, width, dtype=torch.uint8)
+        bounds = x.new_empty(n_groups, 2, dtype=kept)
         places = x.data_ptr(), is_bf16, codes.data_ptr(), bounds.data_ptr(), int(wide)
         kernel(*places, n, bits, group_size, seed, stochastic, torch.get_num_threads())
         return codes, bounds
@@ -253,12 +252,16 @@ def _quantizer(
 def _dequantizer(
     bits: int, group_size: int, dtype: torch.dtype, kept: torch.dtype
 ) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """The C++ kernel of payloads that are checked: as `_dequantize`."""
+    """The C++ kernel of payloads on the CPU: as `_dequantize`."""
     _check(bits, group_size, dtype)
     kernel = cpu.function("mt_group_dequantize", "ppipiiii")
-    wide, is_bf16 = _WIDE[kept], int(dtype == torch.bfloat16)
+    wide, is_bf16, width = _WIDE[kept], int(dtype == torch.bfloat16), group_size * bits // 8
 
     def run(codes: Tensor, bounds: Tensor, numel: int) -> Tensor:
+        n_groups = (numel + group_size - 1) // group_size
+        own = codes.shape == (n_groups, width) and codes.dtype == torch.uint8
+        if not own or bounds.shape != (n_groups, 2):
+            _check_payload(codes, bounds, bits, group_size, numel)
         codes, bounds = codes.contiguous(), bounds.contiguous()
         out = codes.new_empty(numel, dtype=dtype)
         places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16

@@ -226,8 +226,8 @@ def _quantizer(
             usual = usual and own and statistic.is_contiguous()
         if not usual:
             _check(x, {"mean": mean, "rstd": rstd}, where)
-        codes = x.new_empty((n_groups, width), dtype=torch.uint8)
-        bounds = x.new_empty((n_groups, 2), dtype=kept)
+        codes = x.new_empty(n_groups, width, dtype=torch.uint8)
+        bounds = x.new_empty(n_groups, 2, dtype=kept)
         places = x.data_ptr(), kind, mean.data_ptr(), rstd.data_ptr(), codes.data_ptr()
         how = bits, group_size, seed, stochastic, torch.get_num_threads()
         kernel(*places, bounds.data_ptr(), wide, *where, *how)

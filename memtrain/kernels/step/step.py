@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from memtrain.kernels.step.update_rules import RULES, Scalars
 
 SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
 FIELDS, _MAX_DIMS = 32, 8
+GRADIENT_FIELD, SCALARS_FIELD = 1, 10
+"""Places of addresses in a row of the kernels' table."""
 
 Sums = dict[str, Tensor]
 """Results of the first pass: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
@@ -329,18 +332,38 @@ def _check_library() -> None:
 
 
 def _step_cpu(entries: Sequence[Entry]) -> None:
+    run_table(cpu_table(entries), [entry.scalars for entry in entries])
+
+
+def cpu_table(entries: Sequence[Entry]) -> Tensor:
+    """The C++ kernels' table, but for the scalars: int64, [entries, FIELDS].
+
+    Args:
+        entries: With contiguous parameters and gradients, on the CPU.
+    """
     _check_library()
-    different = {id(entry.scalars): entry.scalars for entry in entries}  # mostly one for all
-    scalars = update_rules.stacked([*different.values()], entries[0].param.device)
-    places = {kept: scalars.data_ptr() + k * SCALARS for k, kept in enumerate(different)}
     rows: array[int] = array("q")
     for entry in entries:
         master = _NO_MASTER if entry.master is PLAIN else entry.master.fields()
         shape = entry.param.shape if _kind(entry.codecs)[0] == "rank1" else ()
-        row = table_row(entry, places[id(entry.scalars)], master)
+        row = table_row(entry, 0, master)
         rows.extend((*row, len(shape), *shape, *_ZEROS[len(shape) :]))
-    # C++ sees only addresses: entries and scalars outlive the call.
-    cpu.call("mt_step", torch.frombuffer(rows, dtype=torch.int64), len(entries))
+    return torch.frombuffer(rows, dtype=torch.int64).view(-1, FIELDS)
+
+
+def run_table(table: Tensor, scalars: Sequence[Scalars | Tensor]) -> None:
+    """Step the entries of a table, which C++ sees as addresses: who owns these outlives the call.
+
+    Args:
+        table: Of `cpu_table`.
+        scalars: Of each entry.
+    """
+    different = {id(one): one for one in scalars}  # mostly one for all
+    places = {kept: k * SCALARS for k, kept in enumerate(different)}
+    stacked = update_rules.stacked([*different.values()], table.device)
+    offsets = [places[id(one)] for one in scalars] if len(different) > 1 else 0
+    table.numpy()[:, SCALARS_FIELD] = stacked.data_ptr() + np.array(offsets)
+    cpu.call("mt_step", table, len(table))
 
 
 def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:

@@ -22,6 +22,7 @@ from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.step import Entry, fused_step, has_kernel
 from memtrain.kernels.step.update_rules import Number, Scalars, on_device
 from memtrain.optim.fused import capturable
+from memtrain.optim.fused.again import StepAgain
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
@@ -180,11 +181,39 @@ class FusedStates(CompressedStates):
         watched = None
         if not cuda_graph.capturing():
             watched = self._watch.before(self.param_groups, masters)
-        entries = [entry for group in self.param_groups for entry in self._entries(group)]
-        _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
+        if not self._step_again():
+            entries = [entry for group in self.param_groups for entry in self._entries(group)]
+            _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
+            self._keep_table(entries)
         self._watch.after(watched)
         self.tell_schedulers()
         return loss
+
+    def _step_again(self) -> bool:
+        """Step as before, where all but gradients and scalars is as it was; returns whether."""
+        again: StepAgain | None = self.__dict__.pop("_again", None)
+        plain = not self._masters and not self._guards and not cpu.is_dataless()
+        if again is None or not plain or any(g.get("capturable") for g in self.param_groups):
+            return False
+        names = [self.state_names(group) for group in self.param_groups]
+        gradients = again.gradients(self.param_groups, self.state, names)
+        if gradients is None:
+            return False
+        scalars: list[Scalars | Tensor] = []
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            scalars += self._scalars(group, params)
+        again.run(gradients, scalars)
+        self.__dict__["_again"] = again
+        return True
+
+    def _keep_table(self, entries: Sequence[Entry]) -> None:
+        """Keep the table of a step for those that are as it."""
+        if self._masters or self._guards or cpu.is_dataless():
+            return
+        if StepAgain.serves(entries, self.param_groups):
+            names = [self.state_names(group) for group in self.param_groups]
+            self.__dict__["_again"] = StepAgain(entries, self.param_groups, self.state, names)
 
     def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
         """The kernel's entries of a group; what no kernel serves is stepped at once."""
