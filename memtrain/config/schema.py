@@ -6,9 +6,10 @@ from typing import Any
 from memtrain.config.errors import at_least, nearest
 from memtrain.precision.assignment import Precision
 
-KEEP = "keep"
+KEEP, CPU = "keep", "cpu"
 WEIGHTS = (KEEP, "bf16", "bf16+sr", "bf16+8", "bf16+16", "fp16", "fp16+8", "fp16+16")
 GRADIENTS = (KEEP, "release")
+STATE_DEVICES = (KEEP, CPU)
 
 
 @dataclass(kw_only=True)
@@ -100,9 +101,14 @@ class Optim:
     """`parameter / optimizer / state` -> compressor: a plan file's decisions, before every rule."""
     min_elements: int = 4096
     """States of parameters with no more elements are kept as they are (the paper's rule)."""
+    device: str = KEEP
+    """`cpu`: states lie in host memory and are stepped there, which gradients are copied to and
+    updated weights from; `keep`: where the parameters are."""
 
     def __post_init__(self) -> None:
         at_least("optim.min_elements", self.min_elements, 0)
+        if (value := self.device) not in STATE_DEVICES:
+            raise ValueError(f"optim.device={value!r} is unknown; {nearest(value, STATE_DEVICES)}")
 
 
 @dataclass(kw_only=True)
@@ -111,7 +117,8 @@ class Release:
 
     clip: str = "none"
     """`none`, `value`, `parameter` (each by its own norm), `previous` (by the last step's global
-    norm) or `two_pass` (exact, by `optimizer.step(closure)`)."""
+    norm), `two_pass` (exact, by `optimizer.step(closure)`) or, where `optim.device=cpu`,
+    `global_norm` (exact: gradients wait on the host until the norm of all is known)."""
     limit: float = 1.0
     """Of the clipping."""
     loss_scale: float = 1.0
@@ -131,7 +138,7 @@ class Release:
                 f"release.accumulate={value}; allowed with release.clip=two_pass: 1, since "
                 "its closure runs backward once"
             )
-        allowed = ("none", "value", "parameter", "previous", "two_pass")
+        allowed = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
         if self.clip not in allowed:
             raise ValueError(f"release.clip={self.clip!r}; {nearest(self.clip, allowed)}")
         for name in ("limit", "loss_scale"):
@@ -177,6 +184,12 @@ class Config:
         for name, allowed in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; {nearest(value, allowed)}")
+        if self.release.clip == "global_norm" and self.optim.device != CPU:
+            raise ValueError(
+                "release.clip='global_norm' keeps all gradients until step(), which spares nothing "
+                "where they are; allowed with optim.device=cpu; without it: two_pass, or "
+                "gradients=keep and torch.nn.utils.clip_grad_norm_"
+            )
         if self.gradients != KEEP and self.activations.sensitivity == "passes":
             raise ValueError(
                 "gradients='release' with activations.sensitivity='passes': its extra backward "

@@ -4,7 +4,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from memtrain.optim.wrappers.apply import RELEASE
+from memtrain.config.sources import Config
+from memtrain.optim.wrappers.apply import CPU, RELEASE
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 
@@ -33,6 +34,16 @@ def passes(accelerator: Any, steps: int) -> int:
     return steps if each else 1
 
 
+def by_norm(config: Config) -> str:
+    """The `release.clip` that stands for clipping by the global norm.
+
+    Example:
+        >>> by_norm(load("all_four"))
+        'previous'
+    """
+    return "global_norm" if config.optim.device == CPU else "previous"
+
+
 def for_framework(
     cfg: Any,
     *,
@@ -45,8 +56,9 @@ def for_framework(
 
     A framework does both between backward and step, when released gradients are gone. Clipping by
     the global norm becomes `release.clip=previous`, by the norm of the step before, since no step's
-    own norm is known in time. What the config itself says of `release.clip` or `release.accumulate`
-    stands.
+    own norm is known in time; with `optim.device=cpu`, where gradients can wait for it, it becomes
+    `release.clip=global_norm`, which is exact. What the config itself says of `release.clip` or
+    `release.accumulate` stands.
 
     Args:
         cfg: Anything that `memtrain.wrap` takes.
@@ -69,7 +81,7 @@ def for_framework(
         return cfg
     release = config.release
     if release.clip == "none" and (norm or value):
-        clip, limit = ("previous", norm) if norm else ("value", value)
+        clip, limit = (by_norm(config), norm) if norm else ("value", value)
         release = replace(release, clip=clip, limit=limit)
         _LOG.warning("%s's clipping is release.clip=%s, release.limit=%g", owner, clip, limit)
     if release.accumulate == 1 and accumulate > 1:

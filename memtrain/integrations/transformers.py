@@ -8,6 +8,7 @@ import memtrain
 from memtrain.config.schema import Config
 from memtrain.config.sources import KEEP
 from memtrain.integrations.framework import for_framework, passes
+from memtrain.optim.wrappers.host_states import releasing
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import parse
 from memtrain.plan.file import load
@@ -114,7 +115,7 @@ class _Wrapping:
     def _released(self) -> ReleaseGradients | None:
         """The optimizer, where it releases gradients: there is nothing to clip for the trainer."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's is around
-        return optimizer if isinstance(optimizer, ReleaseGradients) else None
+        return releasing(optimizer)
 
 
 def _config(cfg: Any) -> Config:

@@ -22,6 +22,7 @@ from memtrain.activations.saved.site import (
 from memtrain.compressors import Keep
 from memtrain.config.sizes import format_size
 from memtrain.config.sources import KEEP
+from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import Rules
@@ -122,7 +123,7 @@ class FirstStep:
 
     def attach(self, optimizer: Optimizer) -> Any:
         """Register the hook on the optimizer that `wrap` returns; gives its handle."""
-        if isinstance(optimizer, ReleaseGradients):  # which updates before it steps
+        if isinstance(optimizer, ReleaseGradients | HostStates):  # which updates before it steps
             optimizer.before = self.tell
         return optimizer.register_step_pre_hook(self)
 

@@ -23,6 +23,7 @@ from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.compressors.base import Key
 from memtrain.config import sources as base
 from memtrain.config.sizes import parse_size
+from memtrain.integrations.framework import by_norm
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.plan.entries import weight_dtype
 from memtrain.planner import Fit
@@ -273,7 +274,7 @@ class Run:
         released |= self.config.budget is not None and "release" in self.config.planner.allow
         if released and own.release.clip == "none" and training.clip:
             # no gradient is left to clip after backward
-            own.release = replace(own.release, clip="previous", limit=training.clip)
+            own.release = replace(own.release, clip=by_norm(own), limit=training.clip)
         if released and own.release.accumulate == 1 and not self._buckets:
             own.release = replace(own.release, accumulate=training.accumulate)
         return own

@@ -15,7 +15,7 @@ from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_
 from memtrain.audit.peak.disk_cache import DiskCache
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
-from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.host_states import releasing
 from memtrain.optim.wrappers.weights import SplitWeights
 from memtrain.wrapped import ATTRIBUTE
 
@@ -201,13 +201,13 @@ def check_batch(batch: Any) -> None:
 
 def released(optimizer: Optimizer) -> bool:
     """Whether gradients are used up inside the backward."""
-    return isinstance(optimizer, ReleaseGradients)
+    return releasing(optimizer) is not None
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer runs forward and backward itself, perhaps more than once."""
-    two_pass = isinstance(optimizer, ReleaseGradients) and optimizer.clip == "two_pass"
-    return two_pass or isinstance(optimizer, LBFGS)
+    release = releasing(optimizer)
+    return (release is not None and release.clip == "two_pass") or isinstance(optimizer, LBFGS)
 
 
 def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:

@@ -1,6 +1,7 @@
 """States that a plain optimizer's first step would make, without data."""
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -9,12 +10,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-def raw_step(optimizer: Optimizer) -> None:
-    """The class's step without the hooks and the profiler: those belong to the outer step."""
-    step = type(optimizer).step
+def raw_step(optimizer: Optimizer, *given: Callable[[], Any]) -> Any:
+    """The class's step without the hooks and the profiler: those belong to the outer step.
+
+    Args:
+        optimizer: Whose.
+        given: A closure, or nothing.
+
+    Returns:
+        The closure's loss, or None.
+    """
+    step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-    step(optimizer)
+        step = step.__wrapped__
+    return step(optimizer, *given)
 
 
 def without_states(optimizer: Optimizer) -> Optimizer:

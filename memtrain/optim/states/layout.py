@@ -115,7 +115,7 @@ def of_the_whole(param: Tensor, choose: Choose, state_name: str) -> tuple[Compre
     """As `decide`, whether the parameter is split over processes or not."""
     if param.is_complex():
         return Identity(), COMPLEX
-    chosen = choose(param, state_name)
+    chosen = choose(getattr(param, "_stands_for", param), state_name)
     if isinstance(chosen, Keep):
         return Identity(), chosen.reason
     check_state(chosen, state_name)

@@ -1,25 +1,41 @@
-"""Weights and gradients under `wrap`: an optimizer around the optimizer, and hooks."""
+"""Weights, gradients and the states' device under `wrap`: optimizers around one, and hooks."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
+from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
+from memtrain.optim.wrappers.host_states import HostStates, check_whole
 from memtrain.optim.wrappers.release import ReleaseGradients, check_complex, follow_ddp
-from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32
+from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
 from memtrain.optim.wrappers.wrapper import WeakRef
 
-KEEP, RELEASE = "keep", "release"
+KEEP, RELEASE, CPU = "keep", "release", "cpu"
 
 
 def check(model: nn.Module, config: Any) -> None:
     """Raise ValueError for what `apply` could not do; nothing is changed."""
     if config.gradients == RELEASE:
         check_complex(model.parameters(), config.release.clip, config.release.accumulate)
+    if config.optim.device == CPU:
+        own = config.optim
+        if not (own.rules or own.exceptions or own.sites):
+            raise ValueError(
+                "optim.device='cpu' without rules for states: nothing takes them over; allowed: a "
+                "preset with rules, or optim=identity, which keeps them exactly"
+            )
+        check_whole(model.parameters())
+        if config.gradients == RELEASE and isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "optim.device='cpu' with gradients='release' of a DistributedDataParallel: its "
+                "buckets hold all gradients until step(); allowed there: gradients=keep"
+            )
     if config.weights == KEEP:
         return
     if isinstance(model, DistributedDataParallel):
@@ -32,7 +48,7 @@ def check(model: nn.Module, config: Any) -> None:
 
 def apply(
     model: nn.Module, optimizer: Optimizer, config: Any, sums: Compressor
-) -> tuple[Optimizer, WeakRef[SplitWeights], list[Any]]:
+) -> tuple[Optimizer, WeakRef[Any], list[Any]]:
     """Convert the weights, and put what the config asks for around the optimizer.
 
     Args:
@@ -42,22 +58,59 @@ def apply(
         sums: The compressor of gradients that wait for a step of several backward passes.
 
     Returns:
-        The optimizer to use, a reference to its `SplitWeights` (empty without), and the handles
-        of hooks on the model, which `remove` takes back.
+        The optimizer to use, a reference to what knows the float32 masters (empty without), and
+        the handles of hooks on the model, which `remove` takes back.
     """
-    weights, handles = WeakRef[SplitWeights](), []
+    weights, handles = WeakRef[Any](), []
+    if config.optim.device == CPU:
+        compressed = cast(CompressedStates, optimizer)  # there are rules: see `check`
+        optimizer = HostStates(compressed, partial(_around, model, config, sums))
+    else:
+        optimizer = _around(model, config, sums, optimizer, {})
+    if config.weights != KEEP:
+        weights = WeakRef(_knows_masters(optimizer))
+        low = partial(cast_inputs, parse(config.weights).dtype)
+        # After the interception's own hook: the copies are not the user's to keep alive.
+        handles.append(model.register_forward_pre_hook(low, with_kwargs=True))
+    if config.gradients == RELEASE:
+        if isinstance(optimizer, ReleaseGradients) and isinstance(model, DistributedDataParallel):
+            optimizer.follow(model)
+        else:
+            follow = partial(follow_ddp, WeakRef(optimizer))
+            handles.append(model.register_forward_pre_hook(follow))
+    return optimizer, weights, handles
+
+
+def _knows_masters(optimizer: Any) -> Any:
+    while not isinstance(optimizer, SplitWeights | HostStates):
+        optimizer = optimizer.inner
+    return optimizer
+
+
+def _around(
+    model: nn.Module,
+    config: Any,
+    sums: Compressor,
+    optimizer: Optimizer,
+    leaves: Mapping[Tensor, Tensor],
+) -> Optimizer:
+    """What weights and gradients ask for, around an optimizer.
+
+    Args:
+        model: Its parameters are converted in place, but for those with a leaf.
+        config: Of the plan.
+        sums: As in `apply`.
+        optimizer: Plain, or with compressed states.
+        leaves: Parameter -> what the optimizer holds in its place.
+    """
     if config.weights != KEEP:
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        frozen = [p for p in model.parameters() if p not in held]
+        frozen = [p for p in model.parameters() if leaves.get(p, p) not in held]
         keep, seed = keeps_float32(model), config.seed
-        split = SplitWeights(optimizer, config.weights, seed=seed, keep=keep, frozen=frozen)
-        optimizer, weights = split, WeakRef(split)
-        cast = partial(cast_inputs, split.format.dtype)
-        # After the interception's own hook: the copies are not the user's to keep alive.
-        handles.append(model.register_forward_pre_hook(cast, with_kwargs=True))
+        optimizer = SplitWeights(optimizer, config.weights, seed=seed, keep=keep, frozen=frozen)
     if config.gradients == RELEASE:
         own = config.release
-        release = ReleaseGradients(
+        optimizer = ReleaseGradients(
             optimizer,
             clip=own.clip,
             limit=own.limit,
@@ -67,13 +120,7 @@ def apply(
             sums=sums,
             seed=config.seed,
         )
-        optimizer = release
-        if isinstance(model, DistributedDataParallel):
-            release.follow(model)
-        else:
-            follow = partial(follow_ddp, WeakRef(release))
-            handles.append(model.register_forward_pre_hook(follow))
-    return optimizer, weights, handles
+    return optimizer
 
 
 def check_removable(optimizer: Optimizer, config: Any) -> None:
@@ -81,6 +128,8 @@ def check_removable(optimizer: Optimizer, config: Any) -> None:
     expected = {RELEASE: ReleaseGradients}.get(config.gradients)
     if expected is None and config.weights != KEEP:
         expected = SplitWeights
+    if config.optim.device == CPU:
+        expected = HostStates
     if expected is not None and not isinstance(optimizer, expected):
         given = type(optimizer).__name__
         raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {given}")
@@ -98,8 +147,11 @@ def remove(optimizer: Optimizer, handles: list[Any]) -> Optimizer:
     """
     for handle in handles:
         handle.remove()
+    host = optimizer if isinstance(optimizer, HostStates) else None
+    if host is not None:
+        optimizer = host.release_inner()
     if isinstance(optimizer, ReleaseGradients):
         optimizer = optimizer.detach()
     if isinstance(optimizer, SplitWeights):
         optimizer = optimizer.restore()
-    return optimizer
+    return optimizer if host is None else host.move_back()

@@ -20,7 +20,7 @@ from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
-CLIPS = ("none", "value", "parameter", "previous", "two_pass")
+CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
 """How gradients may be clipped; `ReleaseGradients` says what each does."""
 
 LATE = ("cuda",)
@@ -37,12 +37,14 @@ class ReleaseGradients(OptimizerWrapper):
     nothing to do. A parameter used several times (tied) is updated once, after all its uses. What
     has a gradient that backward did not bring (one assigned by hand) is updated by `step()`.
 
-    Clipping, since no two gradients are there at the same time:
+    Clipping, since no two gradients are there at the same time (but with `global_norm`):
     `value` holds every element within +-limit; `parameter` scales each gradient whose own norm
     exceeds the limit; `previous` scales all gradients by the *last* step's global norm (each by
     its own norm in the first step, and after a norm of 0); `two_pass` is exact: `step(closure)`
     runs the closure's backward twice, once for the global norm and once to update, with torch's
-    random state put back between them.
+    random state put back between them; `global_norm` is exact too: gradients wait, where the
+    parameters are, until `step()` knows the norm of all, which spares nothing but in host memory
+    (`HostStates`).
 
     With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`, as
     a witness: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
@@ -51,8 +53,8 @@ class ReleaseGradients(OptimizerWrapper):
     changes nothing is not seen.)
 
     A gradient with NaN or Inf skips its parameter's update and is counted in `skipped`; with
-    `two_pass` the whole step is skipped, and counted once. A norm above float32's range counts as
-    Inf.
+    `two_pass` and `global_norm` the whole step is skipped, and counted once. A norm above float32's
+    range counts as Inf.
 
     A second backward before `step()` (accumulation, reentrant checkpointing of a tied weight) is
     refused: the first has been applied, and its gradient is gone. With `accumulate=n` the gradients
@@ -83,6 +85,7 @@ class ReleaseGradients(OptimizerWrapper):
         Gradients: the largest single one, for its update, and a smallest. Under DDP the buckets
         stay: all of them.
         With `accumulate` above 1: 1.016 bytes per parameter between the passes.
+        With `global_norm` all gradients, in their dtype; sums of several passes in float32.
 
     Example:
         >>> weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))
@@ -96,7 +99,7 @@ class ReleaseGradients(OptimizerWrapper):
         (LOMO), arXiv:2306.09782: updates fused into backward, the norm by a pass of its own.
     """
 
-    # GradScaler then leaves gradients alone and hands over what it found: see `_refuse_scaler`.
+    # GradScaler then leaves gradients alone and hands over what it found: see `refuse_scaler`.
     _step_supports_amp_scaling = True
 
     def __init__(  # noqa: PLR0913 - each is an option of `release` in configs
@@ -124,11 +127,14 @@ class ReleaseGradients(OptimizerWrapper):
         self._squares = 0.0
         self._late: list[_Late] = []
         self._pass = ""  # of two_pass: "measure" or "update"
-        self._factor = 1.0  # of two_pass
+        self._factor = 1.0  # of two_pass and global_norm
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
         self._bucketed: set[Tensor] = set()
-        self._witness: _Witness | None = None
+        self._witness: Witness | None = None
         self.before: Callable[[], bool] | None = None
         """Called before updates, until it returns True."""
+        self.after: Callable[[Tensor], None] | None = None
+        """Called with each parameter that has been updated."""
         self.follows = False
         """Whether updates follow a DistributedDataParallel's all-reduces."""
         self._handles: dict[Tensor, Any] = {}
@@ -152,11 +158,12 @@ class ReleaseGradients(OptimizerWrapper):
             RuntimeError: If a GradScaler calls it, `two_pass` gets no closure, gradients were
                 changed after backward had applied them, or parameters were replaced.
         """
-        _refuse_scaler(self)
+        refuse_scaler(self)
         self.refuse_replaced(self._handles)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         loss = run(closure)
-        self._refuse_changes()
+        witness, self._witness = self._witness, None
+        refuse_changes(witness)
         for param, total in self._sums.rest():
             self._update(param, total)
         for param in self.params():
@@ -164,6 +171,7 @@ class ReleaseGradients(OptimizerWrapper):
                 self._update(param, param.grad)
             param.grad = None
         self._settle()
+        self._apply_waiting()
         if self._done and self._measures:
             self.norm = math.sqrt(self._squares)
         self._done.clear()
@@ -227,11 +235,11 @@ class ReleaseGradients(OptimizerWrapper):
         if self._witness is not None:
             self._witness.param.grad = self._witness = None
         self._done.clear()
-        self._squares, self._late = 0.0, []
+        self._squares, self._late, self._waiting = 0.0, [], []
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
-        runtime["_late"] = []
+        runtime |= {"_late": [], "_waiting": [], "after": None}
         return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -240,11 +248,17 @@ class ReleaseGradients(OptimizerWrapper):
 
     @property
     def _measures(self) -> bool:
-        return self.skip_nonfinite or self.clip in ("parameter", "previous", "two_pass")
+        norms = ("parameter", "previous", "two_pass", "global_norm")
+        return self.skip_nonfinite or self.clip in norms
+
+    @property
+    def _defers(self) -> bool:
+        """Whether this norm is but for the whole step's, which is made or skipped by that."""
+        return self._pass == "measure" or self.clip == "global_norm"
 
     def _attach(self) -> None:
         """Hooks on every parameter that is trained and has none yet."""
-        hook = partial(_on_gradient, WeakRef(self))
+        hook = partial(call_on_gradient, WeakRef(self))
         for param in self.params():
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)
@@ -264,7 +278,7 @@ class ReleaseGradients(OptimizerWrapper):
                 stays = self._watches(param)
         finally:
             if stays:
-                self._witness = _Witness(param, param.grad, local(param.grad)._version)
+                self._witness = Witness(param, param.grad, local(param.grad)._version)
             else:
                 param.grad = None
 
@@ -273,23 +287,14 @@ class ReleaseGradients(OptimizerWrapper):
         """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
         self._update(param, grad)
         if self._watches(param):
-            self._witness = _Witness(param, grad.clone())
+            self._witness = Witness(param, grad.clone())
+
+    def would_watch(self, param: Tensor) -> bool:
+        """Whether a gradient may tell if gradients are changed after the backward."""
+        return self.clip == "none" and param.numel() == self._fewest
 
     def _watches(self, param: Tensor) -> bool:
-        """Whether this gradient is to tell if gradients are changed after the backward."""
-        return self.clip == "none" and self._witness is None and param.numel() == self._fewest
-
-    def _refuse_changes(self) -> None:
-        """Raise RuntimeError if the gradient that stays shows that gradients were changed."""
-        witness, self._witness = self._witness, None
-        if witness is not None and witness.changed():
-            raise RuntimeError(
-                "gradients were changed between backward and step() (clip_grad_norm_, "
-                "clip_grad_value_ or the like), but with gradients=release they had been applied "
-                "and freed by then, unchanged: set release.clip to value, parameter, previous or "
-                "two_pass and release.limit in the config, and leave that call out; or use "
-                "gradients=keep"
-            )
+        return self._witness is None and self.would_watch(param)
 
     @torch.no_grad()
     def _update(self, param: Tensor, grad: Tensor) -> None:
@@ -304,13 +309,26 @@ class ReleaseGradients(OptimizerWrapper):
             self._late.append(_Late(param, norm, _count_of(self.state, param)))
         else:
             norm /= self.loss_scale
-            if not math.isfinite(norm) and self._pass != "measure":
+            if not math.isfinite(norm) and not self._defers:
                 self.skipped += 1
                 return
             self._squares += norm * norm
-        if self._pass == "measure":
+        if self.clip == "global_norm":
+            self._waiting.append((param, grad))
+        elif self._pass != "measure":
+            self._apply(param, grad, norm)
+
+    def _apply_waiting(self) -> None:
+        """Apply what `global_norm` has kept, or skip the step."""
+        waiting, self._waiting = self._waiting, []
+        norm = math.sqrt(self._squares)
+        if waiting and not math.isfinite(norm):
+            self.skipped += 1
+            self._done.clear()
             return
-        self._apply(param, grad, norm)
+        self._factor = min(1.0, self.limit / (norm + _TINY))
+        while waiting:
+            self._apply(*waiting.pop(0), norm)
 
     def _apply(self, param: Tensor, grad: Tensor, norm: float | Tensor) -> None:
         guard = norm if isinstance(norm, Tensor) else None
@@ -322,13 +340,15 @@ class ReleaseGradients(OptimizerWrapper):
         if self.clip == "value":
             grad = grad.clamp(-self.limit, self.limit)
         self.step_targets([Target(param, param, grad, guard)])
+        if self.after is not None:
+            self.after(param)
 
     def _settle(self) -> None:
         """Read the norms that devices have still, in one wait for each; count what was skipped."""
         late, self._late = self._late, []
         for (param, _, count), value in zip(late, _read([one.norm for one in late]), strict=True):
             norm = value / self.loss_scale
-            if math.isfinite(norm) or self._pass == "measure":
+            if math.isfinite(norm) or self._defers:
                 self._squares += norm * norm
             else:
                 self.skipped += 1
@@ -351,7 +371,7 @@ class ReleaseGradients(OptimizerWrapper):
             )
 
     def _clip_factor(self, norm: float | Tensor) -> float | Tensor:
-        if self.clip == "two_pass":
+        if self.clip in ("two_pass", "global_norm"):
             return self._factor
         if self.clip not in ("parameter", "previous"):
             return 1.0
@@ -383,7 +403,7 @@ class ReleaseGradients(OptimizerWrapper):
             self._pass = ""
 
 
-class _Witness(NamedTuple):
+class Witness(NamedTuple):
     """A gradient that was applied, to be compared with the parameter's own at the step's end."""
 
     param: Tensor
@@ -391,6 +411,7 @@ class _Witness(NamedTuple):
     version: int | None = None  # None where it is a copy
 
     def changed(self) -> bool:
+        """Whether the gradient is another one by now."""
         now = self.param.grad
         if now is None:
             return False
@@ -399,7 +420,19 @@ class _Witness(NamedTuple):
         return now is not self.grad or local(now)._version != self.version
 
 
-def _on_gradient(release: WeakRef[Any], param: Tensor) -> None:
+def refuse_changes(witness: Witness | None) -> None:
+    """Raise RuntimeError if the gradient that stayed shows that gradients were changed."""
+    if witness is not None and witness.changed():
+        raise RuntimeError(
+            "gradients were changed between backward and step() (clip_grad_norm_, "
+            "clip_grad_value_ or the like), but with gradients=release they had been applied "
+            "and freed by then, unchanged: set release.clip to value, parameter, previous or "
+            "two_pass and release.limit in the config, and leave that call out; or use "
+            "gradients=keep"
+        )
+
+
+def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
     """Tell the optimizer that a gradient is complete: a hook on each parameter."""
     optimizer = release()
     if optimizer is not None:
@@ -528,7 +561,7 @@ def _norm_of(grad: Tensor) -> float | Tensor:
     return whole if whole.device.type in LATE else whole.item()
 
 
-def _refuse_scaler(release: object) -> None:
+def refuse_scaler(release: object) -> None:
     """Raise RuntimeError if a GradScaler has handed over what it found."""
     given = [name for name in ("grad_scale", "found_inf") if name in vars(release)]
     for name in given:

@@ -148,7 +148,7 @@ class SplitWeights(OptimizerWrapper):
         for param in frozen:
             if param not in self._keep and param.dtype == torch.float32:
                 self._before[param] = param.dtype
-                _set_dtype(param, param.detach().to(self.format.dtype))
+                set_dtype(param, param.detach().to(self.format.dtype))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -243,7 +243,7 @@ class SplitWeights(OptimizerWrapper):
             The inner optimizer.
         """
         for param, dtype in self._before.items():
-            _set_dtype(param, self.master(param).to(dtype))
+            set_dtype(param, self.master(param).to(dtype))
         self.corrections.clear()
         self._before.clear()
         return self.release_inner()
@@ -314,7 +314,8 @@ class SplitWeights(OptimizerWrapper):
 
     def _convert(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            if param in self._keep or param.dtype not in (torch.float32, self.format.dtype):
+            asked = getattr(param, "_stands_for", param)
+            if asked in self._keep or param.dtype not in (torch.float32, self.format.dtype):
                 continue
             whole = local(param.detach())
             low = torch.empty_like(whole, dtype=self.format.dtype)
@@ -322,7 +323,7 @@ class SplitWeights(OptimizerWrapper):
             self.corrections[param] = torch.empty_like(low, dtype=kind) if kind else None
             if param.dtype == torch.float32:
                 self._before[param] = param.dtype
-                _set_dtype(param, low)
+                set_dtype(param, low)
             self._write(param, whole.float())
 
     def _is_fused(self, target: Target) -> bool:
@@ -374,7 +375,13 @@ class SplitWeights(OptimizerWrapper):
         return Key(self.seed, site=self.number(param), step=step, rank=part_number(param))
 
 
-def _set_dtype(param: Tensor, value: Tensor) -> None:
+def set_dtype(param: Tensor, value: Tensor) -> None:
+    """Give a parameter a value of another dtype, and its gradient that dtype.
+
+    Args:
+        param: Changed in place.
+        value: Of its shape, taken as it is.
+    """
     grad, param.grad = param.grad, None
     param.data = value
     if grad is not None:

@@ -64,7 +64,7 @@ def with_leaf(param: Tensor, value: Tensor, grad: Tensor, guard: Tensor | None =
     """
     leaf = nn.Parameter(value)
     leaf.grad = grad
-    leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
+    leaf._stands_for = getattr(param, "_stands_for", param)  # pyright: ignore[reportAttributeAccessIssue]
     return Target(param, leaf, None, guard)
 
 

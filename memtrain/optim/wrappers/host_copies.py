@@ -1,0 +1,136 @@
+"""Copies between a device and host memory, beside the work of both."""
+
+from collections import deque
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+AT_ONCE = 2
+"""Gradients whose way to the host may be unfinished when another one starts."""
+
+
+class HostCopies(Protocol):
+    """How gradients go to the host, and weights come back."""
+
+    beside: bool
+    """Whether the device works on while the host does: the host then works in a thread."""
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        """Make a tensor in host memory that copies are fast from and to; not filled."""
+        ...
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Start a copy to the host; the second value is for `wait`. `x` may be freed at once."""
+        ...
+
+    def wait(self, started: Any) -> None:
+        """Let the host wait until a copy to it has been made."""
+        ...
+
+    def to_device(self, value: Tensor, param: Tensor) -> None:
+        """Start a copy into a tensor of the device; `value` stays as it is until `join`."""
+        ...
+
+    def join(self) -> None:
+        """Let work of the device that follows see what `to_device` sends; the host goes on."""
+        ...
+
+
+class CudaCopies:
+    """CUDA: pinned host memory, and a side stream each way.
+
+    What leaves is held until the device's own stream has waited for its copy, and not given to
+    `record_stream`, as in `compressors.host`: so a backward has at most `AT_ONCE` gradients more
+    than it would, however far the host runs ahead.
+    """
+
+    beside = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving: deque[tuple[Any, Tensor]] = deque()
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        """As `HostCopies.host_memory`: pinned."""
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """As `HostCopies.to_host`."""
+        stream = torch.cuda.current_stream(self.device)
+        while len(self._leaving) >= AT_ONCE:  # else a backward outruns the bus
+            left, _ = self._leaving.popleft()
+            stream.wait_event(left)
+        copy = self.host_memory(x)
+        self._down.wait_stream(stream)
+        with torch.cuda.stream(self._down):
+            copy.copy_(x, non_blocking=True)
+            made = torch.cuda.Event(blocking=True)  # a host that spins would take the steps' core
+            made.record(self._down)
+        self._leaving.append((made, x))
+        return copy, made
+
+    def wait(self, started: Any) -> None:
+        """As `HostCopies.wait`."""
+        started.synchronize()
+
+    def to_device(self, value: Tensor, param: Tensor) -> None:
+        """As `HostCopies.to_device`: the host has waited for the gradient, so nothing reads it."""
+        with torch.cuda.stream(self._up):
+            param.copy_(value, non_blocking=True)
+
+    def join(self) -> None:
+        """As `HostCopies.join`."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self._up)
+        stream.wait_stream(self._down)
+        self._leaving.clear()
+
+
+class PlainCopies:
+    """Any other device, host memory itself, and fake tensors: copies that are waited for."""
+
+    beside = False
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        """As `HostCopies.host_memory`."""
+        return torch.empty_like(like, device="cpu")
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """As `HostCopies.to_host`."""
+        return x.to("cpu", copy=True), None
+
+    def wait(self, started: Any) -> None:
+        """As `HostCopies.wait`: it is there."""
+
+    def to_device(self, value: Tensor, param: Tensor) -> None:
+        """As `HostCopies.to_device`."""
+        param.copy_(value)
+
+    def join(self) -> None:
+        """As `HostCopies.join`: it is there."""
+
+
+@cache
+def _cuda(device: torch.device) -> HostCopies:
+    return CudaCopies(device)
+
+
+_PLAIN = PlainCopies()
+
+
+def copies_of(x: Tensor) -> HostCopies:
+    """How a tensor's values go to the host and back.
+
+    Args:
+        x: A parameter.
+
+    Example:
+        >>> copies_of(torch.ones(1)).beside
+        False
+    """
+    real = x.is_cuda and not isinstance(x, FakeTensor)
+    return _cuda(x.device) if real else _PLAIN

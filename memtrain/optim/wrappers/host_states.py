@@ -1,0 +1,569 @@
+"""Optimizer states in host memory: gradients go there, weights are stepped and come back."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import BoundedSemaphore
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from memtrain.optim.states import optimizer_hooks
+from memtrain.optim.states.compressed_states import CompressedStates, closure_loss, refuse_sparse
+from memtrain.optim.states.first_step import raw_step
+from memtrain.optim.states.shards import is_sharded
+from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
+from memtrain.optim.wrappers.release import (
+    ReleaseGradients,
+    Witness,
+    call_on_gradient,
+    refuse_changes,
+    refuse_scaler,
+)
+from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
+
+IN_FLIGHT = 4
+"""Gradients on their way to their step: a backward waits where the host is slower than that."""
+
+Build = Callable[[CompressedStates, Mapping[Tensor, Tensor]], Optimizer]
+
+
+class HostStates(OptimizerWrapper):
+    """Steps an optimizer in host memory, on copies of the parameters that lie there.
+
+    The optimizer inside, with split weights and released gradients around it, is what it would be
+    on the device, but its parameters are copies in host memory, and so are its states, corrections
+    and sums of gradients: what is computed is what the same kernels compute in place, bit for bit,
+    and so is a checkpoint. The parameters, groups and gradients that a user sees are the device's.
+
+    With released gradients each goes over as backward brings it, is stepped by the C++ kernels in a
+    thread beside the backward, and its weight is sent back at once; `step()` waits for the rest.
+    (A next forward that waited for each weight alone would gain little: it begins with those whose
+    gradients came last.) Gradients that are kept go over in `step()`, all at once. With weights of
+    two bytes the bus has 2 bytes a parameter down in each backward, and 2 up in each step.
+
+    A weight that something else writes in place (`model.load_state_dict`) is fetched again before
+    its next step.
+
+    Args:
+        compressed: On the device, at any step of a run; its states move to the host.
+        build: Puts the other wrappers around it, given it and parameter -> its copy on the host.
+        copies: How a parameter's values travel.
+
+    Raises:
+        ValueError: If a parameter is sharded (a DTensor).
+
+    Memory:
+        On the device none but weights and gradients in flight. On the host a copy of the weights,
+        their corrections, the states, sums of gradients and at most `IN_FLIGHT` gradients; all
+        gradients where they are kept or clipped by their global norm. On CUDA weights and gradients
+        there are pinned, which rounds each up to a power of two.
+
+    Example:
+        >>> from memtrain.optim import AdamW4bit
+        >>> weight = nn.Parameter(torch.ones(128, 64))
+        >>> optimizer = HostStates(AdamW4bit([weight], lr=0.1, weight_decay=0.0))
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight[0, 0].item()
+        0.8999999761581421
+
+    Reference:
+        Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840.
+    """
+
+    def __init__(
+        self,
+        compressed: CompressedStates,
+        build: Build = lambda compressed, leaves: compressed,
+        *,
+        copies: Callable[[Tensor], HostCopies] = copies_of,
+    ) -> None:
+        params = [p for group in compressed.param_groups for p in group["params"]]
+        check_whole(params)
+        self.before: Callable[[], bool] | None = None
+        """Called before updates, until it returns True."""
+        self.follows = False
+        self._copies = copies
+        self._compressed = compressed
+        self._groups: list[dict[str, Any]] = compressed.param_groups
+        self._leaves: dict[Tensor, nn.Parameter] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._start()
+        self._add_leaves(params)
+        compressed.param_groups = [self._on_host(group) for group in self._groups]
+        states = [(p, compressed.state.pop(p)) for p in params if p in compressed.state]
+        compressed.state.update((self._leaves[p], _moved(own, "cpu")) for p, own in states)
+        super().__init__(build(compressed, self._leaves))
+        self._settle_leaves(params)
+        self._attach()
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups, with the parameters of the device."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        if "_inner_step" in vars(self):  # not inside Optimizer.__init__
+            self._groups = value
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Parameter -> its states, which are on the host."""
+        self._drain()
+        return _OfParameters(self._leaves, self.inner.state)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Is set by `Optimizer.__init__` alone."""
+
+    @property
+    def _release(self) -> ReleaseGradients | None:
+        return releasing(self)
+
+    @property
+    def norm(self) -> float | None:
+        """Global norm of the last step's released gradients, as `ReleaseGradients.norm`."""
+        return None if self._release is None else self._release.norm
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped so far for NaN or Inf, where gradients are released."""
+        return 0 if self._release is None else self._release.skipped
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._release is not None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step what has a gradient, or end the step that backward has made; wait for all of it.
+
+        Args:
+            closure: Recomputes the loss; optional.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: Whatever the optimizer inside raises, in this step's backward too.
+        """
+        if self._release is not None:
+            refuse_scaler(self)
+        self.refuse_replaced(self._leaves)
+        self._begin()
+        if closure is None:
+            self._gather()
+            loss = raw_step(self.inner)
+        else:
+            loss = raw_step(self.inner, partial(self._closed, closure))
+        for param, leaf in self._leaves.items():
+            if self._release is None and leaf.grad is not None:
+                self._send_back(leaf)
+            leaf.grad = None
+            if self._release is not None:
+                param.grad = None
+        for copies in {id(c): c for c in map(self._copies, self._leaves)}.values():
+            copies.join()
+        self._begun = False
+        self._arrived.clear()
+        _take_options(self.inner.param_groups, self._groups)
+        self._attach()
+        self.tell_schedulers()
+        return loss
+
+    @torch.no_grad()
+    def on_gradient(self, param: Tensor) -> None:
+        """A backward's gradient is complete: send it to the host and let it be stepped there."""
+        release, grad = self._release, param.grad
+        if release is None or grad is None:
+            return
+        refuse_sparse([param], type(self).__name__)
+        if self.before is not None and self.before():
+            self.before = None
+        self._begin()
+        copies, stays = self._copies(param), self._watches(param, release)
+        if copies.beside:
+            self._room.acquire()
+        try:
+            work = partial(self._take, param, *self._sent(param, grad))
+        except BaseException:
+            if copies.beside:
+                self._room.release()
+            raise
+        finally:
+            param.grad = grad if stays else None
+        if stays:
+            self._witness = Witness(param, grad, grad._version)
+        if not copies.beside:
+            work()
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "memtrain-host-states")
+        self._jobs.append(self._worker.submit(self._beside, work))
+
+    def follow(self, ddp: Any) -> None:
+        """Refuse a DistributedDataParallel, whose buckets hold all gradients."""
+        raise RuntimeError(
+            "optim.device='cpu' with gradients='release' under DistributedDataParallel: its "
+            "buckets hold all gradients until step(); allowed there: gradients=keep"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group by the inner optimizer's own rules and defaults; its states are on the host.
+
+        Args:
+            param_group: As in torch.
+        """
+        if "_inner_step" not in vars(self):
+            return
+        self._drain()
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        check_whole(params)
+        taken = [p for p in params if p in self._leaves]
+        if taken:
+            raise ValueError("some parameters appear in more than one parameter group")
+        self._add_leaves(params)
+        try:
+            with self._original_on_host():
+                self.inner.add_param_group(self._on_host({**param_group, "params": params}))
+        except BaseException:
+            for param in params:
+                del self._leaves[param]
+            raise
+        self._groups.append({**self.inner.param_groups[-1], "params": params})
+        self._settle_leaves(params)
+        self._attach()
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer inside would give it on the device: either loads the other's.
+
+        Returns:
+            Plain dicts of plain tensors, on the host.
+        """
+        self._drain()
+        self._fetch_written()
+        _take_options(self._groups, self.inner.param_groups)
+        return optimizer_hooks.saved(self, self.inner, self.inner.state_dict)
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, here or of the optimizer inside on a device.
+
+        Args:
+            state_dict: A checkpoint.
+
+        Raises:
+            ValueError: If anything in it does not fit; nothing was changed then.
+        """
+        self._drain()
+        with self._original_on_host():
+            optimizer_hooks.loaded(self, self.inner, state_dict, self.inner.load_state_dict)
+        _take_options(self.inner.param_groups, self._groups)
+        self._versions.clear()  # whatever weights are loaded beside it, corrections hold
+        self._witness = None
+
+    def master(self, param: Tensor) -> Tensor:
+        """The float32 value of a parameter: a new tensor, in host memory.
+
+        Args:
+            param: Of the model.
+
+        Returns:
+            float32, of the parameter's shape.
+        """
+        self._drain()
+        self._fetch_written()
+        split, leaf = self._split(), self._leaves.get(param)
+        return param.detach().float() if leaf is None or split is None else split.master(leaf)
+
+    @torch.no_grad()
+    def set_master(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter a float32 value; what its dtype loses of it goes into its correction.
+
+        Args:
+            param: Of the model.
+            value: Of its shape.
+        """
+        self._drain()
+        split, leaf = self._split(), self._leaves.get(param)
+        if split is None or leaf is None:
+            param.copy_(value)
+            return
+        split.set_master(leaf, value.to("cpu"))
+        param.copy_(leaf)
+        self._versions[param] = param._version
+
+    def release_inner(self) -> Optimizer:
+        """Take the hooks off; the optimizer inside may step again, on the host's copies."""
+        self._drain()
+        self._fetch_written()
+        _take_options(self._groups, self.inner.param_groups)
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        return super().release_inner()
+
+    @torch.no_grad()
+    def move_back(self) -> CompressedStates:
+        """Move weights and states to the device, once the wrappers inside have been taken off.
+
+        Returns:
+            The optimizer that was given, with the device's parameters.
+        """
+        compressed = self._compressed
+        for param, leaf in self._leaves.items():
+            if param.dtype != leaf.dtype:
+                set_dtype(param, leaf.detach().to(param.device))
+            if leaf in compressed.state:
+                compressed.state[param] = _moved(compressed.state.pop(leaf), param.device)
+        compressed.param_groups = self._groups
+        return compressed
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._drain()
+        self._fetch_written()
+        return {k: v for k, v in super().__getstate__().items() if k not in _RUNTIME}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.before, self._versions = None, {}
+        self._start()
+        for param, leaf in self._leaves.items():
+            leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
+        super().__setstate__({})
+        self._attach()
+
+    def _start(self) -> None:
+        """Make what does not outlive a process."""
+        self._handles: dict[Tensor, Any] = {}
+        self._worker: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+        self._room = BoundedSemaphore(IN_FLIGHT)
+        self._witness: Witness | None = None
+        self._arrived = Counter[Tensor]()  # gradients in this step, of what may be the witness
+        self._begun = False
+
+    def _add_leaves(self, params: list[Tensor]) -> None:
+        for param in params:
+            leaf = nn.Parameter(param.detach().to("cpu", copy=True), param.requires_grad)
+            leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
+            self._leaves[param] = leaf
+
+    def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._leaves[p] for p in group["params"]]}
+
+    @torch.no_grad()
+    def _settle_leaves(self, params: list[Tensor]) -> None:
+        """Give parameters the dtype of their copies, which have been split, and pin those."""
+        for param in params:
+            leaf, copies = self._leaves[param], self._copies(param)
+            if param.dtype != leaf.dtype:
+                set_dtype(param, leaf.detach().to(param.device))
+            if copies.beside:
+                leaf.data = copies.host_memory(leaf).copy_(leaf)
+            self._versions[param] = param._version
+
+    def _attach(self) -> None:
+        """Hooks on every parameter that is trained and has none yet, where gradients are released.
+
+        And tell what is inside where to send weights.
+        """
+        if self._release is None:
+            return
+        self._release.after = partial(_call_send_back, WeakRef(self))
+        hook = partial(call_on_gradient, WeakRef(self))
+        for param, leaf in self._leaves.items():
+            leaf.requires_grad_(param.requires_grad)
+            if param.requires_grad and param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+
+    def _begin(self) -> None:
+        """The options of groups, as they are when a step begins."""
+        if not self._begun:
+            _take_options(self._groups, self.inner.param_groups)
+            self._begun = True
+
+    def _watches(self, param: Tensor, release: ReleaseGradients) -> bool:
+        """Whether this gradient is to tell if gradients are changed after the backward."""
+        if self._witness is not None or not release.would_watch(self._leaves[param]):
+            return False
+        self._arrived[param] += 1
+        return self._arrived[param] == release.accumulate  # before, autograd would add to it
+
+    def _sent(self, param: Tensor, grad: Tensor) -> tuple[Tensor, Any, Tensor | None]:
+        """A gradient on its way to the host, and the weight, if something else has written it."""
+        copies = self._copies(param)
+        weight = None
+        if self._versions.get(param) != param._version:
+            weight, _ = copies.to_host(param.detach())
+            self._versions[param] = param._version
+        return (*copies.to_host(grad), weight)
+
+    def _land(self, param: Tensor, grad: Tensor, started: Any, weight: Tensor | None) -> None:
+        """Wait for what `_sent` has sent; the copy of the parameter has its gradient then."""
+        leaf = self._leaves[param]
+        self._copies(param).wait(started)
+        if weight is not None:
+            leaf.copy_(weight)
+        leaf.grad = grad
+
+    @torch.no_grad()
+    def _take(self, param: Tensor, grad: Tensor, started: Any, weight: Tensor | None) -> None:
+        """Step a parameter by a released gradient."""
+        self._land(param, grad, started, weight)
+        if self._release is not None:
+            self._release.on_gradient(self._leaves[param])
+
+    def _beside(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            self._room.release()
+
+    @torch.no_grad()
+    def _send_back(self, leaf: Tensor) -> None:
+        param: Tensor = leaf._stands_for  # pyright: ignore[reportAttributeAccessIssue]
+        self._copies(param).to_device(leaf.detach(), param.detach())
+        self._versions[param] = param._version
+
+    def _closed(self, closure: Callable[[], Any]) -> Any:
+        loss = closure_loss(closure)
+        with torch.no_grad():
+            self._gather()
+        return loss
+
+    def _gather(self) -> None:
+        """Bring the gradients that no hook has sent to the host; wait for those under way."""
+        self._drain()
+        witness, self._witness = self._witness, None
+        refuse_changes(witness)
+        left = [p for p in self._leaves if p.grad is not None]
+        refuse_sparse(left, type(self).__name__)
+        if witness is not None:
+            left = [p for p in left if p is not witness.param]
+        under_way = [(p, *self._sent(p, p.grad)) for p in left if p.grad is not None]
+        for one in under_way:
+            self._land(*one)
+
+    def _drain(self) -> None:
+        """Wait until all that has been sent is stepped; raise what went wrong there."""
+        jobs, self._jobs = self._jobs, []
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    @torch.no_grad()
+    def _fetch_written(self) -> None:
+        """Fetch the weights that something else has written."""
+        for param, leaf in self._leaves.items():
+            if self._versions.get(param) != param._version:
+                leaf.copy_(param)
+                self._versions[param] = param._version
+
+    def _split(self) -> SplitWeights | None:
+        inner = self._release.inner if self._release is not None else self.inner
+        return inner if isinstance(inner, SplitWeights) else None
+
+    @contextmanager
+    def _original_on_host(self) -> Iterator[None]:
+        """The plain optimizer, whose groups are a user's, with the groups of the host."""
+        original = self._compressed.original
+        if original is None:
+            yield
+            return
+        original.param_groups = self._compressed.param_groups
+        try:
+            yield
+        finally:
+            original.param_groups = self._groups
+
+
+_RUNTIME = (
+    "before",
+    "_handles",
+    "_worker",
+    "_jobs",
+    "_room",
+    "_witness",
+    "_arrived",
+    "_begun",
+    "_versions",
+)
+
+
+class _OfParameters(MutableMapping[Tensor, Any]):
+    """States of the host's copies, by parameter."""
+
+    def __init__(self, leaves: Mapping[Tensor, Tensor], states: Any) -> None:
+        self._leaves, self._states = leaves, states
+
+    def __getitem__(self, param: Tensor) -> Any:
+        return self._states[self._leaves[param]]
+
+    def __setitem__(self, param: Tensor, value: Any) -> None:
+        self._states[self._leaves[param]] = value
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._states[self._leaves[param]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (param for param, leaf in self._leaves.items() if leaf in self._states)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        leaf = self._leaves.get(param)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return leaf is not None and leaf in self._states
+
+
+def releasing(optimizer: Optimizer) -> ReleaseGradients | None:
+    """What releases an optimizer's gradients, here or on the host; None where they are kept.
+
+    Args:
+        optimizer: What `memtrain.wrap` returned.
+
+    Returns:
+        Its options, the last norm and what was skipped can be read.
+    """
+    inside = optimizer.inner if isinstance(optimizer, HostStates) else optimizer
+    return inside if isinstance(inside, ReleaseGradients) else None
+
+
+def check_whole(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for a parameter whose states cannot be stepped on the host."""
+    for param in params:
+        if is_sharded(param):
+            raise ValueError(
+                f"optim.device='cpu' with a sharded parameter of shape {tuple(param.shape)}: its "
+                "collectives need the device; allowed for it: optim.device=keep"
+            )
+
+
+def _moved(states: Any, device: Any) -> Any:
+    """A parameter's states on another device; counters of steps stay where they are."""
+    return {
+        name: value if name == "step" else tree_map_only(Tensor, lambda x: x.to(device), value)
+        for name, value in states.items()
+    }
+
+
+def _take_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for given, group in zip(source, target, strict=True):
+        group.update({name: value for name, value in given.items() if name != "params"})
+
+
+def _call_send_back(host: WeakRef[HostStates], leaf: Tensor) -> None:
+    own = host()
+    if own is not None:
+        own._send_back(leaf)

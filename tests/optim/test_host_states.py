@@ -1,0 +1,435 @@
+"""States in host memory: the training in place, bit for bit; order, overlap, checkpoints."""
+
+import copy
+import io
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.config.sources import load
+from memtrain.optim import AdamW4bit
+from memtrain.optim.wrappers.host_copies import PlainCopies
+from memtrain.optim.wrappers.host_states import IN_FLIGHT, HostStates
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.weights import SplitWeights
+
+ON_HOST = ["optim.device=cpu"]
+EXACT = ["optim.device=cpu", "release.clip=global_norm"]
+STATES = {
+    "rank1_4bit": "bf16+8",
+    "factored_4bit": "bf16+sr",
+    "factored_2bit": "bf16+sr",
+    "factored_8bit": "bf16+16",
+    "identity": "bf16+8",
+}
+
+
+class Net(nn.Module):
+    """A frozen bias, a norm whose parameters stay float32, and a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.norm, self.nothing = nn.BatchNorm1d(128), nn.Parameter(torch.empty(0, 64))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x):
+        x = nn.functional.gelu(self.first(x))
+        x = self.last(self.norm(x.float()).to(x.dtype))
+        return torch.cat([x, self.nothing])
+
+
+def make():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step):
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, x):
+    return model(x).float().square().mean()
+
+
+@cache
+def config(*cfg):
+    if "optim.device=cpu" not in cfg:
+        return load(cfg)
+    own = config(*[one for one in cfg if one not in EXACT])  # composing takes long
+    release = replace(own.release, clip="global_norm") if EXACT[1] in cfg else own.release
+    return replace(own, optim=replace(own.optim, device="cpu"), release=release)
+
+
+def wrapped(cfg):
+    model = make()
+    return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config(*cfg))
+
+
+def train(model, optimizer, steps=range(4), passes=1, between=lambda: None):
+    for step in steps:
+        for k in range(passes):
+            loss_of(model, batch(10 * step + k)).backward()
+        between()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(one, other):
+    """Weights, states, counters, options: all that a checkpoint has."""
+    for ours, theirs in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert_equal(one[1].state_dict(), other[1].state_dict())
+
+
+def assert_equal(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_equal(one[name], other[name])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for ours, theirs in zip(one, other, strict=True):
+            assert_equal(ours, theirs)
+    else:
+        assert one == other
+
+
+def released(*more):
+    return ["preset=all_four", "optim.min_elements=0", *more]
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_a_step_on_the_host_is_the_step_in_place(states):
+    cfg = released(f"optim={states}", f"weights={STATES[states]}")
+    here, there = wrapped(cfg), wrapped([*cfg, *ON_HOST])
+    train(*here)
+    train(*there)
+    assert isinstance(there[1], HostStates)
+    assert_same(there, here)
+
+
+KEPT = ["preset=optimizer_only", "optim.min_elements=0"]
+OTHERS = {
+    "kept": KEPT,
+    "kept, split": [*KEPT, "weights=bf16+16"],
+    "released, whole": [*KEPT, "gradients=release"],
+    "each clipped": released("release.clip=parameter", "release.limit=0.01"),
+    "by the last norm": released("release.clip=previous", "release.limit=0.01"),
+    "by value": released("release.clip=value", "release.limit=0.001"),
+    "8 bits": released("optim=none", "+optim.rules=[{compressor: B256/DE8}]"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_kept_gradients_and_clipped_ones_are_stepped_as_in_place(name):
+    here, there = wrapped(OTHERS[name]), wrapped([*OTHERS[name], *ON_HOST])
+    train(*here)
+    train(*there)
+    assert_same(there, here)
+
+
+def closure_of(model, step):
+    def closure():
+        loss = loss_of(model, batch(10 * step))
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def test_clipping_by_the_global_norm_is_exact():
+    """As `two_pass`, which runs the backward twice: the same norms, factors and steps."""
+    own = ["activations=none", "release.limit=0.01"]  # forwards that are alike, one or two
+    twice = wrapped(released(*own, "release.clip=two_pass"))
+    model, optimizer = wrapped(released(*own, *EXACT))
+    for step in range(3):
+        loss_of(model, batch(10 * step)).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        twice[1].step(closure_of(twice[0], step))
+        assert optimizer.norm == twice[1].norm > 0.01
+    assert all(map(torch.equal, model.parameters(), twice[0].parameters()))
+    before = copy.deepcopy([list(model.parameters()), optimizer.state_dict()["state"]])
+    (loss_of(model, batch(0)) * float("inf")).backward()
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert_equal([list(model.parameters()), optimizer.state_dict()["state"]], before)
+
+
+@pytest.mark.parametrize("clip", ["none", "parameter"])
+def test_gradients_are_added_up_on_the_host(clip):
+    cfg = released("release.accumulate=3", f"release.clip={clip}", "release.limit=0.01")
+    here, there = wrapped(cfg), wrapped([*cfg, *ON_HOST])
+    train(*here, passes=3)
+    train(*there, passes=3)
+    assert_same(there, here)
+
+
+def test_sums_of_gradients_are_clipped_by_their_global_norm():
+    """As torch clips gradients that were added up by autograd, which float32 does in one order."""
+    limit, passes = 0.01, 3
+    own = ["preset=optimizer_only", "optim=identity", "gradients=release", "release.sums=identity"]
+    own += [f"release.limit={limit}", f"release.accumulate={passes}", *EXACT]
+    ours, plain = wrapped(own), make()
+    optimizer, norms = torch.optim.AdamW(plain.parameters(), lr=1e-2), []
+
+    def clip():
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), limit).item())
+
+    train(plain, optimizer, passes=passes, between=clip)
+    train(*ours, passes=passes)
+    assert ours[1].norm == pytest.approx(norms[-1], rel=1e-4)
+    for one, other in zip(ours[0].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("cfg", [released(), KEPT], ids=["released", "kept"])
+def test_a_checkpoint_of_one_place_resumes_in_the_other(cfg):
+    def saved(model, optimizer):
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def resumed(given, cfg):
+        model, optimizer = wrapped(cfg)
+        train(model, optimizer, range(1))
+        model.load_state_dict(given[0])
+        optimizer.load_state_dict(given[1])
+        return model, optimizer
+
+    here, there = wrapped(cfg), wrapped([*cfg, *ON_HOST])
+    train(*here, range(3))
+    train(*there, range(3))
+    files = saved(*here), saved(*there)
+    assert_equal(*files)
+    train(*here, range(3, 5))
+    for own in (cfg, [*cfg, *ON_HOST]):
+        again = resumed(files[0], own)
+        train(*again, range(3, 5))
+        assert_same(again, here)
+
+
+def test_copies_of_an_optimizer_go_on_by_themselves():
+    here, there = wrapped(released()), wrapped(released(*ON_HOST))
+    for each in (here, there):
+        train(*each, range(2))
+    again = copy.deepcopy(there)
+    for each in (here, there, again):
+        train(*each, range(2, 4))
+    assert_same(there, here)
+    assert all(map(torch.equal, again[0].parameters(), here[0].parameters()))
+
+
+def test_groups_and_schedules_are_those_of_the_device():
+    def trained(cfg):
+        model = make()
+        params = list(model.parameters())
+        plain = torch.optim.AdamW(params[:2], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+        model, optimizer = memtrain.wrap(model, plain, config(*cfg))
+        train(model, optimizer, range(2), between=lambda: None)
+        scheduler.step()
+        optimizer.add_param_group({"params": params[2:], "lr": 3e-3, "weight_decay": 0.1})
+        optimizer.param_groups[0]["weight_decay"] = 0.3
+        train(model, optimizer, range(2, 4))
+        assert optimizer.param_groups[0]["lr"] == 5e-3
+        assert [p for g in optimizer.param_groups for p in g["params"]] == params
+        with pytest.raises(ValueError, match="more than one"):
+            optimizer.add_param_group({"params": params[0]})
+        train(model, optimizer, range(4, 5))
+        return model, optimizer
+
+    for cfg in (released(), KEPT, ["preset=exact", "gradients=release"]):
+        assert_same(trained([*cfg, *ON_HOST]), trained(cfg))
+
+
+def test_weights_that_something_else_writes_are_fetched():
+    def written(cfg):
+        model, optimizer = wrapped(cfg)
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            model.last.weight.mul_(0.5)
+        train(model, optimizer, range(2, 3))
+        memtrain.load_fp32_state_dict(model, make().state_dict())
+        masters = memtrain.fp32_state_dict(model)
+        train(model, optimizer, range(3, 5))
+        return (model, optimizer), masters
+
+    cfg = released("weights=bf16+16")
+    here, there = written(cfg), written([*cfg, *ON_HOST])
+    assert_same(there[0], here[0])
+    assert_equal(there[1], here[1])
+    assert torch.equal(there[1]["last.weight"], make().last.weight)
+
+
+@pytest.mark.parametrize("cfg", [released(), KEPT, ["preset=exact"]], ids=str)
+def test_unwrapping_moves_all_back(cfg):
+    here, there = wrapped(cfg), wrapped([*cfg, *ON_HOST])
+    for each in (here, there):
+        train(*each, range(2))
+    here, there = (memtrain.unwrap(*each) for each in (here, there))
+    assert type(there[1]) is torch.optim.AdamW
+    assert [p for g in there[1].param_groups for p in g["params"]] == [*there[0].parameters()]
+    for each in (here, there):
+        train(*each, range(2, 3))
+    assert_same(there, here)
+
+
+class Bus(PlainCopies):
+    """A device that works beside the host: a copy back is there when the device has joined it."""
+
+    beside = True
+
+    def __init__(self, names):
+        self.names, self.log, self.under_way, self.most = names, [], [], 0
+        self.free = dict.fromkeys(names.values(), None)  # name -> what its landing waits for
+        self.down = self.up = 0
+
+    def to_host(self, x):
+        self.log.append(("sent", x.shape))
+        self.down += x.nbytes
+        self.most = max(self.most, self.count("sent") - self.count("stepped"))
+        return x.clone(), x.shape
+
+    def wait(self, started):
+        if self.free.get(started):
+            assert self.free[started].wait(20)
+
+    def to_device(self, value, param):
+        self.log.append(("stepped", param.shape))
+        self.up += value.nbytes
+        self.under_way.append((param, value))
+
+    def join(self):
+        self.log.append(("joined", None))
+        while self.under_way:
+            param, value = self.under_way.pop()
+            param.data.copy_(value)
+
+    def count(self, what):
+        return [name for name, _ in self.log].count(what)
+
+
+def chain(depth=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(32 + k, 33 + k, bias=False) for k in range(depth)])
+
+
+def beside(model, bus=None, **options):
+    def build(compressed, leaves=None):
+        return ReleaseGradients(SplitWeights(compressed, "bf16+8"), **options)
+
+    compressed = AdamW4bit(model.parameters(), lr=1e-2, min_elements=0)
+    return HostStates(compressed, build, copies=lambda p: bus) if bus else build(compressed)
+
+
+def run(model, optimizer, steps, passes=1):
+    for step in range(steps):
+        for _ in range(passes):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+            model(x.to(model[0].weight.dtype)).float().square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_steps_run_beside_the_backward_and_order_is_kept(passes):
+    model, plain = chain(), chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: bus.log.append(("gradient", p.shape)))
+    optimizer = beside(model, bus, accumulate=passes)
+    run(model, optimizer, 3, passes)
+    run(plain, beside(plain, accumulate=passes), 3, passes)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    numel = sum(p.numel() for p in model.parameters())
+    assert (bus.down, bus.up) == (3 * passes * 2 * numel, 3 * 2 * numel)  # bytes: 2 each way
+    main = [one for one in bus.log if one[0] != "stepped"]
+    shapes = [p.shape for p in reversed(list(model.parameters()))]
+    backward = [(what, shape) for shape in shapes for what in ("gradient", "sent")]
+    assert main == 3 * [*passes * backward, ("joined", None)]  # each goes over as it comes
+    for own in range(3):
+        ends = [k for k, (what, _) in enumerate(bus.log) if what == "joined"]
+        stepped = bus.log[ends[own - 1] if own else 0 : ends[own]]
+        assert [shape for what, shape in stepped if what == "stepped"] == shapes
+
+
+def test_a_step_overlaps_the_gradients_that_follow():
+    """The first gradient lands after the second came, and is stepped before the last comes."""
+    model = chain(3 * IN_FLIGHT)
+    params = list(reversed(list(model.parameters())))
+    bus = Bus({p: p.shape for p in params})
+    second, first_stepped, seen = threading.Event(), threading.Event(), []
+    bus.free[params[0].shape] = second
+    params[1].register_post_accumulate_grad_hook(lambda p: second.set())
+    params[-1].register_post_accumulate_grad_hook(lambda p: seen.append(first_stepped.wait(20)))
+    send = bus.to_device
+    bus.to_device = lambda value, param: (send(value, param), first_stepped.set())
+    run(model, beside(model, bus), 1)
+    assert seen == [True]
+    assert 0 < bus.most <= IN_FLIGHT  # a backward waits for a slower host
+
+
+def test_what_goes_wrong_beside_the_backward_is_raised():
+    model = chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer = beside(model, bus)
+    with pytest.raises(RuntimeError, match="second gradient"):
+        run(model, optimizer, 1, passes=2)
+    optimizer.step()
+    run(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_are_changed_after_the_backward_are_refused(passes):
+    model, scaler = chain(), torch.amp.GradScaler("cpu")
+    optimizer = beside(model, Bus({p: p.shape for p in model.parameters()}), accumulate=passes)
+    for _ in range(passes):
+        assert all(p.grad is None for p in model.parameters())
+        model(torch.ones(4, 32).bfloat16()).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="changed between backward and step"):
+        optimizer.step()
+    scaler.scale(model(torch.ones(4, 32).bfloat16()).sum()).backward()
+    with pytest.raises(RuntimeError, match="GradScaler must see all gradients"):
+        scaler.step(optimizer)
+
+
+def test_what_the_host_cannot_take_is_refused_by_name():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for cfg, why in (
+        (["optim.device=cuda"], "optim.device='cuda' is unknown; .*allowed: cpu, keep"),
+        (["optim=none", *ON_HOST], "optim.device='cpu' without rules .* allowed: .*optim=identity"),
+        (["release.clip=global_norm"], "'global_norm' .* allowed with optim.device=cpu"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            memtrain.wrap(model, optimizer, cfg)
+    assert type(optimizer.step(lambda: loss_of(model, batch(0)))) is torch.Tensor  # not taken over
+
+
+def test_a_grad_scaler_skips_steps_of_kept_gradients():
+    def scaled(cfg):
+        model, optimizer = wrapped(cfg)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        for step in range(3):
+            loss = loss_of(model, batch(step)) * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 8.0
+        return model, optimizer
+
+    assert_same(scaled([*KEPT, *ON_HOST]), scaled(KEPT))
