@@ -27,6 +27,7 @@ from benchmarks import (
     pretrained,
     promises,
     seeds,
+    sizes,
 )
 from benchmarks.harness import (
     RESULTS,
@@ -57,6 +58,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         pretrained,
         promises,
         seeds,
+        sizes,
     )
 }
 
