@@ -56,6 +56,9 @@ class Activations:
     recompute_inputs: Any = "keep"
     """A compressor for the inputs of those modules, and of your own `torch.utils.checkpoint`.
     `keep`: their gradients are plain training's to the last bit."""
+    recompute_saves: str = "keep"
+    """What `recompute`'s modules save when they run again: `rules` holds it as others' is held;
+    `keep` as it is, so that the gradients are plain checkpointing's."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
     derive_outputs: bool = True
@@ -84,6 +87,9 @@ class Activations:
         at_least("activations.adapt_interval", self.adapt_interval, 1)
         if self.average_bits is not None and not 1 <= self.average_bits <= 8:
             raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")
+        if self.recompute_saves not in (allowed := (KEEP, "rules")):
+            value = self.recompute_saves
+            raise ValueError(f"activations.recompute_saves={value!r}; {nearest(value, allowed)}")
         if self.sensitivity not in (allowed := ("statistics", "passes")):
             value = self.sensitivity
             raise ValueError(f"activations.sensitivity={value!r}; {nearest(value, allowed)}")

@@ -88,6 +88,7 @@ class Plan:
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
             recompute_inputs=recompute_inputs(own),
+            recompute_saves=own.recompute_saves != KEEP,
             low=weight_dtype(self.config),
         )
 

@@ -189,10 +189,12 @@ class Executor(TorchFunctionMode):
         key = self.saved.key(site)
         if self.saved.watch is not None:
             self.saved.watch.saved(site, call.x)
-        if self.saved.records or self.saved.watch is not None:
+        if self.saved.records or self.saved.watch is not None or self.saved.hooks_all:
             y = self._during(op, call.run, compressor, key)
         else:  # what it saves is kept as it is
             y = unhooked(call.run, compressor, key)
+        if self.saved.drops:  # there is nothing to compute it again from
+            return y
         derives = self.options.derive_outputs and isinstance(y, Tensor)
         again = output_again(y) if derives else None
         if again is not None:
@@ -244,6 +246,8 @@ class Executor(TorchFunctionMode):
             saved.op = outer
         if saved.watch is not None:
             saved.watch.after(op, result)
+        if saved.drops:
+            return result
         if op.name in SMOOTH and self.options.derive_outputs:
             self._derive(op, result, func, args, kwargs)
         if op.name == "mul" and self.options.derive_products:

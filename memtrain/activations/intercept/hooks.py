@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -14,6 +14,7 @@ from torch._C import _is_any_autocast_enabled
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from memtrain.activations.intercept.executor import Executor, Rounding
@@ -32,11 +33,21 @@ from memtrain.activations.intercept.replaced_ops import (
     recognise_module,
     unwatched,
 )
+from memtrain.activations.intercept.running_again import (
+    FirstRun,
+    Numbered,
+    Numbering,
+    dropping,
+)
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.expected import Running
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
 from memtrain.activations.saved.site import OTHER_THREAD, Op, Record, Site
+from memtrain.compressors import Keep
+
+_ONE_AGAIN = threading.RLock()  # modules on two devices may run again at once
+_CALL_BITS = 16  # of the number of a site's payload within one run of a module
 
 # A module whose forward runs: its path, what gives its result where it is run as one op, the op
 # that its own `autograd.Function` stands for, and what its own code saves.
@@ -88,7 +99,13 @@ class Interception:
         if rounding is not None:
             rounding.attach(self.saved)
         self.recompute = Recompute(
-            model, options.recompute, self.saved, self.rerun, partial(suspended, self)
+            model,
+            options.recompute,
+            self.saved,
+            self.rerun,
+            self.first_run,
+            self.dropping,
+            partial(suspended, self),
         )
         self._recorded: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
@@ -99,9 +116,13 @@ class Interception:
         self._outer: tuple[str, saved_tensors_hooks | None] | None = None
         self._depth = 0  # of the path when the interception was turned on
         self._thread: dict[str, int] = {}  # whose forward runs; the others' are left alone
+        self._runs: dict[str, int] = {}  # of checkpointed modules in this forward
+        # What packs and what executes for checkpointed modules: a pair for each that runs at once.
+        self._spare: list[tuple[SavedTensors, Executor]] = []
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_path", "_outer", "_depth", "_thread")  # of a forward that runs now
+        # of a forward that runs now
+        runtime = ("_path", "_outer", "_depth", "_thread", "_runs", "_spare")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -135,8 +156,13 @@ class Interception:
         self._handles = []
         self.recompute.detach()
 
-    def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def rerun(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, first: FirstRun | None = None
+    ) -> Any:
         """Run a module's forward within its backward, known by its path as the first time."""
+        if first is not None:
+            with _ONE_AGAIN, self._holding(first, module, args, kwargs) as (args, kwargs):
+                return module.forward(*args, **kwargs)
         function = FUNCTION_MODULES.get(type(module).__name__)
         known = (name, Op(name, "autograd.Function"), function, None)
         given = self._before(known, module, args, kwargs)
@@ -147,6 +173,123 @@ class Interception:
         finally:
             self._after(module, args, output)
         return output
+
+    def first_run(self, name: str) -> FirstRun | None:
+        """What a checkpointed module that is about to run repeats when it runs again.
+
+        Returns:
+            None where what it then saves is kept: the choices for sites are not for it, or others
+            have their hooks on.
+        """
+        saved, asked = self.saved, self.executor.options.recompute_saves
+        if not asked or self._thread.get("ident") != get_ident() or self._path[-1][1]:
+            return None
+        if self._outer is None or self._outer[1] is None or top_hooks() != saved.hook:
+            return None
+        number = self._runs.get(name, 0)
+        self._runs[name] = number + 1
+        return FirstRun(name, saved.step, number, saved.choose, {**saved.draws})
+
+    @contextmanager
+    def dropping(self, first: FirstRun) -> Iterator[None]:
+        """Inside the block a checkpointed module runs, and what it saves is dropped."""
+        name, as_one_op, op, _ = self._path[-1]
+        self._path[-1] = (name, as_one_op, op, None)  # its own ops are watched
+        self.saved.expectations.watch()
+        self.executor.step_back()
+        outer, (saved, executor) = self.saved, self._spare_pair()
+        self._begin_run(saved, first)
+        hooks = dropping()
+        saved.hook, saved.custom, saved.drops = hooks[0], op, True
+        self.saved = self.executor.saved = saved
+        try:
+            with saved_tensors_hooks(*hooks):
+                yield
+        finally:
+            self.saved = self.executor.saved = outer
+            saved.end(whole=False)
+            self._spare.append((saved, executor))
+
+    @contextmanager
+    def _holding(
+        self, first: FirstRun, module: nn.Module, args: Any, kwargs: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        """Inside the block a checkpointed module runs again, and what it saves is held."""
+        name = first.module
+        if self._thread.get("ident", get_ident()) != get_ident():
+            raise RuntimeError(
+                f"{name or 'the model'} runs again while another thread runs a forward of the "
+                "model; allowed: one at a time, or activations.recompute_saves=keep"
+            )
+        before = self.saved, self.executor, self._path, self._outer, self._depth, self._thread
+        saved, executor = self._spare_pair()
+        self._begin_run(saved, first, module, tree_leaves((args, kwargs)))
+        numbering, whole = Numbering(saved), False
+        hooks = saved_tensors_hooks(numbering.pack, Numbered.unpack)
+        saved.hook, saved.surprised = numbering.pack, executor.step_back
+        function = FUNCTION_MODULES.get(type(module).__name__)
+        op = Op(name, function, (args, kwargs)) if function else Op(name, "autograd.Function")
+        path: list[_Running] = [
+            (name, None, op, saved.expectations.call(name, module.training, args, kwargs))
+        ]
+        saved.custom, executor.module, self.graphs.root = op, name, name
+        self.saved, self.executor, self._path, self._depth = saved, executor, path, 0
+        self._outer, self._thread = (name, hooks), {"ident": get_ident()}
+        given = (args, kwargs)
+        if self.rounding is not None:
+            self.rounding.attach(saved)
+            given = self.rounding.begin(self.model, name, args, kwargs)
+        hooks.__enter__()
+        executor.__enter__()
+        try:
+            self._turn()
+            yield given
+            whole = True
+        except _StopRecomputationError:  # all is there that the first run saved
+            whole = True
+            raise
+        finally:
+            executor.reset()
+            hooks.__exit__(None, None, None)
+            self.saved, self.executor, self._path, self._outer, self._depth, self._thread = before
+            if self.rounding is not None:
+                self.rounding.end(None, whole=False)
+                self.rounding.attach(self.saved)
+            saved.end(whole=whole)
+            self._spare.append((saved, executor))
+
+    def _spare_pair(self) -> tuple[SavedTensors, Executor]:
+        """What packs and what executes ops for a checkpointed module."""
+        if self._spare:
+            return self._spare.pop()
+        own, options = self.saved, self.executor.options
+        saved = SavedTensors(
+            own.choose, own.min_elements, own.seed, own.checkpointed, hooks_all=True
+        )
+        return saved, Executor(saved, options, self.rounding)
+
+    def _begin_run(
+        self,
+        saved: SavedTensors,
+        first: FirstRun,
+        module: nn.Module | None = None,
+        given: Sequence[Any] = (),
+    ) -> None:
+        """Begin a checkpointed module's run, of which the second is given the module and leaves."""
+        own = [] if module is None else [*own_tensors(module)]
+        form = None
+        if own and not saved.defers and self.executor.options.low is None and not self.compiled:
+            form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
+        kept = isinstance(saved.checkpointed, Keep)  # alive anyway
+        inputs = [x for x in given if isinstance(x, Tensor) and (kept or not x.requires_grad)]
+        saved.choose, saved.draws, saved.step = first.choose, first.draws, first.step
+        saved.begin(
+            {storage_id(x) for x in own},
+            {storage_id(x) for x in inputs},
+            record=False,
+            form=form,
+            first_call=first.number << _CALL_BITS,
+        )
 
     def record_again(self) -> None:
         """Record what the next forward saves."""
@@ -343,6 +486,7 @@ class Interception:
             form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
         parameters = {storage_id(x) for x in own}
         inputs = {storage_id(x) for x in given}
+        self._runs = {}
         self.saved.begin(parameters, inputs, record=name not in self._recorded, form=form)
         self._depth = len(self._path)
         pack, unpack = self.graphs.hooks()
@@ -358,6 +502,8 @@ class Interception:
     def _stop(self, *, whole: bool) -> None:
         if self._outer is None:
             return
+        if not whole:
+            self.recompute.break_off()
         name, hooks = self._outer
         self._outer = None
         self.executor.reset()

@@ -24,6 +24,8 @@ class Options:
             backward.
         recompute_inputs: The compressor of those inputs, and of those of torch's own checkpointing,
             where they require a gradient; a reason to keep them otherwise.
+        recompute_saves: Whether what those modules save when they run again is handled as what
+            others save, in place of being kept.
         low: The dtype of weights that are kept in two bytes: ops that cannot mix it with float32,
             or do not know it, run as `mixed_dtypes` says.
     """
@@ -34,4 +36,5 @@ class Options:
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
     recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT
+    recompute_saves: bool = False
     low: torch.dtype | None = None

@@ -1,8 +1,8 @@
 """Modules that keep their inputs only, and run again in the backward: activation checkpointing."""
 
 import threading
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from memtrain.activations.intercept.running_again import FirstRun
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Op
@@ -23,7 +24,7 @@ NO_BLOCKS = f"{BLOCKS}: the model repeats no module with children in a ModuleLis
 """Text of a plan where that matches nothing."""
 _HF_CACHES = "transformers.cache_utils"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
-_TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
+_TORCH = (True, noop_context_fn, "default", False)  # its own defaults, but whether it stops early
 
 
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -121,7 +122,11 @@ class Recompute:
         model: Has the modules.
         patterns: Which, as for `recomputed`.
         saved: Packs the inputs that are kept.
-        rerun: Runs a module's forward again, of its path, itself, arguments and keyword arguments.
+        rerun: Runs a module's forward again, of its path, itself, arguments, keyword arguments and
+            first run.
+        first_run: Tells of a module that is about to run, by its path, what a run again repeats;
+            None: that run keeps what it saves.
+        dropping: A context of that first run.
         suspended: Whether it is inactive for now.
 
     Memory:
@@ -134,13 +139,16 @@ class Recompute:
         model: nn.Module,
         patterns: Sequence[str],
         saved: SavedTensors,
-        rerun: Callable[[str, nn.Module, Any, Any], Any],
+        rerun: Callable[[str, nn.Module, Any, Any, FirstRun | None], Any],
+        first_run: Callable[[str], FirstRun | None],
+        dropping: Callable[[FirstRun], AbstractContextManager[None]],
         suspended: Callable[[], bool],
     ) -> None:
         self.modules = {name: model.get_submodule(name) for name in recomputed(model, patterns)}
         self.saved, self.rerun, self.suspended = saved, rerun, suspended
+        self.first_run, self.dropping = first_run, dropping
         self._handles: list[Any] = []
-        self._running: dict[int, list[tuple[nn.Module, Generator[None, None, None] | None]]] = {}
+        self._running: dict[int, list[tuple[nn.Module, ExitStack]]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_running": {}}
@@ -159,6 +167,11 @@ class Recompute:
             handle.remove()
         self._handles = []
 
+    def break_off(self) -> None:
+        """Leave the modules whose forward an interrupt has ended without a call of its hooks."""
+        for _, contexts in reversed(self._running.pop(threading.get_ident(), [])):
+            contexts.close()
+
     def _before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -167,35 +180,41 @@ class Recompute:
         stack = self._running.setdefault(threading.get_ident(), [])
         given = None if self._inactive() else without_caches(module, args, kwargs)
         if given is None:
-            stack.append((module, None))
+            stack.append((module, ExitStack()))
             return None
         args, kwargs = given
         leaves, form = tree_flatten((args, kwargs))
+        first = self.first_run(name)
 
         def again(*given: Any) -> None:
             args, kwargs = tree_unflatten(given, form)
             with _buffers_kept(module):
-                self.rerun(name, module, args, kwargs)
+                self.rerun(name, module, args, kwargs, first)
 
-        generator = _checkpoint_without_reentrant_generator(again, *_TORCH, *leaves)
+        # A rounded result is packed once its op has run, also the last one.
+        early = first is None or not self.saved.defers
+        generator = _checkpoint_without_reentrant_generator(again, *_TORCH, early, *leaves)
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         outer, self.saved.op = self.saved.op, Op(name, RECOMPUTE, (inputs, {}))
         try:
             next(generator)
         finally:
             self.saved.op = outer
-        stack.append((module, generator))
+        contexts = ExitStack()
+        contexts.callback(next, generator, None)  # takes its saved-tensor hooks off
+        if first is not None:
+            contexts.enter_context(self.dropping(first))
+        stack.append((module, contexts))
         return given
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         stack = self._running.get(threading.get_ident(), [])
         if not stack or stack[-1][0] is not module:
             return
-        _, generator = stack.pop()
+        _, contexts = stack.pop()
         if not stack:
             del self._running[threading.get_ident()]
-        if generator is not None:
-            next(generator, None)  # takes its saved-tensor hooks off
+        contexts.close()
 
     def _inactive(self) -> bool:
         return (
@@ -228,7 +247,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, version, value in before:
                 if buffer._version != version:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)  # no new version: the run again may have saved it
                 owner._buffers[name] = buffer
 
 

@@ -47,13 +47,18 @@ def foreign_hooks() -> str:
 
 def top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = _HOOKS._top_saved_tensors_default_hooks(True)
+    top = top_pair()
     return None if top is None else top[0]
+
+
+def top_pair() -> Any:
+    """The pack and unpack functions there, or None."""
+    return _HOOKS._top_saved_tensors_default_hooks(True)
 
 
 def unhooked(run: Callable[..., Any], *args: Any) -> Any:
     """Call a function without the hooks on top: each call of a hook takes as long as a small op."""
-    hooks = _HOOKS._top_saved_tensors_default_hooks(True)
+    hooks = top_pair()
     _HOOKS._pop_saved_tensors_default_hooks()
     try:
         return run(*args)

@@ -1,7 +1,7 @@
 """Decides what autograd holds in place of each saved tensor: the pack hook of a forward."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -79,6 +79,7 @@ class SavedTensors:
         seed: Feeds the keys of stochastic rounding.
         checkpointed: A compressor for the inputs of checkpointed modules, or the reason to keep
             them.
+        hooks_all: Whether the hooks are to see every save, those of replaced ops too.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class SavedTensors:
         min_elements: int,
         seed: int,
         checkpointed: Compressor | Keep = CHECKPOINT_INPUT,
+        *,
+        hooks_all: bool = False,
     ) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
-        self.checkpointed = checkpointed
+        self.checkpointed, self.hooks_all = checkpointed, hooks_all
         self.step = 0  # forward passes so far
-        self.draws: dict[str, int] = {}  # site -> number; another one gives it other random bits
+        self.draws: Mapping[str, int] = {}  # site -> number; another one gives it other random bits
         self.watch: Watch | None = None
         # what keeps a rounded tensor bit for bit, where no rule claims it
         self.exact: Callable[[Tensor, Keep], Compressor | None] | None = None
@@ -115,7 +118,10 @@ class SavedTensors:
         """The op of the `autograd.Function`s that the module which runs now may call."""
         self.shell = False
         """Whether a module runs on no elements, since its result is made as one op."""
+        self.drops = False
+        """Whether the hooks that are on drop what is saved: it is made again in the backward."""
         self.cache = PayloadCache()
+        self._first_call = 0  # number of a site's first payload
         self._waiting: list[Waiting] = []
         self._calls: dict[Site, int] = {}
         self._kept: dict[int, StorageWeakRef] = {}  # storages that a KeptTensor holds
@@ -125,7 +131,7 @@ class SavedTensors:
         self._inputs: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("hook", "surprised", "op", "custom", "shell", "cache", "expectations")
+        runtime = ("hook", "surprised", "op", "custom", "shell", "drops", "cache", "expectations")
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -134,7 +140,13 @@ class SavedTensors:
         self._reset()
 
     def begin(
-        self, parameters: set[int], inputs: set[int], *, record: bool, form: Any = None
+        self,
+        parameters: set[int],
+        inputs: set[int],
+        *,
+        record: bool,
+        form: Any = None,
+        first_call: int = 0,
     ) -> None:
         """Start a forward pass.
 
@@ -144,8 +156,10 @@ class SavedTensors:
             record: Whether to record what is saved.
             form: Of what is equal for forwards whose modules save alike where they are called
                 alike. None: all their ops are watched.
+            first_call: Number of the first payload of each site, for its key.
         """
         self._reset()
+        self._first_call = first_call
         self._parameters, self._inputs = parameters, inputs
         self._recorded = [] if record else None
         told = self.watch is not None or self.exact is not None or self.defers
@@ -177,7 +191,7 @@ class SavedTensors:
 
     def key(self, site: Site) -> Key:
         """The key of the random bits of the site's next payload."""
-        call = self._calls.get(site, 0)
+        call = self._calls.get(site, self._first_call)
         self._calls[site] = call + 1
         number = self._numbers.get(site)
         if number is None:
