@@ -177,3 +177,5 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
     assert len(taken) == 2 * (5 + 1 + 3)
     cases = [(kernel, constants) for kernel, _, constants in step_triton.AOT_CASES]
     assert [one for one in taken if one not in cases] == []
+    # Contracted, `m + a * (g - m)` would be rounded once where the reference rounds twice.
+    assert all(options["enable_fp_fusion"] is False for _, options in taken)

@@ -280,13 +280,22 @@ def _dequantize_kernel(
                 tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def tile(group_size):
-    """Padded slice width, groups of a tile and warps: two to four elements a thread and slice."""
+def tile(group_size, elements=256):
+    """Padded slice width, groups of a tile and warps: two to four elements a thread and slice.
+
+    A tile has `elements` of each slice, or one group; of 512 each thread has four.
+    """
     width = triton.next_power_of_2(group_size // 8)
-    groups = max(1, 256 // width)
+    groups = max(1, elements // width)
     # With 16 warps a thread has 128 registers, too few for four elements of both groups of a pair.
     warps = 32 if width > 1024 else max(4, width * groups // 128)
     return {"WIDTH_PAD": width, "GROUPS": groups, "num_warps": warps}
+
+
+def _quantize_tile(group_size, in_rows):
+    # What each of a group's threads finds anew (bounds, quotients) serves twice as many elements;
+    # addresses of rows take the registers that would be needed.
+    return tile(group_size, 256 if in_rows else 512)
 
 
 def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
@@ -294,8 +303,8 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
     n_groups = codes.shape[0]
     if n_groups == 0:
         return
-    options = tile(group_size)
     wide, in_rows = bounds.dtype == torch.float32, not x.is_contiguous()
+    options = _quantize_tile(group_size, in_rows)
     each = options["GROUPS"] * (2 if stochastic else 1)
     # Without contraction the results equal the reference's bit for bit.
     launch(
@@ -349,12 +358,14 @@ def _case(bits, dtype, group_size=256, **more):
     pointers |= {"codes_ptr": "*u8", "bounds_ptr": bounds}
     pointers |= {} if quantizes else {"out_ptr": dtype}
     sizes = {"n": "i32", "n_groups": "i32"}
+    options = tile(group_size)
     constants = {"BITS": bits, "WIDTH": group_size // 8, "enable_fp_fusion": False}
     if quantizes:
         sizes |= {"per_row": "i32", "stride": "i32", "seed": "i64"}
         constants["ROWS"] = False
+        options = _quantize_tile(group_size, "ROWS" in more)
     kernel = _quantize_kernel if quantizes else _dequantize_kernel
-    return kernel, pointers | sizes, constants | tile(group_size) | more
+    return kernel, pointers | sizes, constants | options | more
 
 
 # 4, 8, 2 and 1 lanes: every form of the layout.

@@ -222,8 +222,8 @@ class Launch:
                 vectors["row_inv"].copy_(ratio(entry.states[1]["row"], found["mean"]))
         elif self.form == "factored":
             mean = self._programs["mean"]
-            launch(kernels._mean_kernel, (len(mean),), mean, self._table)
-            launch(kernels._ratio_kernel, (len(self.entries),), self._table)
+            launch(kernels._mean_kernel, (len(mean),), mean, self._table, **kernels.EXACT)
+            launch(kernels._ratio_kernel, (len(self.entries),), self._table, **kernels.EXACT)
         if self.entries[0].bits == lloyd_max.BITS:
             self._take_roots()
 

@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook import lloyd_max
-from memtrain.kernels.step.split_triton import DRAWN, draws, read_weight, ticked, write_weight
+from memtrain.kernels.step.split_triton import DRAWN, draws, ticked, write_weight
 from memtrain.kernels.step.step_triton import (
     COL_INV,
     COL_OLD,
     DTYPES,
+    EXACT,
     FIRST,
     NUMEL,
     ROW_INV,
@@ -26,6 +27,8 @@ from memtrain.kernels.step.step_triton import (
     _pointer,
     _unless_refused,
     blocks,
+    inputs,
+    quotient,
 )
 
 SMALL, LARGE = tl.constexpr(lloyd_max.SMALL), tl.constexpr(lloyd_max.LARGE)
@@ -133,10 +136,9 @@ def _moment(
     old_col = _pointer(table_ptr, tensor, FIRST + 3, tl.float32, WHOLE)
     old = old * tl.load(old_col + j, mask=inside, other=0.0)
     size = tl.where((code == 0) | (code == 3), LARGE, SMALL) * scale
-    p = read_weight(p_ptr, lost_ptr, at, inside, MASTER)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * numbers[2]
-    l2 = numbers[1]
-    g = tl.where(tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0, g + l2 * p, g)
+    p, g, _, _ = inputs(
+        p_ptr, g_ptr, lost_ptr, (), (), numbers, at, left, row.shape[0] * SIZE, 0, MASTER
+    )
     m = tl.where(code > 1, size, -size) * old
     m = m + numbers[3] * (g - m)
     y = tl.load(_floats(table_ptr, tensor, ROW_INV) + i, mask=known, other=0.0)
@@ -159,14 +161,14 @@ def _write(
     size = tl.where(large, LARGE, SMALL) * scale
     stored = tl.where(minus, -size, size) * y
     step = numbers[6] * m + residual * (m - stored)
-    p = p * numbers[0] - step / (y + numbers[7])
+    p = p * numbers[0] - quotient(step, y + numbers[7])
     write_weight(p_ptr, lost_ptr, at, at < left, p, draw, MASTER)
     return tl.where(minus, 1 - large.to(tl.int32), 2 + large.to(tl.int32))
 
 
 def options(whole: bool) -> dict[str, int]:
     """Launch options: each element's row and column take registers where rows are not whole."""
-    return {"num_warps": 4} if whole else {"num_warps": 16, "maxnreg": 96}
+    return EXACT | ({"num_warps": 4} if whole else {"num_warps": 16, "maxnreg": 96})
 
 
 AOT_CASES = [

@@ -80,10 +80,10 @@ def _ulp(half):
 @triton.jit
 def read_weight(weight_ptr, lost_ptr, at, inside, KEPT: tl.constexpr):
     """float32 masters; corrections are read where KEPT is 8 or 16."""
-    low = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    low = tl.load(weight_ptr + at, mask=inside)
     master = low.to(tl.float32)
     if KEPT > DRAWN:
-        lost = tl.load(lost_ptr + at, mask=inside, other=0).to(tl.int32)
+        lost = tl.load(lost_ptr + at, mask=inside).to(tl.int32)
         bits = low.to(tl.int16, bitcast=True).to(tl.int32)
         if weight_ptr.dtype.element_ty == tl.float16:
             unit = (_ulp(bits) - (KEPT << 23)).to(tl.float32, bitcast=True)

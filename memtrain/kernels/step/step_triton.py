@@ -15,6 +15,7 @@ from memtrain.kernels.step.update_rules import COUNT as _COUNT_OF_SCALARS
 ROWS = tl.constexpr(256)  # rows per program of the first pass, in tiles of TILE x 128
 TILE = tl.constexpr(16)
 PIECE = tl.constexpr(1024)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PLACES = tl.constexpr(_COUNT_OF_SCALARS)  # of the scalars of a step
 TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
 SHIFT4, SHIFT8 = (tl.constexpr(23 - MANTISSA[bits]) for bits in (4, 8))  # of `upper_buckets`
@@ -71,6 +72,20 @@ def _numbers(scalars):
 
 
 @triton.jit
+def quotient(x, y):
+    """A quotient within 1.5 units in the last place; y is 0, or neither subnormal nor over 2**126.
+
+    `/` scales both before, which takes six instructions more; and the interpreter has no PTX.
+    """
+    if INTERPRETED:
+        return x / y
+    else:
+        return x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def _updated(p, g, m, v, numbers, RULE: tl.constexpr, SECOND: tl.constexpr):
     """A rule's update, as `update_rules.py` has it: the new parameter and states."""
     decay, _, _, a, b, c, d, e = numbers
@@ -78,7 +93,7 @@ def _updated(p, g, m, v, numbers, RULE: tl.constexpr, SECOND: tl.constexpr):
         m = m + a * (g - m)
         if SECOND != FACTORED:
             v = b * v + (c * g) * g
-        p = p * decay - (d * m) / (tl.sqrt(v) + e)
+        p = p * decay - quotient(d * m, tl.sqrt(v) + e)
     elif RULE == SGD:
         m = a * m + b * g
         nesterov = tl.full(g.shape, 0.0, dtype=tl.float32) + c != 0
@@ -95,22 +110,26 @@ def _updated(p, g, m, v, numbers, RULE: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def _new_second(
-    g_ptr, p_ptr, lost_ptr, scalars, at, inside, old, MASTER: tl.constexpr, SECOND: tl.constexpr
+    g_ptr, p_ptr, lost_ptr, numbers, at, inside, old,
+    MASTER: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Terms of the first pass: magnitudes of rank-1's new second moment, squares of g."""
-    # The scalars are loaded where they are used: held over the loop, they would spill.
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars + 2)
-    l2 = tl.load(scalars + 1)
-    # No traffic without L2 decay: the mask is false throughout then. (The interpreter cannot
-    # broadcast a scalar condition.)
-    wanted = inside & (tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0)
-    g = g + l2 * read_weight(p_ptr, lost_ptr, at, wanted, MASTER)
-    if SECOND == RANK1:
-        new = tl.load(scalars + 4) * old + (tl.load(scalars + 5) * g) * g
-        found = tl.where(inside, magnitude(new), 0)
+    """Terms of the first pass, 0 where nothing is: rank-1's new second moments, squares of g."""
+    l2, sign, b2, w2 = numbers
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if l2 == 0:  # the sign is squared out
+        term = _term(g, old, b2, w2, SECOND)
     else:
-        found = tl.where(inside, g * g, 0.0)
-    return found
+        p = read_weight(p_ptr, lost_ptr, at, inside, MASTER)
+        term = _term(tl.where(inside, g * sign + l2 * p, 0.0), old, b2, w2, SECOND)
+    return term
+
+
+@triton.jit
+def _term(g, old, b2, w2, SECOND: tl.constexpr):
+    if SECOND == RANK1:
+        return magnitude(b2 * old + (w2 * g) * g)
+    else:
+        return g * g
 
 
 @triton.jit
@@ -122,6 +141,9 @@ def _reduce_kernel(
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64)
     scalars = scalars_ptr + tensor * PLACES
+    numbers = (
+        tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 4), tl.load(scalars + 5)
+    )  # fmt: skip
     p_ptr = _pointer(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE)
     g_ptr = _pointer(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE)
     lost_ptr = _lost(table_ptr, tensor, MASTER, WHOLE)
@@ -131,77 +153,83 @@ def _reduce_kernel(
     across = (cols + 127) // 128
     first_col = chunk % across * 128
     first_row = chunk // across * ROWS
+    start = first_row * cols + first_col
+    p_ptr, g_ptr, lost_ptr = p_ptr + start, g_ptr + start, lost_ptr + start
+    left = tl.minimum(rows - first_row, ROWS).to(tl.int32)
     if SECOND == RANK1:
-        row_ptr = _pointer(table_ptr, tensor, ROW_NEW, tl.int32, False)
+        row_ptr = _pointer(table_ptr, tensor, ROW_NEW, tl.int32, False) + first_row
         col_ptr = _pointer(table_ptr, tensor, COL_NEW, tl.int32, WHOLE) + first_col
         codes_ptr = _pointer(table_ptr, tensor, SECOND_STATE, tl.uint8, WHOLE)
         values_ptr = _floats(table_ptr, tensor, SECOND_STATE + 2)
-        row_old = _floats(table_ptr, tensor, ROW_OLD)
+        row_old = _floats(table_ptr, tensor, ROW_OLD) + first_row
         col_old = _pointer(table_ptr, tensor, COL_OLD, tl.float32, WHOLE) + first_col
     else:
-        row_part = _floats(table_ptr, tensor, ROW_NEW) + chunk % across * rows
-        col_part = (
-            _pointer(table_ptr, tensor, COL_NEW, tl.float32, WHOLE) + first_row // ROWS * cols
-        )
+        row_part = _floats(table_ptr, tensor, ROW_NEW) + chunk % across * rows + first_row
+        col_part = _pointer(table_ptr, tensor, COL_NEW, tl.float32, WHOLE)
+        col_part += first_row // ROWS * cols + first_col
     if SECOND == RANK1 and WHOLE:
         # Whole blocks of 128: a byte's two elements are 64 columns apart.
-        lane = tl.arange(0, 64)
-        low_old, high_old = tl.load(col_old + lane)[None, :], tl.load(col_old + 64 + lane)[None, :]
+        codes_ptr += start // 2
+        lane = tl.arange(0, 64)[None, :]
+        low_old, high_old = tl.load(col_old + lane), tl.load(col_old + 64 + lane)
         low_top = tl.zeros([TILE, 64], dtype=tl.int32)
         high_top = tl.zeros([TILE, 64], dtype=tl.int32)
         for first in range(0, ROWS, TILE):
-            row = first_row + first + tl.arange(0, TILE)
-            here = row < rows
-            start = (row * cols + first_col)[:, None]
-            inside = here[:, None] & (lane < 64)[None, :]
-            byte = tl.load(codes_ptr + start // 2 + lane[None, :], mask=inside, other=0)
-            scale = tl.load(row_old + row, mask=here, other=0.0)[:, None]
+            row = first + tl.arange(0, TILE)[:, None]
+            here = row < left
+            at = row * cols + lane
+            inside = here & (lane < 64)
+            byte = tl.load(codes_ptr + row * (cols // 2) + lane, mask=inside, other=0)
+            scale = tl.load(row_old + row, mask=here, other=0.0)
             low = tl.load(values_ptr + (byte & 15)) * least(scale, low_old)
             high = tl.load(values_ptr + (byte >> 4)) * least(scale, high_old)
-            at = start + lane[None, :]
             low = _new_second(
-                g_ptr, p_ptr, lost_ptr, scalars, at, inside, low, MASTER, SECOND
+                g_ptr, p_ptr, lost_ptr, numbers, at, inside, low, MASTER, SECOND
             )  # fmt: skip
             high = _new_second(
-                g_ptr, p_ptr, lost_ptr, scalars, at + 64, inside, high, MASTER, SECOND
+                g_ptr, p_ptr, lost_ptr, numbers, at + 64, inside, high, MASTER, SECOND
             )  # fmt: skip
-            tl.atomic_max(row_ptr + row, tl.max(tl.maximum(low, high), axis=1), mask=here)
+            top = tl.max(tl.maximum(low, high), axis=1)[:, None]
+            tl.atomic_max(row_ptr + row, top, mask=here, sem="relaxed")
             low_top, high_top = tl.maximum(low_top, low), tl.maximum(high_top, high)
-        tl.atomic_max(col_ptr + lane, tl.max(low_top, axis=0))
-        tl.atomic_max(col_ptr + 64 + lane, tl.max(high_top, axis=0))
+        tl.atomic_max(col_ptr + lane, tl.max(low_top, axis=0)[None, :], sem="relaxed")
+        tl.atomic_max(col_ptr + 64 + lane, tl.max(high_top, axis=0)[None, :], sem="relaxed")
     else:
-        lane = tl.arange(0, 128)
+        lane = tl.arange(0, 128)[None, :]
         in_cols = first_col + lane < cols
         if SECOND == RANK1:
-            old_cols = tl.load(col_old + lane, mask=in_cols, other=0.0)[None, :]
+            old_cols = tl.load(col_old + lane, mask=in_cols, other=0.0)
             col_top = tl.zeros([TILE, 128], dtype=tl.int32)
         else:
             col_sum = tl.zeros([TILE, 128], dtype=tl.float32)
         for first in range(0, ROWS, TILE):
-            row = first_row + first + tl.arange(0, TILE)
-            here = row < rows
-            at = (row * cols + first_col)[:, None] + lane[None, :]
-            inside = here[:, None] & in_cols[None, :]
+            row = first + tl.arange(0, TILE)[:, None]
+            here = row < left
+            at = row * cols + lane
+            inside = here & in_cols
             old = 0.0
             if SECOND == RANK1:
-                place_in = at % 128
-                byte = tl.load(codes_ptr + at // 128 * 64 + place_in % 64, mask=inside, other=0)
+                place = start + at
+                place_in = place % 128
+                byte = tl.load(codes_ptr + place // 128 * 64 + place_in % 64, mask=inside, other=0)
                 code = (byte.to(tl.int32) >> (place_in // 64 * 4).to(tl.int32)) & 15
                 scale = tl.load(row_old + row, mask=here, other=0.0)
-                old = tl.load(values_ptr + code) * least(scale[:, None], old_cols)
+                old = tl.load(values_ptr + code) * least(scale, old_cols)
             new = _new_second(
-                g_ptr, p_ptr, lost_ptr, scalars, at, inside, old, MASTER, SECOND
+                g_ptr, p_ptr, lost_ptr, numbers, at, inside, old, MASTER, SECOND
             )  # fmt: skip
             if SECOND == RANK1:
-                tl.atomic_max(row_ptr + row, tl.max(new, axis=1), mask=here)
+                top = tl.max(new, axis=1)[:, None]
+                tl.atomic_max(row_ptr + row, top, mask=here, sem="relaxed")
                 col_top = tl.maximum(col_top, new)
             else:
-                tl.store(row_part + row, tl.sum(new, axis=1), mask=here)
+                tl.store(row_part + row, tl.sum(new, axis=1)[:, None], mask=here)
                 col_sum += new
         if SECOND == RANK1:
-            tl.atomic_max(col_ptr + lane, tl.max(col_top, axis=0), mask=in_cols)
+            top = tl.max(col_top, axis=0)[None, :]
+            tl.atomic_max(col_ptr + lane, top, mask=in_cols, sem="relaxed")
         else:
-            tl.store(col_part + first_col + lane, tl.sum(col_sum, axis=0), mask=in_cols)
+            tl.store(col_part + lane, tl.sum(col_sum, axis=0)[None, :], mask=in_cols)
 
 
 @triton.jit
@@ -467,6 +495,45 @@ def _lines(
 
 
 @triton.jit
+def _loaded(
+    p_ptr, g_ptr, lost_ptr, m_state, v_state, at, inside,
+    NUMBERS: tl.constexpr, MASTER: tl.constexpr,
+):  # fmt: skip
+    p = read_weight(p_ptr, lost_ptr, at, inside, MASTER)
+    g = tl.load(g_ptr + at, mask=inside).to(tl.float32)
+    m = tl.zeros(at.shape, dtype=tl.float32)
+    if NUMBERS > 0:
+        m = tl.load(m_state[0] + at, mask=inside)
+    v = m
+    if NUMBERS > 1:
+        v = tl.load(v_state[0] + at, mask=inside)
+    return p, g, m, v
+
+
+@triton.jit
+def inputs(
+    p_ptr, g_ptr, lost_ptr, m_state, v_state, numbers, at, left, each,
+    NUMBERS: tl.constexpr, MASTER: tl.constexpr,
+):  # fmt: skip
+    """Parameters, gradients as a rule sees them, and the first NUMBERS states, which are numbers.
+
+    Without L2 decay, and where all of a program's `each` elements are there, as nearly always, no
+    lane is cleared before it is loaded. What is not `left` is anything.
+    """
+    l2, sign = numbers[1], numbers[2]
+    if (l2 == 0) & (left == each):
+        p, g, m, v = _loaded(p_ptr, g_ptr, lost_ptr, m_state, v_state, at, None, NUMBERS, MASTER)
+        g = g * sign
+    else:
+        inside = at < left
+        p, g, m, v = _loaded(p_ptr, g_ptr, lost_ptr, m_state, v_state, at, inside, NUMBERS, MASTER)
+        g = g * sign
+        if l2 != 0:
+            g = g + l2 * p
+    return p, g, m, v
+
+
+@triton.jit
 def _half(
     p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, m_code, v_code, m_state, v_state,
     m_scale, v_scale, lines, draw,
@@ -476,18 +543,15 @@ def _half(
     """The update of one half of each block: new states (rank-1: times the new reciprocals)."""
     at = row * SIZE + lane
     inside = at < left
-    p = read_weight(p_ptr, lost_ptr, at, inside, MASTER)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * numbers[2]
-    l2 = numbers[1]
-    g = tl.where(tl.full(at.shape, 0.0, dtype=tl.float32) + l2 != 0, g + l2 * p, g)
+    NUMBERS: tl.constexpr = STATES if BITS == 32 else 0
+    p, g, m, v = inputs(
+        p_ptr, g_ptr, lost_ptr, m_state, v_state, numbers, at, left, row.shape[0] * SIZE,
+        NUMBERS, MASTER,
+    )  # fmt: skip
     scaling = g
-    m = tl.zeros(at.shape, dtype=tl.float32)
-    if STATES > 0:
-        if BITS == 32:
-            m = tl.load(m_state[0] + at, mask=inside, other=0.0)
-        else:
-            m = tl.load(m_state[2] + m_code) * m_scale
-    v = m
+    if NUMBERS == 0 and STATES > 0:
+        m = tl.load(m_state[2] + m_code) * m_scale
+        v = m
     if SECOND != AS_FIRST:
         first_row, first_col, cols, row_inv, row_old, col_old, col_inv = lines
         if WHOLE:
@@ -504,11 +568,8 @@ def _half(
             scaling = tl.maximum(inv, tl.load(col_inv + j, mask=inside, other=0.0))
         else:
             v = inv * tl.load(col_old + j, mask=inside, other=0.0)
-    elif STATES > 1:
-        if BITS == 32:
-            v = tl.load(v_state[0] + at, mask=inside, other=0.0)
-        else:
-            v = tl.load(v_state[2] + v_code) * v_scale
+    elif STATES > 1 and NUMBERS == 0:
+        v = tl.load(v_state[2] + v_code) * v_scale
     p, m, v = _updated(p, g, m, v, numbers, RULE, SECOND)
     write_weight(p_ptr, lost_ptr, at, inside, p, draw, MASTER)
     if BITS == 32:
@@ -519,6 +580,10 @@ def _half(
     if SECOND == RANK1:
         v = v * scaling
     return m, v
+
+
+EXACT = {"enable_fp_fusion": False}
+"""Launch options: without contraction the states equal the reference's bit for bit."""
 
 
 def blocks(bits: int, whole: bool) -> int:
@@ -549,14 +614,16 @@ def update_options(bits: int, second: int, whole: bool) -> dict[str, int]:
         whole: Whether all is aligned.
 
     Example:
-        >>> update_options(4, 1, False), update_options(8, 0, False), update_options(32, 0, True)
-        ({'num_warps': 16}, {'maxnreg': 168}, {'maxnreg': 80})
+        >>> update_options(4, 1, False)
+        {'enable_fp_fusion': False, 'num_warps': 16}
+        >>> update_options(32, 0, True)
+        {'enable_fp_fusion': False, 'maxnreg': 80}
     """
     if whole:
-        return {"maxnreg": 80} if bits == 32 else {}
+        return EXACT | ({"maxnreg": 80} if bits == 32 else {})
     if second == RANK1.value:
-        return {"num_warps": 16}
-    return {"maxnreg": 168} if bits == 8 else {}
+        return EXACT | {"num_warps": 16}
+    return EXACT | ({"maxnreg": 168} if bits == 8 else {})
 
 
 def reduce_options(second: int, whole: bool) -> dict[str, int]:
@@ -567,10 +634,10 @@ def reduce_options(second: int, whole: bool) -> dict[str, int]:
         whole: Whether all is aligned.
 
     Example:
-        >>> reduce_options(1, False), reduce_options(1, True)
-        ({'num_warps': 16}, {'num_warps': 8})
+        >>> reduce_options(1, False)
+        {'enable_fp_fusion': False, 'num_warps': 16}
     """
-    return {"num_warps": 16 if second == RANK1.value and not whole else 8}
+    return EXACT | {"num_warps": 16 if second == RANK1.value and not whole else 8}
 
 
 _COUNT = 16  # addresses a launch of `point`
@@ -656,7 +723,7 @@ AOT_CASES = [
     )
     for form in forms
 ]
-AOT_CASES += [(_mean_kernel, _LISTS, {}), (_ratio_kernel, {"table_ptr": "*i64"}, {})]
+AOT_CASES += [(_mean_kernel, _LISTS, EXACT), (_ratio_kernel, {"table_ptr": "*i64"}, EXACT)]
 AOT_CASES += [
     (
         _point_kernel,
