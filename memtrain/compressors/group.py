@@ -91,7 +91,7 @@ class Group(Compressor):
         """
         run = quantize if self.group_size % 8 else group.group_quantize
         codes, bounds = run(
-            x.detach(),
+            x.detach() if x.requires_grad else x,
             self.bits,
             self.group_size,
             key.bits(),

@@ -139,7 +139,8 @@ class Interception:
             kind = type(module).__name__
             own = Op(name, "autograd.Function")
             function = FUNCTION_MODULES.get(kind)
-            before = partial(self._before, (name, own, function, recognise_module(kind)))
+            known = name, own, function, recognise_module(type(module))
+            before = partial(self._before, known)
             RemovableHandle.next_id = number
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
@@ -356,8 +357,8 @@ class Interception:
         self.saved.expectations.watch()
         # The composite now runs on no elements, seen by no one; `_after` returns the real result.
         self.saved.shell = True
-        x = args[0].detach()
-        return (x.new_empty((0, *x.shape[1:])),), kwargs
+        x = args[0]
+        return (x.new_empty(0, *x.shape[1:]),), kwargs
 
     def _as_one_op(
         self, composite: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any

@@ -88,15 +88,19 @@ def recognise(
     return recogniser(name, args, kwargs)
 
 
-def recognise_module(name: str) -> Callable[[nn.Module, Tensor], Call | None] | None:
-    """The recogniser of modules of this class name that write an op out, or None.
+def recognise_module(cls: type[nn.Module]) -> Callable[[nn.Module, Tensor], Call | None] | None:
+    """The recogniser of modules of this class if it writes an op out, or None.
 
     Example:
-        >>> recognise_module("Linear"), recognise_module("LlamaRMSNorm").__name__
+        >>> class MishActivation(nn.Module):
+        ...     pass
+        >>> recognise_module(nn.Linear), recognise_module(MishActivation).__name__
         (None, 'recognise_module')
     """
-    written = norm_calls.recognise_module if name.endswith(norm_calls.SUFFIXES) else None
-    return MODULES.get(name, written)
+    name = cls.__name__
+    if name not in MODULES and name.endswith(norm_calls.SUFFIXES) and norm_calls.form_of(cls):
+        return norm_calls.recognise_module
+    return MODULES.get(name)
 
 
 def unwatched(module: nn.Module) -> bool:

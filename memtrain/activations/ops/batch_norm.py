@@ -254,9 +254,9 @@ def _scaled(dx: Tensor | None, rstd: Tensor, like: Tensor) -> Tensor | None:
     return None if dx is None else dx.mul_(rstd.view(*rstd.shape, *[1] * (like.dim() - 2)))
 
 
-def standard(rstd: Tensor) -> tuple[Tensor, Tensor]:
+def standard(rstd: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Mean 0 and reciprocal deviation 1, as many as there are statistics."""
-    return torch.zeros_like(rstd), torch.ones_like(rstd)
+    return torch.zeros_like(rstd, dtype=dtype), torch.ones_like(rstd, dtype=dtype)
 
 
 # Where kernels serve, x_hat is known as codes only: it is never there as a tensor.
@@ -302,7 +302,7 @@ def save_codes(
     if not channel_norm.fits(x, where, codes.group_size):
         return False
     layout = layout_of(x)
-    flat = (x if x.is_contiguous() else x.permute(layout.order)).detach().view(-1)
+    flat = (x if x.is_contiguous() else x.permute(layout.order)).view(-1)
     payload = channel_norm.channel_norm_quantize(flat, *statistics, where, codes)
     packed = Packed({"codes": payload[0], "bounds": payload[1]}, flat.shape, x.dtype)
     save_payloads(ctx, [(packed, layout)], compressor, rstd, *others)

@@ -191,7 +191,7 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
     mixed = x_hat.is_cuda or (like is not None and like.dtype != x_hat.dtype)
-    statistics = standard(rstd.to(torch.float32 if mixed else x_hat.dtype))
+    statistics = standard(rstd, torch.float32 if mixed else x_hat.dtype)
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
         grad, x_hat, ctx.normalized, *statistics, weight, bias, list(ctx.needs_input_grad[:3])
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,19 @@ def _run(
     (op, _), (function, parameters) = value, table
     if not isinstance(compressor, DerivativeCode):
         raise TypeError(f"{op} with {compressor!r}; allowed: a DerivativeCode")
+    code = _code_of(compressor, function, parameters)
+    return fewbit(x, code, inplace=inplace, value=value)
+
+
+@lru_cache(maxsize=1024)  # a model has few; to make one checks it
+def _code_of(
+    compressor: DerivativeCode, function: str, parameters: tuple[float, ...]
+) -> DerivativeCode:
+    """The compressor for a function."""
     # A piecewise-linear function is exact with one bit.
     bits = 1 if function in EXACT else compressor.bits
     own = "" if function in EXACT else compressor.table_name
-    code = replace(compressor, function=function, parameters=parameters, bits=bits, table_name=own)
-    return fewbit(x, code, inplace=inplace, value=value)
+    return replace(compressor, function=function, parameters=parameters, bits=bits, table_name=own)
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:

@@ -108,16 +108,17 @@ class Expectations:
 
     def call(self, module: str, training: bool, args: Any, kwargs: Any) -> Running:
         """Come to the own code of a module that is called."""
-        running: Running = None
-        if self._form is not None and module not in self._watched:
-            call = (self._form, module, training, _looks((*args, *kwargs.values())))
-            known = self._known.get(call)
-            if known is not None:
-                running = iter(known)
-            elif call not in self._told:
-                running = self._told[call] = []
-        self.resume(module, running)
-        return running
+        self.module = module
+        self.due, self._saves = None, None
+        if self._form is None or module in self._watched:
+            return None
+        call = (self._form, module, training, _looks((*args, *kwargs.values())))
+        known = self._known.get(call)
+        if known is not None:
+            self.due = iter(known)
+        elif call not in self._told:
+            self._saves = self._told[call] = []
+        return self.due or self._saves
 
     def resume(self, module: str, running: Running) -> None:
         """Come back to a module's own code."""
