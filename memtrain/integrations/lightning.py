@@ -29,10 +29,10 @@ def memtrain_callback(cfg: Any = None) -> Any:
     """
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 
-    return type("Memtrain", (_Wrapping, Callback), {})(cfg)
+    return type("Memtrain", (_WrappingCallback, Callback), {})(cfg)
 
 
-class _Wrapping:
+class _WrappingCallback:
     """Before `Callback` among the bases of a class."""
 
     def __init__(self, cfg: Any) -> None:

@@ -29,7 +29,7 @@ def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:
         OptimizersContainer,
     )
 
-    class MemtrainOptimizers(_Wrapping, OptimizersContainer):
+    class MemtrainOptimizers(_WrappingContainer, OptimizersContainer):
         """A container of wrapped optimizers."""
 
         @dataclass(kw_only=True, slots=True)
@@ -42,7 +42,7 @@ def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:
     return MemtrainOptimizers.Config(**own, memtrain=cfg)
 
 
-class _Wrapping:
+class _WrappingContainer:
     """Before `OptimizersContainer` among the bases of a class."""
 
     optimizers: list[Any]

@@ -45,10 +45,11 @@ def memtrain_trainer(trainer: type[T], cfg: Any = None) -> type[T]:
         ...
         ValueError: activation_offloading=True: ...
     """
-    return type(f"Memtrain{trainer.__name__}", (_Wrapping, trainer), {"memtrain_config": cfg})  # pyright: ignore
+    bases = (_WrappingTrainer, trainer)
+    return type(f"Memtrain{trainer.__name__}", bases, {"memtrain_config": cfg})  # pyright: ignore
 
 
-class _Wrapping:
+class _WrappingTrainer:
     """Before a trainer among the bases of a class; only methods that trainers document."""
 
     memtrain_config: Any = None
