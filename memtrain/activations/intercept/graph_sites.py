@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.op_families import FAMILIES
+from memtrain.activations.saved.fit import FLOATS
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.pack_hook import FLOATS, SIDE_RATIO
+from memtrain.activations.saved.pack_hook import SIDE_RATIO
 from memtrain.activations.saved.site import Site
 
 aten = torch.ops.aten

@@ -481,7 +481,7 @@ class Interception:
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
-        own = [*own_tensors(self.model)]
+        own = own_tensors(self.model)
         form = None
         if self.rounding is None and self.executor.options.low is None and not self.compiled:
             form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
@@ -528,19 +528,19 @@ class Interception:
             self.on_saved(records)
 
 
-def own_tensors(model: nn.Module) -> Iterator[Tensor]:
+def own_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, some perhaps twice: `model.parameters()` names each as it goes."""
     waiting, seen = [model], {id(model)}
+    found: list[Tensor | None] = []
     while waiting:
         module = waiting.pop()
-        for own in (module._parameters, module._buffers):
-            for x in own.values():
-                if x is not None:
-                    yield x
+        found += module._parameters.values()
+        found += module._buffers.values()
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
+    return [x for x in found if x is not None]
 
 
 def _call_at_once(graph: fx.GraphModule) -> None:

@@ -35,8 +35,9 @@ from memtrain.activations.intercept.graph_sites import (
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.expected import BETWEEN
+from memtrain.activations.saved.fit import FLOATS, INTEGERS
 from memtrain.activations.saved.flatten import flatten
-from memtrain.activations.saved.pack_hook import FLOATS, INTEGERS, SavedTensors
+from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
 

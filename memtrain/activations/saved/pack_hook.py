@@ -18,6 +18,7 @@ from memtrain.activations.saved.expected import (
     Settled,
     made_by,
 )
+from memtrain.activations.saved.fit import FLOATS, RECURRENT, fit, needless
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
@@ -37,15 +38,11 @@ from memtrain.activations.saved.site import (
     Record,
     Site,
 )
-from memtrain.compressors import Compressor, Integers, Keep, Key, Mask
+from memtrain.compressors import Compressor, Keep, Key
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
-# They save a tensor for each step of a sequence that they read whole.
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 Choose = Callable[[Site], Compressor | Keep]
 
@@ -384,7 +381,7 @@ class SavedTensors:
         if version == x._version and numel == x.numel():
             note = "a weight: rounded again from its parameter"
             return self._note(derived(save, source), save.site, x, note)
-        if requires_grad and op.name.startswith("conv") and _needless(op):
+        if requires_grad and op.name.startswith("conv") and needless(op):
             return self._drop(save)
         why = self._why_keep(save, op, requires_grad=requires_grad)
         if why:
@@ -392,7 +389,7 @@ class SavedTensors:
             return self._keep(save, Keep(why))
         chosen = self.checkpointed if op.name == RECOMPUTE else self.choose(save.site)
         if not isinstance(chosen, Keep):
-            chosen, copy = _fit(save, op, chosen, copy)
+            chosen, copy = fit(save, op, chosen, copy)
         exact = None
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)
@@ -513,21 +510,6 @@ BETWEEN.update(
 )
 
 
-def _needless(op: Op) -> bool:
-    """Whether of a convolution's input and weight only one has a gradient, which needs the other.
-
-    torch saves both, whichever that is. (A bias has one dimension, and its gradient needs neither.)
-    """
-    return sum(x.requires_grad for x in op.inputs if x.dim() > 1) == 1
-
-
-ATTENTION = "scaled_dot_product_attention"
-ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
-_MASK_PLACE = 3  # among the op's tensors
-
-RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
-"""Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
-
 _NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
 
 
@@ -542,49 +524,3 @@ def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 def _view_of_cast(kept: KeptTensor, dtype: torch.dtype, seen_as: tuple[Any, ...]) -> Tensor:
     return kept.unpack().to(dtype).as_strided(*seen_as)
-
-
-def _attention_mask(
-    save: Save, op: Op, chosen: Compressor, copy: Copy | None
-) -> tuple[Compressor | Keep, Copy | None]:
-    """The compressor of an attention's save: a mask takes one bit, or is kept.
-
-    Of a mask of bools attention makes -inf and 0, and saves these.
-    """
-    x = save.tensor
-    if len(op.inputs) <= _MASK_PLACE or save.site.tensor != f"input{_MASK_PLACE}":
-        return chosen, copy
-    query, _, value, mask = op.inputs[: _MASK_PLACE + 1]
-    if mask.requires_grad and storage_id(mask) == save.storage:
-        return chosen, copy  # a bias that is learned
-    result = x.shape == (*query.shape[:-1], value.shape[-1])  # perhaps, not the mask
-    if mask.dtype != torch.bool or result or mask.stride() != x.stride():
-        return Keep(ATTENTION_MASK), copy
-    return Mask(), Copy.of(mask, partial(_bias_of, x.dtype))
-
-
-def _bias_of(dtype: torch.dtype, mask: Tensor) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
-def _fit(
-    save: Save, op: Op, chosen: Compressor, copy: Copy | None
-) -> tuple[Compressor | Keep, Copy | None]:
-    """The compressor for this dtype and op, and what the save is a copy of."""
-    plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
-    if chosen.is_identity or (plain and op.name != ATTENTION):
-        return chosen, copy
-    if plain:
-        return _attention_mask(save, op, chosen, copy)
-    return _lossless(save.tensor, op), copy
-
-
-def _lossless(x: Tensor, op: Op) -> Compressor | Keep:
-    """The compressor for this dtype: masks and indices are packed without loss."""
-    if x.dtype == torch.bool:
-        return Mask()
-    if x.dtype in INTEGERS:
-        return Integers(limit=op.limit)
-    if x.dtype not in FLOATS:
-        return Keep(RESERVE if op.name in RECURRENT else f"dtype {x.dtype}")
-    return Keep("derivative codes serve replaced nonlinearities only")

@@ -1,0 +1,76 @@
+"""The compressor that fits a save's dtype and op, where the rules have chosen one."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from memtrain.activations.saved.cache import Copy, Save
+from memtrain.activations.saved.origin import storage_id
+from memtrain.activations.saved.site import Op
+from memtrain.compressors import Compressor, Integers, Keep, Mask
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""They save a tensor for each step of a sequence that they read whole."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int16, torch.int32, torch.int64)
+ATTENTION = "scaled_dot_product_attention"
+ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
+_MASK_PLACE = 3  # among the op's tensors
+
+RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
+"""Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
+
+
+def needless(op: Op) -> bool:
+    """Whether of a convolution's input and weight only one has a gradient, which needs the other.
+
+    torch saves both, whichever that is. (A bias has one dimension, and its gradient needs neither.)
+    """
+    return sum(x.requires_grad for x in op.inputs if x.dim() > 1) == 1
+
+
+def _attention_mask(
+    save: Save, op: Op, chosen: Compressor, copy: Copy | None
+) -> tuple[Compressor | Keep, Copy | None]:
+    """The compressor of an attention's save: a mask takes one bit, or is kept.
+
+    Of a mask of bools attention makes -inf and 0, and saves these.
+    """
+    x = save.tensor
+    if len(op.inputs) <= _MASK_PLACE or save.site.tensor != f"input{_MASK_PLACE}":
+        return chosen, copy
+    query, _, value, mask = op.inputs[: _MASK_PLACE + 1]
+    if mask.requires_grad and storage_id(mask) == save.storage:
+        return chosen, copy  # a bias that is learned
+    result = x.shape == (*query.shape[:-1], value.shape[-1])  # perhaps, not the mask
+    if mask.dtype != torch.bool or result or mask.stride() != x.stride():
+        return Keep(ATTENTION_MASK), copy
+    return Mask(), Copy.of(mask, partial(_bias_of, x.dtype))
+
+
+def _bias_of(dtype: torch.dtype, mask: Tensor) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def fit(
+    save: Save, op: Op, chosen: Compressor, copy: Copy | None
+) -> tuple[Compressor | Keep, Copy | None]:
+    """The compressor for this dtype and op, and what the save is a copy of."""
+    plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
+    if chosen.is_identity or (plain and op.name != ATTENTION):
+        return chosen, copy
+    if plain:
+        return _attention_mask(save, op, chosen, copy)
+    return _lossless(save.tensor, op), copy
+
+
+def _lossless(x: Tensor, op: Op) -> Compressor | Keep:
+    """The compressor for this dtype: masks and indices are packed without loss."""
+    if x.dtype == torch.bool:
+        return Mask()
+    if x.dtype in INTEGERS:
+        return Integers(limit=op.limit)
+    if x.dtype not in FLOATS:
+        return Keep(RESERVE if op.name in RECURRENT else f"dtype {x.dtype}")
+    return Keep("derivative codes serve replaced nonlinearities only")
