@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = EXAMPLES.parent / "docs" / "integrations.md"
 NEEDS = {
     "transformers_trainer": ("transformers", "accelerate"),
+    "transformers_compile": ("transformers", "accelerate"),
     "transformers_fsdp": ("transformers", "accelerate"),
     "trl_sft": ("trl",),
     "trl_dpo": ("trl",),

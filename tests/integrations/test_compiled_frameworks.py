@@ -1,0 +1,200 @@
+"""Models that a training framework compiles: their graphs are compressed, and nothing is warned."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+import memtrain
+from memtrain.integrations import accelerate as own_accelerate
+from memtrain.integrations.lightning import memtrain_callback
+from memtrain.integrations.transformers import memtrain_trainer
+
+BACKEND = "aot_eager"  # of those that accelerate takes, one that generates no code
+STEPS, ROWS, WIDTH = 3, 32, 64
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.h = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Block(), Block()])
+
+    def forward(self, x, labels=None):
+        y = self.first(x)
+        for block in self.h:
+            y = block(y)
+        return {"loss": F.mse_loss(y, labels), "logits": y}
+
+
+def rows(count=STEPS * ROWS):
+    x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+    return [{"x": row, "labels": -row} for row in x]
+
+
+def batch(step):
+    found = rows()[ROWS * step : ROWS * (step + 1)]
+    return {name: torch.stack([row[name] for row in found]) for name in found[0]}
+
+
+def held(loss, model, given):
+    """Bytes that the nodes of a loss's graph hold, and the graphs of the compiler among them."""
+    skipped = {x.untyped_storage()._cdata for x in (loss, *given.values(), *model.parameters())}
+    nodes, waiting, storages = set(), [loss.grad_fn], {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        waiting += [above for above, _ in node.next_functions]
+        for x in getattr(node, "saved_tensors", ()):
+            if x is not None:
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    graphs = sum("CompiledFunction" in node.name() for node in nodes)
+    return sum(size for key, size in storages.items() if key not in skipped), graphs
+
+
+def by_trainer(preset, folder, found):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class Watched(transformers.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            found.append((loss.item(), *held(loss, self.model, inputs)))
+            return loss
+
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=ROWS, max_steps=STEPS, use_cpu=True, report_to=[],
+        disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no", learning_rate=1e-2,
+        torch_compile=True, torch_compile_backend=BACKEND,
+    )  # fmt: skip
+    cls = memtrain_trainer(Watched, preset) if preset else Watched
+    trainer = cls(model=Model(), args=args, train_dataset=rows())
+    trainer.train()
+    return trainer.model
+
+
+def by_accelerate(preset, found, *, regional=False, after=False):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    plugin = accelerate.utils.TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=regional)
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrap = own_accelerate.wrap if preset else lambda accelerator, *both: both
+    given = (preset,) if preset else ()
+    both = model, optimizer
+    if not after:
+        both = wrap(accelerator, *both, *given)
+    both = accelerator.prepare(*both)
+    if after:
+        both = wrap(accelerator, *both, *given)
+    run, optimizer = both
+    for step in range(STEPS):
+        given = batch(step)
+        loss = run(**given)["loss"]
+        found.append((loss.item(), *held(loss, model, given)))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def by_lightning(preset, found, *, inside):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def configure_model(self):
+            if inside:
+                self.model.compile(backend=BACKEND)
+
+        def training_step(self, given, _):
+            return self.model(**given)["loss"]
+
+        def on_train_batch_start(self, given, _):
+            self.given = given
+
+        def on_before_backward(self, loss):
+            found.append((loss.item(), *held(loss, self, self.given)))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+        callbacks=[memtrain_callback(preset)] if preset else [],
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(rows(), batch_size=ROWS)
+    trainer.fit(module if inside else torch.compile(module, backend=BACKEND), data)
+    return module
+
+
+WAYS = {
+    "Trainer": by_trainer,
+    "accelerate": lambda preset, folder, found: by_accelerate(preset, found),
+    "accelerate, wrapped last": lambda preset, folder, found: by_accelerate(
+        preset, found, after=True
+    ),
+    "accelerate, by regions": lambda preset, folder, found: by_accelerate(
+        preset, found, regional=True
+    ),
+    "Lightning": lambda preset, folder, found: by_lightning(preset, found, inside=False),
+    "Lightning, in configure_model": lambda preset, folder, found: by_lightning(
+        preset, found, inside=True
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_framework_compiles_is_compressed_without_a_word(way, tmp_path):
+    plain, compressed = [], []
+    WAYS[way](None, tmp_path, plain)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = WAYS[way]("balanced", tmp_path, compressed)
+    assert [str(one.message) for one in caught if "memtrain" in str(one.message)] == []
+    assert len(plain) == len(compressed) == STEPS
+    for (loss, before, _), (expected, now, graphs) in zip(plain, compressed, strict=True):
+        assert graphs > 0  # compiled, not run as it is
+        assert now < before / 3
+        assert abs(loss - expected) < 0.02 * loss
+    if way != "accelerate, by regions":  # of whose equal blocks one may be listed
+        planned = sum(entry.planned for entry in memtrain.plan_of(model).entries("activation"))
+        given = sum(x.nbytes for x in batch(0).values())  # part of a part's inputs
+        assert compressed[0][1] in (planned, planned - given)
