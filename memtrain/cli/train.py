@@ -32,6 +32,7 @@ examples:
                                                     from initial values; prompts are not learned
   torchrun --nproc-per-node 2 -m memtrain.cli.train model=hf:FOLDER data=text:FILE
                                                     in two processes (training.parallel=fsdp)
+  memtrain-train compile=blocks                     each repeated block inside torch.compile
   memtrain-train resume=outputs/gpt_stdlib/<time>   continue to the last bit (Ctrl-C saved it)
   memtrain-train --config [key=value ...]           print the config, train nothing
 

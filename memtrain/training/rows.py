@@ -33,6 +33,8 @@ class Rows:
 
     kind = "labelled"
     unit = "rows"
+    ragged = False
+    """Whether batches differ in length."""
 
     def __init__(self, rows: Tensor, validation: float, seed: int) -> None:
         in_range("data.validation", validation, at_least=0, below=1)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from memtrain import api
 from memtrain.activations.adaptive.gact import GactAdapter
+from memtrain.activations.trace.compiled_parts import compile_in_place
+from memtrain.audit.allocations import Allocations
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 from memtrain.audit.peak import Moment, StepOptions
@@ -94,6 +96,7 @@ class Run:
         model = build_model(config.model, config.seed, source.kind, weights).to(self.device)
         optimizer = build_optimizer(config.optimizer, model)
         own = self._own() if name == "wrapped" else None
+        self._compile(model)
         self.fit = (fit or self._fit(model, optimizer, own)) if own is not None else None
         """The plan for a budget."""
         own = own if self.fit is None else self.fit.plan.config
@@ -108,8 +111,7 @@ class Run:
             optimizer = build_optimizer(config.optimizer, model)  # the parameters are new
         if own is not None:
             model, optimizer = api.wrap(model, optimizer, own)
-            if api.plan_of(model).bits is not None and own.activations.sensitivity == "passes":
-                self._adapter = api.adapter(model)
+            self._adapt(model, own)
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self._replica: nn.Module | None = None
@@ -279,6 +281,32 @@ class Run:
             own.release = replace(own.release, accumulate=training.accumulate)
         return own
 
+    def _compile(self, model: nn.Module) -> None:
+        """Compile a model as the config says, before it is wrapped and put into replicas."""
+        how, source = self.config.compile, self.source
+        if how != "false":
+            torch.compiler.reset()  # a run before this one has graphs of the same code
+            # Either value keeps graphs from depending on the lengths that came before, as torch's
+            # own choice does: a run that is resumed begins with other ones.
+            ragged = isinstance(source, Rows) and source.ragged
+            compile_in_place(model, how, dynamic=ragged)
+
+    def _adapt(self, model: nn.Module, own: Any) -> None:
+        """Prepare to adapt widths of bits, where they are automatic.
+
+        Raises:
+            ValueError: If they are and the model is compiled.
+        """
+        if api.plan_of(model).bits is None:
+            return
+        if self.config.compile != "false":
+            raise ValueError(
+                f"compile={self.config.compile} with bits: auto in activations: they stay what "
+                "they were when a graph was compiled; allowed: compile=false, or numbers of bits"
+            )
+        if own.activations.sensitivity == "passes":
+            self._adapter = api.adapter(model)
+
     def _fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Any) -> Fit | None:
         """The plan whose peak fits the budget; None without a budget."""
         if self.config.budget is None:
@@ -383,16 +411,19 @@ class Run:
 
     def _metered(self, batches: list[Batch]) -> float:
         """`_update` with its bytes counted; the arithmetic is the same."""
-        weights, states = weight_tensors(self.model), state_tensors(self.optimizer)
-        with LiveStorages(peak=True) as live:
-            live.adopt([*weights, *states])
+        weights = weight_tensors(self.model)
+        older = [*weights, *state_tensors(self.optimizer)]
+        # a mode that sees every op would keep torch.compile out
+        eager = self.config.compile == "false"
+        with LiveStorages(peak=True) if eager else Allocations(self.device) as live:
+            live.adopt(older)
             saved: list[int] = []
 
             def forwarded(loss: Tensor) -> None:
                 if not saved:  # later ones would find gradients
-                    saved.append(live.nbytes(exclude=[loss, *weights, *states]))
-                # a compressed optimizer replaces them; the old ones must be free to go
-                states.clear()
+                    saved.append(live.nbytes(exclude=[loss, *older]))
+                # a compressed optimizer replaces states; the old ones must be free to go
+                older.clear()
 
             losses = self._backward(batches, forwarded)
             gradients = storage_nbytes(gradient_tensors(self.model))

@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import configs
+from memtrain.activations.trace.compiled_parts import COMPILE
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
 from memtrain.planner import Goal, Rates, measure_rates, read_rates
@@ -216,8 +217,32 @@ class TrainConfig(base.Config):
     the preset's rules do not count. Empty: they do."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     """How, with a budget."""
+    compile: str = "false"
+    """`true`: both runs' models are compiled by `torch.compile`; `blocks`: each of their repeated
+    blocks by itself."""
     resume: str | None = None
     """An output folder or a checkpoint to continue."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.compile = one_of("compile", self.compile.lower(), COMPILE)
+        if self.compile == "false":
+            return
+        if self.budget is not None:
+            raise ValueError(
+                f"compile={self.compile} with budget={self.budget}: plans that fit are of eager "
+                "steps; allowed: compile=false, or budget=null"
+            )
+        if self.precision.active:
+            raise ValueError(
+                f"compile={self.compile} with precision.assignment={self.precision.assignment}: "
+                "ops inside a graph are not rounded; allowed: compile=false, or precision=fp32"
+            )
+        if self.compile == "true" and self.training.parallel == "fsdp":
+            raise ValueError(
+                "compile=true with training.parallel=fsdp, which gathers the parts of a block "
+                "where it begins; allowed: compile=blocks, or training.parallel=ddp"
+            )
 
 
 def compose(

@@ -56,7 +56,7 @@ class TextRows(Rows):
         seed: int = 0,
     ) -> None:
         self.corpus, self.masked, self.packed, self.pad = found, masked, packed, pad
-        self.tokenizer = tokenizer
+        self.tokenizer, self.ragged = tokenizer, not packed
         self.edges, self.block = edges, sequence - len(edges[0]) - len(edges[1])
         if self.block < 2:
             raise ValueError(f"data.sequence={sequence} leaves {self.block} tokens of text a row")

@@ -82,6 +82,17 @@ def test_weights_of_two_bytes_are_sharded_and_go_on(given, tmp_path):
     assert losses(more) == losses(whole)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_compiled_replicas_and_shards_go_on(given, tmp_path, parallel):
+    how = {"ddp": "true", "fsdp": "blocks"}[parallel]
+    own = [*given, f"compile={how}", f"training.parallel={parallel}"]
+    whole = train(tmp_path / "whole", [*own, "training.steps=4"], world=2)
+    half = train(tmp_path / "half", [*own, "training.steps=2"], world=2)
+    more = train(tmp_path / "more", [f"resume={half}", "training.steps=4"], world=2)
+    assert losses(more) == losses(whole)
+    assert losses(whole)[-1] < losses(whole)[0]
+
+
 def test_killed_and_stopped_runs_go_on(given, tmp_path):
     process = start([*given, "training.steps=10000", f"output.folder={tmp_path}/killed"])
     wait(process, tmp_path / "killed", "checkpoint-*/progress.pt")

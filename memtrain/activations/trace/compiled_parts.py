@@ -9,10 +9,13 @@ from torch import fx, nn
 
 from memtrain.activations.intercept.graph_sites import path_names, source_name
 from memtrain.activations.intercept.inlined_hooks import inside_compiled
+from memtrain.activations.intercept.recompute import blocks_of
 
 INDUCTOR = "inductor"
 OP_BY_OP = ("aot_eager", "aot_eager_decomp_partition")
 """Backends that run the ops of their graphs one by one."""
+COMPILE = ("false", "true", "blocks")
+"""Values of the key `compile`: the model is as it is, is compiled whole, or block by block."""
 
 _numbers = count(1)
 _running: list[str] = []  # the module, as graphs name it, and the op of the node that runs now
@@ -48,6 +51,35 @@ def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
         elif module._compiled_call_impl is not None:
             found.setdefault(name, _backend_of(module._compiled_call_impl))
     return model, found
+
+
+def compile_in_place(model: nn.Module, how: str, *, dynamic: bool | None = None) -> None:
+    """Let `torch.compile` have a model, or each of the blocks that it repeats.
+
+    Args:
+        model: It stays the same object, with the names that it had.
+        how: Of `COMPILE`.
+        dynamic: As of `torch.compile`.
+
+    Raises:
+        ValueError: For `blocks` of a model that repeats none.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> compile_in_place(model, "true")
+        >>> list(compiled_parts(model)[1])
+        ['']
+    """
+    if how == "true":
+        model.compile(dynamic=dynamic)
+    if how != "blocks":
+        return
+    paths = blocks_of(model)
+    if not paths:
+        name = type(model).__name__
+        raise ValueError(f"compile=blocks: {name} repeats no blocks; allowed: true, false")
+    for path in paths:
+        model.get_submodule(path).compile(dynamic=dynamic)
 
 
 def compile_alike(model: nn.Module, parts: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.intercept.recompute import blocks_of
+from memtrain.activations.trace.compiled_parts import compile_in_place
 from memtrain.cli.models.named_models import NAMED_MODELS, TASKS, NamedModel
 from memtrain.cli.models.request import DTYPES, OPTIMIZERS, Request
 from memtrain.config.errors import nearest
@@ -64,22 +64,10 @@ def build(request: Request, *, real: bool = False) -> Built:
             hint = nearest(request.model, known_models())
             raise ValueError(f"unknown model {request.model!r}; {hint}")
         model.train()
-        if request.compile == "blocks":
-            _compile_blocks(model)
-        elif request.compiled:
-            model.compile()
+        compile_in_place(model, request.compile)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = others[0] if others else OPTIMIZERS[request.optimizer](trained)
     return model, optimizer, batch
-
-
-def _compile_blocks(model: nn.Module) -> None:
-    paths = blocks_of(model)
-    if not paths:
-        name = type(model).__name__
-        raise ValueError(f"compile=blocks: {name} repeats no blocks; allowed: true, false")
-    for path in paths:
-        model.get_submodule(path).compile()
 
 
 def known_models() -> list[str]:

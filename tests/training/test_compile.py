@@ -1,0 +1,153 @@
+"""`memtrain-train compile=...`: both runs inside torch.compile, counted, resumed, refused."""
+
+import csv
+import io
+from functools import partialmethod
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from memtrain import api
+from memtrain.training import checkpoint
+from memtrain.training.session import Session
+from memtrain.training.settings import compose, from_mapping
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def op_by_op(monkeypatch):
+    """Graphs run op by op: no code is generated."""
+    backend = "aot_eager_decomp_partition"
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+
+
+def losses(session):
+    with (session.folder / "metrics.csv").open(newline="") as file:
+        return [
+            (row["run"], row["split"], row["step"], row["loss"]) for row in csv.DictReader(file)
+        ]
+
+
+def broken_off(session, step):
+    """The session of a run that goes on after a step."""
+    run = session._run
+
+    def stopping(name, state=None):
+        made = run(name, state)
+        train_step = made.train_step
+
+        def after():
+            row = train_step()
+            if made.step == step:
+                session.stop()
+            return row
+
+        made.train_step = after
+        return made
+
+    session._run = stopping
+    with pytest.raises(KeyboardInterrupt):
+        session.train()
+    state = checkpoint.read_checkpoint(session.folder)
+    return Session(from_mapping(state["config"]), state=state)
+
+
+def test_bytes_of_compiled_runs_are_counted(smoke, op_by_op):
+    short = [
+        "training.steps=2",
+        "training.meter_every=1",
+        "training.eval_every=0",
+        "model.layers=1",
+    ]
+    session = Session(smoke("compile=true", *short, "output.plot=false", "output.quiet=true"))
+    plain, wrapped = session.train().values()
+    assert counters["stats"]["unique_graphs"] > 0
+    # beside the model's there is the loss's: its logits twice, on 4 x 32 tokens of 256
+    outside = 2 * 4 * 32 * 256 * 4
+    assert wrapped["bytes"]["saved"] - outside < (plain["bytes"]["saved"] - outside) / 3
+    assert wrapped["bytes"]["peak"] < plain["bytes"]["peak"]
+    for summary in (plain, wrapped):
+        kept = sum(summary["bytes"][name] for name in ("weights", "states", "saved"))
+        assert kept < summary["bytes"]["peak"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["compile=true", "budget=1GiB"], "compile=true with budget=1GiB"),
+        (["compile=blocks", "precision=uniform"], "compile=blocks with precision.assignment="),
+        (["compile=true", "training.parallel=fsdp"], "compile=true with training.parallel=fsdp"),
+        (["compile=block"], "compile='block' is unknown.*blocks"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(smoke, given, message):
+    with pytest.raises(ValueError, match=message):
+        smoke(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["compile=true", "preset=gact4"], "compile=true with bits: auto in activations"),
+        (["compile=blocks", "model.layers=1"], "compile=blocks: GPT repeats no blocks"),
+    ],
+)
+def test_models_and_plans_that_cannot_be_compiled_are_refused(smoke, given, message):
+    with pytest.raises(ValueError, match=message):
+        Session(smoke(*given))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["balanced", "all_four"])
+@pytest.mark.parametrize("how", ["true", "blocks"])
+def test_a_compiled_run_goes_on_bit_for_bit(smoke, how, preset):
+    own = [f"compile={how}", f"preset={preset}", "training.runs=[wrapped]", "training.accumulate=2"]
+    straight, stopped = (Session(smoke(*own, "output.plot=false")) for _ in range(2))
+    straight.train()
+    resumed = broken_off(stopped, 5)
+    resumed.train()
+    assert losses(resumed) == losses(straight)
+    ends = [torch.load(s.folder / "wrapped_model.pt") for s in (straight, resumed)]
+    assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+@pytest.mark.nightly
+def test_a_compiled_model_of_ones_own_has_its_promise_and_goes_on(tmp_path, op_by_op):
+    (tmp_path / "a.txt").write_text("".join(f"line {n}: {n * n}\n" for n in range(600)))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
+    llama.save_pretrained(tmp_path / "llama")
+    given = [
+        f"model=hf:{tmp_path}/llama", f"data=text:{tmp_path}/a.txt", "data.tokenizer=bytes",
+        "data.sequence=64", "training.batch=4", "training.steps=6", "training.warmup=1",
+        "training.eval_every=3", "training.eval_batches=1", "training.meter_every=1",
+        "compile=blocks", f"output.folder={tmp_path}/outputs", "output.plot=false",
+    ]  # fmt: skip
+    screen = io.StringIO()
+    straight = Session(from_mapping(compose(given)), console=Console(file=screen, width=200))
+    straight.train()
+    told = screen.getvalue()
+    assert "wrapped: promised peak" in told
+    assert "measured" in told.partition("wrapped: promised peak")[2]
+    resumed = broken_off(Session(from_mapping(compose(given))), 3)
+    resumed.train()
+    assert losses(resumed) == losses(straight)
+    saved = straight.summaries["wrapped"]["bytes"]["saved"]
+    run = straight._run("wrapped")
+    run.train_step()
+    planned = sum(row.planned for row in api.plan_of(run.model).entries("activation"))
+    assert planned / 2 < saved < 2 * planned
