@@ -235,3 +235,30 @@ def test_a_forward_that_swaps_holds_three_payloads(inner):
     for k in reversed(range(20)):
         expected = inner.decompress(inner.compress(x + k, key=Key(call=k)))
         assert torch.equal(compressor.decompress(packed[k]), expected)
+
+
+@pytest.mark.parametrize("clip", ["none", "global_norm"])
+def test_states_in_host_memory_are_stepped_as_on_the_cpu(clip):
+    """The CPU's own kernels step both, by gradients that the device has brought."""
+    release = {"clip": clip, "limit": 0.1}
+    cfg = {"preset": "all_four", "optim": {"device": "cpu"}, "release": release}
+    torch.manual_seed(0)
+    there = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    here = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    here.load_state_dict(there.state_dict())
+    there, optimizer = memtrain.wrap(there.cuda(), torch.optim.AdamW(there.parameters()), cfg)
+    here, twin = memtrain.wrap(here, torch.optim.AdamW(here.parameters()), cfg)
+    seen = {}
+    for name, p in there.named_parameters():  # before a gradient is freed; hooks go in order
+        p.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.cpu()))
+    for step in range(5):
+        there(torch.randn(16, 256, device="cuda")).float().square().mean().backward()
+        optimizer.step()
+        assert all(p.grad is None for p in there.parameters())
+        for name, p in reversed([*here.named_parameters()]):
+            p.grad = seen[name]
+        twin.step()
+        for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs), step
+    held = [x for own in optimizer.state.values() for x in torch.utils._pytree.tree_leaves(own)]
+    assert all(x.is_cpu for x in held if isinstance(x, torch.Tensor))

@@ -126,6 +126,9 @@ class Report:
     """Whether the batch brings labels, so that the loss's saved tensors are counted."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Kind -> why its bytes could not be told."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Category -> bytes in host memory with the plan, which no row and no timeline of a device
+    counts; only with `optim.device=cpu`."""
     timeline: Timeline | None = None
     """Live bytes at each moment of a step of plain PyTorch, where it was asked for."""
     planned_timeline: Timeline | None = None
@@ -245,6 +248,7 @@ def audit(
         kept=tuple(_kept(known, planned)),
         unmatched=() if unseen else tuple(_unmatched(plan, choices, known, planned)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
+        host=_on_host(entries),
         unknown={
             entry.kind: entry.reason.removeprefix(UNKNOWN)
             for entry in entries
@@ -262,6 +266,13 @@ def audit(
         planned_measured = measure_peak(called, optimizer, batch, plan.config, options)
         report = replace(report, measured=measured, planned_measured=planned_measured)
     return report
+
+
+def _on_host(entries: Iterable[PlanEntry]) -> dict[str, int]:
+    sums = dict.fromkeys(CATEGORIES.values(), 0)
+    for entry in entries:
+        sums[CATEGORIES[entry.kind]] += entry.host
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
 
 
 def _planned_trace(

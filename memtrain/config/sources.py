@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.config.errors import check_keys, explain, first_line, nearest
 from memtrain.config.schema import (
+    CPU,
     GRADIENTS,
     KEEP,
     WEIGHTS,
@@ -22,6 +23,7 @@ from memtrain.config.schema import (
 )
 
 __all__ = [
+    "CPU",
     "GRADIENTS",
     "KEEP",
     "WEIGHTS",

@@ -18,7 +18,7 @@ from memtrain.optim.states.first_step import first_states, without_states
 from memtrain.optim.states.layout import COMPLEX, check_state
 from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import sum_bytes
-from memtrain.optim.wrappers.apply import KEEP, RELEASE
+from memtrain.optim.wrappers.apply import CPU, KEEP, RELEASE
 from memtrain.optim.wrappers.weights import keeps_float32, parse
 from memtrain.plan.build import build
 
@@ -46,6 +46,8 @@ class PlanEntry:
     """Empty where the site is kept as it is."""
     reason: str = ""
     """Why it is kept, or a note."""
+    host: int = 0
+    """Bytes in host memory with the plan, beside those; only where `optim.device=cpu`."""
 
     @property
     def comment(self) -> str:
@@ -57,6 +59,8 @@ class PlanEntry:
         """
         replaced = self.nbytes == self.planned
         sides = f"{self.planned:,} B" if replaced else f"{self.nbytes:,} B -> {self.planned:,} B"
+        if self.host:
+            sides += f", {self.host:,} B on the host"
         return f"{sides}; {self.reason}" if self.reason else sides
 
 
@@ -107,7 +111,7 @@ def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list
     Args:
         model: Real or fake.
         optimizer: Its optimizer.
-        config: `weights` is read.
+        config: `weights` and `optim.device` are read.
 
     Returns:
         Entries of kind `weight`, corrections among the planned bytes; of sharded parameters this
@@ -126,7 +130,10 @@ def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list
             how, why = config.weights, "" if p in held else NOT_HELD
             size = parse(config.weights).nbytes if p in held else dtypes[p].itemsize
             planned = local(p).numel() * size
-        entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, how, why))
+        host = 0
+        if config.optim.device == CPU and p in held:  # where there is a copy of it
+            host, planned = planned, local(p).numel() * dtypes.get(p, p.dtype).itemsize
+        entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, how, why, host))
     return entries
 
 
@@ -137,7 +144,7 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Any) -> li
         model: Real or fake.
         optimizer: Its optimizer.
         config: `weights` (a gradient has its weight's dtype), `gradients`,
-            `release.accumulate` and `release.sums` are read.
+            `release.accumulate`, `release.sums` and `optim.device` are read.
 
     Returns:
         Entries of kind `gradient`. Of a DistributedDataParallel gradients stay, in buckets that are
@@ -152,14 +159,22 @@ def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Any) -> li
         if not p.requires_grad:
             continue
         how, planned = "", local(p).numel() * dtypes.get(p, p.dtype).itemsize
-        why = IN_BUCKETS
+        why, host, whole = IN_BUCKETS, 0, planned
         if config.gradients != RELEASE or p not in held:
             smaller = planned < local(p).nbytes
             how, why = (config.weights, "in its weight's dtype") if smaller else ("", NOT_REQUESTED)
         elif not parallel:
             largest = max(largest, planned)
             planned, how, why = _released(p, config.release.accumulate, sums)
-        entries.append(PlanEntry(name, "gradient", local(p).nbytes, planned, how, why))
+        if config.optim.device == CPU and p in held:
+            if config.gradients != RELEASE:
+                host = whole  # in `step()`
+            elif config.release.clip == "global_norm":
+                host = 4 * local(p).numel() if planned else whole
+            else:
+                host = planned
+            planned = 0 if config.gradients == RELEASE else planned
+        entries.append(PlanEntry(name, "gradient", local(p).nbytes, planned, how, why, host))
     if largest:
         entries.append(PlanEntry(WORKSPACE, "gradient", 0, largest, RELEASE, "workspace"))
     if parallel and not model.gradient_as_bucket_view:

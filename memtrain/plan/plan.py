@@ -19,7 +19,7 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
-from memtrain.config.sources import KEEP, Config
+from memtrain.config.sources import CPU, KEEP, Config
 from memtrain.optim.states.layout import is_unsigned
 from memtrain.plan import file
 from memtrain.plan.entries import (
@@ -306,6 +306,9 @@ def make_plan(
     plan._entries["state"] = predict_states(
         model, optimizer, by_rules, min_elements=least, masters=masters
     )
+    if config.optim.device == CPU:
+        states = plan._entries["state"]
+        plan._entries["state"] = [replace(one, planned=0, host=one.planned) for one in states]
     _check_states(plan)
     if batch is not None:
         choices: dict[Site, Compressor | Keep] = {}

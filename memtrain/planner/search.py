@@ -141,7 +141,8 @@ def fit(
 
     Raises:
         DoesNotFit: If no plan fits: with the smallest peak, what holds it, and what would help.
-        ValueError: For a malformed size, a config that is not valid, or a compiled model.
+        ValueError: For a malformed size, a config that is not valid, states that would lie in host
+            memory, or a compiled model.
 
     Memory:
         No tensor is allocated, but for sensitivities that are measured: a step and two gradients.
@@ -160,6 +161,11 @@ def fit(
         raise ValueError(
             f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
             "torch.compile, as plans that fit are of eager steps"
+        )
+    if config.optim.device != KEEP:
+        raise ValueError(
+            f"optim.device={config.optim.device!r} with budget=: plans that fit are counted and "
+            "timed on one device; allowed with a budget: optim.device=keep"
         )
     measure = goal.sensitivity == "measured"
     measure |= goal.sensitivity == "auto" and is_real(model, batch)

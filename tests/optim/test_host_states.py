@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memtrain
+from memtrain.audit.peak import StepOptions
 from memtrain.config.sources import load
 from memtrain.optim import AdamW4bit
 from memtrain.optim.wrappers.host_copies import PlainCopies
@@ -416,6 +417,8 @@ def test_what_the_host_cannot_take_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=why):
             memtrain.wrap(model, optimizer, cfg)
+    with pytest.raises(ValueError, match=r"with budget=.* allowed.*=keep"):
+        memtrain.make_plan(model, optimizer, config(*KEPT, *ON_HOST), batch=batch(0), budget="1GiB")
     assert type(optimizer.step(lambda: loss_of(model, batch(0)))) is torch.Tensor  # not taken over
 
 
@@ -433,3 +436,37 @@ def test_a_grad_scaler_skips_steps_of_kept_gradients():
         return model, optimizer
 
     assert_same(scaled([*KEPT, *ON_HOST]), scaled(KEPT))
+
+
+def test_the_audit_tells_the_hosts_bytes_apart():
+    def audited(cfg, **options):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.ones(8, 256)
+        report = memtrain.audit(
+            model, optimizer, x, cfg, peak=True, options=StepOptions(**options), **measure
+        )
+        return report, sum(p.numel() for p in model.parameters())
+
+    measure = {}
+    here, _ = audited(config(*released()), device="cuda")
+    there, numel = audited(config(*released(*ON_HOST)), device="cuda")
+    states = here.totals()["optimizer states"].planned
+    assert there.totals()["optimizer states"].planned == 0
+    assert there.host == {"weights": 3 * numel, "optimizer states": states}  # bf16+8
+    assert there.totals()["weights"].planned == 2 * numel
+    parts = there.planned_timeline.peak.parts
+    assert "optimizer states" not in parts
+    assert parts["weights"] < 2.1 * numel  # with the allocator's rounding: no copy, no correction
+    saved = here.planned_timeline.peak.nbytes - there.planned_timeline.peak.nbytes
+    two = 2 * 2 * 256 * 256  # gradients that leave
+    assert states + numel - two <= saved <= states + numel
+    measure = {"measure": True}
+    report, _ = audited(config(*released(*ON_HOST)))  # host and device are one memory
+    predicted, measured = report.planned_timeline.peak, report.planned_measured.peak
+    assert predicted.parts["weights"] == measured.parts["weights"] == 5 * numel
+    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.03)
+    kept = memtrain.make_plan(
+        model := make(), torch.optim.AdamW(model.parameters()), config(*KEPT, *ON_HOST)
+    )
+    assert {row.site: row.host for row in kept.entries("gradient")}["last.weight"] == 4 * 64 * 128

@@ -90,7 +90,7 @@ def measure(
             step()
             peak = _allocated(step, snapshot) if on_cuda else 0
             inside = nothing_inside if on_cuda else held_inside
-            recorder = StorageRecorder(model, inside=inside)
+            recorder = StorageRecorder(model, inside=inside, apart=on_cuda)
             watched = not on_cuda and restart_resident_peak()
             record_step(model, optimizer, batch, options, recorder)
             resident = resident_nbytes(peak=True) if watched else None

@@ -39,13 +39,15 @@ from memtrain.audit.peak.timeline import NOTHING, Event, Timeline, replay
 from memtrain.audit.peak.training_step import (
     StepOptions,
     check,
-    correction_of,
+    held_of,
     record_step,
     run_step,
     wants_closure,
 )
 from memtrain.audit.peak.unfold import FoldedRecorder
 from memtrain.kernels import cpu
+from memtrain.optim.wrappers.host_copies import LeavingCopies
+from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.wrapped import ATTRIBUTE, Wrapped
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -128,6 +130,9 @@ def _predicted(
             _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
+        if on_cuda and isinstance(optimizer, HostStates):
+            leaving = LeavingCopies()
+            optimizer.copies = lambda param: leaving
         compile_alike(model, parts)
         corrections = cuda.CudaForms if on_cuda else nullcontext
         holds = nothing_inside if on_cuda else held_inside
@@ -137,7 +142,14 @@ def _predicted(
                 run_step(model, optimizer, batch, options, first)
         else:
             _first_update(optimizer, first)
-        make = partial(FoldedRecorder, model, fake=True, corrections=corrections, inside=holds)
+        make = partial(
+            FoldedRecorder,
+            model,
+            fake=True,
+            corrections=corrections,
+            inside=holds,
+            apart=on_cuda,
+        )
         whole = bool(parts)  # graphs are not shortened
         events, categories = _folded(model, optimizer, batch, options, make, whole=whole)
     if not on_cuda:
@@ -204,7 +216,7 @@ def _owned(optimizer: Optimizer, block: nn.Module) -> list[Tensor]:
     """Tensors of a block before a step, in the same order for identical blocks."""
     params = [*block.parameters()]
     states = [leaf for p in params for leaf in tree_leaves(optimizer.state.get(p))]
-    kept = [correction_of(optimizer, p) for p in params]
+    kept = [x for p in params for x in held_of(optimizer, p)]
     return [x for x in (*params, *block.buffers(), *states, *kept) if isinstance(x, Tensor)]
 
 

@@ -17,7 +17,15 @@ from memtrain.activations.intercept.inlined_hooks import run_untraced
 from memtrain.activations.trace.compiled_parts import running_node
 from memtrain.activations.trace.rnn_workspace import with_workspace
 from memtrain.audit.live_storages import storages
-from memtrain.audit.peak.timeline import NO_STORAGE, RECOMPUTED, TEMPORARIES, Event, Phase
+from memtrain.audit.peak.timeline import (
+    NO_STORAGE,
+    NOTHING,
+    RECOMPUTED,
+    TEMPORARIES,
+    Event,
+    Phase,
+)
+from memtrain.optim.wrappers.host_copies import is_host_work
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 INSIDE = 0
@@ -46,6 +54,7 @@ class StorageRecorder(TorchDispatchMode):
             optimizer's step counter, a norm) is then 0.5, or 1 of integers.
         corrections: What forwards run under, recomputations too, so that they save what another
             device would save.
+        apart: Whether host memory is not the device's: what lies there does not count.
         inside: Bytes that an op holds while it runs besides what it returns, given the op, its
             arguments and its result (`held_inside.held_inside`).
     """
@@ -57,8 +66,10 @@ class StorageRecorder(TorchDispatchMode):
         fake: bool = False,
         corrections: Callable[[], AbstractContextManager[Any]] = nullcontext,
         inside: Callable[[Any, Any, Any, Any], int] = nothing_inside,
+        apart: bool = False,
     ) -> None:
         super().__init__()
+        self.apart = apart
         self.events: list[Event] = []
         self.categories: list[str] = [TEMPORARIES]  # the first one: what ops hold inside themselves
         """Of each storage, by its number."""
@@ -99,12 +110,13 @@ class StorageRecorder(TorchDispatchMode):
             made = self._without_older(made, func, (args, kwargs))
         if func is _ADD and self.phase == "backward" and _is_summed_in_place(args[0]):
             self._release(args[0].untyped_storage()._cdata)
-        held = self.inside(func, args, kwargs, result)
+        elsewhere = self.apart and is_host_work()
+        held = 0 if elsewhere else self.inside(func, args, kwargs, result)
         new = any(storage.nbytes() and storage._cdata not in self._numbers for storage in made)
         if held or new:
             self._label = self._describe(func)
         for storage in made:
-            self._see(storage, TEMPORARIES)
+            self._see(storage, NOTHING if elsewhere else TEMPORARIES)
         self._change(INSIDE, held)
         self._change(INSIDE, 0)
         return result

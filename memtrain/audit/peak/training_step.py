@@ -14,8 +14,8 @@ from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 from memtrain.audit.peak.disk_cache import DiskCache
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, SAVED, STATES, WEIGHTS
-from memtrain.optim.wrappers.host_states import releasing
+from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, NOTHING, SAVED, STATES, WEIGHTS
+from memtrain.optim.wrappers.host_states import HostStates, releasing
 from memtrain.optim.wrappers.weights import SplitWeights
 from memtrain.wrapped import ATTRIBUTE
 
@@ -123,8 +123,8 @@ def record_step(
     handles = [_first(p, arrived) for p in model.parameters() if p.requires_grad]
     optimizer.zero_grad(set_to_none=True)
     try:
-        recorder.adopt(state_tensors(optimizer), STATES)
-        recorder.adopt([*weight_tensors(model), *_corrections(optimizer)], WEIGHTS)
+        _adopt_states(recorder, optimizer)
+        recorder.adopt(weight_tensors(model), WEIGHTS)
         recorder.adopt([x for x in tree_leaves(batch) if isinstance(x, Tensor)], INPUTS)
         if options.accumulated and not released(optimizer):
             for param in model.parameters():
@@ -133,12 +133,18 @@ def record_step(
         with recorder.modules(), recorder:
             run_step(model, optimizer, batch, options, recorder)
             recorder.adopt(gradient_tensors(model), GRADIENTS)
-            recorder.adopt(state_tensors(optimizer), STATES)
-            recorder.adopt(_corrections(optimizer), WEIGHTS)
+            _adopt_states(recorder, optimizer)
     finally:
         for handle in handles:
             handle.remove()
     return trained
+
+
+def _adopt_states(recorder: StorageRecorder, optimizer: Optimizer) -> None:
+    """States, and what belongs to weights but is held by the optimizer."""
+    elsewhere = recorder.apart and isinstance(optimizer, HostStates)
+    recorder.adopt(state_tensors(optimizer), NOTHING if elsewhere else STATES)
+    recorder.adopt(_held_weights(optimizer), NOTHING if elsewhere else WEIGHTS)
 
 
 def default_loss(output: Any) -> Tensor:
@@ -221,19 +227,25 @@ def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return handle
 
 
-def correction_of(optimizer: Any, parameter: Tensor) -> Tensor | None:
-    """The lower bits of a split weight; None of another."""
+def held_of(optimizer: Any, parameter: Tensor) -> list[Tensor | None]:
+    """The lower bits of a split weight and its copy in host memory; None where there is none."""
+    leaf = correction = None
     while optimizer is not None:
+        if isinstance(optimizer, HostStates):
+            leaf = optimizer.leaf(parameter)
         if isinstance(optimizer, SplitWeights):
-            return optimizer.corrections.get(parameter)
+            correction = optimizer.corrections.get(parameter if leaf is None else leaf)
         optimizer = getattr(optimizer, "inner", None)
-    return None
+    return [correction, leaf]
 
 
-def _corrections(optimizer: Any) -> list[Tensor]:
-    """The lower bits of split weights, which an optimizer around the user's holds."""
+def _held_weights(optimizer: Any) -> list[Tensor]:
+    """The lower bits of split weights, and copies of weights in host memory."""
     found: list[Tensor] = []
     while optimizer is not None:
+        if isinstance(optimizer, HostStates):
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            found += [leaf for p in params if (leaf := optimizer.leaf(p)) is not None]
         if isinstance(optimizer, SplitWeights):
             found += [x for x in optimizer.corrections.values() if x is not None]
         optimizer = getattr(optimizer, "inner", None)

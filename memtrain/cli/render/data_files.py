@@ -45,6 +45,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             name: {**dataclasses.asdict(total), "ratio": total.ratio}
             for name, total in report.totals().items()
         },
+        **({"host": dict(report.host)} if report.host else {}),
         "peak": _peak(timelines(report)),
         "measured_peak": _peak(timelines(report, measured=True)),
         "fits": {

@@ -93,6 +93,11 @@ def remarks(report: Report) -> list[str]:
         for name, total in report.totals().items()
         if total.unknown and name != "total"
     ]
+    if report.host:
+        parts = ", ".join(f"{name} {format_size(n)}" for name, n in report.host.items())
+        lines.append(
+            f"In host memory with the plan: {format_size(sum(report.host.values()))} ({parts})."
+        )
     counted = "counted (the batch has labels)" if report.loss else "not counted (no labels given)"
     return [*lines, f"The loss's saved tensors are {counted}."]
 

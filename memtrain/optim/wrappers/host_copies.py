@@ -1,6 +1,9 @@
 """Copies between a device and host memory, beside the work of both."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, Protocol
 
@@ -10,6 +13,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 AT_ONCE = 2
 """Gradients whose way to the host may be unfinished when another one starts."""
+
+
+_working: ContextVar[bool] = ContextVar("_working", default=False)
+
+
+@contextmanager
+def host_work(on_host: bool = True) -> Iterator[None]:
+    """Tell that what is allocated inside the block lies in host memory, wherever a device is.
+
+    Args:
+        on_host: Or that it does not: what the host's work calls back.
+    """
+    token = _working.set(on_host)
+    try:
+        yield
+    finally:
+        _working.reset(token)
+
+
+def is_host_work() -> bool:
+    """Whether what is allocated now lies in host memory: fake tensors of a device do not say."""
+    return _working.get()
 
 
 class HostCopies(Protocol):
@@ -112,6 +137,22 @@ class PlainCopies:
 
     def join(self) -> None:
         """As `HostCopies.join`: it is there."""
+
+
+class LeavingCopies(PlainCopies):
+    """Copies of fake tensors that stand for those of CUDA: as many gradients are leaving."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[Tensor] = deque(maxlen=AT_ONCE)
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """As `HostCopies.to_host`."""
+        self._leaving.append(x)
+        return super().to_host(x)
+
+    def join(self) -> None:
+        """As `HostCopies.join`."""
+        self._leaving.clear()
 
 
 @cache

@@ -17,7 +17,7 @@ from memtrain.optim.states import optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, closure_loss, refuse_sparse
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
-from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
+from memtrain.optim.wrappers.host_copies import HostCopies, copies_of, host_work
 from memtrain.optim.wrappers.release import (
     ReleaseGradients,
     Witness,
@@ -90,7 +90,8 @@ class HostStates(OptimizerWrapper):
         self.before: Callable[[], bool] | None = None
         """Called before updates, until it returns True."""
         self.follows = False
-        self._copies = copies
+        self.copies = copies
+        """How a parameter's values travel."""
         self._compressed = compressed
         self._groups: list[dict[str, Any]] = compressed.param_groups
         self._leaves: dict[Tensor, nn.Parameter] = {}
@@ -161,16 +162,16 @@ class HostStates(OptimizerWrapper):
         self._begin()
         if closure is None:
             self._gather()
-            loss = raw_step(self.inner)
-        else:
-            loss = raw_step(self.inner, partial(self._closed, closure))
+        given = [partial(self._closed, closure)] if closure is not None else []
+        with host_work():
+            loss = raw_step(self.inner, *given)
         for param, leaf in self._leaves.items():
             if self._release is None and leaf.grad is not None:
                 self._send_back(leaf)
             leaf.grad = None
             if self._release is not None:
                 param.grad = None
-        for copies in {id(c): c for c in map(self._copies, self._leaves)}.values():
+        for copies in {id(c): c for c in map(self.copies, self._leaves)}.values():
             copies.join()
         self._begun = False
         self._arrived.clear()
@@ -189,7 +190,7 @@ class HostStates(OptimizerWrapper):
         if self.before is not None and self.before():
             self.before = None
         self._begin()
-        copies, stays = self._copies(param), self._watches(param, release)
+        copies, stays = self.copies(param), self._watches(param, release)
         if copies.beside:
             self._room.acquire()
         try:
@@ -271,6 +272,10 @@ class HostStates(OptimizerWrapper):
         _take_options(self.inner.param_groups, self._groups)
         self._versions.clear()  # whatever weights are loaded beside it, corrections hold
         self._witness = None
+
+    def leaf(self, param: Tensor) -> Tensor | None:
+        """The copy of a parameter in host memory; None of another's."""
+        return self._leaves.get(param)
 
     def master(self, param: Tensor) -> Tensor:
         """The float32 value of a parameter: a new tensor, in host memory.
@@ -366,9 +371,9 @@ class HostStates(OptimizerWrapper):
     def _settle_leaves(self, params: list[Tensor]) -> None:
         """Give parameters the dtype of their copies, which have been split, and pin those."""
         for param in params:
-            leaf, copies = self._leaves[param], self._copies(param)
+            leaf, copies = self._leaves[param], self.copies(param)
             if param.dtype != leaf.dtype:
-                set_dtype(param, leaf.detach().to(param.device))
+                set_dtype(param, leaf.detach().to(param.device, copy=True))
             if copies.beside:
                 leaf.data = copies.host_memory(leaf).copy_(leaf)
             self._versions[param] = param._version
@@ -402,17 +407,18 @@ class HostStates(OptimizerWrapper):
 
     def _sent(self, param: Tensor, grad: Tensor) -> tuple[Tensor, Any, Tensor | None]:
         """A gradient on its way to the host, and the weight, if something else has written it."""
-        copies = self._copies(param)
+        copies = self.copies(param)
         weight = None
         if self._versions.get(param) != param._version:
             weight, _ = copies.to_host(param.detach())
             self._versions[param] = param._version
-        return (*copies.to_host(grad), weight)
+        with host_work():
+            return (*copies.to_host(grad), weight)
 
     def _land(self, param: Tensor, grad: Tensor, started: Any, weight: Tensor | None) -> None:
         """Wait for what `_sent` has sent; the copy of the parameter has its gradient then."""
         leaf = self._leaves[param]
-        self._copies(param).wait(started)
+        self.copies(param).wait(started)
         if weight is not None:
             leaf.copy_(weight)
         leaf.grad = grad
@@ -420,9 +426,10 @@ class HostStates(OptimizerWrapper):
     @torch.no_grad()
     def _take(self, param: Tensor, grad: Tensor, started: Any, weight: Tensor | None) -> None:
         """Step a parameter by a released gradient."""
-        self._land(param, grad, started, weight)
-        if self._release is not None:
-            self._release.on_gradient(self._leaves[param])
+        with host_work():
+            self._land(param, grad, started, weight)
+            if self._release is not None:
+                self._release.on_gradient(self._leaves[param])
 
     def _beside(self, work: Callable[[], None]) -> None:
         try:
@@ -433,11 +440,12 @@ class HostStates(OptimizerWrapper):
     @torch.no_grad()
     def _send_back(self, leaf: Tensor) -> None:
         param: Tensor = leaf._stands_for  # pyright: ignore[reportAttributeAccessIssue]
-        self._copies(param).to_device(leaf.detach(), param.detach())
+        self.copies(param).to_device(leaf.detach(), param.detach())
         self._versions[param] = param._version
 
     def _closed(self, closure: Callable[[], Any]) -> Any:
-        loss = closure_loss(closure)
+        with host_work(on_host=False):
+            loss = closure_loss(closure)
         with torch.no_grad():
             self._gather()
         return loss
@@ -451,6 +459,13 @@ class HostStates(OptimizerWrapper):
         refuse_sparse(left, type(self).__name__)
         if witness is not None:
             left = [p for p in left if p is not witness.param]
+        release = self._release
+        if release is not None and release.accumulate == 1:  # one at a time
+            for param in left:
+                if not release.has_updated(self._leaves[param]) and param.grad is not None:
+                    self._take(param, *self._sent(param, param.grad))
+                    param.grad = None
+            return
         under_way = [(p, *self._sent(p, p.grad)) for p in left if p.grad is not None]
         for one in under_way:
             self._land(*one)

@@ -289,6 +289,10 @@ class ReleaseGradients(OptimizerWrapper):
         if self._watches(param):
             self._witness = Witness(param, grad.clone())
 
+    def has_updated(self, param: Tensor) -> bool:
+        """Whether a gradient of this step has been applied, or waits for its norm."""
+        return param in self._done
+
     def would_watch(self, param: Tensor) -> bool:
         """Whether a gradient may tell if gradients are changed after the backward."""
         return self.clip == "none" and param.numel() == self._fewest
