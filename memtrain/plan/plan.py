@@ -190,8 +190,13 @@ class Plan:
         return {
             "activations": self.activation_rules.unused(),
             "optim": self.state_rules.unused(),
-            "recompute": [NO_BLOCKS] if self.no_blocks else [],
+            "recompute": [*([NO_BLOCKS] if self.no_blocks else []), *self._no_saves()],
         }
+
+    def _no_saves(self) -> list[str]:
+        own = self.config.activations
+        asked = own.recompute_saves != KEEP and not own.recompute
+        return [f"recompute_saves={own.recompute_saves}: recompute is empty"] if asked else []
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
         """The plan's rows, of one kind or all; no activations before they are recorded."""

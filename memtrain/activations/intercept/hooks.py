@@ -62,8 +62,9 @@ class Interception:
 
     Hooks on every module (never a replaced `forward`, so that deepcopy and pickle work) turn a
     `TorchFunctionMode` and saved-tensor hooks on around the outermost forward, and keep the path
-    of the module that runs now. It is inactive under `no_grad` and inside activation checkpointing
-    (whose saved tensors are recomputed, not kept); inside `torch.compile` its graphs are.
+    of the module that runs now. It is inactive under `no_grad` and inside a model's own activation
+    checkpointing (whose saved tensors are recomputed, not kept); inside `torch.compile` its graphs
+    are.
 
     Args:
         model: The module whose forward is intercepted.

@@ -130,8 +130,8 @@ class Recompute:
         suspended: Whether it is inactive for now.
 
     Memory:
-        The inputs of each module; while its backward runs, all that it saves, and a copy of its
-        buffers while it runs again.
+        The inputs of each module; while its backward runs, all that it saves (payloads, where
+        `first_run` says so), and a copy of its buffers while it runs again.
     """
 
     def __init__(

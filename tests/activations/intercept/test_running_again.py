@@ -102,8 +102,9 @@ def cosine(ours, theirs):
     return float(nn.functional.cosine_similarity(a, b, dim=0))
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("patterns", [["@blocks"], ["h.1"]], ids=str)
+@pytest.mark.parametrize(
+    ("patterns", "autocast"), [(["@blocks"], False), (["h.1"], True)], ids=["float32", "autocast"]
+)
 def test_gradients_are_those_of_the_same_rules_without_running_again(patterns, autocast):
     plain, beside, model = GPT(), wrapped([]), wrapped(patterns)
     exact = gradients(plain, autocast=autocast)
@@ -115,8 +116,11 @@ def test_gradients_are_those_of_the_same_rules_without_running_again(patterns, a
             assert 0.98 < cosine(ours, exact) < 1
 
 
-@pytest.mark.parametrize("patterns", [["@blocks"], ["h.0.act", "h.1.ln_*"], [""]], ids=str)
-@pytest.mark.parametrize("rules", [EXACT, KEEP], ids=["exact", "keep"])
+@pytest.mark.parametrize(
+    ("patterns", "rules"),
+    [(["@blocks"], EXACT), (["h.0.act", "h.1.ln_*"], KEEP), ([""], EXACT)],
+    ids=["blocks", "parts", "the model"],
+)
 def test_the_exact_twin_is_plain_training(patterns, rules):
     plain, model = GPT(), wrapped(patterns, rules)
     for _ in range(2):
@@ -367,6 +371,10 @@ def test_rounded_tensors_are_held_as_without_running_again():
 def test_an_unknown_choice_is_told():
     with pytest.raises(ValueError, match=r"recompute_saves='rule'.*rules"):
         Activations(recompute_saves="rule")
+
+
+def test_a_plan_lists_that_nothing_runs_again():
+    assert "recompute_saves=rules: recompute is empty" in str(memtrain.plan_of(wrapped([])))
 
 
 @pytest.mark.nightly
