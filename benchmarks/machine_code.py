@@ -43,7 +43,8 @@ class Case(NamedTuple):
 _ADAMW = {"RULE": 0, "STATES": 2}
 _PLAIN = {**_ADAMW, "p_like": "*fp32", "MASTER": 0}
 _DRAWN = {**_ADAMW, "p_like": "*bf16", "g_like": "*bf16", "MASTER": 1}
-_STEP, _GROUP, _CODEBOOK = "step.step_triton", "group.group_triton", "codebook.quantize_triton"
+_STEP, _SUMS = "step.step_triton", "step.reduce_triton"
+_GROUP, _CODEBOOK = "group.group_triton", "codebook.quantize_triton"
 _MATRIX = {"MATRIX": True, "LONG": True}
 _TILES = 16  # of a program of the first pass
 _ROWS = 16  # of a program of a norm's gradients
@@ -54,11 +55,11 @@ CASES = {
         _STEP, "_update_kernel", {**_DRAWN, "BITS": 4, "SECOND": 0}
     ),
     "AdamW, rank-1, pass 1": Case(
-        _STEP, "_reduce_kernel", {"SECOND": 1, "MASTER": 0, "p_like": "*fp32"}, _TILES
+        _SUMS, "_reduce_kernel", {"SECOND": 1, "MASTER": 0, "p_like": "*fp32"}, _TILES
     ),
     "AdamW, rank-1, pass 2": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 1}),
     "AdamW, factored, pass 1": Case(
-        _STEP, "_reduce_kernel", {"SECOND": 2, "MASTER": 0, "p_like": "*fp32"}, _TILES
+        _SUMS, "_reduce_kernel", {"SECOND": 2, "MASTER": 0, "p_like": "*fp32"}, _TILES
     ),
     "AdamW, factored, pass 2": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 2}),
     "AdamW, factored, 2 bits, pass 2": Case(

@@ -68,6 +68,9 @@ def examined(*names):
 def test_kernels_compile_without_stack_or_spills(module, once):
     rows = [row for row in once("aot", examined)[0] if row.get("module") == module]
     assert [row for row in rows if "fault" in row] == []
+    if not rows:  # else the script had said that it has kernels
+        assert "AOT_CASES" not in (KERNELS / f"{module.replace('.', '/')}.py").read_text()
+        return
     assert {row["sm"] for row in rows} == {80, 90}
     if any(row["sizes"] != "multiples" for row in rows):
         assert {row["sizes"] for row in rows} == {"multiples", "odd", "ones"}

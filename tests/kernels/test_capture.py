@@ -11,7 +11,7 @@ from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import cuda_graph, update_rules
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import fused_step
-from memtrain.kernels.step.step_triton import point
+from memtrain.kernels.step.table_triton import point
 from tests.kernels import test_adamw, test_blockstep, test_entries
 
 CPU = torch.device("cpu")

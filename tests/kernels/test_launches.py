@@ -14,7 +14,7 @@ from memtrain.kernels import cpu, device_guard
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import launch, step, step_triton
+from memtrain.kernels.step import launch, reduce_triton, step, step_triton
 from memtrain.kernels.step.codecs import Codec
 from tests.kernels import test_adamw
 
@@ -175,7 +175,8 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
         launch.step([exact._replace(states=(state, state), codecs=(Codec("block", 8, "DE"),) * 2)])
     # Of five kinds of states; rank-1 takes one launch more, factored three.
     assert len(taken) == 2 * (5 + 1 + 3)
-    cases = [(kernel, constants) for kernel, _, constants in step_triton.AOT_CASES]
+    made = step_triton.AOT_CASES + reduce_triton.AOT_CASES
+    cases = [(kernel, constants) for kernel, _, constants in made]
     assert [one for one in taken if one not in cases] == []
     # Contracted, `m + a * (g - m)` would be rounded once where the reference rounds twice.
     assert all(options["enable_fp_fusion"] is False for _, options in taken)

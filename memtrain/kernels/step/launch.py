@@ -1,4 +1,4 @@
-"""Tables and launches of the Triton step (`step_triton.py` has the kernels)."""
+"""Tables and launches of the Triton step (kernels: `reduce_triton`, `step_triton`)."""
 
 import math
 from array import array
@@ -13,14 +13,16 @@ from torch import Tensor
 from memtrain.kernels.codebook import lloyd_max, rank1
 from memtrain.kernels.codebook.quantize import inverse
 from memtrain.kernels.device_guard import launch
-from memtrain.kernels.step import lloyd_max_triton, step_triton
+from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, Sums, table_row
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked
+from memtrain.kernels.step.update_rules_triton import EXACT
 from memtrain.kernels.step.uploads import DeviceTable, send
 
 kernels: Any = step_triton  # launches take options that no signature shows
+first_pass: Any = reduce_triton
 two_bits: Any = lloyd_max_triton
 _HOST = torch.device("cpu")
 
@@ -121,14 +123,16 @@ class Launch:
             self._update_form |= self._reduce_form
             self._update_form["RULE"] = list(RULES).index(first.rule)
             self._update_form |= {"STATES": states, "BITS": first.bits}
-            self._update_form |= kernels.update_options(first.bits, second, is_whole(first))
+            self._update_form |= kernels.update_options(
+                first.bits, second, is_whole(first), first.param.itemsize < 4
+            )
         self._programs = self._count_programs()
 
     def renew(self, entries: list[Entry]) -> None:
         """For another step of entries that hold the same tensors, but for gradients."""
         self.entries = entries
         self._scalars.copy_(stacked([entry.scalars for entry in entries], self.device))
-        kernels.point(self._table, kernels.G.value, [entry.grad for entry in entries])
+        table_triton.point(self._table, table_triton.G.value, [entry.grad for entry in entries])
         if self.form != "rank1":
             return
         torch._foreach_zero_([v[name] for v in self._vectors for name in ("row_new", "col_new")])
@@ -155,10 +159,10 @@ class Launch:
 
     def _rows(self, first: int) -> "array[int]":
         """The rows of the table, given the address of the scalars."""
-        rows, places = array("q"), (kernels.FIRST, kernels.SECOND_STATE)
+        rows, places = array("q"), (table_triton.FIRST, table_triton.SECOND_STATE)
         for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
             row = table_row(entry, first + k * SCALARS, entry.master.device_fields())
-            row += [vectors[n].data_ptr() if n in vectors else 0 for n in kernels.VECTORS]
+            row += [vectors[n].data_ptr() if n in vectors else 0 for n in table_triton.VECTORS]
             row.append(0 if entry.guard is None else entry.guard.data_ptr())
             for codec, state in zip(entry.codecs, places, strict=False):
                 if codec.form in ("block", "rank1"):
@@ -184,14 +188,14 @@ class Launch:
             return
         reduce = self._programs["reduce"]
         launch(
-            kernels._reduce_kernel,
+            first_pass._reduce_kernel,
             (len(reduce),),
             reduce,
             self._table,
             self._scalars,
             *self._like(),
             **self._reduce_form,
-            **kernels.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
+            **first_pass.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
         )
         if self.form == "rank1":
             _join_maxima(self.entries, self._vectors)
@@ -222,8 +226,8 @@ class Launch:
                 vectors["row_inv"].copy_(ratio(entry.states[1]["row"], found["mean"]))
         elif self.form == "factored":
             mean = self._programs["mean"]
-            launch(kernels._mean_kernel, (len(mean),), mean, self._table, **kernels.EXACT)
-            launch(kernels._ratio_kernel, (len(self.entries),), self._table, **kernels.EXACT)
+            launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
+            launch(first_pass._ratio_kernel, (len(self.entries),), self._table, **EXACT)
         if self.entries[0].bits == lloyd_max.BITS:
             self._take_roots()
 

@@ -5,12 +5,13 @@ import triton.language as tl
 
 from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.step.split_triton import DRAWN, draws, ticked, write_weight
-from memtrain.kernels.step.step_triton import (
+from memtrain.kernels.step.step_triton import blocks, first_elements, inputs
+from memtrain.kernels.step.table_triton import (
     COL_INV,
     COL_OLD,
     DTYPES,
-    EXACT,
     FIRST,
+    LISTS,
     NUMEL,
     ROW_INV,
     ROW_OLD,
@@ -19,17 +20,14 @@ from memtrain.kernels.step.step_triton import (
     TICK,
     G,
     P,
-    _field,
-    _first_elements,
-    _floats,
-    _lost,
-    _numbers,
-    _pointer,
-    _unless_refused,
-    blocks,
-    inputs,
-    quotient,
+    address,
+    corrections,
+    field,
+    floats,
+    read_scalars,
+    unless_refused,
 )
+from memtrain.kernels.step.update_rules_triton import EXACT, quotient
 
 SMALL, LARGE = tl.constexpr(lloyd_max.SMALL), tl.constexpr(lloyd_max.LARGE)
 BOUND = tl.constexpr(lloyd_max.BOUND)
@@ -51,29 +49,29 @@ def _update_kernel(
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1)
     first = chunk.to(tl.int64) * (COUNT * SIZE)
-    numel = _unless_refused(table_ptr, tensor, _field(table_ptr, tensor, NUMEL))
+    numel = unless_refused(table_ptr, tensor, field(table_ptr, tensor, NUMEL))
     left = tl.minimum(numel - first, COUNT * SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
     row, lane = tl.arange(0, COUNT)[:, None], tl.arange(0, HALF)[None, :]
     real = row * SIZE < left
-    scalars = _floats(table_ptr, tensor, SCALARS)
-    numbers, residual = _numbers(scalars), tl.load(scalars + RESIDUAL)
-    p_ptr = _pointer(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE) + first
-    g_ptr = _pointer(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE) + first
-    lost_ptr = _lost(table_ptr, tensor, MASTER, WHOLE) + first
+    scalars = floats(table_ptr, tensor, SCALARS)
+    numbers, residual = read_scalars(scalars), tl.load(scalars + RESIDUAL)
+    p_ptr = address(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE) + first
+    g_ptr = address(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE) + first
+    lost_ptr = corrections(table_ptr, tensor, MASTER, WHOLE) + first
     low_draw = 0
     high_draw = 0
     if MASTER == DRAWN:
-        seed = ticked(_field(table_ptr, tensor, SEED), _field(table_ptr, tensor, TICK))
+        seed = ticked(field(table_ptr, tensor, SEED), field(table_ptr, tensor, TICK))
         low_draw, high_draw = draws(seed, chunk, COUNT, HALF)
 
-    codes_ptr = _pointer(table_ptr, tensor, FIRST, tl.uint8, WHOLE) + first // 4
-    scale_ptr = _pointer(table_ptr, tensor, FIRST + 1, tl.bfloat16, False) + first // SIZE
+    codes_ptr = address(table_ptr, tensor, FIRST, tl.uint8, WHOLE) + first // 4
+    scale_ptr = address(table_ptr, tensor, FIRST + 1, tl.bfloat16, False) + first // SIZE
     byte = tl.load(codes_ptr + row * QUARTER + lane % QUARTER, mask=real, other=0).to(tl.int32)
     shift = lane // QUARTER * 2
     scale = tl.load(scale_ptr + row, mask=real, other=0.0).to(tl.float32)
-    i, j, cols = _first_elements(table_ptr, tensor, chunk, row, COUNT, SIZE, WHOLE)
+    i, j, cols = first_elements(table_ptr, tensor, chunk, row, COUNT, SIZE, WHOLE)
     place = (table_ptr, tensor, i, j, cols)
 
     low_p, low_m, low_y, low_x = _moment(
@@ -132,8 +130,8 @@ def _moment(
     else:
         i, j = i + (j + lane) // cols, (j + lane) % cols
         known = inside
-    old = tl.load(_floats(table_ptr, tensor, FIRST + 2) + i, mask=known, other=0.0)
-    old_col = _pointer(table_ptr, tensor, FIRST + 3, tl.float32, WHOLE)
+    old = tl.load(floats(table_ptr, tensor, FIRST + 2) + i, mask=known, other=0.0)
+    old_col = address(table_ptr, tensor, FIRST + 3, tl.float32, WHOLE)
     old = old * tl.load(old_col + j, mask=inside, other=0.0)
     size = tl.where((code == 0) | (code == 3), LARGE, SMALL) * scale
     p, g, _, _ = inputs(
@@ -141,11 +139,11 @@ def _moment(
     )
     m = tl.where(code > 1, size, -size) * old
     m = m + numbers[3] * (g - m)
-    y = tl.load(_floats(table_ptr, tensor, ROW_INV) + i, mask=known, other=0.0)
-    col = _pointer(table_ptr, tensor, COL_OLD, tl.float32, WHOLE)
+    y = tl.load(floats(table_ptr, tensor, ROW_INV) + i, mask=known, other=0.0)
+    col = address(table_ptr, tensor, COL_OLD, tl.float32, WHOLE)
     y = y * tl.load(col + j, mask=inside, other=0.0)
-    x = m * tl.load(_floats(table_ptr, tensor, ROW_OLD) + i, mask=known, other=0.0)
-    inv_col = _pointer(table_ptr, tensor, COL_INV, tl.float32, WHOLE)
+    x = m * tl.load(floats(table_ptr, tensor, ROW_OLD) + i, mask=known, other=0.0)
+    inv_col = address(table_ptr, tensor, COL_INV, tl.float32, WHOLE)
     x = x * tl.load(inv_col + j, mask=inside, other=0.0)
     return p, m, y, tl.where(inside, x, 0.0)
 
@@ -174,7 +172,7 @@ def options(whole: bool) -> dict[str, int]:
 AOT_CASES = [
     (
         _update_kernel,
-        {"programs_ptr": "*i32", "table_ptr": "*i64", "p_like": p, "g_like": g},
+        {**LISTS, "p_like": p, "g_like": g},
         {
             "COUNT": blocks(lloyd_max.BITS, whole),
             "HALF": 64,

@@ -27,8 +27,9 @@ def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
 
     Each process of the shards' groups must call it, with the same entries in the same order; parts
     may be empty. The new scales are bit for bit those of the whole tensor, the factors are so but
-    for the order of sums. On CUDA the kernels of `step_triton.py` serve contiguous parts split by
-    rows; others, and the CPU, take torch's arithmetic, one parameter at a time.
+    for the order of sums. On CUDA the kernels of `reduce_triton.py` and `step_triton.py` serve
+    contiguous parts split by rows; others, and the CPU, take torch's arithmetic, one parameter at a
+    time.
 
     Args:
         entries: Each with the part of this process.

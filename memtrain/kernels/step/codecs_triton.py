@@ -1,0 +1,104 @@
+"""Blocks of codes of optimizer states in Triton, as `codecs.py` says."""
+
+import triton
+import triton.language as tl
+
+from memtrain.kernels.codebook.quantize_triton import magnitude
+from memtrain.kernels.step.codecs import MANTISSA
+from memtrain.kernels.step.table_triton import address, floats
+
+TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
+SHIFT4, SHIFT8 = (tl.constexpr(23 - MANTISSA[bits]) for bits in (4, 8))  # of `upper_buckets`
+CENTRE4, CENTRE8 = (tl.constexpr(2 ** (8 + MANTISSA[bits])) for bits in (4, 8))
+
+
+@triton.jit
+def _encode(x, state, scale, usable, SCALED: tl.constexpr, BITS: tl.constexpr):
+    """The number of bounds (times the scale) below x; one at most is in doubt by x's upper bits."""
+    SHIFT: tl.constexpr = SHIFT8 if BITS == 8 else SHIFT4
+    CENTRE: tl.constexpr = CENTRE8 if BITS == 8 else CENTRE4
+    starts_ptr = state[3] + CENTRE
+    ratio = x
+    if SCALED:
+        ratio = x * (1.0 / tl.where(usable, scale, 1.0))
+        starts_ptr += tl.where(usable, 0, 2 * CENTRE)
+    start = tl.load(starts_ptr + (ratio.to(tl.int32, bitcast=True) >> SHIFT))
+    code = start.to(tl.int32)
+    if BITS == 8:
+        bound = tl.load(state[2] + 256 + code)
+    else:
+        bound = (start >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if SCALED:
+        bound *= scale + (scale - scale)  # Inf becomes NaN: no bound is below x
+    return tl.where(x > bound, code + 1, code)
+
+
+@triton.jit
+def _encode_tiny(x, state, scale, BITS: tl.constexpr):
+    """The same by halving: products of bounds and tiny scales lose bits, and more is in doubt."""
+    scale += scale - scale
+    code = tl.zeros(x.shape, dtype=tl.int32)
+    for k in tl.static_range(BITS):
+        bound = tl.load(state[2] + 2**BITS + code + (2 ** (BITS - 1 - k) - 1)) * scale
+        code = tl.where(x > bound, code + 2 ** (BITS - 1 - k), code)
+    return code
+
+
+@triton.jit
+def state_at(
+    table_ptr, tensor, state, first, BITS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """A state's addresses from element `first` on: numbers or codes, scales, values, buckets."""
+    if BITS == 32:
+        data = address(table_ptr, tensor, state, tl.float32, WHOLE) + first
+    else:
+        data = address(table_ptr, tensor, state, tl.uint8, WHOLE) + first // (8 // BITS)
+    scale = floats(table_ptr, tensor, state + 1) + first // SIZE
+    values = floats(table_ptr, tensor, state + 2)
+    if BITS == 8:
+        starts = address(table_ptr, tensor, state + 3, tl.uint8, False)
+    else:
+        starts = address(table_ptr, tensor, state + 3, tl.int64, False)
+    return data, scale, values, starts
+
+
+@triton.jit
+def read_codes(state, real, at, BITS: tl.constexpr, HALF: tl.constexpr):
+    """The codes of both halves of the blocks of one state."""
+    byte = tl.load(state[0] + at, mask=real, other=0).to(tl.int32)
+    if BITS == 8:
+        high = tl.load(state[0] + at + HALF, mask=real, other=0).to(tl.int32)
+        return byte, high
+    return byte & 15, byte >> 4
+
+
+@triton.jit
+def write_scale(low, high, state, row, real):
+    """The bits of the new scale of each block, which are stored."""
+    top = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=1)[:, None]
+    tl.store(state[1] + row, top.to(tl.float32, bitcast=True), mask=real)
+    return top
+
+
+@triton.jit
+def write_codes(
+    state, top, tiny, real, at, low, high,
+    SCALED: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Quantise both halves of the blocks of one state; SCALED: by a scale of each block."""
+    scale = top.to(tl.float32, bitcast=True)
+    usable = (top > 0) & (top < 0x7F800000)
+    if not SCALED:
+        low_code = _encode(low, state, scale, usable, False, BITS)
+        high_code = _encode(high, state, scale, usable, False, BITS)
+    elif tiny:
+        low_code = _encode_tiny(low, state, scale, BITS)
+        high_code = _encode_tiny(high, state, scale, BITS)
+    else:
+        low_code = _encode(low, state, scale, usable, True, BITS)
+        high_code = _encode(high, state, scale, usable, True, BITS)
+    if BITS == 8:
+        tl.store(state[0] + at, low_code.to(tl.uint8), mask=real)
+        tl.store(state[0] + at + HALF, high_code.to(tl.uint8), mask=real)
+    else:
+        tl.store(state[0] + at, (low_code | (high_code << 4)).to(tl.uint8), mask=real)
