@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit
 from memtrain.optim.fused.sgd import SGD4bit
-from memtrain.optim.wrappers import release
+from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 
@@ -123,13 +123,13 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LO
 @pytest.mark.parametrize(("inner", "options", "bad"), CASES)
 def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, counts):
     reads, before, asked = Reads(), Reads(), []
-    real = release._read
-    monkeypatch.setattr(release, "_read", lambda norms: asked.append(len(norms)) or real(norms))
+    real = late_norms.read
+    monkeypatch.setattr(late_norms, "read", lambda norms: asked.append(len(norms)) or real(norms))
     ours, theirs = made(inner, options), made(inner, options)
     kernels = "reference" if inner == "plain" else "triton"
     with backend(kernels):
         train(*theirs, before, bad)
-        monkeypatch.setattr(release, "LATE", ("cpu",))
+        monkeypatch.setattr(late_norms, "LATE", ("cpu",))
         train(*ours, reads, bad)
     assert equal([*told(*ours)], [*told(*theirs)])
     closed = options == "two_pass"

@@ -114,22 +114,26 @@ class FusedStates(CompressedStates):
         return self.plain
 
     @contextmanager
-    def with_masters(self, masters: Mapping[Tensor, MasterWeight]) -> Iterator[None]:
-        """Let steps inside the block read and write the masters of these parameters."""
-        self._masters = masters
-        try:
-            yield
-        finally:
-            del self._masters
+    def reading(
+        self,
+        *,
+        masters: Mapping[Tensor, MasterWeight] | None = None,
+        guards: Mapping[Tensor, Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Let steps inside the block read what stands beside parameters.
 
-    @contextmanager
-    def with_guards(self, guards: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        """Let steps inside the block change nothing of parameters whose guard is not finite."""
-        self._guards = guards
+        Args:
+            masters: Are read in the place of these parameters, and written.
+            guards: Where one of them is not finite, its parameter and states are left as they are.
+        """
+        given = {"_masters": masters, "_guards": guards}
+        given = {name: value for name, value in given.items() if value is not None}
+        vars(self).update(given)
         try:
             yield
         finally:
-            del self._guards
+            for name in given:
+                delattr(self, name)
 
     def check(self, group: dict[str, Any]) -> None:
         """As `CompressedStates.check`."""

@@ -2,8 +2,7 @@
 
 import math
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import local
+from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
+from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
 """How gradients may be clipped; `ReleaseGradients` says what each does."""
-
-LATE = ("cuda",)
-"""Types of devices whose norms are read when the step ends, all at once."""
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -125,7 +123,7 @@ class ReleaseGradients(OptimizerWrapper):
         """Updates skipped so far for NaN or Inf."""
         self._done: set[Tensor] = set()
         self._squares = 0.0
-        self._late: list[_Late] = []
+        self._late: list[LateNorm] = []
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass and global_norm
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
@@ -308,9 +306,9 @@ class ReleaseGradients(OptimizerWrapper):
         if self.before is not None and self.before():
             self.before = None
         self._done.add(param)
-        norm = _norm_of(grad) if self._measures else 0.0
+        norm = late_norms.norm_of(grad) if self._measures else 0.0
         if isinstance(norm, Tensor):
-            self._late.append(_Late(param, norm, _count_of(self.state, param)))
+            self._late.append(LateNorm(param, norm, late_norms.count_of(self.state, param)))
         else:
             norm /= self.loss_scale
             if not math.isfinite(norm) and not self._defers:
@@ -350,13 +348,14 @@ class ReleaseGradients(OptimizerWrapper):
     def _settle(self) -> None:
         """Read the norms that devices have still, in one wait for each; count what was skipped."""
         late, self._late = self._late, []
-        for (param, _, count), value in zip(late, _read([one.norm for one in late]), strict=True):
+        values = late_norms.read([one.norm for one in late])
+        for (param, _, count), value in zip(late, values, strict=True):
             norm = value / self.loss_scale
             if math.isfinite(norm) or self._defers:
                 self._squares += norm * norm
             else:
                 self.skipped += 1
-                _set_count(self.state, param, count)
+                late_norms.set_count(self.state, param, count)
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
@@ -512,57 +511,6 @@ def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
                 f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
                 "previous or two_pass, and accumulate=1"
             )
-
-
-class _Late(NamedTuple):
-    """A gradient's norm that its device has still."""
-
-    param: Tensor
-    norm: Tensor
-    count: Tensor | float | None
-    """Of the parameter's steps before; None where it had no states."""
-
-
-def _read(norms: Sequence[Tensor]) -> list[float]:
-    """Numbers of devices, in order: one wait for each device and dtype."""
-    found: list[float] = [0.0] * len(norms)
-    alike: dict[object, list[int]] = defaultdict(list)
-    for k, norm in enumerate(norms):
-        alike[norm.device, norm.dtype].append(k)
-    for places in alike.values():
-        values = torch.stack([norms[k] for k in places]).tolist()
-        for k, value in zip(places, values, strict=True):
-            found[k] = value
-    return found
-
-
-def _count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor | float | None:
-    """A copy of a parameter's count of steps; 0 where its states have none, None without states."""
-    own = states.get(param)
-    if not own:
-        return None
-    count = own.get("step", 0.0)
-    return count.clone() if isinstance(count, Tensor) else count
-
-
-def _set_count(states: Any, param: Tensor, count: Tensor | float | None) -> None:
-    """Take back the count of a step that was none; without an earlier one, the states too."""
-    if count is None:
-        states.pop(param, None)
-    elif "step" in states[param]:
-        states[param]["step"] = count
-
-
-def _norm_of(grad: Tensor) -> float | Tensor:
-    """The norm of a whole gradient, float64 ones in float64, all others in float32.
-
-    A tensor where reading it would make the host wait.
-    """
-    grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole if whole.device.type in LATE else whole.item()
 
 
 def refuse_scaler(release: object) -> None:

@@ -341,7 +341,7 @@ class SplitWeights(OptimizerWrapper):
         for param, *_ in targets:
             self._drop_stale(param)
             masters[param] = self._kept_master(param)
-        with inner.with_masters(masters):
+        with inner.reading(masters=masters):
             super().step_targets([target._replace(grad=None) for target in targets])
         for param in masters:
             torch.autograd.graph.increment_version(param)  # kernels write past autograd

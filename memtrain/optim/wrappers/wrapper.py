@@ -106,7 +106,7 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
             optimizer.state[leaf] = optimizer.state.pop(param)
     optimizer.param_groups = [alone for alone, _ in groups]
     try:
-        with optimizer.with_guards(guards) if fused else nullcontext():
+        with optimizer.reading(guards=guards) if fused else nullcontext():
             raw_step(optimizer)
     finally:
         optimizer.param_groups = whole

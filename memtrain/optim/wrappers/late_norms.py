@@ -1,0 +1,62 @@
+"""Norms of gradients that the host reads when a step ends, where it would have to wait for each."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LATE = ("cuda",)
+"""Types of devices whose norms are read when the step ends, all at once."""
+
+
+class LateNorm(NamedTuple):
+    """A gradient's norm that its device has still."""
+
+    param: Tensor
+    norm: Tensor
+    count: Tensor | float | None
+    """Of the parameter's steps before; None where it had no states."""
+
+
+def read(norms: Sequence[Tensor]) -> list[float]:
+    """Numbers of devices, in order: one wait for each device and dtype."""
+    found: list[float] = [0.0] * len(norms)
+    alike: dict[object, list[int]] = defaultdict(list)
+    for k, norm in enumerate(norms):
+        alike[norm.device, norm.dtype].append(k)
+    for places in alike.values():
+        values = torch.stack([norms[k] for k in places]).tolist()
+        for k, value in zip(places, values, strict=True):
+            found[k] = value
+    return found
+
+
+def count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor | float | None:
+    """A copy of a parameter's count of steps; 0 where its states have none, None without states."""
+    own = states.get(param)
+    if not own:
+        return None
+    count = own.get("step", 0.0)
+    return count.clone() if isinstance(count, Tensor) else count
+
+
+def set_count(states: Any, param: Tensor, count: Tensor | float | None) -> None:
+    """Take back the count of a step that was none; without an earlier one, the states too."""
+    if count is None:
+        states.pop(param, None)
+    elif "step" in states[param]:
+        states[param]["step"] = count
+
+
+def norm_of(grad: Tensor) -> float | Tensor:
+    """The norm of a whole gradient, float64 ones in float64, all others in float32.
+
+    A tensor where reading it would make the host wait.
+    """
+    grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
+    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole if whole.device.type in LATE else whole.item()
