@@ -42,11 +42,10 @@ def _everywhere(bits: int, size: int) -> list[dict[str, Any]]:
 
 WAYS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "balanced": ("balanced", []),
-    "balanced, groups of 128": ("balanced", _everywhere(4, 128)),
+    "balanced, groups of 256": ("balanced", _everywhere(4, 256)),
     "balanced, groups of 64": ("balanced", _everywhere(4, 64)),
-    "balanced, norms' groups of 128": ("balanced", [_group(4, 128, op=NORM)]),
     "balanced, norms' groups of 64": ("balanced", [_group(4, 64, op=NORM)]),
-    "balanced, norms' 5 bits": ("balanced", [_group(5, op=NORM)]),
+    "balanced, norms' 5 bits": ("balanced", [_group(5, 128, op=NORM)]),
     "balanced, values' and outputs' 8 bits": (
         "balanced",
         [_group(8, op=ATTENTION, tensor="input2|saved")],

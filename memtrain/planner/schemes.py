@@ -25,6 +25,7 @@ TORCH, BITS8, BITS4, FACTORED, BITS2 = "torch", "8-bit", "4-bit", "factored", "2
 STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
 """Variants of optimizer states: torch's own, and four ways to quantise them."""
 
+_NARROW = {"name": "group", "group_size": 128}
 _WIDE = {"name": "group", "bits": 8}
 _EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax indices are integers
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
@@ -33,7 +34,8 @@ _EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax in
 _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
     ActivationRule(op="@singular", compressor=KEEP),
     ActivationRule(op="@exponential", compressor=_WIDE),
-    ActivationRule(op="scaled_dot_product_attention", tensor="input|input1", compressor=_WIDE),
+    ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
+    ActivationRule(op="dot_product_attention", compressor={**_NARROW, "bits": 6}),
     ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
 _HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 4})
@@ -62,8 +64,8 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     """
     if scheme == KEEP:
         return []
-    own = ActivationRule(compressor={"name": "group", "bits": widths[REST]})
-    smooth = {"name": "group", "bits": widths[SMOOTH]}
+    own = ActivationRule(compressor={**_NARROW, "bits": widths[REST]})
+    smooth = {**_NARROW, "bits": widths[SMOOTH]}
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
     saturating = ActivationRule(op="sigmoid|tanh", compressor=own.compressor)
     return {

@@ -233,7 +233,7 @@ def test_relu_and_the_convolution_that_reads_it_are_one_row():
     assert any("1.conv / conv2d" in site for site in row.sites)
     elements = 4 * 16 * 16 * 16
     assert row.plain == 4 * elements
-    assert row.planned == elements // 8 + elements // 2 + elements // 256 * 4
+    assert row.planned == elements // 8 + elements // 2 + elements // 128 * 4
 
 
 def test_join_by_hand():

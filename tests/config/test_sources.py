@@ -46,8 +46,8 @@ def test_presets_say_what_the_documentation_says():
         return {rule.op: rule.compressor for rule in config.activations.rules}
 
     assert of(balanced)["@nonlinear"] == {"name": "derivative", "bits": 3}
-    assert of(balanced)["silu"] == {"name": "group", "bits": 5}
-    assert of(balanced)["*"] == {"name": "group", "bits": 4}
+    assert of(balanced)["silu"] == {"name": "group", "bits": 5, "group_size": 128}
+    assert of(balanced)["*"] == {"name": "group", "bits": 4, "group_size": 128}
     assert [r.compressor for r in balanced.optim.rules] == ["Rank-1/Linear", "B128/DE"]
     assert of(smallest)["@nonlinear"] == {"name": "derivative", "bits": 2}
     assert of(smallest)["@smooth"] == {"name": "group", "bits": 3}

@@ -94,7 +94,7 @@ def test_patch_or_group_by_what_the_maps_are_like(texture, winner):
     found = measured(model, lambda: model(batch).square().mean().backward(), found)
     _, mixtures = gather_states(model, optimizer, Config(), STATES, Goal())
     goal = Goal(max_error=100)
-    room = Group(bits=4).compress(batch, key=Key()).nbytes
+    room = Group(bits=4, group_size=128).compress(batch, key=Key()).nbytes
     solutions = solve(priced(found, goal), goal.max_error)
     best_fit = min((s for s in solutions if s.saved <= room), key=lambda s: s.error)
     candidate = CandidatePlan(0.0, 0.0, 0.0, found, best_fit, mixtures[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.op_families import FAMILIES
-from memtrain.activations.saved.fit import FLOATS
+from memtrain.activations.saved.fit import ATTENTION, FLOATS, UNSCALED_ATTENTION
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.pack_hook import SIDE_RATIO
 from memtrain.activations.saved.site import Site
@@ -189,6 +189,8 @@ class GraphSites:
         ops = self._ops.get(number, [])
         if name == "pow" and any(_smooth_power(op) for op in ops):
             name = "square"
+        if name == ATTENTION and any(_unscaled(op) for op in ops):
+            name = UNSCALED_ATTENTION  # one that is decomposed has lost its scale
         role = self._role(stripped(saved), number, ops)
         return Use(Site(self._module(user.meta, "fwd_nn_module_stack"), name, role))
 
@@ -293,6 +295,12 @@ def source_name(stack: Any) -> str:
     if not isinstance(target, type):
         text = target if isinstance(target, str) else getattr(target, "__name__", text)
     return re.sub(r"_\d+$", "", str(text)).strip("_")
+
+
+def _unscaled(op: Node) -> bool:
+    """Whether it is fused attention with a scale of 1 or more."""
+    scale = op.kwargs.get("scale")
+    return isinstance(scale, int | float) and scale >= 1
 
 
 def _smooth_power(op: Node) -> bool:

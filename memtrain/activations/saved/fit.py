@@ -15,6 +15,8 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 ATTENTION = "scaled_dot_product_attention"
+UNSCALED_ATTENTION = "dot_product_attention"
+"""The same function with a scale of 1 or more, of which rules may think otherwise: it saturates."""
 ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
 _MASK_PLACE = 3  # among the op's tensors
 
@@ -58,7 +60,7 @@ def fit(
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor for this dtype and op, and what the save is a copy of."""
     plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
-    if chosen.is_identity or (plain and op.name != ATTENTION):
+    if chosen.is_identity or (plain and op.name not in (ATTENTION, UNSCALED_ATTENTION)):
         return chosen, copy
     if plain:
         return _attention_mask(save, op, chosen, copy)

@@ -49,6 +49,8 @@ def fresh():
 
 
 class Attention(nn.Module):
+    scale: float | None = None
+
     def __init__(self, width, heads):
         super().__init__()
         self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
@@ -57,7 +59,7 @@ class Attention(nn.Module):
         samples, tokens, width = x.shape
         heads = (samples, tokens, self.heads, width // self.heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return self.out(y.transpose(1, 2).reshape(samples, tokens, width))
 
 
@@ -209,6 +211,20 @@ def test_a_graph_holds_no_more_than_the_eager_forward_and_errs_no_more(autocast)
     assert (found[2] - found[0]).norm() <= (found[1] - found[0]).norm()
     reasons = {row.reason for row in memtrain.plan_of(models[2]).entries("activation")}
     assert "made of parameters and buffers alone" not in reasons  # a weight's copy is cast again
+
+
+def test_attention_without_a_scale_is_an_op_of_its_own():
+    model = Model()
+    model.h[0].attention.scale = 1.0
+    wrapped(model)
+    torch.compile(model, backend=BACKEND)(tokens())
+    found = {
+        row.site.rsplit(" / ", 1)[1]: row.compressor
+        for row in memtrain.plan_of(model).entries("activation")
+        if row.site.startswith("h.0.attention / dot_product_attention")
+    }
+    wide, narrow = repr(Group(bits=8)), repr(Group(bits=6, group_size=128))
+    assert found == {"input": wide, "input1": wide, "input2": narrow, "saved": narrow}
 
 
 @pytest.mark.nightly

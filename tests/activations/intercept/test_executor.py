@@ -31,10 +31,10 @@ class Model(nn.Module):
         return self.op(*xs, *self.own)
 
 
-def attention(kind):
+def attention(kind, scale=None):
     def run(q, k, v):
         with sdpa_kernel(kind):
-            return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
     return run
 
@@ -198,6 +198,16 @@ def test_gradients_at_eight_bits_are_as_close_as_the_step(row):
         assert error <= (0.0 if row.exact else 3 * 10 / 255 / math.sqrt(12) / 2)
     if not row.exact:
         assert any(not torch.equal(a, b) for a, b in zip(coarse, plain, strict=True))
+
+
+@pytest.mark.parametrize("scale", [None, 0.25, 1.0])
+def test_attention_without_a_scale_is_an_op_of_its_own(scale):
+    model, inputs = made(Row(attention(SDPBackend.FLASH_ATTENTION, scale), QKV, {}))
+    _, records, _ = step(model, inputs, choose=lambda site: EIGHT)
+    op = "dot_product_attention" if scale == 1 else "scaled_dot_product_attention"
+    roles = {record.site.tensor for record in records if record.site.op == op}
+    assert {"input", "input1", "input2", "saved"} <= roles
+    assert {record.site.op for record in records} == {op}
 
 
 @pytest.mark.parametrize("kind", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], ids=str)
