@@ -272,6 +272,8 @@ class Run:
         """Memtrain's own part of the config, with the run's clipping and accumulation in it."""
         training = self.config.training
         own = base.from_mapping(OmegaConf.create(asdict(self.config)))
+        if self.config.compile != "false":
+            _check_compiled(self.config.compile, own)
         released = own.gradients == "release"
         released |= self.config.budget is not None and "release" in self.config.planner.allow
         if released and own.release.clip == "none" and training.clip:
@@ -438,6 +440,25 @@ class Run:
         for name, nbytes in zip(BYTES, now, strict=True):
             self.bytes[name] = max(self.bytes[name], nbytes)
         return self._value(losses)
+
+
+def _check_compiled(how: str, own: base.Config) -> None:
+    """Refuse what needs to see the ops of a forward.
+
+    Raises:
+        ValueError: Names both keys.
+    """
+    recompute = list(own.activations.recompute)
+    if recompute:
+        raise ValueError(
+            f"compile={how} with activations.recompute={recompute}: modules that run again are not "
+            "traced; allowed: compile=false, or activations.recompute=[]"
+        )
+    if own.precision.active:
+        raise ValueError(
+            f"compile={how} with precision.assignment={own.precision.assignment}: ops inside a "
+            "graph are not rounded; allowed: compile=false, or precision=fp32"
+        )
 
 
 def micro_rows(config: TrainConfig, processes: Processes) -> int:

@@ -233,11 +233,6 @@ class TrainConfig(base.Config):
                 f"compile={self.compile} with budget={self.budget}: plans that fit are of eager "
                 "steps; allowed: compile=false, or budget=null"
             )
-        if self.precision.active:
-            raise ValueError(
-                f"compile={self.compile} with precision.assignment={self.precision.assignment}: "
-                "ops inside a graph are not rounded; allowed: compile=false, or precision=fp32"
-            )
         if self.compile == "true" and self.training.parallel == "fsdp":
             raise ValueError(
                 "compile=true with training.parallel=fsdp, which gathers the parts of a block "

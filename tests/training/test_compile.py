@@ -88,7 +88,6 @@ def test_bytes_of_compiled_runs_are_counted(smoke, op_by_op):
     ("given", "message"),
     [
         (["compile=true", "budget=1GiB"], "compile=true with budget=1GiB"),
-        (["compile=blocks", "precision=uniform"], "compile=blocks with precision.assignment="),
         (["compile=true", "training.parallel=fsdp"], "compile=true with training.parallel=fsdp"),
         (["compile=block"], "compile='block' is unknown.*blocks"),
     ],
@@ -102,6 +101,8 @@ def test_what_does_not_go_together_is_refused(smoke, given, message):
     ("given", "message"),
     [
         (["compile=true", "preset=gact4"], "compile=true with bits: auto in activations"),
+        (["compile=true", "precision=uniform"], "compile=true with precision.assignment="),
+        (["compile=true", "preset=checkpointed"], "compile=true with activations.recompute="),
         (["compile=blocks", "model.layers=1"], "compile=blocks: GPT repeats no blocks"),
     ],
 )
@@ -111,9 +112,12 @@ def test_models_and_plans_that_cannot_be_compiled_are_refused(smoke, given, mess
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("preset", ["balanced", "all_four"])
-@pytest.mark.parametrize("how", ["true", "blocks"])
-def test_a_compiled_run_goes_on_bit_for_bit(smoke, how, preset):
+@pytest.mark.parametrize(
+    ("how", "preset", "backend"), [("true", "balanced", None), ("blocks", "all_four", "op_by_op")]
+)
+def test_a_compiled_run_goes_on_bit_for_bit(smoke, request, how, preset, backend):
+    if backend is not None:  # else inductor
+        request.getfixturevalue(backend)
     own = [f"compile={how}", f"preset={preset}", "training.runs=[wrapped]", "training.accumulate=2"]
     straight, stopped = (Session(smoke(*own, "output.plot=false")) for _ in range(2))
     straight.train()
