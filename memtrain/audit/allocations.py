@@ -16,7 +16,8 @@ class Allocations:
 
     It answers what `LiveStorages` does, but needs no mode, which would make Dynamo run code as it
     is. On a CPU it counts what the thread that entered the block asks of torch's allocator, by
-    torch's profiler of ops; on CUDA what all do, as the caching allocator rounds it.
+    torch's profiler of ops, which does not see that older blocks are freed; on CUDA what all do, as
+    the caching allocator rounds it.
 
     Args:
         device: Where.
