@@ -14,6 +14,7 @@ from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.compressors import Compressor, Keep
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.peers import read_by
+from memtrain.optim.states.shards import in_zero
 from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
@@ -24,6 +25,7 @@ from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrapped import (
     ATTRIBUTE,
     ModelState,
+    Untrained,
     Wrapped,
     adapter,
     load_state_dict,
@@ -151,6 +153,8 @@ def wrap(
     setattr(model, ATTRIBUTE, Wrapped(plan, interception, weights, handles))
     for group in optimizer.param_groups:
         group.setdefault(OWN, ())  # torch's flattened checkpoints load the options of live groups
+    untrained = Untrained(model, optimizer, interception)
+    handles.append(optimizer.register_step_pre_hook(untrained))
     if interception is not None:
         handles += ModelState(model).attach(optimizer)
         handles.append(FirstStep(plan, interception).attach(optimizer))
@@ -240,5 +244,10 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
     if not own:
         raise ValueError(f"this {type(model).__name__} has no parameters: nothing to train")
     strangers = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers and in_zero(own):
+        raise ValueError(
+            "DeepSpeed's ZeRO has joined the optimizer's parameters to flat vectors: call "
+            "memtrain.wrap before deepspeed.initialize, with weights=keep and gradients=keep"
+        )
     if strangers:
         raise ValueError(f"the optimizer holds {strangers} parameters that are not the model's")

@@ -1,16 +1,19 @@
 """State of a wrapped model, and functions that read it."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.optim.states import in_groups
+from memtrain.optim.states.shards import in_zero
 from memtrain.optim.wrappers.apply import KEEP
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 from memtrain.plan.plan import Plan
@@ -89,6 +92,59 @@ class ModelState:
         if model is not None and loaded:
             own = state_dict(model)  # the checkpoint may be of another config: what both have
             load_state_dict(model, {name: loaded.get(name, own[name]) for name in own})
+
+
+class Untrained:
+    """A hook before steps that tells, once, of parameters of later modules that nothing steps.
+
+    An adapter that is added after `wrap` is such a module, until `add_param_group` gets its own.
+    What was in no group at `wrap` already is the user's choice.
+
+    Args:
+        model: What `wrap` wrapped; it is not kept alive.
+        optimizer: The one that was given.
+        interception: Of the model, if any: it knows when to look again. Without it only the first
+            step looks.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, interception: Interception | None
+    ) -> None:
+        self._model, self._interception = WeakRef(model), interception
+        left_out = _trained_by_nobody(model, optimizer)
+        self._names = {name for name, _ in left_out}  # sharding replaces them
+        self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
+        self._looked_at: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_params": {}}  # a copy has no model either
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """The hook."""
+        now = 0 if self._interception is None else self._interception.trained
+        if now == self._looked_at:
+            return
+        model, self._looked_at = self._model(), now
+        found = [] if model is None else _trained_by_nobody(model, optimizer)
+        found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
+        names = [name for name, _ in found]
+        if not names or in_zero(param for _, param in found):
+            return
+        self._names.update(names)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"{', '.join(names[:3])}{more}: added after memtrain.wrap, and in no group of the "
+            "optimizer, so that no step changes them; call optimizer.add_param_group with them, "
+            "or requires_grad_(False)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _trained_by_nobody(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    named = model.named_parameters()
+    return [(name, p) for name, p in named if p.requires_grad and p not in held]
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class Interception:
         """Whether a training forward has run here, or a compiled one has been seen to."""
         self.compiled = False
         """Whether a part of a forward was compiled, for modes that were on."""
+        self.trained = 0
+        """Tensors of the model that required gradients in the last forward that was seen."""
         if rounding is not None:
             rounding.attach(self.saved)
         self.recompute = Recompute(
@@ -483,9 +485,10 @@ class Interception:
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
         own = own_tensors(self.model)
+        self.trained = sum([x.requires_grad for x in own])
         form = None
         if self.rounding is None and self.executor.options.low is None and not self.compiled:
-            form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
+            form = self.trained, _is_any_autocast_enabled()
         parameters = {storage_id(x) for x in own}
         inputs = {storage_id(x) for x in given}
         self._runs = {}

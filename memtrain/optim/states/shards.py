@@ -133,3 +133,17 @@ def check_unsharded(params: Iterable[Tensor]) -> None:
                 f"a sharded parameter of shape {tuple(param.shape)} is float32 and cannot be "
                 "converted any more: call model.to(torch.bfloat16) before fully_shard"
             )
+
+
+def in_zero(params: Iterable[Tensor]) -> bool:
+    """Whether DeepSpeed's ZeRO has put a model's parameters into flat vectors of its own.
+
+    It leaves `_hp_mapping` (ZeRO 1 and 2) or `ds_id` (ZeRO 3) on each that it took.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.ds_id = 0
+        >>> in_zero([weight])
+        True
+    """
+    return any(hasattr(param, name) for param in params for name in ("_hp_mapping", "ds_id"))

@@ -267,6 +267,7 @@ class ReleaseGradients(OptimizerWrapper):
         """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
         if param in self._bucketed or param.grad is None:
             return
+        self.refuse_replaced(self._handles)
         stays = False
         try:
             self._check(param)

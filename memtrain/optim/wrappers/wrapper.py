@@ -14,6 +14,7 @@ from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.in_groups import OWN
+from memtrain.optim.states.shards import in_zero
 
 T = TypeVar("T")
 FORMAT = 2
@@ -149,7 +150,7 @@ class OptimizerWrapper(Optimizer):
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
 
     def refuse_replaced(self, known: Iterable[Tensor]) -> None:
-        """Raise at the first step if parameters that the wrapper works on have been replaced.
+        """Raise at the first step or gradient if parameters that it works on have been replaced.
 
         Args:
             known: Parameters whose hooks or corrections it holds.
@@ -159,10 +160,17 @@ class OptimizerWrapper(Optimizer):
         """
         if self._looked:
             return
-        gone = len(set(known) - set(self.params()))
+        gone = set(known) - set(self.params())
+        if in_zero(gone):
+            raise RuntimeError(
+                f"DeepSpeed's ZeRO joined {len(gone)} parameters to flat vectors after "
+                f"{type(self).__name__} was made: split weights and released gradients need the "
+                "parameters themselves; allowed: weights=keep and gradients=keep (the preset "
+                "balanced), or FSDP2 in place of ZeRO"
+            )
         if gone:
             raise RuntimeError(
-                f"{gone} parameters were replaced after {type(self).__name__} was made, as "
+                f"{len(gone)} parameters were replaced after {type(self).__name__} was made, as "
                 "accelerate's prepare does under FSDP2: split weights and released gradients would "
                 "be lost; allowed: memtrain.wrap after prepare, of a model that is bfloat16 before "
                 "it, or weights=keep and gradients=keep"

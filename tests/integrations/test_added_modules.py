@@ -1,0 +1,80 @@
+"""Modules that come after `wrap`: compressed, and a warning where nothing steps them."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.audit.live_storages import saved_nbytes
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank one beside it, as an adapter is."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, 8)
+        self.up = nn.Sequential(nn.GELU(), nn.Linear(8, base.out_features))
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def train(model, optimizer):
+    model(torch.randn(256, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adapt(model):
+    model[2] = Adapted(model[2])
+    model.to(model[0].weight.dtype)
+    return [p for name, p in model[2].named_parameters() if "base" not in name]
+
+
+@pytest.mark.parametrize(
+    ("preset", "steps_before"),
+    [("balanced", 0), ("balanced", 1), ("all_four", 0), ("all_four", 1), ("optimizer_only", 0)],
+)
+def test_parameters_that_came_later_and_are_in_no_group_are_one_warning(preset, steps_before):
+    model = network()
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), preset)
+    for _ in range(steps_before):
+        train(model, optimizer)
+    added = adapt(model)
+    with pytest.warns(RuntimeWarning, match=r"2\.down\.weight, .* and 1 more: added .*no group"):
+        train(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer)
+        optimizer.add_param_group({"params": added})
+        train(model, optimizer)
+    assert all(param in optimizer.state for param in added)
+
+
+def test_what_was_left_out_at_wrap_or_is_frozen_is_no_warning():
+    model = network()
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model[0].parameters()), "balanced")
+    for param in adapt(model):
+        param.requires_grad_(False)
+    train(model, optimizer)  # warnings are errors here
+
+
+def test_a_later_modules_activations_are_compressed():
+    model, x = network(), torch.randn(256, 64)
+    added = network()
+    plain = saved_nbytes(lambda: added(x), exclude=[x])[0]
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
+    train(model, optimizer)
+    before = saved_nbytes(lambda: model(x), exclude=[x])[0]
+    model.append(added)
+    optimizer.add_param_group({"params": [*added.parameters()]})
+    assert saved_nbytes(lambda: model(x), exclude=[x])[0] - before < 0.5 * plain
+    train(model, optimizer)
