@@ -262,7 +262,7 @@ def update_options(bits: int, second: int, whole: bool, narrow: bool) -> dict[st
     """Launch options of the update, without which ptxas takes a stack.
 
     Unaligned tensors: rank-1 has each element's row and column in registers, more than a thread of
-    4 warps has; of 8 bits, and of numbers that are aligned, ptxas takes too few by itself.
+    4 warps has; of codes, and of numbers that are aligned, ptxas takes too few by itself.
 
     Args:
         bits: As of `blocks`.
@@ -280,7 +280,7 @@ def update_options(bits: int, second: int, whole: bool, narrow: bool) -> dict[st
         return EXACT | ({"maxnreg": 128 if narrow else 88} if bits == 32 else {})
     if second == RANK1.value:
         return EXACT | {"num_warps": 16}
-    return EXACT | ({"maxnreg": 168} if bits == 8 else {})
+    return EXACT | ({"maxnreg": 192} if bits in (4, 8) else {})
 
 
 # RULE, STATES, BITS, SECOND.
