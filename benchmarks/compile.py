@@ -136,8 +136,13 @@ def measure(case):
     if "budget" in case:
         functorch_config.activation_memory_budget = case["budget"]
     if case.get("fp8"):
-        passes = inductor_config.post_grad_fusion_options
-        passes["activation_quantization_aten_pass"] = {"quant_type": "torch.float8_e4m3fn"}
+        # By itself it takes bfloat16 tensors of 100 MiB and more, and scales in the forward alone.
+        inductor_config.post_grad_fusion_options["activation_quantization_aten_pass"] = {
+            "quant_type": "torch.float8_e4m3fn",
+            "allowed_dtypes": "torch.float32;torch.bfloat16",
+            "size_in_mb": 0,
+            "use_scaling": True,
+        }
     run = torch.compile(model) if case.get("compiled") is True else model
     if case.get("compiled") == "blocks":
         for block in model.h:
