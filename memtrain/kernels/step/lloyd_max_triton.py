@@ -164,9 +164,11 @@ def _write(
     return tl.where(minus, 1 - large.to(tl.int32), 2 + large.to(tl.int32))
 
 
-def options(whole: bool) -> dict[str, int]:
-    """Launch options: each element's row and column take registers where rows are not whole."""
-    return EXACT | ({"num_warps": 4} if whole else {"num_warps": 16, "maxnreg": 96})
+def options(whole: bool, master: int) -> dict[str, int]:
+    """Launch options: random bits, or where rows are not whole rows and columns, take registers."""
+    if whole:
+        return EXACT | {"num_warps": 8 if master == DRAWN.value else 4}
+    return EXACT | {"num_warps": 16, "maxnreg": 96}
 
 
 AOT_CASES = [
@@ -178,7 +180,7 @@ AOT_CASES = [
             "HALF": 64,
             "MASTER": master,
             "WHOLE": whole,
-            **options(whole),
+            **options(whole, master),
         },
     )
     for whole in (True, False)
