@@ -47,7 +47,7 @@ def foreign_hooks() -> str:
 
 def top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = top_pair()
+    top = _HOOKS._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]
 
 
@@ -58,7 +58,7 @@ def top_pair() -> Any:
 
 def unhooked(run: Callable[..., Any], *args: Any) -> Any:
     """Call a function without the hooks on top: each call of a hook takes as long as a small op."""
-    hooks = top_pair()
+    hooks = _HOOKS._top_saved_tensors_default_hooks(True)
     _HOOKS._pop_saved_tensors_default_hooks()
     try:
         return run(*args)
