@@ -112,14 +112,13 @@ def compiled(model, how, backend):
     return model
 
 
-TWICE = pytest.mark.xfail(reason="each block counts the cosines that it shares", strict=True)
 CASES = [
     (mlps, "blocks"),
     pytest.param(mlp, "whole", marks=pytest.mark.nightly),
     pytest.param(cnn, "whole", marks=pytest.mark.nightly),
     pytest.param(llama, "whole", marks=pytest.mark.nightly),
     pytest.param(gpt2, "whole", marks=pytest.mark.nightly),
-    pytest.param(llama, "blocks", marks=[pytest.mark.nightly, TWICE]),
+    pytest.param(llama, "blocks", marks=pytest.mark.nightly),
 ]
 
 

@@ -325,7 +325,7 @@ class Interception:
 
     # -- around modules ---------------------------------------------------------------------
 
-    def _before(
+    def _before(  # noqa: C901 (asked inline: a call for each module would cost the host)
         self,
         known: _Known,
         module: nn.Module,
@@ -344,6 +344,8 @@ class Interception:
         as_one_op, given = None, None
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
+        if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
+            self.graphs.called(name, *(given or (args, kwargs)))
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             as_one_op = self._as_one_op(composite, module, args[0])
         if function is not None:

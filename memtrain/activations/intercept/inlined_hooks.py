@@ -5,6 +5,7 @@ frame, the compiler that its graph is given to, and the node whose saved tensor 
 """
 
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from functools import cache, wraps
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept.graph_kinks import (
     Kink,
@@ -37,6 +40,7 @@ from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.expected import BETWEEN
 from memtrain.activations.saved.fit import FLOATS, INTEGERS
 from memtrain.activations.saved.flatten import flatten
+from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
@@ -105,9 +109,11 @@ class CompiledGraphs:
         self._modules: tuple[Any, Any] | None = None
         self._open: list[_Graph] = []
         self._before: dict[str, dict[str, Any]] = {}  # torch's, as they were before the forward
+        # Of the forward's modules that are compiled by themselves: the tensors that each is given.
+        self._given: dict[str, list[tuple[weakref.ref[Tensor], StorageWeakRef]]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_before")
+        runtime = ("_modules", "_open", "_before", "_given")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -134,12 +140,30 @@ class CompiledGraphs:
         _configure(self._before)
         self._before = {}
         graphs, self._open = self._open, []
+        given, self._given = self._given, {}
         found: list[Record] = []
+        counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
         for graph in graphs:
             for path in [graph.root, *self._siblings(graph.root, graphs)]:
                 offset = 1 + max((record.storage for record in found), default=0)
-                found += [_moved(record, graph.root, path, offset) for record in graph.records]
+                inputs = [storage.cdata for _, storage in given.get(path, [])]
+                for record in graph.records:
+                    place = graph.places.get(record.storage, len(inputs))
+                    moved = _moved(record, graph.root, path, offset)
+                    if place < len(inputs):
+                        moved = _once(moved, inputs[place], counted)
+                    found.append(moved)
         return found
+
+    def called(self, path: str, args: Any, kwargs: Any) -> None:
+        """Note what a module that is compiled by itself is given: others may share it."""
+        if self._before:
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            self._given[path] = [
+                (weakref.ref(x), StorageWeakRef(x.untyped_storage()))
+                for x in tensors
+                if not foreign(x)
+            ]
 
     def claim(self) -> None:
         """Compress what the graph saves that is traced now, though no forward began outside of it.
@@ -196,7 +220,9 @@ class CompiledGraphs:
         sites = GraphSites(
             forward, given["_bw_graph"], modules, self.root, _static(), sharded=sharded
         )
-        self._open.append(_Graph(self.saved, forward, given["_bw_graph"], sites, self.root))
+        inputs = [x() for x, _ in self._given.get(self.root, [])]
+        places = _places(sites.given, inputs)
+        self._open.append(_Graph(self.saved, forward, given["_bw_graph"], sites, self.root, places))
         return self._open[-1]
 
     def _pack(self, x: Tensor, given: Any) -> Any:
@@ -245,8 +271,10 @@ class _Graph:
         backward: fx.Graph,
         sites: GraphSites,
         root: str,
+        places: dict[int, int],
     ) -> None:
         self.saved, self.forward, self.sites, self.root = saved, forward, sites, root
+        self._places = places
         self.number = payload_ops.graph_number()
         outputs = cast(Any, forward.output_node().args[0])
         self.last = next((node for node in reversed(outputs) if sites.is_hooked(node)), None)
@@ -258,6 +286,12 @@ class _Graph:
         """By numbers from 1: those of which the forward's answer is kept."""
         with _no_modes():
             self._answer(backward)
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Numbers of storages in the records -> which of its module's inputs they are."""
+        kept, places = self._kept, self._places
+        return {kept[storage]: place for storage, place in places.items() if storage in kept}
 
     def _answer(self, backward: fx.Graph) -> None:
         """Choose the kinks whose answers are kept: where that takes fewer than 8 bits in all."""
@@ -445,6 +479,25 @@ def _moved(record: Record, root: str, path: str, offset: int) -> Record:
     return record._replace(site=site, storage=record.storage + offset)
 
 
+def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> Record:
+    """The record of a storage that other modules are given too, without what they count of it.
+
+    Args:
+        record: Its bytes are those of its own graph.
+        given: Tells the storage from others of the forward.
+        counted: The number of each that is counted, and whether it is kept as it is; added to.
+    """
+    kept = record.planned == record.nbytes
+    if given not in counted:
+        if record.nbytes:
+            counted[given] = record.storage, kept
+        return record
+    number, alive = counted[given]
+    counted[given] = number, alive or (kept and record.nbytes > 0)
+    planned = 0 if kept and alive else record.planned
+    return record._replace(nbytes=0, planned=planned, storage=number)
+
+
 def _alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules have one class and parameters of the same names and shapes."""
     return type(one) is type(other) and _shapes(one) == _shapes(other)
@@ -503,6 +556,18 @@ def _configure(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
                 setattr(config, name, values[name])
             before[path] = known
     return before
+
+
+def _places(placed: set[fx.Node], inputs: list[Tensor | None]) -> dict[int, int]:
+    """Storages of a graph's inputs -> which of the tensors they are that it was traced with."""
+    values = [node.meta["val"] for node in placed if is_tensor(node)]
+    storages = {x.untyped_storage()._cdata for x in values}
+    found: dict[int, int] = {}
+    for place, x in enumerate(inputs if values else []):
+        fake = None if x is None else values[0].fake_mode.fake_tensor_converter._get_memo(x)
+        if fake is not None and fake.untyped_storage()._cdata in storages:
+            found.setdefault(fake.untyped_storage()._cdata, place)
+    return found
 
 
 def _static() -> list[int]:
