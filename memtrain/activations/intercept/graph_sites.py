@@ -107,6 +107,8 @@ class GraphSites:
         (gradients,) = backward.output_node().args
         wanted = gradients if isinstance(gradients, tuple | list) else ()
         trained = [node for node, grad in zip(inputs, wanted, strict=False) if grad is not None]
+        self.known = {node.name: node for node in forward.nodes}
+        """The forward's nodes, by the names that they have where the backward computes them too."""
         self.given = set(given)
         """Inputs that are no parameters or buffers."""
         self._fed, self._differentiable = _reached(given), _reached(trained)
@@ -117,23 +119,29 @@ class GraphSites:
         """Whether an output of the forward is, if it is saved, handed to hooks."""
         return isinstance(output, Node) and is_tensor(output) and output not in self._fixed
 
-    def uses(self, saved: Node) -> list[Use]:
-        """The forward ops whose backward reads the tensor, the first that runs first."""
+    def uses(self, saved: Node, readers: Iterable[Node] | None = None) -> list[Use]:
+        """The forward ops whose backward reads the tensor, the first that runs first.
+
+        Args:
+            saved: Of the forward.
+            readers: Of the backward, what reads it there; without them, what reads its input.
+        """
         found: dict[Use, None] = {}
-        start = self._placed.get(saved.name)
-        waiting, seen = [start] if start is not None else [], {start}
+        if readers is None:
+            start = self._placed.get(saved.name)
+            readers = [] if start is None else [*start.users]
+        waiting, seen = [*readers], set[Node]()
         while waiting:
-            node = waiting.pop(0)
-            for user in node.users:
-                if user.op == "output" or user in seen:
-                    continue
-                stack = user.meta.get("fwd_source_fn_stack")
-                if stack:
-                    use = self._use(user, stack, saved)
-                    found[replace(use, answered=user in self.answered)] = None
-                else:  # part of the forward that runs again
-                    seen.add(user)
-                    waiting.append(user)
+            user = waiting.pop(0)
+            if user.op == "output" or user in seen:
+                continue
+            stack = user.meta.get("fwd_source_fn_stack")
+            if stack:
+                use = self._use(user, stack, saved)
+                found[replace(use, answered=user in self.answered)] = None
+            else:  # part of the forward that runs again
+                seen.add(user)
+                waiting += user.users
         return list(found)
 
     def site(self, saved: Node) -> Site:
@@ -240,6 +248,11 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
+def is_static(node: Node) -> bool:
+    """Whether the node's value is one tensor of sizes that are numbers."""
+    return is_tensor(node) and all(isinstance(size, int) for size in node.meta["val"].shape)
+
+
 def storage_of(node: Node) -> int:
     """Tells nodes apart whose tensors do not share their storage."""
     return node.meta["val"].untyped_storage()._cdata
@@ -247,7 +260,12 @@ def storage_of(node: Node) -> int:
 
 def storage_nbytes(node: Node) -> int:
     """Bytes of the storage that the node's tensor is a view of, maybe of a part only."""
-    return _hint(node.meta["val"].untyped_storage().nbytes())
+    return nbytes_of(node.meta["val"])
+
+
+def nbytes_of(x: Tensor) -> int:
+    """Bytes of the storage that a traced tensor is a view of."""
+    return _hint(x.untyped_storage().nbytes())
 
 
 def example(node: Node) -> Tensor:

@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from functools import cache, wraps
+from itertools import count
 from operator import methodcaller
 from typing import Any, NamedTuple, cast
 
@@ -26,10 +27,12 @@ from memtrain.activations.intercept.graph_kinks import (
     stand_in,
 )
 from memtrain.activations.intercept.graph_order import compress_early, decompress_late
+from memtrain.activations.intercept.graph_recomputed import Held, compress_recomputed
 from memtrain.activations.intercept.graph_sites import (
     OWN_INPUT,
     GraphSites,
     example,
+    is_static,
     is_tensor,
     storage_nbytes,
     storage_of,
@@ -236,6 +239,8 @@ class CompiledGraphs:
             keep_answers(given["_fw_graph"], given["_bw_graph"], graph.kinks)
             compress_early(given["_fw_graph"])
             decompress_late(given["_bw_graph"])
+            with _no_modes():
+                graph.compress_recomputed()
         return graph.unpack(packed, given["_node"])
 
     def _siblings(self, root: str, graphs: list["_Graph"]) -> list[str]:
@@ -275,7 +280,8 @@ class _Graph:
     ) -> None:
         self.saved, self.forward, self.sites, self.root = saved, forward, sites, root
         self._places = places
-        self.number = payload_ops.graph_number()
+        # Two: by the time that a backward runs, its forward may not be the last one that ran.
+        self.number, self.backward_number = payload_ops.graph_number(), payload_ops.graph_number()
         outputs = cast(Any, forward.output_node().args[0])
         self.last = next((node for node in reversed(outputs) if sites.is_hooked(node)), None)
         """The saved tensor that is handed to the hooks after all others."""
@@ -284,6 +290,8 @@ class _Graph:
         self._kept: dict[int, int] = {}  # storage -> its number
         self.kinks: dict[int, Kink] = {}
         """By numbers from 1: those of which the forward's answer is kept."""
+        self._recomputed: fx.Graph | None = backward
+        self._backward_places = count()  # of the backward's own compressing ops
         with _no_modes():
             self._answer(backward)
 
@@ -335,6 +343,12 @@ class _Graph:
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
         return payload_ops.decompress(packed[: packing.parts], packing.form, shape, x.dtype)
 
+    def compress_recomputed(self) -> None:
+        """Let the backward compress what it computes again and reads late; once."""
+        backward, self._recomputed = self._recomputed, None
+        if backward is not None:
+            compress_recomputed(backward, self._choose_recomputed)
+
     def _answers(self, x: Tensor, node: fx.Node) -> list[Tensor]:
         """The payloads that a saved tensor carries besides its own."""
         kinks = [(kink, number) for number, kink in self.kinks.items() if kink.carrier is node]
@@ -365,10 +379,33 @@ class _Graph:
         self._record(site, node, x, None, name, reason)
         return None
 
-    def _choose(self, node: fx.Node, x: Tensor) -> tuple[Site, Compressor | Keep]:
+    def _choose_recomputed(self, node: fx.Node, readers: list[fx.Node]) -> Held | None:
+        """How to hold a tensor of the backward that waits for readers; None to keep it."""
+        twin = self.sites.known.get(node.name)
+        if twin is None or not is_static(twin):
+            return None
+        x = example(twin)
+        site, chosen = self._choose(twin, x, readers)
+        if isinstance(chosen, Keep) or chosen.is_identity:
+            return None
+        flat, layout = flatten(x)
+        try:
+            parts = chosen.compress(x if chosen.shaped else flat, key=Key()).tensors
+        except Exception:  # noqa: BLE001 (`_decide` tells it of what is saved)
+            return None
+        if sum(part.nbytes for part in parts.values()) >= x.numel() * x.element_size():
+            return None
+        number = zlib.crc32(f"{site.name} again".encode())
+        counter = payload_ops.counter_of(self.saved)
+        key = (self.saved.seed, number, counter, self.backward_number, next(self._backward_places))
+        return payload_ops.form_of(chosen, layout, list(parts)), key
+
+    def _choose(
+        self, node: fx.Node, x: Tensor, readers: list[fx.Node] | None = None
+    ) -> tuple[Site, Compressor | Keep]:
         """The strictest of the choices for what reads the tensor, and the site that it is for."""
         sites, saved = self.sites, self.saved
-        uses = sites.uses(node)
+        uses = sites.uses(node, readers)
         places = [use.site for use in uses] or [sites.site(node)]
         why = sites.why_keep(node, uses, saved.min_elements)
         if why:

@@ -6,6 +6,8 @@ import operator
 import subprocess
 import sys
 import warnings
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
@@ -277,6 +280,116 @@ def test_graphs_compress_behind_the_last_reader_and_decompress_before_the_first(
     for node in decompressing[1:]:  # the first one's tensor is the first that is needed
         first = min(backward.index(user) for user in node.users)
         assert all(n in decompressing for n in backward[backward.index(node) : first]), node
+
+
+def most_alive(graph):
+    """Bytes alive at most while a backward's ops run one by one, parameters aside."""
+    found, place = 0, {node: number for number, node in enumerate(graph.nodes)}
+    tensors, last, weights = {}, {}, set()
+    for node, number in place.items():
+        values = node.meta.get("val")
+        values = values if isinstance(values, list | tuple) else [values]
+        tensors[node] = [x.untyped_storage() for x in values if isinstance(x, torch.Tensor)]
+        last[node] = max([number, *map(place.get, node.users)])
+        if node.name.startswith("primals"):
+            weights |= {storage._cdata for storage in tensors[node]}
+    for number in place.values():
+        alive = {
+            storage._cdata: storage.nbytes()
+            for node in graph.nodes
+            if last[node] >= number and (place[node] <= number or node.op == "placeholder")
+            for storage in tensors[node]
+        }
+        found = max(found, sum(size for key, size in alive.items() if key not in weights))
+    return found
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.h = nn.ModuleList(copy.deepcopy(nn.Sequential(*layers)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.h:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "budgets", [(1.0, 0.0), pytest.param((1.0, 0.7, 0.5, 0.3, 0.0), marks=pytest.mark.nightly)]
+)
+def test_no_memory_budget_raises_the_peak(budgets):
+    plain, x = Stack(), torch.randn(256, 64)
+    plain(x).square().mean().backward()
+    held_bytes, peaks = [], []
+    for budget in budgets:
+        torch.compiler.reset()
+        graphs, model = [], copy.deepcopy(plain)
+        model.zero_grad()
+
+        def keep(graph, inputs, *, graphs=graphs, **_):
+            graphs.append(graph.graph)
+            return boxed_nop(graph, inputs)
+
+        wrapped(model)
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            run = torch.compile(model, backend=partial(compile_fx, inner_compile=keep))
+            y = run(x)
+        held_bytes.append(held(y, x, *model.parameters()))
+        assert planned(model)[0] == held_bytes[-1]
+        y.square().mean().backward()
+        assert F.cosine_similarity(gradient(model), gradient(plain), dim=0) > 0.99
+        peaks.append(most_alive(graphs[-1]))
+        ours = torch.ops.memtrain.compress_saved.default
+        compressing = [node for node in graphs[-1].nodes if node.target is ours]
+        assert bool(compressing) == (budget < 1)  # else the backward is as it was
+    assert held_bytes == sorted(held_bytes, reverse=True)
+    assert held_bytes[-1] == 0
+    assert max(peaks) == peaks[0]
+
+
+class Stacks(nn.Module):
+    """Of equal parts that run one graph, whose backward compresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.Sequential(Stack(), Stack())
+
+    def forward(self, x):
+        return self.h(x)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("budget", [0.2, 0.0])
+@pytest.mark.parametrize("how", ["torch.compile", "each block", "a function"])
+def test_backwards_that_compress_round_anew_each_time_and_alike_when_resumed(how, budget):
+    plain, x = Stacks(), torch.randn(256, 64)
+
+    def start():
+        torch.compiler.reset()
+        model, _ = wrapped(copy.deepcopy(plain))
+        return model, compiled(model, how)
+
+    def step(model, run):
+        """The gradients of two forwards, both before their two backwards, with equal weights."""
+        found = []
+        for y in [run(x), run(x)]:
+            model.zero_grad()
+            y.square().mean().backward()
+            found.append(gradient(model))
+        return found
+
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        first, run = start()
+        before = step(first, run)
+        state = copy.deepcopy(memtrain.state_dict(first))
+        then = step(first, run)
+        resumed, run = start()
+        memtrain.load_state_dict(resumed, state)
+        again = step(resumed, run)
+    assert all(map(torch.equal, then, again))
+    assert all(not torch.equal(a, b) for a, b in combinations(before + then, 2))
 
 
 def test_rounding_differs_from_step_to_step_and_repeats_under_its_seed():
