@@ -31,11 +31,16 @@ SHARE = 0.1
 """Of what a forward saves: less than that, kept by custom Functions, is no warning."""
 
 _COMPILED = "it ran inside torch.compile, with a backend that is not of AOTAutograd"
+_IN_GRAPH = "its graph of torch.compile keeps what the compiler chooses: it is not run again"
 _MENDS = {
     UNSUPPORTED: "train on torch 2.11 to 2.13, or without torch.compile",
     NO_FAKE: "give it one (torch.library.register_fake), or train without torch.compile",
     HOST.reason: "train without torch.compile, or name the compressor inside of host",
     _COMPILED: "train with another backend, or say preset=optimizer_only",
+    _IN_GRAPH: (
+        "set torch._functorch.config.activation_memory_budget, call torch.utils.checkpoint in the "
+        "model itself, or say activations.recompute=[]"
+    ),
     CHECKPOINT_INPUT.reason: (
         "its layers run under activation checkpointing, which is not the plan's: turn that off and "
         "say preset=checkpointed, or keep it and say activations.recompute_inputs="
@@ -145,7 +150,10 @@ class FirstStep:
             found = [Unmet(why, _MENDS[why], ("the compiled forward",), 0)]
         else:
             found = []
-        found += unmet(self._plan, self._interception.recompute.modules)
+        recompute = self._interception.recompute
+        if _frames() != self._compiled and (left := [*recompute.modules.keys() - recompute.called]):
+            found.append(Unmet(_IN_GRAPH, _MENDS[_IN_GRAPH], tuple(sorted(left)), 0))
+        found += unmet(self._plan, recompute.modules)
         self._done = not (found and self._plan.config.strict)
         if not found:
             return True

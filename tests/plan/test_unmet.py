@@ -88,6 +88,16 @@ def test_each_cause_is_told_once_with_bytes_reason_and_mend(how):
     assert len([one for one in told if "strict" in str(one.message)]) == 1
 
 
+def test_modules_in_a_compiled_graph_are_not_run_again_which_is_told():
+    model = Net("plain")
+    model.compile(backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memtrain.wrap(model, optimizer, "checkpointed")
+    model(torch.randn(64, 64)).sum().backward()
+    with pytest.warns(RuntimeWarning, match=r"h.0 and 1 more: kept, its graph of torch.compile"):
+        optimizer.step()
+
+
 def _backward_and_step(loss, optimizer):
     loss.backward()
     optimizer.step()

