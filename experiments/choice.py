@@ -11,7 +11,6 @@ Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place
 
 import statistics
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +22,10 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from experiments.study import KEY, LOSS, TASKS, Row, Study, validate
+from experiments.study import KEY, LOSS, TASKS, Row, Study, descend, groups_of, quality, validate
 from memtrain.activations.intercept.recompute import blocks_of
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
-from memtrain.training.batches import loss_of
-from memtrain.training.run import learning_rate
 
 
 class Way(NamedTuple):
@@ -76,41 +73,18 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     for path in blocks:
         block = model.get_submodule(path)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    parameters = list(model.parameters())
     optimizer: Any = AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        betas=(0.9, 0.99),
-        weight_decay=task.weight_decay,
+        groups_of(model), lr=lr, betas=(0.9, 0.99), weight_decay=task.weight_decay
     )
     config = [f"preset={way.preset}"] if way.preset else None
-    inputs, targets = _batch(source, 0, task.batch, way.dtype)
+    inputs, targets = _batch(source, 0, size=task.batch, dtype=way.dtype)
     loss = partial(_loss, targets=targets.flatten())
     peak = measure(model, optimizer, inputs, config, StepOptions(loss=loss)).peak.nbytes
     if config is not None:
         model, optimizer = memtrain.wrap(model, optimizer, config)
-    losses, seconds = [], []
-    for step in range(steps):
-        rate = learning_rate(step, peak=lr, warmup=20, steps=steps, final=0.05)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = _batch(source, step, task.batch, way.dtype)
-        started = time.process_time()
-        optimizer.zero_grad()
-        value = loss_of(model, batch)
-        value.backward()
-        optimizer.step()
-        seconds.append(time.process_time() - started)
-        losses.append(value.item())
-    held_out = validate(model, source)
-    last = losses[-max(1, steps // 10) :]
-    return {
-        LOSS: held_out[0],
-        "accuracy": held_out[1],
-        "train_loss": sum(last) / len(last),
+    batch = partial(_batch, source, size=task.batch, dtype=way.dtype)
+    losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps)
+    return quality(validate(model, source), losses) | {
         "peak_mib": peak / 2**20,
         "step_ms": 1e3 * statistics.median(seconds),
         "recomputed_blocks": len(blocks),
@@ -120,7 +94,7 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     }
 
 
-def _batch(source: Any, step: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _batch(source: Any, step: int, *, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     inputs, targets = source.batch("train", step, size)
     return inputs.to(dtype) if inputs.is_floating_point() else inputs, targets
 

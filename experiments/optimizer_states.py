@@ -12,6 +12,7 @@ task's own. A line of the file is one run; an interrupted run leaves none.
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 import memtrain
-from experiments.study import KEY, LOSS, TASKS, Row, Study, validate
+from experiments.study import KEY, LOSS, TASKS, Row, Study, descend, groups_of, quality, validate
 from memtrain.optim import Lion, state_bytes
-from memtrain.training.batches import loss_of
-from memtrain.training.run import learning_rate
 
 
 class Variant(NamedTuple):
@@ -71,12 +70,8 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     source = task.source(seed)
     torch.manual_seed(seed)
     model = task.model()
-    parameters = list(model.parameters())
     optimizer: Any = own.make(
-        [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
+        groups_of(model),
         lr=lr * own.rate,
         betas=own.betas,
         weight_decay=task.weight_decay / own.rate,
@@ -87,23 +82,10 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         if isinstance(chosen, dict):
             config = {"preset": "exact", "optim": chosen}
         model, optimizer = memtrain.wrap(model, optimizer, config)
-    losses = []
-    for step in range(steps):
-        rate = learning_rate(step, peak=lr * own.rate, warmup=20, steps=steps, final=0.05)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad()
-        loss = loss_of(model, source.batch("train", step, task.batch))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    held_out = validate(model, source)
-    last = losses[-max(1, steps // 10) :]
-    return {
-        LOSS: held_out[0],
-        "accuracy": held_out[1],
-        "train_loss": sum(last) / len(last),
-        "bytes_per_parameter": state_bytes(optimizer) / sum(p.numel() for p in parameters),
+    batch = partial(source.batch, "train", size=task.batch)
+    losses, _ = descend(model, optimizer, batch, peak=lr * own.rate, steps=steps)
+    return quality(validate(model, source), losses) | {
+        "bytes_per_parameter": state_bytes(optimizer) / sum(p.numel() for p in model.parameters()),
         "seconds": time.perf_counter() - started,
         "torch": torch.__version__,
     }

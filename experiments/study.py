@@ -7,6 +7,7 @@ stopped. Differences are told from a baseline, seed by seed, with a 95% interval
 import csv
 import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
@@ -17,8 +18,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from memtrain.training.batches import loss_of
 from memtrain.training.data import Images, Text, build_source
 from memtrain.training.networks import GPT
+from memtrain.training.run import learning_rate
 
 Row = dict[str, Any]
 KEY = ("task", "variant", "seed", "lr", "steps")
@@ -92,8 +95,59 @@ def validate(model: nn.Module, source: Images | Text) -> tuple[float, float]:
     return sum(losses) / len(losses), sum(hits) / len(hits)
 
 
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups of which vectors are not decayed."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def descend(
+    model: nn.Module,
+    optimizer: Any,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    *,
+    peak: float,
+    steps: int,
+) -> tuple[list[float], list[float]]:
+    """Train so many steps.
+
+    Args:
+        model: Plain or wrapped.
+        optimizer: Its optimizer.
+        batch: Step -> its inputs and targets.
+        peak: The highest learning rate, after 20 steps of warm-up.
+        steps: So many.
+
+    Returns:
+        Each step's loss, and its processor time in seconds.
+    """
+    losses, seconds = [], []
+    for step in range(steps):
+        rate = learning_rate(step, peak=peak, warmup=20, steps=steps, final=0.05)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        given = batch(step)
+        started = time.process_time()
+        optimizer.zero_grad()
+        loss = loss_of(model, given)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.process_time() - started)
+        losses.append(loss.item())
+    return losses, seconds
+
+
+def quality(held_out: tuple[float, float], losses: Sequence[float]) -> Row:
+    """The columns of held-out loss and accuracy, and of the loss in the last tenth of training."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return {LOSS: held_out[0], "accuracy": held_out[1], "train_loss": sum(last) / len(last)}
+
+
 class Study(NamedTuple):
-    """What is trained, and how its table is told."""
+    """Variants to train, and how their table is told."""
 
     about: str
     """Printed where a call is wrong."""
