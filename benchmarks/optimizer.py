@@ -61,7 +61,7 @@ def peer(name, params):
 
 
 def sizes(options, layers):
-    """What the rows call the shapes, and the shapes: of the whole model where `layers` is empty."""
+    """Name the shapes and give them: of the whole model where `layers` is empty."""
     if options.quick:
         return "tiny", [(256, 128), (500,)]
     if layers:

@@ -146,7 +146,7 @@ class Sizes:
         return found
 
     def row(self, gib: int) -> Row:
-        """What fits a memory."""
+        """Find what fits a memory."""
         memory = gib * GIB
         name, peak = self.largest(memory)
         reference = self.names[1]

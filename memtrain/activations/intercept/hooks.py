@@ -179,7 +179,7 @@ class Interception:
         return output
 
     def first_run(self, name: str) -> FirstRun | None:
-        """What a checkpointed module that is about to run repeats when it runs again.
+        """Note what a checkpointed module that is about to run repeats when it runs again.
 
         Returns:
             None where what it then saves is kept: the choices for sites are not for it, or others
@@ -263,7 +263,7 @@ class Interception:
             self._spare.append((saved, executor))
 
     def _spare_pair(self) -> tuple[SavedTensors, Executor]:
-        """What packs and what executes ops for a checkpointed module."""
+        """Take what packs and what executes ops for a checkpointed module."""
         if self._spare:
             return self._spare.pop()
         own, options = self.saved, self.executor.options

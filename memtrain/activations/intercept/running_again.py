@@ -1,4 +1,4 @@
-"""What a checkpointed module saves when it runs again, held as the choices for its sites say.
+"""The saves of a checkpointed module that runs again, held as the choices for its sites say.
 
 torch's checkpointing drops what a module saves, and takes what it saves when it runs again in the
 backward by its number. Hooks upon its hooks let it number a payload in place of a tensor.
@@ -16,7 +16,7 @@ from memtrain.activations.saved.pack_hook import Choose, SavedTensors
 
 
 class FirstRun(NamedTuple):
-    """What a module's run again repeats of its first run besides torch's random stream."""
+    """Parts of a first run that its repetition takes over, besides torch's random stream."""
 
     module: str
     step: int

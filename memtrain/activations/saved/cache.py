@@ -54,7 +54,7 @@ class Copy(NamedTuple):
 
 
 class _Memory:
-    """What is known of the elements at one place of a storage, which no other takes meanwhile."""
+    """Payloads and sources of the elements at one place of a storage, which no other takes."""
 
     __slots__ = ("copy", "latest", "output", "payloads", "storage")
 
@@ -88,7 +88,7 @@ class PayloadCache:
         """Rounded ones, by storage."""
 
     def _memory(self, x: Tensor) -> _Memory:
-        """What is known of the memory of a tensor that was just made."""
+        """Find or begin the record of a tensor's memory, which was just made."""
         place = (storage_id(x), memory_of(x)[1], x.dtype)
         known = self._known.get(place)
         if known is None:

@@ -32,7 +32,7 @@ class Settled(NamedTuple):
     key: Memory | None
     chosen: Compressor | Keep
     nothing: Tensor | None
-    """What the witness of a payload holds; None where the tensor is kept."""
+    """Contents of a payload's witness; None where the tensor is kept."""
 
 
 class Expected(NamedTuple):

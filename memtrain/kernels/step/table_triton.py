@@ -111,7 +111,7 @@ def point(table: Tensor, column: int, tensors: Sequence[Tensor]) -> None:
 
 
 DTYPES = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
-"""What is compiled ahead of time: types of weights and gradients, and MASTER."""
+"""The forms that are compiled ahead of time: types of weights and gradients, and MASTER."""
 DTYPES += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", master) for master in (1, 8, 16))]
 DTYPES += [("*fp16", "*fp16", master) for master in (8, 16)]
 LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}

@@ -17,7 +17,7 @@ _States = Mapping[Tensor, Any]
 
 
 class _Known(NamedTuple):
-    """What the kernels' table says of a parameter and its state; nothing is kept alive by it."""
+    """The kernels' table of a parameter and its state; nothing is kept alive by it."""
 
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype]  # of the parameter and its gradient
@@ -27,7 +27,7 @@ class _Known(NamedTuple):
 
     @classmethod
     def of(cls, entry: Entry, state: Mapping[str, Any], names: Sequence[str]) -> "_Known":
-        """What is known of an entry of a parameter with this state of these names."""
+        """Read an entry of a parameter with this state of these names."""
         parts: list[tuple[str, str | None, int, int]] = []
         for name in names:
             value = state[name]

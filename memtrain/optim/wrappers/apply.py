@@ -94,7 +94,7 @@ def _around(
     optimizer: Optimizer,
     leaves: Mapping[Tensor, Tensor],
 ) -> Optimizer:
-    """What weights and gradients ask for, around an optimizer.
+    """Wrap an optimizer in what weights and gradients ask for.
 
     Args:
         model: Its parameters are converted in place, but for those with a leaf.

@@ -543,7 +543,7 @@ class _OfParameters(MutableMapping[Tensor, Any]):
 
 
 def releasing(optimizer: Optimizer) -> ReleaseGradients | None:
-    """What releases an optimizer's gradients, here or on the host; None where they are kept.
+    """Find what releases an optimizer's gradients, here or on the host; None where they are kept.
 
     Args:
         optimizer: What `memtrain.wrap` returned.
