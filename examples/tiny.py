@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from memtrain.audit.live_storages import LiveStorages
+from memtrain.audit.live_storages import LiveStorages, storage_nbytes
+from memtrain.audit.live_tensors import graph_nodes
 
 STEPS = 8
 
@@ -70,18 +71,9 @@ def compiled_bytes(model: nn.Module) -> int:
     given = batch(0, 4)
     torch.compiler.reset()
     loss = torch.compile(model.train())(**given).loss
+    saved = [x for node in graph_nodes(loss) for x in getattr(node, "saved_tensors", ())]
     older = [*model.parameters(), *model.buffers(), *given.values(), loss]
-    nodes, waiting, sizes = set(), [loss.grad_fn], {}
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [above for above, _ in node.next_functions]
-            for x in getattr(node, "saved_tensors", ()):
-                sizes[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    for x in older:
-        sizes.pop(x.untyped_storage()._cdata, None)
-    return sum(sizes.values())
+    return storage_nbytes(saved, exclude=older)
 
 
 def report(

@@ -11,7 +11,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 import memtrain
 from memtrain.audit import audit
-from memtrain.audit.live_storages import LiveStorages
+from memtrain.audit.live_storages import LiveStorages, storage_nbytes
+from memtrain.audit.live_tensors import graph_nodes
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.planner import fit
@@ -41,16 +42,8 @@ def held(run, batch):
 
 def held_by_nodes(output, *others):
     """Bytes that the nodes of one whole graph hold, compiled by inductor."""
-    skipped = {x.untyped_storage()._cdata for x in (output, *others)}
-    nodes, waiting, storages = set(), [output.grad_fn], {}
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [above for above, _ in node.next_functions]
-            for x in getattr(node, "saved_tensors", ()):
-                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    return sum(size for key, size in storages.items() if key not in skipped)
+    saved = [x for node in graph_nodes(output) for x in getattr(node, "saved_tensors", ())]
+    return storage_nbytes(saved, exclude=[output, *others])
 
 
 class MLP(nn.Module):

@@ -9,6 +9,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import memtrain
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import graph_nodes
 from memtrain.integrations import accelerate as own_accelerate
 from memtrain.integrations.lightning import memtrain_callback
 from memtrain.integrations.transformers import memtrain_trainer
@@ -68,19 +70,10 @@ def batch(step):
 
 def held(loss, model, given):
     """Bytes that the nodes of a loss's graph hold, and the graphs of the compiler among them."""
-    skipped = {x.untyped_storage()._cdata for x in (loss, *given.values(), *model.parameters())}
-    nodes, waiting, storages = set(), [loss.grad_fn], {}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        waiting += [above for above, _ in node.next_functions]
-        for x in getattr(node, "saved_tensors", ()):
-            if x is not None:
-                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    graphs = sum("CompiledFunction" in node.name() for node in nodes)
-    return sum(size for key, size in storages.items() if key not in skipped), graphs
+    nodes = graph_nodes(loss)
+    saved = [x for node in nodes for x in getattr(node, "saved_tensors", ()) if x is not None]
+    nbytes = storage_nbytes(saved, exclude=[loss, *given.values(), *model.parameters()])
+    return nbytes, sum("CompiledFunction" in node.name() for node in nodes)
 
 
 def by_trainer(preset, folder, found):

@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import memtrain
 from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import inlined_hooks
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import COMPRESSORS, Group
 
 # inductor's partition of a graph, run op by op: nothing is generated
@@ -102,17 +104,8 @@ def wrapped(model, cfg="balanced"):
 
 def held(output, *others):
     """Bytes that the output's graph holds, found in its nodes; `others` live without it."""
-    skipped = {t.untyped_storage()._cdata for t in (output, *others)}
-    storages, nodes, waiting = {}, set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        waiting += [above for above, _ in node.next_functions]
-        for tensor in _saved(node):
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return sum(nbytes for storage, nbytes in storages.items() if storage not in skipped)
+    saved = [tensor for node in graph_nodes(output) for tensor in _saved(node)]
+    return storage_nbytes(saved, exclude=[output, *others])
 
 
 def _saved(node):
