@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.training import pretrained
 from memtrain.training.checkpoint import FOLDERS, FORMAT, PROGRESS, STATES, write_folder
 from memtrain.training.run import Run
@@ -55,12 +54,11 @@ def write_run(path: Path, run: Run, content: Mapping[str, Any]) -> None:
     """
     weights, alone = _weights(run), not dist.is_initialized()
     states = {"optimizer": get_optimizer_state_dict(run.model, run.optimizer)}
-    random = run.processes.gathered(random_state())
 
     def fill(folder: Path) -> None:
         _save(folder, run, weights)
         if run.processes.first:
-            whole = {**content, "current": run.progress(), "random": random, "format": FORMAT}
+            whole = {**content, "current": run.progress(), "format": FORMAT}
             torch.save(whole, folder / PROGRESS)
         with _no_advice():
             dcp.save(states, checkpoint_id=folder / STATES, no_dist=alone)
@@ -93,7 +91,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Continue a run; its weights were loaded when it was made.
 
     Args:
-        run: As many processes as wrote it go on bit for bit.
+        run: Made with this checkpoint's weights.
         state: What `read_checkpoint` read.
 
     Raises:
@@ -112,8 +110,6 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         ) from error
     set_optimizer_state_dict(run.model, run.optimizer, states["optimizer"])
     run.load_progress(state["current"])
-    if len(state["random"]) == run.processes.world:
-        set_random_state(state["random"][run.processes.rank])
 
 
 @contextmanager

@@ -84,6 +84,11 @@ class Session:
         self.own = isinstance(self.source, Rows)
         """Whether a model of one's own is trained: it is told what that takes, and its checkpoints
         are folders."""
+        if config.training.parallel == "fsdp" and not self.own:
+            raise ValueError(
+                f"training.parallel=fsdp with the packaged model={config.model['name']}; allowed: "
+                "training.parallel=ddp, or a model of your own (model=hf:FOLDER, model=py:FUNCTION)"
+            )
         self.summaries: dict[str, dict[str, Any]] = dict(state["summaries"]) if state else {}
         self.rows: list[Metrics] = (
             [Metrics(*row) for row in state["finished_rows"]] if state else []
@@ -263,21 +268,23 @@ class Session:
         if self.own:
             self._keep(path.name, lambda: run_folder.write_model(path, run), display)
             return
-        weights = run.model.state_dict()
-        self._keep(path.name, lambda: checkpoint.write_whole(path, weights, "model"), display)
+        if self.processes.first:  # all hold the same weights
+            weights = run.model.state_dict()
+            self._keep(path.name, lambda: checkpoint.write_whole(path, weights, "model"), display)
 
     def _save(self, run: Run, display: Display) -> None:
         content = {
             "config": asdict(self.config),
             "summaries": self.summaries,
             "finished_rows": [list(row) for row in self.rows],
+            "random": self.processes.gathered(random_state()),
         }
 
         def write() -> None:
             if self.own:
                 done = run.step + sum(summary["steps"] for summary in self.summaries.values())
                 run_folder.write_newest(self.folder, done, run, content)
-            else:
+            elif self.processes.first:
                 whole = {**content, "current": run.state()}
                 checkpoint.write_checkpoint(self.checkpoint, whole)
             self._saved = f"step {run.step} of {self.config.training.steps} of the {run.name} run"
@@ -289,6 +296,9 @@ class Session:
             run_folder.load_run(run, self.state or {})
         else:
             run.load_state(state)
+        random = (self.state or {}).get("random", ())  # older single files have none
+        if len(random) == self.processes.world:
+            set_random_state(random[self.processes.rank])
 
     def _keep(self, name: str, write: Callable[[], object], display: Display) -> None:
         """Write a file; a failure costs a warning, and is told again at the end."""

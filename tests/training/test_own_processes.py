@@ -1,4 +1,4 @@
-"""`memtrain-train` with a model of one's own, as processes: torchrun, kill -9 and SIGTERM."""
+"""`memtrain-train` as processes: torchrun, kill -9 and SIGTERM."""
 
 import csv
 import os
@@ -50,7 +50,7 @@ def train(folder, arguments, world=1):
     process = start([*arguments, f"output.folder={folder}"], world)
     text, _ = process.communicate(timeout=400)
     assert process.returncode == 0, text
-    return next(folder.glob("finetune/*"))
+    return next(folder.glob("*/*"))
 
 
 def losses(folder, split="train"):
@@ -80,6 +80,16 @@ def test_weights_of_two_bytes_are_sharded_and_go_on(given, tmp_path):
     half = train(tmp_path / "half", [*own, "training.steps=2"], world=2)
     more = train(tmp_path / "more", [f"resume={half}", "training.steps=4"], world=2)
     assert losses(more) == losses(whole)
+
+
+def test_a_packaged_network_in_two_processes_goes_on(tmp_path):
+    given = ["experiment=smoke", "model.dropout=0.1", "training.runs=[wrapped]"]
+    given += ["training.final_lr=1", "output.plot=false"]
+    whole = train(tmp_path / "whole", given, world=2)
+    half = train(tmp_path / "half", [*given, "training.steps=4"], world=2)
+    more = train(tmp_path / "more", [f"resume={half}", "training.steps=8"], world=2)
+    assert losses(more) == losses(whole)
+    assert (more / "wrapped_model.pt").is_file()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

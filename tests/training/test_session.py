@@ -278,6 +278,11 @@ def test_wrong_plan_shows_before_the_plain_run(smoke, monkeypatch):
         Session(config)
 
 
+def test_packaged_networks_are_not_sharded(smoke):
+    with pytest.raises(ValueError, match=r"training\.parallel=fsdp with the packaged model=gpt"):
+        Session(smoke("training.parallel=fsdp"))
+
+
 def test_missing_matplotlib_costs_only_the_plot(smoke, monkeypatch):
     import sys
 
