@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from memtrain import optim
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
+from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.compressors import Compressor, Keep
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.peers import read_by

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
-from memtrain.activations.intercept.inlined_hooks import inside_compiled
+from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
 from memtrain.activations.saved.pack_hook import Choose

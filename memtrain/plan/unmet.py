@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from memtrain.activations.intercept.graph_saves import HOST, NO_FAKE
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.inlined_hooks import HOST, NO_FAKE, UNSUPPORTED
+from memtrain.activations.intercept.inlined_hooks import UNSUPPORTED
 from memtrain.activations.saved.site import (
     CHECKPOINT_INPUT,
     CUSTOM_FUNCTION,

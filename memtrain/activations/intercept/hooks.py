@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
+from memtrain.activations.intercept.compiler_internals import run_untraced
 from memtrain.activations.intercept.executor import Executor, Rounding
-from memtrain.activations.intercept.inlined_hooks import CompiledGraphs, run_untraced
+from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.graph_sites import path_names, source_name
-from memtrain.activations.intercept.inlined_hooks import inside_compiled
 from memtrain.activations.intercept.recompute import blocks_of
 
 INDUCTOR = "inductor"

@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from memtrain.activations.intercept.compiler_internals import PLAIN
 from memtrain.activations.intercept.executor import Rounding
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.inlined_hooks import PLAIN
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.pack_hook import Choose

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept.inlined_hooks import run_untraced
+from memtrain.activations.intercept.compiler_internals import run_untraced
 from memtrain.activations.trace.compiled_parts import running_node
 from memtrain.activations.trace.rnn_workspace import with_workspace
 from memtrain.audit.live_storages import storages

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from benchmarks.families import FAMILIES
-from memtrain.activations.intercept import inlined_hooks
+from memtrain.activations.intercept import compiler_internals
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import COMPRESSORS, Group
@@ -688,13 +688,13 @@ def test_a_compressor_that_cannot_be_traced_is_told(monkeypatch):
 
 
 def test_another_torch_whose_inside_is_not_this_ones_is_told(monkeypatch):
-    monkeypatch.setattr(inlined_hooks, "_supported", lambda: False)
+    monkeypatch.setattr(compiler_internals, "is_supported", lambda: False)
     model, optimizer = wrapped(Model())
     text = told(a_step(model, optimizer, tokens()))
     assert "whose graphs this version of torch keeps to itself" in text
 
 
 def test_what_torch_has_of_it_in_private():
-    """Fails on a torch whose inside has changed: `inlined_hooks` is then to be looked at."""
-    assert inlined_hooks._supported()
+    """Fails on a torch whose inside has changed: `compiler_internals` is then to be looked at."""
+    assert compiler_internals.is_supported()
     assert "torch._dynamo" in sys.modules

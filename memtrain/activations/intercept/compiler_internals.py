@@ -1,0 +1,230 @@
+"""What torch.compile does not promise to keep, of what the hooks of compiled graphs need.
+
+The one module of theirs that touches it: the settings of its parts, the frame that Dynamo traces,
+and the graphs that AOTAutograd inlines hooks into.
+"""
+
+import sys
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
+
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memtrain.activations.intercept.graph_sites import is_tensor
+from memtrain.activations.saved.expected import BETWEEN
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+Settings = dict[str, dict[str, Any]]
+"""Module of torch's -> names of its settings -> values."""
+
+_AOT, _INDUCTOR = "torch._functorch.config", "torch._inductor.config"
+COMPRESSING: Settings = {
+    _AOT: {
+        "saved_tensors_hooks_filtering_mode": "no_static",  # hooks are handed all but parameters
+        # What a matrix product of the backward reads (the output of a normalization or of a
+        # nonlinearity, a copy of a weight in another dtype) may be computed again from what is
+        # saved beside it. Torch saves it to spare the backward that op; compressed, it would cost
+        # bytes and errors twice.
+        "ban_recompute_materialized_backward": False,
+        # The backward is compiled at once, and so by what is set here too.
+        "force_non_lazy_backward_lowering": True,
+    },
+    # A buffer that waits for the next tensor of its size is alive between the two: inductor lets
+    # it wait where it expects the peak elsewhere, as it is without us.
+    _INDUCTOR: {"allow_buffer_reuse": False},
+}
+"""While our graphs are compiled."""
+PLAIN: Settings = {_AOT: {"saved_tensors_hooks_filtering_mode": "no_static"}}
+"""The same where graphs are to save what they do without us, to see what that is."""
+
+
+@cache
+def is_supported() -> bool:
+    """Whether this torch has what is needed here."""
+    try:
+        from torch._functorch import config
+        from torch._functorch._aot_autograd import graph_compile
+    except ImportError:
+        return False
+    inside = hasattr(graph_compile, "_get_saved_tensor_hook_context")
+    return inside and hasattr(config, "saved_tensors_hooks_filtering_mode")
+
+
+def configure(settings: Settings) -> Settings:
+    """Change what there is of settings, in modules that are imported; gives what it was before."""
+    before: Settings = {}
+    for path, values in settings.items():
+        config = sys.modules.get(path)
+        if config is not None:
+            known = {name: getattr(config, name) for name in values if hasattr(config, name)}
+            for name in known:
+                setattr(config, name, values[name])
+            before[path] = known
+    return before
+
+
+def inside_compiled(model: Any) -> nn.Module | None:
+    """The module that `torch.compile(module)` was given, of what it returned; None of others.
+
+    Example:
+        >>> inside_compiled(nn.Linear(1, 1)) is None
+        True
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    return model._orig_mod if compiled else None
+
+
+def is_compiled(model: nn.Module, name: str) -> bool:
+    """Whether a module is compiled by itself: in place, or by `torch.compile` around it."""
+    module = model.get_submodule(name)
+    above = model.get_submodule(name.rpartition(".")[0])
+    return module._compiled_call_impl is not None or inside_compiled(above) is not None
+
+
+# -- Dynamo: the frame that is traced ------------------------------------------------------------
+
+
+def run_untraced(*functions: Callable[..., Any]) -> None:
+    """Let Dynamo run functions, and what they call, as they are where they are frames themselves.
+
+    The hooks of a module that is compiled whole are. Where such a call is traced as a part of
+    another frame, it is traced as ever.
+    """
+    from torch._C._dynamo import eval_frame
+
+    try:
+        action: Any = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(action, action)
+        for function in functions:
+            eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
+        return  # of a torch that has no graphs for us either
+
+
+def run_by_tracer(function: _F) -> _F:
+    """Let Dynamo call a function where it meets it, in place of tracing it."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def frame_compiler() -> Callable[..., Any] | None:
+    """The compiler that the frame which is traced now will be given to; None if it is not known."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        output = InstructionTranslator.current_tx().output
+        return output.compiler_fn if hasattr(output, _INSTALL) else None
+    except (AttributeError, ImportError):
+        return None
+
+
+def compile_frame_by(compiler: Callable[..., Any], pack: Any, unpack: Any) -> None:
+    """Give the frame that is traced now to another compiler.
+
+    Args:
+        compiler: Called with what torch's own would be.
+        pack: The frame is as one that is traced under these hooks, so that caches of whole
+            compilations pass it over.
+        unpack: The other one.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output: Any = InstructionTranslator.current_tx().output
+    with saved_tensors_hooks(pack, unpack):
+        output.saved_tensors_hooks_subgraph_names = getattr(output, _INSTALL)()
+    output.compiler_fn = compiler
+
+
+_INSTALL = "maybe_install_saved_tensors_hooks_subgraphs"
+
+
+# -- AOTAutograd: the graphs that hooks are inlined into -----------------------------------------
+
+
+class Hooked(NamedTuple):
+    """A saved tensor whose hook is being inlined."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+    node: fx.Node
+    """Of the forward."""
+
+
+def inlined_call(
+    eager: Callable[[Any], Any], traced: Callable[[Any, Hooked], Any]
+) -> fx.GraphModule:
+    """A graph of one call, without a hash, so that no cache of AOTAutograd serves.
+
+    One that did would not say what it holds; code that inductor has generated is found in its own
+    cache, by the graph with the hooks inlined.
+
+    Args:
+        eager: Called outside of graphs.
+        traced: Called while a graph is compiled.
+    """
+    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
+
+    def call(x: Any) -> Any:
+        given: Any = _get_saved_tensor_hook_context()
+        if given is None:
+            return eager(x)
+        return traced(x, Hooked(given["_fw_graph"], given["_bw_graph"], given["_node"]))
+
+    BETWEEN.add(call.__code__)
+    graph = fx.Graph()
+    graph.output(graph.call_function(call, (graph.placeholder("x"),)))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def static_inputs() -> list[int]:
+    """Numbers of the inputs that are parameters or buffers, of the graph that is hooked now."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
+            return [*frame.f_locals["static_input_indices"]]
+        frame = frame.f_back
+    raise RuntimeError("a graph is packed by another function than torch's own")
+
+
+def input_places(given: Collection[fx.Node], inputs: list[Tensor | None]) -> dict[int, int]:
+    """Storages of a graph's inputs -> which of the tensors they are that it was traced with."""
+    values = [node.meta["val"] for node in given if is_tensor(node)]
+    storages = {x.untyped_storage()._cdata for x in values}
+    found: dict[int, int] = {}
+    for place, x in enumerate(inputs if values else []):
+        fake = None if x is None else values[0].fake_mode.fake_tensor_converter._get_memo(x)
+        if fake is not None and fake.untyped_storage()._cdata in storages:
+            found.setdefault(fake.untyped_storage()._cdata, place)
+    return found
+
+
+def name_alike(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Give the inputs of a backward the names of the forward's outputs, by which torch finds them.
+
+    Where activation checkpointing keeps states of random generators, they have names of their own.
+    """
+    inputs = [
+        node
+        for node in backward.find_nodes(op="placeholder")
+        if not str(node.target).startswith("tangents")
+    ]
+    outputs = forward.output_node().args[0]
+    last = cast(Any, outputs)[-len(inputs) :] if inputs else []
+    given, taken = {node.name for node in inputs}, {node.name for node in last}
+    others = [node for node in inputs if node.name not in taken]
+    for node, output in zip(others, [n for n in last if n.name not in given], strict=False):
+        for other in backward.nodes:
+            if other.name == output.name:
+                other._rename(f"{output.name}_again")
+        node.name = output.name
+
+
+def no_modes() -> Any:
+    """A context in which ops are neither traced nor faked."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

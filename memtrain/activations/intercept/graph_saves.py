@@ -1,0 +1,297 @@
+"""Saved tensors of one compiled graph: how each is held, by the same rules as eager ones."""
+
+import zlib
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from memtrain.activations.intercept.compiler_internals import no_modes
+from memtrain.activations.intercept.graph_kinks import (
+    Kink,
+    erase_unread,
+    find_kinks,
+    keep_answers,
+    stand_in,
+)
+from memtrain.activations.intercept.graph_order import compress_early, decompress_late
+from memtrain.activations.intercept.graph_recomputed import Held, compress_recomputed
+from memtrain.activations.intercept.graph_sites import (
+    OWN_INPUT,
+    GraphSites,
+    example,
+    is_static,
+    is_tensor,
+    storage_nbytes,
+    storage_of,
+    stripped,
+)
+from memtrain.activations.saved import payload_ops
+from memtrain.activations.saved.fit import FLOATS, INTEGERS
+from memtrain.activations.saved.flatten import flatten
+from memtrain.activations.saved.pack_hook import SavedTensors
+from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
+
+NO_FAKE = "its compressor has no form on tensors without data, which graphs are traced with"
+"""Begins the reason where a compressor of the user's own cannot be traced."""
+HOST = Keep("inside torch.compile nothing is swapped out to the host")
+UNKNOWN_RANGE = Keep("integers whose range the compiler does not know")
+DERIVATIVE_BITS = 2
+"""More bits than its derivative code: of a tensor that gives the op's output again, too."""
+
+
+class _Payload(NamedTuple):
+    """What a compressor makes of a tensor."""
+
+    form: payload_ops.Form
+    nbytes: int
+    parts: int
+    """Tensors."""
+
+
+class _Packing(NamedTuple):
+    """The way that one saved tensor of a graph is packed."""
+
+    payload: _Payload
+    key: tuple[int, ...]
+
+
+class GraphSaves:
+    """What one graph saves, while it is being compiled.
+
+    Args:
+        saved: Knows the rules, the seed, and the number of forwards.
+        forward: As partitioned; its own hooks are inlined one by one, first of all what packs.
+        backward: Its backward.
+        sites: Of the two.
+        places: Storages of the graph's inputs -> which of its module's inputs they are.
+    """
+
+    def __init__(
+        self,
+        saved: SavedTensors,
+        forward: Graph,
+        backward: Graph,
+        sites: GraphSites,
+        places: dict[int, int],
+    ) -> None:
+        self.saved, self.forward, self.backward, self.sites = saved, forward, backward, sites
+        self._places = places
+        # Two: by the time that a backward runs, its forward may not be the last one that ran.
+        self._number, self._backward_number = payload_ops.graph_number(), payload_ops.graph_number()
+        outputs = cast(Any, forward.output_node().args[0])
+        hooked = [node for node in outputs if sites.is_hooked(node)]
+        self._last = hooked[-1]  # handed to the hooks after all others
+        self.records: list[Record] = []
+        """Of what it saves."""
+        self._packings: dict[Node, _Packing | None] = {}
+        self._kept: dict[int, int] = {}  # storage -> its number
+        self._kinks: dict[int, Kink] = {}  # numbers from 1 -> those of which the answer is kept
+        self._backward_places = count()  # of the backward's own compressing ops
+        self._finished = False
+        with no_modes():
+            self._answer({*hooked[:-1]})
+
+    @property
+    def root(self) -> str:
+        """Path of the module whose forward the graph is the first part of."""
+        return self.sites.root
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Numbers of storages in the records -> which of its module's inputs they are."""
+        kept, places = self._kept, self._places
+        return {kept[storage]: place for storage, place in places.items() if storage in kept}
+
+    def pack(self, x: Tensor, node: Node) -> Any:
+        """Give the graph what it holds in place of a saved tensor."""
+        if node not in self._packings:
+            with no_modes():
+                self._packings[node] = self._decide(node)
+        packing = self._packings[node]
+        if packing is None:
+            return x
+        parts = payload_ops.compress(x, packing.payload.form, packing.key)
+        sizes = [size for size in x.shape if not isinstance(size, int)]
+        return [*parts, *sizes, *self._answers(x, node)]
+
+    def unpack(self, packed: Any, node: Node) -> Tensor:
+        """The saved tensor of what `pack` gave."""
+        if node is self._last and not self._finished:
+            self._finish()
+        packing = self._packings[node]
+        if packing is None:
+            return packed
+        form, _, parts = packing.payload
+        x = node.meta["val"]
+        sizes = iter(packed[parts:])
+        shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
+        return payload_ops.decompress(packed[:parts], form, shape, x.dtype)
+
+    def _finish(self) -> None:
+        """Change what the hooks of the tensors before the last have put into the graphs.
+
+        The last tensor's unpacking comes after this, at the head of a backward that needs it first.
+        """
+        self._finished = True
+        keep_answers(self.forward, self.backward, self._kinks)
+        compress_early(self.forward)
+        decompress_late(self.backward)
+        with no_modes():
+            compress_recomputed(self.backward, self._choose_recomputed)
+
+    # -- the sides of kinks -----------------------------------------------------------------
+
+    def _answer(self, hooked: set[Node]) -> None:
+        """Choose the kinks whose answers are kept: where that takes fewer than 8 bits in all."""
+        found = find_kinks(
+            self.forward,
+            self.backward,
+            lambda node: node in hooked and example(node).dtype in FLOATS,
+        )
+        self.sites.answered = {node for kink in found for node in kink.behind}
+        for carrier in dict.fromkeys(kink.carrier for kink in found):
+            kinks = [kink for kink in found if kink.carrier is carrier]
+            _, chosen = self._choose(carrier, example(carrier))
+            bits = None if isinstance(chosen, Keep) or chosen.is_identity else chosen.bits
+            if isinstance(bits, int) and bits + len(kinks) < 8:
+                self._kinks.update(enumerate(kinks, 1 + len(self._kinks)))
+        kept = self._kinks.values()
+        self.sites.answered = {node for kink in kept for node in kink.behind}
+        for kink in reversed(found):
+            if kink not in kept:
+                erase_unread(self.forward, kink.answer)
+
+    def _answers(self, x: Tensor, node: Node) -> list[Tensor]:
+        """The payloads that a saved tensor carries besides its own."""
+        kinks = [(kink, number) for number, kink in self._kinks.items() if kink.carrier is node]
+        return [part for kink, number in kinks for part in stand_in(x, kink, number)]
+
+    # -- how a tensor is held ---------------------------------------------------------------
+
+    def _decide(self, node: Node) -> _Packing | None:
+        x, saved = example(node), self.saved
+        site, chosen = self._choose(node, x)
+        if isinstance(chosen, Compressor) and not chosen.is_identity:
+            try:
+                payload = _payload(chosen, x)
+            except Exception as error:  # noqa: BLE001 (a compressor of the user's own may raise any)
+                chosen = Keep(f"{NO_FAKE}: {type(chosen).__name__}: {error}")
+            else:
+                if payload.nbytes < x.numel() * x.element_size():
+                    number, counter = zlib.crc32(site.name.encode()), payload_ops.counter_of(saved)
+                    key = (saved.seed, number, counter, self._number, len(self._packings))
+                    self._record(site, node, x, payload.nbytes, repr(chosen))
+                    self._record_answers(node, x)
+                    return _Packing(payload, key)
+                chosen = Keep("its payload would be no smaller")
+        kept = isinstance(chosen, Keep)
+        reason, name = (chosen.reason, "") if kept else ("", repr(chosen))
+        self._record(site, node, x, None, name, reason)
+        return None
+
+    def _choose_recomputed(self, node: Node, readers: list[Node]) -> Held | None:
+        """How to hold a tensor of the backward that waits for readers; None to keep it."""
+        twin = self.sites.known.get(node.name)
+        if twin is None or not is_static(twin):
+            return None
+        x = example(twin)
+        site, chosen = self._choose(twin, x, readers)
+        if isinstance(chosen, Keep) or chosen.is_identity:
+            return None
+        try:
+            form, nbytes, _ = _payload(chosen, x)
+        except Exception:  # noqa: BLE001 (`_decide` tells it of what is saved)
+            return None
+        if nbytes >= x.numel() * x.element_size():
+            return None
+        number = zlib.crc32(f"{site.name} again".encode())
+        counter, place = payload_ops.counter_of(self.saved), next(self._backward_places)
+        return form, (self.saved.seed, number, counter, self._backward_number, place)
+
+    def _choose(
+        self, node: Node, x: Tensor, readers: list[Node] | None = None
+    ) -> tuple[Site, Compressor | Keep]:
+        """The strictest of the choices for what reads the tensor, and the site that it is for."""
+        sites, saved = self.sites, self.saved
+        uses = sites.uses(node, readers)
+        places = [use.site for use in uses] or [sites.site(node)]
+        why = sites.why_keep(node, uses, saved.min_elements)
+        if why:
+            return places[0], Keep(why)
+        if sites.checkpointed(node):
+            place = Site(places[0].module, RECOMPUTE, "input")
+            return place, saved.checkpointed
+        jumps = any(use.jumps for use in uses)
+        limit = sites.limit(node)
+        options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]
+        return max(options, key=lambda option: _strictness(option[1], x))
+
+    # -- what the plan is told --------------------------------------------------------------
+
+    def _record_answers(self, node: Node, x: Tensor) -> None:
+        for kink in self._kinks.values():
+            if kink.carrier is node:
+                mask = Mask()
+                held = mask.compress(torch.empty_like(x, dtype=torch.bool), key=Key()).nbytes
+                site = self.sites.kink_site(kink.asked)
+                number = self._kept.setdefault(storage_of(kink.answer), len(self._kept))
+                row = Record(site, tuple(x.shape), "bool", 0, held, repr(mask), "", number)
+                self.records.append(row)
+
+    def _record(
+        self,
+        site: Site,
+        node: Node,
+        x: Tensor,
+        planned: int | None,
+        compressor: str,
+        reason: str = "",
+    ) -> None:
+        base = stripped(node)
+        storage = storage_of(base if is_tensor(base) else node)
+        first = storage not in self._kept and reason != OWN_INPUT
+        number = self._kept.setdefault(storage, len(self._kept))
+        nbytes = storage_nbytes(node) if first else 0
+        dtype = str(x.dtype).removeprefix("torch.")
+        held = nbytes if planned is None else planned
+        shape = tuple(x.shape)
+        self.records.append(Record(site, shape, dtype, nbytes, held, compressor, reason, number))
+
+
+def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool) -> Any:
+    """The compressor for this dtype, where what reads the tensor computes it again too."""
+    if isinstance(chosen, Keep) or chosen.is_identity:
+        return chosen
+    if x.dtype == torch.bool:
+        return Mask()
+    if x.dtype in INTEGERS:
+        return UNKNOWN_RANGE if limit is None else Integers(limit=limit)
+    if x.dtype not in FLOATS:
+        return Keep(f"dtype {x.dtype}")
+    if isinstance(chosen, Host):
+        return HOST
+    if chosen.gives_derivative:
+        chosen = Group(bits=min(8, chosen.bits + DERIVATIVE_BITS))
+    if jumps and isinstance(chosen.bits, int) and chosen.bits < 8:
+        chosen = chosen.with_width(8)
+    return chosen
+
+
+def _strictness(chosen: Compressor | Keep, x: Tensor) -> float:
+    if isinstance(chosen, Keep) or chosen.is_identity:
+        return float("inf")
+    try:
+        return _payload(chosen, x).nbytes
+    except Exception:  # noqa: BLE001 (`_decide` tells it)
+        return float("inf")
+
+
+def _payload(compressor: Compressor, x: Tensor) -> _Payload:
+    flat, layout = flatten(x)
+    parts = compressor.compress(x if compressor.shaped else flat, key=Key()).tensors
+    form = payload_ops.form_of(compressor, layout, list(parts))
+    return _Payload(form, sum(part.nbytes for part in parts.values()), len(parts))

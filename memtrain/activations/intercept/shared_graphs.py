@@ -1,0 +1,95 @@
+"""Graphs that several equal modules run: their records told for each module, and bytes once."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from memtrain.activations.intercept.compiler_internals import is_compiled
+from memtrain.activations.intercept.graph_saves import GraphSaves
+from memtrain.activations.saved.site import Record
+
+
+def records_of(
+    graphs: Sequence[GraphSaves], model: nn.Module, given: Mapping[str, Sequence[int]]
+) -> list[Record]:
+    """The records of what graphs save in one forward, also where modules share a graph.
+
+    Args:
+        graphs: In the order in which they were compiled.
+        model: Their modules' paths are in it.
+        given: Path of a module that is compiled by itself -> the storages that it is given.
+    """
+    found: list[Record] = []
+    counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
+    for graph in graphs:
+        for path in [graph.root, *_siblings(graph.root, graphs, model)]:
+            offset = 1 + max((record.storage for record in found), default=0)
+            inputs = given.get(path, [])
+            for record in graph.records:
+                place = graph.places.get(record.storage, len(inputs))
+                moved = _moved(record, graph.root, path, offset)
+                if place < len(inputs):
+                    moved = _once(moved, inputs[place], counted)
+                found.append(moved)
+    return found
+
+
+def _siblings(root: str, graphs: Sequence[GraphSaves], model: nn.Module) -> list[str]:
+    """Paths of modules compiled by themselves that run the graphs of one equal to them.
+
+    Of several that have graphs (the first block's input needs no gradient) it is the last one
+    before them.
+    """
+    if not root or not is_compiled(model, root):
+        return []
+    own, roots = model.get_submodule(root), {graph.root for graph in graphs}
+    alike = [
+        name
+        for name, module in model.named_modules()
+        if name and is_compiled(model, name) and _alike(module, own)
+    ]
+    found: list[str] = []
+    latest = next(name for name in alike if name in roots)
+    for name in alike:
+        latest = name if name in roots else latest
+        if latest == root != name:
+            found.append(name)
+    return found
+
+
+def _moved(record: Record, root: str, path: str, offset: int) -> Record:
+    """The record of a module's graph, for the module at another path."""
+    module = record.site.module
+    if module == root or module.startswith(f"{root}."):
+        module = f"{path}{module[len(root) :]}"
+    site = record.site._replace(module=module)
+    return record._replace(site=site, storage=record.storage + offset)
+
+
+def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> Record:
+    """The record of a storage that other modules are given too, without what they count of it.
+
+    Args:
+        record: Its bytes are those of its own graph.
+        given: Tells the storage from others of the forward.
+        counted: The number of each that is counted, and whether it is kept as it is; added to.
+    """
+    kept = record.planned == record.nbytes
+    if given not in counted:
+        if record.nbytes:
+            counted[given] = record.storage, kept
+        return record
+    number, alive = counted[given]
+    counted[given] = number, alive or (kept and record.nbytes > 0)
+    planned = 0 if kept and alive else record.planned
+    return record._replace(nbytes=0, planned=planned, storage=number)
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have one class and parameters of the same names and shapes."""
+    return type(one) is type(other) and _shapes(one) == _shapes(other)
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in module.named_parameters()]
