@@ -23,7 +23,8 @@ class ActivationRule:
     tensor: str = "*"
     """Which of the op's tensors: `input`, `input1` ..., `saved` (a copy, a statistic)."""
     compressor: Any = KEEP
-    """A name, or `{name: ..., ...}` with the compressor's own fields; `keep` leaves it alone."""
+    """A name, or `{name: ..., ...}` with the compressor's own fields, which replaces the preset's
+    (without a `name` it changes those fields); `keep` leaves it alone."""
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,7 @@
 """The six ways to give a config, and what each becomes: a checked `Config`."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ __all__ = [
     "nearest",
     "options",
 ]
+
+_COMPRESSORS = ("compressor", "recompute_inputs", "sums")
+"""The last parts of keys whose values are compressors."""
+_NAMED = re.compile(r"\s*\{(.*,)?\s*name\s*:", re.DOTALL)
 
 
 def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") -> Config:
@@ -133,7 +138,7 @@ def compose(
         with initialize_config_module("memtrain.configs", version_base="1.3"):
             folders = [f"'file://{folder.absolute()}'" for folder in searchpath]
             search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
-            return hydra_compose(name, overrides=[*search, *overrides])
+            return hydra_compose(name, overrides=[*search, *_replacing(overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         groups = [item for item in overrides if options(item.partition("=")[0], searchpath)]
         raise explain(
@@ -194,10 +199,28 @@ def _overlay(changes: Any) -> Config:
     check_keys(changes, Config)
     base = compose([f"preset={preset}"])
     own = OmegaConf.create({key: changes[key] for key in changes if key != "preset"})
+    for path in ("activations.recompute_inputs", "release.sums"):  # rules are replaced as lists
+        if "name" in (OmegaConf.select(own, path) or ()):
+            OmegaConf.update(base, path, None)
     try:
         return from_mapping(OmegaConf.merge(base, own))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         raise TypeError(first_line(error)) from error
+
+
+def _replacing(overrides: Sequence[str]) -> list[str]:
+    """Overrides under which a compressor's mapping that names one replaces what is there.
+
+    Hydra merges mappings, so that the fields of a preset's compressor would stay; null does not
+    merge.
+    """
+    found: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.rpartition(".")[2] in _COMPRESSORS and _NAMED.match(value):
+            found.append(f"{key}=null")
+        found.append(override)
+    return found
 
 
 def _existing(path: Path) -> Path:

@@ -60,6 +60,20 @@ def test_a_field_of_a_rule_is_overridden_by_its_index():
     assert config.activations.rules[0].compressor["bits"] == 2
 
 
+def test_a_compressor_that_is_named_replaces_the_presets():
+    host = {"name": "host", "inner": {"name": "group", "bits": 4}}
+    given = "activations.recompute_inputs={name: host, inner: {name: group, bits: 4}}"
+    for cfg in (
+        ["preset=checkpointed", given],
+        {"preset": "checkpointed", "activations": {"recompute_inputs": host}},
+    ):
+        assert load(cfg).activations.recompute_inputs == host
+    fewer = load(["preset=checkpointed", "activations.recompute_inputs={bits: 4}"])
+    assert fewer.activations.recompute_inputs == {"name": "group", "bits": 4}
+    cast = load(["activations.rules.0.compressor={name: cast}"])
+    assert cast.activations.rules[0].compressor == {"name": "cast"}
+
+
 MISTAKES = {
     "preset": ("smalest", ValueError, "did you mean 'smallest'"),
     "preset_override": (["preset=foo"], ValueError, "unknown preset 'foo'; allowed: activ"),
