@@ -6,6 +6,8 @@ from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
 LOSSLESS = "lossless"
 BALANCED = "balanced"
+AGAIN, HELD_AGAIN = "recompute", "recompute, saves held by rules"
+"""Options of a block: what it saves when it runs again is kept whole, or held as by `balanced`."""
 CODES, GROUPS, ONLY_CODES, ONLY_GROUPS = "codes", "groups", "only codes", "only groups"
 PATCHES, ONLY_PATCHES = "patches", "only patches"
 SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS, PATCHES, ONLY_PATCHES)

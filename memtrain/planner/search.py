@@ -32,7 +32,7 @@ from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Told, silent
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
 from memtrain.planner.optimizer_states import count_states, gather_states, state_config
-from memtrain.planner.schemes import STATES, TORCH
+from memtrain.planner.schemes import BALANCED, STATES, TORCH, activation_rules
 from memtrain.planner.search_space import SearchSpace, gather
 from memtrain.planner.sensitivity import analytic, is_real, measured
 
@@ -296,12 +296,14 @@ class _Planning:
             none = replace(space.plan.config, weights=weights)
             for gradients in _settings(config.gradients, ("release",), "release" in names):
                 plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
-                own = replace(space, plan=plan, states=states, mixtures=mixtures)
-                way = key, gradients
-                if way not in solved:
-                    told("combinations", 0, 0)
-                    solved[way] = solve(priced(own, goal), goal.max_error, goal.objective)
-                found += candidate_plans(own, goal, solved[way])
+                whole = replace(space, plan=plan, states=states, mixtures=mixtures)
+                for saves in _saves(config, goal):
+                    own = whole.holding_saves(saves)
+                    way = key, gradients, saves
+                    if way not in solved:
+                        told("combinations", 0, 0)
+                        solved[way] = solve(priced(own, goal), goal.max_error, goal.objective)
+                    found += candidate_plans(own, goal, solved[way])
         return found
 
     def _space(self, config: Config, goal: Goal) -> SearchSpace:
@@ -319,6 +321,12 @@ def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
     if not allowed or now != KEEP:
         return [now]
     return [*others] if KEEP in others else [now, *others]
+
+
+def _saves(config: Config, goal: Goal) -> list[str]:
+    """Ways to hold what recomputed blocks save when they run again, the exact one first."""
+    both = {"quantise", "recompute"} <= goal.names
+    return _settings(config.activations.recompute_saves, ("rules",), True) if both else [KEEP]
 
 
 def _weights(model: nn.Module) -> tuple[str, ...]:
@@ -350,12 +358,14 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
     released = space.plan.config.gradients != KEEP
 
     def cost(own: Option) -> Option:
-        return replace(own, seconds=goal.rates.compressing(own), error=own.error / unit)
+        seconds = own.seconds + goal.rates.compressing(own)
+        return replace(own, seconds=seconds, error=own.error / unit)
 
     return [
         replace(
             segment,
             items=[replace(item, options=[*map(cost, item.options)]) for item in segment.items],
+            recompute=segment.recompute and cost(segment.recompute),
             later=0 if released else segment.later,
         )
         for segment in space.segments
@@ -425,7 +435,7 @@ def _kept(candidate: CandidatePlan) -> tuple[str, str]:
 
 
 def config_of(candidate: CandidatePlan) -> Config:
-    """Make the config of a plan: its sites, its blocks to recompute, its states."""
+    """Make the config of a plan: its sites, its blocks to recompute and their saves, its states."""
     space, config = candidate.space, candidate.space.plan.config
     sites: dict[str, Any] = {}
     again: list[str] = []
@@ -436,7 +446,15 @@ def config_of(candidate: CandidatePlan) -> Config:
         for item, index in zip(segment.items, own, strict=True):
             choices = item.options[index].choices
             sites |= {site.name: spec(chosen) for site, chosen in choices.items()}
-    activations = replace(config.activations, rules=[], sites=sites, recompute=again)
+    held = bool(again) and config.activations.recompute_saves != KEEP
+    activations = replace(
+        config.activations,
+        # Of sites that are named none goes by a rule: those inside of recomputed blocks are not.
+        rules=activation_rules(BALANCED) if held else [],
+        sites=sites,
+        recompute=again,
+        recompute_saves="rules" if held else KEEP,
+    )
     states = state_config(config.optim, space.states, candidate.mixture)
     return replace(config, activations=activations, optim=states)
 
@@ -445,10 +463,10 @@ def count_options(candidate: CandidatePlan) -> dict[str, int]:
     """Count the items that each option is chosen for, and the blocks that are recomputed."""
     counts: dict[str, int] = {}
     for segment, own in zip(candidate.space.segments, candidate.solution.choices, strict=True):
-        if own is None:
-            counts["recompute"] = counts.get("recompute", 0) + 1
+        if own is None and segment.recompute is not None:
+            counts[segment.recompute.name] = counts.get(segment.recompute.name, 0) + 1
             continue
-        for item, index in zip(segment.items, own, strict=True):
+        for item, index in zip(segment.items, own or (), strict=True):
             if item.options[0].nbytes:
                 name = item.options[index].name
                 counts[name] = counts.get(name, 0) + 1

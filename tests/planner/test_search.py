@@ -7,9 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import memtrain
 from memtrain.audit.peak import Moment
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
 from memtrain.compressors import Keep
 from memtrain.config.sources import ActivationRule, Activations, Config
 from memtrain.plan.rules import state_site
@@ -238,8 +241,6 @@ def test_of_equal_plans_the_one_with_truer_weights_comes_first():
 
 
 def test_the_promise_is_kept_by_a_real_step():
-    from memtrain.audit.peak.measure import measure
-
     model, optimizer = make()
     plain = measure(model, optimizer, X).peak.nbytes
     size = int(0.55 * plain)
@@ -248,6 +249,46 @@ def test_the_promise_is_kept_by_a_real_step():
     model, optimizer = make()
     real = measure(model, optimizer, X, found.plan).peak.nbytes
     assert real == pytest.approx(found.peak.nbytes, rel=0.03)
+
+
+class DeepBlock(nn.Module):
+    """A narrow input, from which wide tensors are computed."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(32, 128), (128, 128), (128, 128), (128, 128)]
+        layers = [part for size in sizes for part in (nn.Linear(*size), nn.GELU())]
+        self.norm, self.inner = nn.LayerNorm(32), nn.Sequential(*layers, nn.Linear(128, 32))
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+@pytest.mark.nightly
+def test_blocks_run_again_and_compress_what_they_save_where_only_that_fits(monkeypatch, tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(DeepBlock() for _ in range(8)))
+        return model, torch.optim.SGD(model.parameters())
+
+    batch = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))
+    size = 9 * 2**20
+    found = fit(*made(), batch, size, goal=ANALYTIC)
+    assert found.peak.nbytes <= size
+    assert found.error <= 1
+    own = found.plan.config.activations
+    assert own.recompute_saves == "rules"
+    count = len(own.recompute)
+    assert f"{count} blocks recomputed, what they then save held by balanced's rules" in " ".join(
+        str(found).split()
+    )
+    found.plan.save(tmp_path / "plan.yaml")
+    real = measure(*made(), batch, tmp_path / "plan.yaml").peak.nbytes
+    assert abs(real - found.peak.nbytes) < max(0.03 * real, 2 * 2**20)
+    assert real == pytest.approx(found.peak.nbytes, rel=0.03)
+    monkeypatch.setattr(search, "_saves", lambda config, goal: ["keep"])
+    with pytest.raises(DoesNotFit):
+        fit(*made(), batch, size, goal=ANALYTIC)
 
 
 @pytest.mark.parametrize(
@@ -291,3 +332,31 @@ def test_a_candidate_becomes_the_config_that_it_says(space):
             found = plan.choose_state(*state_site(site))
             assert found == own or (isinstance(found, Keep) and isinstance(own, Keep))
     assert sum(e.planned for e in plan.entries("state")) == mixture.saved
+
+
+def test_what_blocks_save_when_they_run_again_is_held_as_balanced_holds_it(space):
+    """Its bytes, its noise and its rules; of a block that is kept, sites go before the rules."""
+    held = space.holding_saves("rules")
+    again = [own for own in held.segments if own.recompute is not None]
+    whole = [own for own in space.segments if own.recompute is not None]
+    for one, other in zip(again, whole, strict=True):
+        assert one.recompute.nbytes == other.recompute.nbytes
+        assert one.recompute.error == sum(item.balanced.error for item in one.items) > 0
+        assert one.transient == sum(item.balanced.nbytes for item in one.items)
+        assert one.transient < 0.2 * other.transient
+    last = [(0,) * len(one.items) if one.recompute is None else None for one in held.segments]
+    first = [(0,) * len(one.items) for one in held.segments]
+    states, mixtures = gather_states(*make(), Config(), STATES, Goal())
+    own = replace(held, states=states, mixtures=mixtures)
+    none, config = (
+        config_of(CandidatePlan(0.0, 0.0, 0.0, own, evaluate(own.segments, ways), mixtures[0]))
+        for ways in (first, last)
+    )
+    assert (none.activations.recompute_saves, none.activations.rules) == ("keep", [])
+    assert config.activations.recompute_saves == "rules"
+    assert config.activations.recompute == ["h.0", "h.1", "h.2"]
+    assert config.activations.sites["last / linear / input"] == "keep"
+    expected = predict(*make(), X, config).peak.nbytes
+    assert measure(*make(), X, config).peak.nbytes == pytest.approx(expected, rel=0.03)
+    kept = replace(config.activations, recompute_saves="keep")
+    assert expected < predict(*make(), X, replace(config, activations=kept)).peak.nbytes
