@@ -1,1 +1,1 @@
-"""What memtrain costs and saves, measured: `python -m benchmarks list`, `... run [name]`."""
+"""Measurements of what memtrain costs and saves: `python -m benchmarks list`, `... run [name]`."""

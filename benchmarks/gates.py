@@ -1,4 +1,4 @@
-"""What a gated MLP may keep, in bits per hidden element, and what the gradient pays for it.
+"""Ways to keep a gated MLP's tensors: bits per hidden element, and the gradient's error.
 
 `down(f(gate(x)) * up(x))` makes three tensors that plain PyTorch saves: the input g of f, and the
 two factors f(g) and u of the product (what `down` reads is a fourth). The ways to keep them:

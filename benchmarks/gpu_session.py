@@ -1,4 +1,4 @@
-"""What a GPU is asked, in ten minutes: one file to run, each step with its own limit of time.
+"""Ten minutes on a GPU: one file to run, each step with its own limit of time.
 
     python benchmarks/gpu_session.py --bring site            # where packages can be had, if needed
     python benchmarks/gpu_session.py --site site --out out   # where the GPU is; nothing to install

@@ -1,4 +1,4 @@
-"""What a training step asks of the host: processor time beside plain, in one run.
+"""Processor time that a training step takes of the host, beside plain, in one run.
 
     OMP_NUM_THREADS=1 python -m benchmarks run host --clock cpu [--set layers=12 width=64]
 

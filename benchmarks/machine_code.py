@@ -35,7 +35,7 @@ class Case(NamedTuple):
     module: str
     kernel: str
     wanted: Mapping[str, object]
-    """What its types and constants must hold."""
+    """Values that its types and constants must hold."""
     trips: int = 1
     """How often its loops go round."""
 

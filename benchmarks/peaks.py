@@ -88,7 +88,7 @@ def compare(family: str, preset: str, step: str, device: str = "cpu") -> Row:
 
 
 def _arguments(case: Case, device: str, autocast: Any) -> tuple[Any, StepOptions]:
-    """What the model is called with, and how its step runs."""
+    """The model's arguments, and how its step runs."""
     if isinstance(case.batch, dict):
         batch = {name: x.to(device) for name, x in case.batch.items()}
         return batch, StepOptions(autocast=autocast)

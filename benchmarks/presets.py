@@ -43,7 +43,7 @@ class Task:
         self.x = x
 
     def output(self) -> Tensor:
-        """What the model gives; the loss outside of it is nobody's to compress."""
+        """The model's output; the loss outside of it is nobody's to compress."""
         return self.model(self.x)
 
     def step(self) -> Tensor:

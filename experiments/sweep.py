@@ -165,7 +165,7 @@ class Sweep:
         return replace(self.config, model=model, precision=precision, seed=cell.seed)
 
     def settings(self) -> dict[str, Any]:
-        """What all runs share, as the CSV file has it."""
+        """Settings that all runs share, as the CSV file has them."""
         config, parts = self.config, self.source.parts
         images = parts["train"][0]
         return {
@@ -234,7 +234,7 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _same(cell: Cell, done: Mapping[tuple[str, ...], Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What a run without promotion gives, if the one with it promoted nothing: the same."""
+    """The row of a run without promotion, if the one with it promoted nothing: the same."""
     if cell.promotion:
         return None
     row = done.get(_key(cell._replace(promotion=True)._asdict()), {})

@@ -1,4 +1,4 @@
-"""What a device's kernels read at each step, kept: where a CUDA graph captured it, for good."""
+"""Keep what a device's kernels read at each step; where a CUDA graph captured it, for good."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
