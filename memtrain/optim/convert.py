@@ -15,6 +15,7 @@ from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
 from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
+from memtrain.optim.states.optimizer_hooks import innermost
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind
@@ -174,10 +175,12 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     already: the states are those that the next step would have decompressed.
 
     Args:
-        optimizer: A compressed one (of a plain one its own states are copied); it is not changed.
+        optimizer: A compressed one (of a plain one its own states are copied), or what `wrap` put
+            around it; it is not changed.
 
     Returns:
-        Plain dicts of plain tensors and numbers.
+        Plain dicts of plain tensors and numbers. Corrections of split weights are no states of a
+        plain optimizer, and left out.
 
     Memory:
         The plain optimizer's states, 8 bytes per parameter for AdamW, in float32 (float64 for
@@ -193,6 +196,7 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """
     saved = optimizer.state_dict()
     saved.pop(OWN, None)
+    optimizer = innermost(optimizer)
     params = [param for param, _, _ in on_each(optimizer.param_groups)]
     order = [index for group in saved["param_groups"] for index in group["params"]]
     states = {

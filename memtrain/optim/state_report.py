@@ -15,6 +15,7 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates, on_each
 from memtrain.optim.states.first_step import first_states
+from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
 
 
@@ -53,7 +54,8 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
     """How each state of each parameter is kept; before the first step, as it will be.
 
     Args:
-        optimizer: A compressed one; of a plain one, each state is listed as kept.
+        optimizer: A compressed one, or what `wrap` put around it; of a plain one, each state is
+            listed as kept.
 
     Returns:
         One row a state, `step` counters left out: parameter, its name (`group.index` if the
@@ -67,9 +69,13 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
         >>> [(row.state, row.nbytes) for row in describe(AdamW4bit([weight]))]
         [('exp_avg', 4352), ('exp_avg_sq', 4352)]
     """
-    if isinstance(optimizer, CompressedStates):
-        least = optimizer.min_elements if isinstance(optimizer, CompressedOptimizer) else 0
-        return _rows(optimizer, optimizer.choose, least)
+    inner = innermost(optimizer)
+    if isinstance(inner, CompressedStates):
+        least = inner.min_elements if isinstance(inner, CompressedOptimizer) else 0
+        pairs = zip(on_each(inner.param_groups), on_each(optimizer.param_groups), strict=True)
+        outer = {theirs[0]: own[0] for theirs, own in pairs}  # states on the host are of copies
+        rows = _rows(inner, inner.choose, least)
+        return [row._replace(param=outer[row.param]) for row in rows]
     return _rows(optimizer, lambda param, state: Keep("kept: not compressed"), 0)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import memtrain
 from memtrain.optim import (
     Adam4bit,
     Adam8bit,
@@ -22,6 +23,7 @@ from memtrain.optim import (
     Lion8bit,
     SGD4bit,
     SGD8bit,
+    describe,
     portable_state_dict,
 )
 
@@ -179,6 +181,32 @@ def test_portable_of_a_general_wrapper():
     plain = torch.optim.Adagrad([nn.Parameter(p.detach().clone()) for p in params])
     plain.load_state_dict(portable_state_dict(optimizer))
     assert plain.state[plain.param_groups[0]["params"][0]]["sum"].shape == SHAPES[0]
+
+
+@pytest.mark.parametrize("more", [["weights=bf16+8", "gradients=release"], ["optim.device=cpu"]])
+def test_what_wrap_put_around_an_optimizer_is_looked_through(more):
+    def states(*options):
+        torch.manual_seed(0)
+        model = nn.Linear(128, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = memtrain.wrap(model, optimizer, ["preset=optimizer_only", *options])
+        for _ in range(2):
+            model(torch.ones(4, 128, dtype=model.weight.dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = describe(optimizer)
+        assert {id(row.param) for row in rows} == {id(p) for p in model.parameters()}
+        return portable_state_dict(optimizer), [row[1:] for row in rows], model
+
+    saved, rows, model = states(*more)
+    _, alone, _ = states()
+    assert rows == alone
+    plain = torch.optim.AdamW([nn.Parameter(p.detach().float()) for p in model.parameters()])
+    plain.load_state_dict(saved)
+    for param, state in plain.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].dtype == torch.float32
+            assert state[name].shape == param.shape
 
 
 def newer(saved):

@@ -12,6 +12,13 @@ SAVE = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 LOAD = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that holds the states, inside those that `wrap` put around it."""
+    while hasattr(optimizer, "inner"):
+        optimizer = optimizer.inner
+    return optimizer
+
+
 def share(optimizer: Optimizer, inner: Optimizer) -> None:
     """Let `optimizer` run the hooks that `inner` has, and those that either gets later."""
     for name in (*STEP, *SAVE, *LOAD):

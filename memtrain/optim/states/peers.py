@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.optim.states.first_step import first_names
+from memtrain.optim.states.optimizer_hooks import innermost
 
 BITSANDBYTES = {
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -99,8 +100,7 @@ def read_by(optimizer: Optimizer) -> Any:
 
 
 def _as_plain(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    while hasattr(optimizer, "inner"):
-        optimizer = optimizer.inner
+    optimizer = innermost(optimizer)
     kind, states = type(optimizer).__name__, dict(loaded["state"])
     for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
         for number, param in zip(saved["params"], group["params"], strict=False):
