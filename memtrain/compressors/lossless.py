@@ -11,6 +11,7 @@ from memtrain.kernels.packing import pack
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NARROW = (torch.uint8, torch.int16, torch.int32)
+_PACKED = 128  # values that 7 bits tell apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,8 @@ class Integers(Compressor):
 
     The width depends on the values, so `compress` reads the minimum and the maximum, for which a
     GPU has to be waited for. A fake or meta tensor has no values: its width stays, and the bytes
-    told for it are an upper bound. With a `limit` the width follows from that alone.
+    told for it are an upper bound. With a `limit` the width follows from that alone, and what has
+    a byte already is packed to the bit.
 
     Args:
         limit: All values are known to lie from 0 to below it, as indices do; None: they are read.
@@ -68,7 +70,8 @@ class Integers(Compressor):
         ValueError: If the limit is below 1.
 
     Memory:
-        1, 2, 4 or 8 bytes per element, never more than before.
+        1, 2, 4 or 8 bytes per element, never more than before. Of uint8 and int8 with a limit of
+        128 or less, ceil(log2(limit)) / 8 bytes, in whole blocks of 256 elements.
 
     Example:
         >>> x = torch.tensor([3, 250])
@@ -95,18 +98,36 @@ class Integers(Compressor):
             key: Not used.
 
         Returns:
-            Tensor `values`, of `x`'s shape.
+            Tensor `values`, of `x`'s shape; packed ones are flat.
 
         Raises:
             TypeError: If `x` is of another dtype.
         """
         if x.dtype not in _INTEGERS:
             raise TypeError(f"dtype {x.dtype}; allowed: {', '.join(map(str, _INTEGERS))}")
-        return Packed({"values": x.to(_narrowest(x, self.limit))}, x.shape, x.dtype)
+        bits = self._bits(x.dtype)
+        if bits:
+            values = pack.pack_codes(x.view(torch.uint8), bits)
+        else:
+            values = x.to(_narrowest(x, self.limit))
+        return Packed({"values": values}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """The same tensor."""
-        return packed.tensors["values"].to(packed.dtype)
+        values, bits = packed.tensors["values"], self._bits(packed.dtype)
+        if bits:
+            codes = pack.unpack_codes(values, bits, packed.shape.numel())
+            return codes.view(packed.dtype).view(packed.shape)
+        return values.to(packed.dtype)
+
+    def _bits(self, dtype: torch.dtype) -> int:
+        """Of a value that is packed; 0 where values have bytes of their own.
+
+        Wider dtypes hold indices, which are few beside what they index, and are cast in one op.
+        """
+        if dtype.itemsize > 1 or self.limit is None or self.limit > _PACKED:
+            return 0
+        return max(1, (self.limit - 1).bit_length())
 
 
 def _narrowest(x: Tensor, limit: int | None) -> torch.dtype:

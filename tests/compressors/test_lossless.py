@@ -91,6 +91,18 @@ def test_a_limit_decides_the_width_without_reading(limit, dtype):
     assert fake.nbytes == packed.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize(("limit", "bits"), [(1, 1), (4, 2), (9, 4), (128, 7), (129, 8)])
+def test_bytes_below_a_limit_are_packed_to_the_bit(limit, bits, dtype):
+    x = torch.arange(1024).remainder(min(limit, 128)).to(dtype).view(8, 128).t()
+    packed = Integers(limit=limit).compress(x, key=Key())
+    assert packed.nbytes == 1024 * bits / 8
+    restored = Integers(limit=limit).decompress(packed)
+    assert restored.dtype == dtype
+    assert torch.equal(restored, x)
+    assert Integers(limit=limit).compress(x.to("meta"), key=Key()).nbytes == packed.nbytes
+
+
 def test_a_wrong_limit_is_refused():
     with pytest.raises(ValueError, match="limit=0; allowed: 1 or more"):
         Integers(limit=0)

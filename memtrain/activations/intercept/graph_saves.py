@@ -268,8 +268,10 @@ def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool
         return chosen
     if x.dtype == torch.bool:
         return Mask()
+    if limit is not None:
+        return Integers(limit=limit)
     if x.dtype in INTEGERS:
-        return UNKNOWN_RANGE if limit is None else Integers(limit=limit)
+        return UNKNOWN_RANGE
     if x.dtype not in FLOATS:
         return Keep(f"dtype {x.dtype}")
     if isinstance(chosen, Host):

@@ -1,5 +1,6 @@
 """Sites of a compiled graph: which op of which module saves a tensor, read off its nodes."""
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ _ORDER = {
     },
 }
 _POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+_POOL_OFFSETS = "prims._low_memory_max_pool_with_offsets.default"  # inductor registers it
 
 OWN_INPUT = "the model's own input: stays alive anyway"
 
@@ -185,12 +187,15 @@ class GraphSites:
     def limit(self, saved: Node) -> int | None:
         """The number below which the tensor's indices are known to be, or None."""
         base = stripped(saved)
-        source = base.args[0] if base.target is getitem else None
-        if isinstance(source, Node) and source.target in _POOLS:
-            x = source.args[0]
-            dims = 2 if source.target is _POOLS[0] else 3
-            return example(x).shape[-dims:].numel() if isinstance(x, Node) else None
-        return None
+        if base.target is not getitem or base.args[1] != 1:
+            return None
+        source: Any = base.args[0]
+        if str(source.target) == _POOL_OFFSETS:  # inside of the window
+            return math.prod(source.args[1])
+        if source.target not in _POOLS:
+            return None
+        dims = 2 if source.target is _POOLS[0] else 3
+        return example(source.args[0]).shape[-dims:].numel()
 
     def _use(self, user: Node, stack: list[Any], saved: Node) -> Use:
         number, name = user.meta.get("seq_nr", -1), source_name(stack)

@@ -27,7 +27,7 @@ from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import compiler_internals
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
-from memtrain.compressors import COMPRESSORS, Group
+from memtrain.compressors import COMPRESSORS, Group, Integers
 
 # inductor's partition of a graph, run op by op: nothing is generated
 BACKEND = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
@@ -523,6 +523,29 @@ def test_the_side_of_a_kink_is_kept_exactly_in_a_bit(act):
             assert torch.equal(ours.grad, theirs.grad)
     # BatchNorm's reads its gradient's mean beside its noisy input
     assert torch.equal(model[1].bias.grad, plain[1].bias.grad)
+
+
+def test_offsets_of_max_pooling_take_the_bits_of_their_window_and_are_exact():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1),
+        nn.MaxPool2d(3, 2, padding=1, dilation=1, ceil_mode=True), nn.Flatten(),
+        nn.Linear(8 * 25, 10),
+    )  # fmt: skip
+    plain, x = copy.deepcopy(model), torch.randn(8, 3, 16, 16)
+    pooled = {"op": "*max_pool*", "compressor": {"name": "group", "bits": 8}}
+    rules = [pooled, {"op": "*", "compressor": "keep"}]
+    model, _ = wrapped(model, {"activations": {"exceptions": rules}})
+    y = torch.compile(model, backend=decomposing)(x)
+    assert held(y, x, *model.parameters()) == planned(model)[0]
+    rows = {row.site: row for row in memtrain.plan_of(model).entries("activation")}
+    for place, limit, bits, outputs in ((1, 4, 2, 8 * 8 * 64), (3, 9, 4, 8 * 8 * 25)):
+        row = rows[f"{place} / max_pool2d / saved"]
+        blocks = -(-outputs // 256)
+        assert (row.nbytes, row.planned) == (outputs, blocks * 32 * bits)
+        assert row.compressor == repr(Integers(limit=limit))
+    y.square().mean().backward()
+    torch.compile(plain, backend=decomposing)(x).square().mean().backward()
+    assert torch.equal(gradient(model), gradient(plain))
 
 
 @pytest.mark.nightly
