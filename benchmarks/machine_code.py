@@ -176,38 +176,61 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in found.items()}
 
 
+def _read(cubin: bytes) -> tuple[list[tuple[str, ...]], dict[int, int]]:
+    """Condition, opcode and operands of each instruction; where each jump goes, by its place."""
+    codes, places, jumps = [], {}, []
+    for line in _tool("nvdisasm", "-c", cubin=cubin).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(codes)
+        elif code := re.match(
+            r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)", line
+        ):
+            if target := re.search(r"`\((\.L_x_\d+)\)", code[3]):
+                jumps.append((len(codes), target[1]))
+            codes.append(code.groups(""))
+    return codes, {start: places[target] for start, target in jumps}
+
+
 def instructions(cubin: bytes, trips: int = 1) -> Counter[str]:
     """How often a thread executes each opcode where every condition is true.
 
     Of an `if` with an `else` the shorter side counts: the longer one is what seldom happens (blocks
-    whose scale is below 2**-90, in a step).
+    whose scale is below 2**-90, in a step). A short side may stand before a jump over the other, in
+    instructions under the jump's condition.
 
     Args:
         cubin: Machine code of one kernel.
         trips: How often each loop (a branch backwards) goes round.
     """
-    opcodes, places, jumps = [], {}, []
-    for line in _tool("nvdisasm", "-c", cubin=cubin).splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            places[label[1]] = len(opcodes)
-        elif code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line):
-            if target := re.search(r"`\((\.L_x_\d+)\)", code[2]):
-                jumps.append((len(opcodes), target[1]))
-            opcodes.append(code[1])
-    weights = [1] * len(opcodes)
-    last, ends = len(opcodes), {start: places[target] for start, target in jumps}
+    codes, ends = _read(cubin)
+    weights = [1] * len(codes)
+    last = len(codes)
     for start, to in ends.items():
         if to == start:  # the program ends in a jump to itself
             last = min(last, start)
         elif to < start:
             weights[to : start + 1] = [trips * weight for weight in weights[to : start + 1]]
-        elif ends.get(to - 1, 0) > to:  # the first side ends in a jump over the second
-            sides = (start + 1, to), (to, ends[to - 1])
-            longer = max(sides, key=lambda side: side[1] - side[0])
-            weights[slice(*longer)] = [0] * (longer[1] - longer[0])
+        else:
+            one, other = [*range(start + 1, to)], _under(codes, start)
+            if ends.get(to - 1, 0) > to:  # the first side ends in a jump over the second
+                other = [*range(to, ends[to - 1])]
+            for place in max(one, other, key=len) if other else ():
+                weights[place] = 0
     found: Counter[str] = Counter()
-    for opcode, weight in list(zip(opcodes, weights, strict=True))[:last]:
+    for (_, opcode, _), weight in list(zip(codes, weights, strict=True))[:last]:
         found[opcode] += weight
+    return found
+
+
+def _under(codes: list[tuple[str, ...]], jump: int) -> list[int]:
+    """Places before a jump of instructions under its condition, since that was found."""
+    condition, found = codes[jump][0], []
+    for place in range(jump - 1, -1, -1):
+        given, opcode, operands = codes[place]
+        if not condition or opcode == "BRA" or re.search(rf"\b{condition.lstrip('!')}\b", operands):
+            break
+        if given == condition:
+            found.append(place)
     return found
 
 

@@ -88,6 +88,37 @@ def test_a_kernel_takes_no_more_instructions_than_the_table_says(name, once):
         assert row["wide"] == {"loads": True, "stores": True}
 
 
+SIDES = """
+.L_x_9:
+        /*0000*/                   ISETP.GE.AND P0, PT, R7, R0, PT ;
+        /*0010*/               @P0 LDG.E R1, desc[UR4][R2.64] ;
+        /*0020*/                   IADD3 R6, R6, 0x1, RZ ;
+        /*0030*/               @P0 BRA `(.L_x_1) ;
+        /*0040*/              @!P1 LDG.E R1, desc[UR4][R2.64] ;
+        /*0050*/                   FMUL R1, R1, R4 ;
+.L_x_1:
+        /*0060*/              @!P2 BRA `(.L_x_2) ;
+        /*0070*/                   FADD R1, R1, R5 ;
+        /*0080*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0090*/                   FSEL R1, R1, RZ, !P2 ;
+        /*00a0*/                   FADD R1, R1, R5 ;
+        /*00b0*/                   FADD R1, R1, R5 ;
+.L_x_3:
+        /*00c0*/               @P3 BRA `(.L_x_9) ;
+.L_x_4:
+        /*00d0*/                   BRA `(.L_x_4);
+        /*00e0*/                   NOP;
+"""
+
+
+def test_of_two_sides_the_shorter_counts(monkeypatch):
+    monkeypatch.setattr(machine_code, "_tool", lambda *args, **kwargs: SIDES)
+    found = machine_code.instructions(b"", trips=3)
+    once = {"ISETP.GE.AND": 1, "LDG.E": 1, "IADD3": 1, "FADD": 1, "BRA": 4}
+    assert {opcode: n for opcode, n in found.items() if n} == {k: 3 * n for k, n in once.items()}
+
+
 @pytest.mark.nightly
 def test_every_case_compiles():
     rows, status = examined("--all")

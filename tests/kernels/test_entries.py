@@ -110,11 +110,25 @@ def test_sgd_without_a_state_by_hand():
     assert after.tolist() == [(master[0] - 0.25).item(), -2.125]
 
 
-def test_bad_gradients_reach_the_weight_and_leave_no_correction():
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # numpy's
+@pytest.mark.parametrize("bits", [4, 8])
+def test_triton_equals_a_step_of_the_master_where_no_lane_is_cleared(bits):
+    """A whole program of elements, without L2 decay and maximizing: what nearly all programs do."""
+    entry = test_blockstep.entry((33, 128), "adamw", 8, weight_decay=0.1)
+    if bits == 4:
+        entry = test_adamw.entry((33, 128), "block", test_adamw.hyper(weight_decay=0.1))
+    with backend("triton"):
+        check_equal_to_a_step_of_the_master([halved(entry, "bf16+sr", 5)], "bf16+sr")
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # numpy's
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_bad_gradients_reach_the_weight_and_leave_no_correction(name):
     for form in FORMS:
         entry = halved(test_adamw.entry((4, 128), "block", test_adamw.hyper()), form, 3)
         entry.grad[1, 2] = torch.nan
-        fused_step([entry])
+        with backend(name):
+            fused_step([entry])
         bad = torch.zeros(4, 128, dtype=torch.bool)
         bad[1, 2] = True
         assert torch.equal(entry.param.isnan(), bad)

@@ -3,15 +3,18 @@ import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels.random import philox
+from memtrain.kernels.random import philox, philox_triton
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), -12345678901234]
 
 
 @triton.jit
-def _words_kernel(out_ptr, seed):
+def _words_kernel(out_ptr, seed, OURS: tl.constexpr):
     at = tl.arange(0, 64)
-    w0, w1, w2, w3 = tl.randint4x(seed, at.to(tl.uint32))
+    if OURS:
+        w0, w1, w2, w3 = philox_triton.philox(seed, at)
+    else:
+        w0, w1, w2, w3 = tl.randint4x(seed, at.to(tl.uint32))
     tl.store(out_ptr + at, w0.to(tl.int32, bitcast=True))
     tl.store(out_ptr + 64 + at, w1.to(tl.int32, bitcast=True))
     tl.store(out_ptr + 128 + at, w2.to(tl.int32, bitcast=True))
@@ -41,11 +44,13 @@ def test_philox_matches_python_integers(seed):
     assert words.tolist() == [scalar(counter, seed) for counter in counters]
 
 
+@pytest.mark.parametrize("backend", ["triton"])  # on a GPU where there is one
+@pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_philox_is_the_stream_of_triton(seed):
+def test_philox_is_the_stream_of_triton(seed, ours, backend):
     expected = torch.stack(philox.philox(torch.arange(64), seed))
     words = torch.empty(4, 64, dtype=torch.int32)
-    _words_kernel[(1,)](words, seed)
+    _words_kernel[(1,)](words, seed, ours)
     assert torch.equal(words.long() & 0xFFFFFFFF, expected)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import left_of, load_codes, store_codes, tile
+from memtrain.kernels.random.philox_triton import philox
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def _quantize_kernel(
 
     if STOCHASTIC:
         scale = tl.where(usable, scale, 1.0)
-        w0, w1, w2, w3 = tl.randint4x(seed, (block * WIDTH + column).to(tl.uint32))
+        w0, w1, w2, w3 = philox(seed, (block * WIDTH + column).to(tl.uint32))
         words = (w0, w1, w2, w3)
     codes = ()
     for s in tl.static_range(8):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.device_guard import launch
+from memtrain.kernels.random.philox_triton import philox
 
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `rounding.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
@@ -119,7 +120,7 @@ def _stochastic_kernel(
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)[:, None]
     column = tl.arange(0, _WIDTH)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, (block * _WIDTH + column).to(tl.uint32))
+    w0, w1, w2, w3 = philox(seed, (block * _WIDTH + column).to(tl.uint32))
     words = (w0, w1, w2, w3)
     past = tl.zeros((_BLOCKS, _WIDTH), tl.int32)
     for s in tl.static_range(8):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.device_guard import launch
+from memtrain.kernels.random.philox_triton import philox
 
 _LIMIT = tl.constexpr(3.3895313892515355e38)
 _TINY = tl.constexpr(2.0**-101)
@@ -73,7 +74,7 @@ def _words(seed, pair, column, like, WIDTH: tl.constexpr):
     # travel through shared memory.
     nothing = (like.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 31
     counter = (pair * WIDTH + column).to(tl.uint32) + nothing.to(tl.uint32)
-    return tl.randint4x(seed, counter)
+    return philox(seed, counter)
 
 
 @triton.jit

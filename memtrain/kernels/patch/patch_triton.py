@@ -11,6 +11,7 @@ import triton.language as tl
 from memtrain.kernels import cpu
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import bound, rounded
+from memtrain.kernels.random.philox_triton import philox
 
 _TWO_THIRDS = tl.constexpr(0.6666666865348816)
 _LANES = 128
@@ -130,7 +131,7 @@ def _quantize_kernel(
     for half in tl.static_range(2):
         if STOCHASTIC:
             counter = patch + half * n_patches
-            w0, w1, w2, w3 = tl.randint4x(seed, counter.to(tl.uint32))
+            w0, w1, w2, w3 = philox(seed, counter.to(tl.uint32))
             draws = (w0, w1, w2, w3)
         for k in tl.static_range(8):
             u = 0.5

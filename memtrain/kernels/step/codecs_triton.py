@@ -14,7 +14,7 @@ CENTRE4, CENTRE8 = (tl.constexpr(2 ** (8 + MANTISSA[bits])) for bits in (4, 8))
 
 @triton.jit
 def _encode(x, state, scale, usable, SCALED: tl.constexpr, BITS: tl.constexpr):
-    """The number of bounds (times the scale) below x; one at most is in doubt by x's upper bits."""
+    """The bounds (times the scale) below x: how many by its upper bits, and whether one more is."""
     SHIFT: tl.constexpr = SHIFT8 if BITS == 8 else SHIFT4
     CENTRE: tl.constexpr = CENTRE8 if BITS == 8 else CENTRE4
     starts_ptr = state[3] + CENTRE
@@ -30,7 +30,21 @@ def _encode(x, state, scale, usable, SCALED: tl.constexpr, BITS: tl.constexpr):
         bound = (start >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if SCALED:
         bound *= scale + (scale - scale)  # Inf becomes NaN: no bound is below x
-    return tl.where(x > bound, code + 1, code)
+    return code, x > bound
+
+
+@triton.jit
+def _encode_halves(low, high, state, scale, usable, SCALED: tl.constexpr, BITS: tl.constexpr):
+    """The codes of both halves; of 4 bits in one byte."""
+    low_code, low_more = _encode(low, state, scale, usable, SCALED, BITS)
+    high_code, high_more = _encode(high, state, scale, usable, SCALED, BITS)
+    if BITS == 8:
+        low_code = tl.where(low_more, low_code + 1, low_code)
+        return low_code, tl.where(high_more, high_code + 1, high_code)
+    else:
+        byte = low_code + (high_code << 4)
+        byte = tl.where(low_more, byte + 1, byte)
+        return tl.where(high_more, byte + 16, byte)
 
 
 @triton.jit
@@ -75,7 +89,8 @@ def read_codes(state, real, at, BITS: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def write_scale(low, high, state, row, real):
     """The bits of the new scale of each block, which are stored."""
-    top = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=1)[:, None]
+    larger = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
+    top = tl.max(magnitude(larger), axis=1)[:, None]
     tl.store(state[1] + row, top.to(tl.float32, bitcast=True), mask=real)
     return top
 
@@ -89,16 +104,15 @@ def write_codes(
     scale = top.to(tl.float32, bitcast=True)
     usable = (top > 0) & (top < 0x7F800000)
     if not SCALED:
-        low_code = _encode(low, state, scale, usable, False, BITS)
-        high_code = _encode(high, state, scale, usable, False, BITS)
+        codes = _encode_halves(low, high, state, scale, usable, False, BITS)
     elif tiny:
         low_code = _encode_tiny(low, state, scale, BITS)
         high_code = _encode_tiny(high, state, scale, BITS)
+        codes = (low_code, high_code) if BITS == 8 else low_code | (high_code << 4)
     else:
-        low_code = _encode(low, state, scale, usable, True, BITS)
-        high_code = _encode(high, state, scale, usable, True, BITS)
+        codes = _encode_halves(low, high, state, scale, usable, True, BITS)
     if BITS == 8:
-        tl.store(state[0] + at, low_code.to(tl.uint8), mask=real)
-        tl.store(state[0] + at + HALF, high_code.to(tl.uint8), mask=real)
+        tl.store(state[0] + at, codes[0].to(tl.uint8), mask=real)
+        tl.store(state[0] + at + HALF, codes[1].to(tl.uint8), mask=real)
     else:
-        tl.store(state[0] + at, (low_code | (high_code << 4)).to(tl.uint8), mask=real)
+        tl.store(state[0] + at, codes.to(tl.uint8), mask=real)

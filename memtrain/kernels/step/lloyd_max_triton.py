@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook import lloyd_max
-from memtrain.kernels.step.split_triton import DRAWN, draws, ticked, write_weight
+from memtrain.kernels.step.split_triton import DRAWN, block_order, draws, ticked, write_weight
 from memtrain.kernels.step.step_triton import blocks, first_elements, inputs
 from memtrain.kernels.step.table_triton import (
     COL_INV,
@@ -53,18 +53,16 @@ def _update_kernel(
     left = tl.minimum(numel - first, COUNT * SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
-    row, lane = tl.arange(0, COUNT)[:, None], tl.arange(0, HALF)[None, :]
+    row, lane = block_order(COUNT, HALF, MASTER)[:, None], tl.arange(0, HALF)[None, :]
     real = row * SIZE < left
     scalars = floats(table_ptr, tensor, SCALARS)
     numbers, residual = read_scalars(scalars), tl.load(scalars + RESIDUAL)
     p_ptr = address(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE) + first
     g_ptr = address(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE) + first
     lost_ptr = corrections(table_ptr, tensor, MASTER, WHOLE) + first
-    low_draw = 0
-    high_draw = 0
+    seed = 0
     if MASTER == DRAWN:
         seed = ticked(field(table_ptr, tensor, SEED), field(table_ptr, tensor, TICK))
-        low_draw, high_draw = draws(seed, chunk, COUNT, HALF)
 
     codes_ptr = address(table_ptr, tensor, FIRST, tl.uint8, WHOLE) + first // 4
     scale_ptr = address(table_ptr, tensor, FIRST + 1, tl.bfloat16, False) + first // SIZE
@@ -100,13 +98,15 @@ def _update_kernel(
     scale = bits.to(tl.float32, bitcast=True)
     tl.store(scale_ptr + row, scale.to(tl.bfloat16), mask=real)
 
+    draw = draws(seed, chunk, False, COUNT, HALF) if MASTER == DRAWN else 0
     low_code = _write(
         p_ptr, lost_ptr, numbers, residual, left, row, lane, low_p, low_m, low_y, low_x, low_large,
-        scale, low_draw, SIZE, MASTER,
+        scale, draw, SIZE, MASTER,
     )  # fmt: skip
+    draw = draws(seed, chunk, True, COUNT, HALF) if MASTER == DRAWN else 0
     high_code = _write(
         p_ptr, lost_ptr, numbers, residual, left, row, lane + HALF, high_p, high_m, high_y, high_x,
-        high_large, scale, high_draw, SIZE, MASTER,
+        high_large, scale, draw, SIZE, MASTER,
     )  # fmt: skip
     codes = tl.reshape((low_code | (high_code << 4)) << shift, (COUNT, 2, QUARTER))
     codes = tl.sum(codes, axis=1)
@@ -135,7 +135,7 @@ def _moment(
     old = old * tl.load(old_col + j, mask=inside, other=0.0)
     size = tl.where((code == 0) | (code == 3), LARGE, SMALL) * scale
     p, g, _, _ = inputs(
-        p_ptr, g_ptr, lost_ptr, (), (), numbers, at, left, row.shape[0] * SIZE, 0, MASTER
+        p_ptr, g_ptr, lost_ptr, (), (), old, old, numbers, at, left, row.shape[0] * SIZE, 0, MASTER
     )
     m = tl.where(code > 1, size, -size) * old
     m = m + numbers[3] * (g - m)

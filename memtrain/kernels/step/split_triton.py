@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.device_guard import launch
+from memtrain.kernels.random.philox_triton import philox
 
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `split.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
@@ -47,7 +48,7 @@ def _split_kernel(master_ptr, weight_ptr, correction_ptr, n, KEPT: tl.constexpr)
 def _stochastic_kernel(master_ptr, weight_ptr, n, n_blocks, seed):
     block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)[:, None]
     column = tl.arange(0, _WIDTH)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, (block * _WIDTH + column).to(tl.uint32))
+    w0, w1, w2, w3 = philox(seed, (block * _WIDTH + column).to(tl.uint32))
     words = (w0, w1, w2, w3)
     for s in tl.static_range(8):
         at = (block * 8 + s) * _WIDTH + column
@@ -102,22 +103,37 @@ def ticked(seed, tick):
 
 
 @triton.jit
-def draws(seed, chunk, COUNT: tl.constexpr, HALF: tl.constexpr):
-    """The 16 random bits of both halves of a program's COUNT blocks, [COUNT, HALF] each.
+def block_order(COUNT: tl.constexpr, HALF: tl.constexpr, MASTER: tl.constexpr):
+    """Which of a program's COUNT blocks each row is.
 
-    One counter serves eight elements, which other threads own: the bits move once through shared
-    memory, and no counter is drawn twice.
+    Where blocks of 128 draw, two share their words: a thread has both.
+    """
+    row = tl.arange(0, COUNT)
+    if MASTER == DRAWN and HALF < _WIDTH:
+        row = row % (COUNT // 2) * 2 + row // (COUNT // 2)
+    return row
+
+
+@triton.jit
+def draws(seed, chunk, HIGH: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """The 16 random bits of one half of each of a program's blocks in `block_order`, [COUNT, HALF].
+
+    One counter serves eight elements, which other threads own: the words move once through shared
+    memory, and no counter is drawn twice (not even where both halves share words: the compiler sees
+    that they are the same).
     """
     RUNS: tl.constexpr = COUNT * HALF // 512  # of 8 * _WIDTH elements
     run = chunk.to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
-    counter = run * _WIDTH + tl.arange(0, _WIDTH)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, counter.to(tl.uint32))
+    first = HALF if HIGH and HALF < _WIDTH else 0
+    w0, w1, w2, w3 = philox(seed, run * _WIDTH + first + tl.arange(0, HALF)[None, :])
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 i + j at [run, position, i, j]
-    words = tl.permute(tl.reshape(words, (RUNS, _WIDTH, 4)), (0, 2, 1)).to(tl.uint32)
-    low, high = (words & 0xFFFF).to(tl.uint16), (words >> 16).to(tl.uint16)
-    bits = tl.permute(tl.join(low, high), (0, 1, 3, 2))  # in the order of the elements
-    low, high = tl.split(tl.permute(tl.reshape(bits, (COUNT, 2, HALF)), (0, 2, 1)))
-    return low.to(tl.uint32), high.to(tl.uint32)
+    words = tl.permute(tl.reshape(words, (RUNS, HALF, 4)), (0, 2, 1))
+    words = tl.reshape(words, (RUNS * 4, HALF))
+    if HALF < _WIDTH:
+        words = tl.permute(tl.join(words & 0xFFFF, words >> 16), (2, 0, 1))
+        return tl.reshape(words, (COUNT, HALF))
+    else:
+        return words >> 16 if HIGH else words & 0xFFFF
 
 
 @triton.jit
@@ -129,7 +145,9 @@ def write_weight(weight_ptr, lost_ptr, at, inside, master, draw, KEPT: tl.conste
         bits = master.to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         if KEPT == DRAWN:
-            weight, _ = _halves(bits, magnitude, (magnitude + draw) >> 16, 0)
+            # A NaN that arithmetic made is quiet: 0x7FC00000 or above.
+            drawn = tl.minimum(magnitude + draw, 0x7FC00000)
+            weight = (((bits & 0x80000000) | drawn) >> 16).to(tl.int16)
             weight = weight.to(tl.bfloat16, bitcast=True)
         elif KEPT:
             weight, lost = _halves(bits, magnitude, _rounded(magnitude, KEPT), KEPT)

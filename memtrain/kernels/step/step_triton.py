@@ -11,7 +11,14 @@ from memtrain.kernels.step.codecs_triton import (
     write_codes,
     write_scale,
 )
-from memtrain.kernels.step.split_triton import DRAWN, draws, read_weight, ticked, write_weight
+from memtrain.kernels.step.split_triton import (
+    DRAWN,
+    block_order,
+    draws,
+    read_weight,
+    ticked,
+    write_weight,
+)
 from memtrain.kernels.step.table_triton import (
     AS_FIRST,
     COL_INV,
@@ -60,18 +67,16 @@ def _update_kernel(
     left = tl.minimum(numel - first, COUNT * SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
-    row, lane = tl.arange(0, COUNT)[:, None], tl.arange(0, HALF)[None, :]
+    row, lane = block_order(COUNT, HALF, MASTER)[:, None], tl.arange(0, HALF)[None, :]
     real = row * SIZE < left
     numbers = read_scalars(floats(table_ptr, tensor, SCALARS))
     p_ptr = address(table_ptr, tensor, P, p_like.dtype.element_ty, WHOLE) + first
     g_ptr = address(table_ptr, tensor, G, g_like.dtype.element_ty, WHOLE) + first
     lost_ptr = corrections(table_ptr, tensor, MASTER, WHOLE) + first
 
-    low_draw = 0
-    high_draw = 0
+    seed = 0
     if MASTER == DRAWN:
         seed = ticked(field(table_ptr, tensor, SEED), field(table_ptr, tensor, TICK))
-        low_draw, high_draw = draws(seed, chunk, COUNT, HALF)
     # The addresses of states that there are.
     m_low = tl.zeros([COUNT, HALF], dtype=tl.int32)
     m_high, v_low, v_high = m_low, m_low, m_low
@@ -94,14 +99,16 @@ def _update_kernel(
     if SECOND != AS_FIRST:
         lines = _lines(table_ptr, tensor, chunk, row, SECOND, COUNT, SIZE, WHOLE)
 
+    draw = draws(seed, chunk, False, COUNT, HALF) if MASTER == DRAWN else 0
     m_low, v_low = _half(
         p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, m_low, v_low, m_state, v_state,
-        m_scale, v_scale, lines, low_draw,
+        m_scale, v_scale, lines, draw,
         RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
     )  # fmt: skip
+    draw = draws(seed, chunk, True, COUNT, HALF) if MASTER == DRAWN else 0
     m_high, v_high = _half(
         p_ptr, g_ptr, lost_ptr, numbers, left, row, lane + HALF, m_high, v_high, m_state, v_state,
-        m_scale, v_scale, lines, high_draw,
+        m_scale, v_scale, lines, draw,
         RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
     )  # fmt: skip
     if STATES > 0 and BITS != 32:
@@ -156,15 +163,13 @@ def _lines(
 
 @triton.jit
 def _loaded(
-    p_ptr, g_ptr, lost_ptr, m_state, v_state, at, inside,
+    p_ptr, g_ptr, lost_ptr, m_state, v_state, m, v, at, inside,
     NUMBERS: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     p = read_weight(p_ptr, lost_ptr, at, inside, MASTER)
     g = tl.load(g_ptr + at, mask=inside).to(tl.float32)
-    m = tl.zeros(at.shape, dtype=tl.float32)
     if NUMBERS > 0:
         m = tl.load(m_state[0] + at, mask=inside)
-    v = m
     if NUMBERS > 1:
         v = tl.load(v_state[0] + at, mask=inside)
     return p, g, m, v
@@ -172,24 +177,30 @@ def _loaded(
 
 @triton.jit
 def inputs(
-    p_ptr, g_ptr, lost_ptr, m_state, v_state, numbers, at, left, each,
+    p_ptr, g_ptr, lost_ptr, m_state, v_state, m, v, numbers, at, left, each,
     NUMBERS: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
-    """Parameters, gradients as a rule sees them, and the first NUMBERS states, which are numbers.
+    """Parameters, gradients as a rule sees them, and states: the first NUMBERS are loaded.
 
-    Without L2 decay, and where all of a program's `each` elements are there, as nearly always, no
-    lane is cleared before it is loaded. What is not `left` is anything.
+    Where a program's `each` elements are all there, without L2 decay and maximizing, as nearly
+    always, no lane is cleared. What is not `left` is anything; 0 where states are codes.
     """
     l2, sign = numbers[1], numbers[2]
-    if (l2 == 0) & (left == each):
-        p, g, m, v = _loaded(p_ptr, g_ptr, lost_ptr, m_state, v_state, at, None, NUMBERS, MASTER)
-        g = g * sign
+    if (l2 == 0) & (sign == 1) & (left == each):
+        p, g, m, v = _loaded(
+            p_ptr, g_ptr, lost_ptr, m_state, v_state, m, v, at, None, NUMBERS, MASTER
+        )
     else:
         inside = at < left
-        p, g, m, v = _loaded(p_ptr, g_ptr, lost_ptr, m_state, v_state, at, inside, NUMBERS, MASTER)
+        p, g, m, v = _loaded(
+            p_ptr, g_ptr, lost_ptr, m_state, v_state, m, v, at, inside, NUMBERS, MASTER
+        )
         g = g * sign
         if l2 != 0:
             g = g + l2 * p
+        if NUMBERS == 0:
+            g = tl.where(inside, g, 0.0)
+            m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
     return p, g, m, v
 
 
@@ -204,14 +215,17 @@ def _half(
     at = row * SIZE + lane
     inside = at < left
     NUMBERS: tl.constexpr = STATES if BITS == 32 else 0
+    m = tl.zeros(at.shape, dtype=tl.float32)
+    v = m
+    if NUMBERS == 0 and STATES > 0:
+        m = tl.load(m_state[2] + m_code) * m_scale
+        if STATES > 1 and SECOND == AS_FIRST:
+            v = tl.load(v_state[2] + v_code) * v_scale
     p, g, m, v = inputs(
-        p_ptr, g_ptr, lost_ptr, m_state, v_state, numbers, at, left, row.shape[0] * SIZE,
+        p_ptr, g_ptr, lost_ptr, m_state, v_state, m, v, numbers, at, left, row.shape[0] * SIZE,
         NUMBERS, MASTER,
     )  # fmt: skip
     scaling = g
-    if NUMBERS == 0 and STATES > 0:
-        m = tl.load(m_state[2] + m_code) * m_scale
-        v = m
     if SECOND != AS_FIRST:
         first_row, first_col, cols, row_inv, row_old, col_old, col_inv = lines
         if WHOLE:
@@ -228,15 +242,12 @@ def _half(
             scaling = tl.maximum(inv, tl.load(col_inv + j, mask=inside, other=0.0))
         else:
             v = inv * tl.load(col_old + j, mask=inside, other=0.0)
-    elif STATES > 1 and NUMBERS == 0:
-        v = tl.load(v_state[2] + v_code) * v_scale
     p, m, v = updated(p, g, m, v, numbers, RULE, SECOND == FACTORED)
     write_weight(p_ptr, lost_ptr, at, inside, p, draw, MASTER)
     if BITS == 32:
         tl.store(m_state[0] + at, m, mask=inside)
         if STATES > 1:
             tl.store(v_state[0] + at, v, mask=inside)
-    m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
     if SECOND == RANK1:
         v = v * scaling
     return m, v
