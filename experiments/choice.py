@@ -1,46 +1,63 @@
 """Which preset for which work: held-out loss, peak and processor time of presets, over seeds.
 
-    python -m experiments.choice                      every task, way and seed; the same call goes
-                                                      on where it stopped
+    python -m experiments.choice                      every small task, way and seed; the same call
+                                                      goes on where it stopped
     python -m experiments.choice tasks=gpt variants=plain,balanced seeds=0,1
+    python -m experiments.choice tasks=gpt_full,vit_full     the full-size twins: a GPU's work
     python -m experiments.choice --table              means and 95% intervals of what is done
+    python -m experiments.choice --plot               the same, loss against peak, as a PNG
 
 Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place of each task's own.
-`checkpointing` is torch's around each repeated block; tasks without such blocks go without it.
+`checkpointing` is torch's around each repeated block; of a task without such blocks it is `plain`.
+`adam8bit` and `adam4bit` need bitsandbytes and torchao.
 """
 
 import statistics
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from experiments.study import KEY, LOSS, TASKS, Row, Study, descend, groups_of, quality, validate
+from experiments.study import KEY, LOSS, Row, Study, descend, groups_of, quality, validate
+from experiments.tasks import TASKS
 from memtrain.activations.intercept.recompute import blocks_of
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.timeline import SAVED
+
+
+def _of_library(module: str, name: str) -> Callable[..., Optimizer]:
+    return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
 
 
 class Way(NamedTuple):
-    """A way to train: a preset of memtrain's, the weights' dtype, torch's checkpointing."""
+    """A way to train."""
 
-    preset: str = ""
+    config: Any = None
+    """Of memtrain; None: plain PyTorch."""
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
+    """Whether torch's own is around each repeated block."""
+    make: Callable[..., Optimizer] = AdamW
 
 
 WAYS = {
     "plain": Way(),
     "checkpointing": Way(checkpointing=True),
+    "adam8bit": Way(make=_of_library("bitsandbytes.optim", "AdamW8bit")),
+    "adam4bit": Way(make=_of_library("torchao.optim", "AdamW4bit")),
     "optimizer_only": Way("optimizer_only"),
     "balanced": Way("balanced"),
+    "lora": Way("lora"),
     "smallest": Way("smallest"),
     "checkpointed": Way("checkpointed"),
     "plain_bf16": Way(dtype=torch.bfloat16),
@@ -48,50 +65,57 @@ WAYS = {
     "all_four_2bit": Way("all_four_2bit", torch.bfloat16),
 }
 """Name -> what it is."""
-MEASURED = ("peak_mib", "step_ms", "recomputed_blocks", "torch", "memtrain", "threads")
+MEASURED = ("peak_mib", "saved_mib", "step_ms", "recomputed_blocks", "torch", "memtrain", "threads")
 
 
-def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
+def train(
+    ways: Mapping[str, Way], name: str, variant: str, seed: int, lr: float, steps: int
+) -> Row:
     """Train one run.
 
     Args:
-        name: Of `experiments.study.TASKS`.
-        variant: Of `WAYS`.
+        ways: By name.
+        name: Of `experiments.tasks.TASKS`.
+        variant: Of `ways`.
         seed: Of the data's split and order, and of the weights.
         lr: The highest learning rate.
         steps: So many.
 
     Returns:
-        What the run's line says besides `KEY`: the peak is of live storages in a second step, the
-        time the median of all steps' processor times.
+        What the run's line says besides `KEY`: the peak, and the most of saved activations, are of
+        live storages in a second step, the time is the median of all steps' processor times.
     """
-    task, way = TASKS[name], WAYS[variant]
+    task, way = TASKS[name], ways[variant]
     source = task.source(seed)
     torch.manual_seed(seed)
     model = task.model().to(way.dtype)
-    blocks = blocks_of(model) if way.checkpointing else []
-    for path in blocks:
-        block = model.get_submodule(path)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    optimizer: Any = AdamW(
-        groups_of(model), lr=lr, betas=(0.9, 0.99), weight_decay=task.weight_decay
-    )
-    config = [f"preset={way.preset}"] if way.preset else None
+    blocks = _checkpoint(model) if way.checkpointing else 0
+    options = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": task.weight_decay}
+    optimizer: Any = way.make(groups_of(model), **options)
     inputs, targets = _batch(source, 0, size=task.batch, dtype=way.dtype)
     loss = partial(_loss, targets=targets.flatten())
-    peak = measure(model, optimizer, inputs, config, StepOptions(loss=loss)).peak.nbytes
-    if config is not None:
-        model, optimizer = memtrain.wrap(model, optimizer, config)
+    timeline = measure(model, optimizer, inputs, way.config, StepOptions(loss=loss))
+    if way.config is not None:
+        model, optimizer = memtrain.wrap(model, optimizer, way.config)
     batch = partial(_batch, source, size=task.batch, dtype=way.dtype)
     losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps)
     return quality(validate(model, source), losses) | {
-        "peak_mib": peak / 2**20,
+        "peak_mib": timeline.peak.nbytes / 2**20,
+        "saved_mib": max(moment.parts.get(SAVED, 0) for moment in timeline.moments) / 2**20,
         "step_ms": 1e3 * statistics.median(seconds),
-        "recomputed_blocks": len(blocks),
+        "recomputed_blocks": blocks,
         "torch": torch.__version__,
         "memtrain": memtrain.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def _checkpoint(model: nn.Module) -> int:
+    """Put torch's checkpointing around the repeated blocks; how many there are."""
+    blocks = [model.get_submodule(path) for path in blocks_of(model)]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return len(blocks)
 
 
 def _batch(source: Any, step: int, *, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -103,14 +127,33 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets)
 
 
-STUDY = Study(
-    about=str(__doc__),
-    variants=tuple(WAYS),
-    baseline="plain",
-    train=train,
-    columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED),
-    shown={"accuracy": ".4f", "peak_mib": ".2f", "step_ms": ".1f"},
-    output=Path("outputs/choice.csv"),
+def study(about: str, ways: Mapping[str, Way], tasks: tuple[str, ...], output: str) -> Study:
+    """A study of ways to train.
+
+    Args:
+        about: Printed where a call is wrong.
+        ways: By name, `plain` among them.
+        tasks: That a call without `tasks=` trains.
+        output: The CSV file.
+    """
+    return Study(
+        about=about,
+        tasks=tasks,
+        variants=tuple(ways),
+        baseline="plain",
+        train=partial(train, ways),
+        columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED),
+        shown={"accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"},
+        costs=("peak_mib", "step_ms"),
+        output=Path(output),
+    )
+
+
+STUDY = study(
+    str(__doc__),
+    WAYS,
+    tuple(name for name in TASKS if not name.endswith("_full")),
+    "outputs/choice.csv",
 )
 
 

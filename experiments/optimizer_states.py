@@ -20,7 +20,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 import memtrain
-from experiments.study import KEY, LOSS, TASKS, Row, Study, descend, groups_of, quality, validate
+from experiments.study import KEY, LOSS, Row, Study, descend, groups_of, quality, validate
+from experiments.tasks import TASKS
 from memtrain.optim import Lion, state_bytes
 
 
@@ -56,7 +57,7 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     """Train one run.
 
     Args:
-        name: Of `TASKS`.
+        name: Of `experiments.tasks.TASKS`.
         variant: Of `VARIANTS`.
         seed: Of the data's split and order, and of the weights.
         lr: The highest learning rate, of AdamW.
@@ -93,11 +94,13 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
 
 STUDY = Study(
     about=str(__doc__),
+    tasks=("digits", "gpt"),
     variants=tuple(VARIANTS),
     baseline="fp32",
     train=train,
     columns=(*KEY, LOSS, "accuracy", "train_loss", "bytes_per_parameter", "seconds", "torch"),
     shown={"accuracy": ".4f", "bytes_per_parameter": ".2f"},
+    costs=("bytes_per_parameter",),
     output=Path("outputs/optimizer_states.csv"),
 )
 

@@ -8,7 +8,6 @@ import csv
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,62 +17,18 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from experiments.pareto_plot import Point, draw
+from experiments.tasks import TASKS
 from memtrain.training.batches import loss_of
-from memtrain.training.data import Images, Text, build_source
-from memtrain.training.networks import GPT
+from memtrain.training.data import Images, Text
 from memtrain.training.run import learning_rate
 
 Row = dict[str, Any]
+Seeds = dict[str, dict[str, str]]
+"""Seed -> a line of the file."""
 KEY = ("task", "variant", "seed", "lr", "steps")
 """The columns that tell runs apart, in the order of `Study.train`'s arguments."""
 LOSS = "validation_loss"
-
-
-class Task(NamedTuple):
-    """A task to learn: data, a model, and the numbers of a run."""
-
-    data: dict[str, Any]
-    model: Callable[[], nn.Module]
-    lr: float
-    steps: int
-    batch: int
-    weight_decay: float
-
-    def source(self, seed: int) -> Images | Text:
-        """The data, split by the seed."""
-        source = build_source(self.data, seed)
-        assert isinstance(source, Images | Text)  # noqa: S101 (no other is named below)
-        return source
-
-
-def convolutions() -> nn.Sequential:
-    """A CNN of 122,000 parameters for 8 x 8 digits."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(1024, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-
-
-TASKS = {
-    "digits": Task({"name": "digits"}, convolutions, 1e-3, 600, 16, 0.01),
-    "gpt": Task(
-        {"name": "stdlib", "sequence": 96},
-        lambda: GPT(layers=3, width=128, heads=4, context=96),
-        2e-3,
-        300,
-        16,
-        0.1,
-    ),
-}
 
 
 @torch.no_grad()
@@ -96,8 +51,8 @@ def validate(model: nn.Module, source: Images | Text) -> tuple[float, float]:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups of which vectors are not decayed."""
-    parameters = list(model.parameters())
+    """Groups of the parameters that are trained, of which vectors are not decayed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -128,7 +83,10 @@ def descend(
     for step in range(steps):
         rate = learning_rate(step, peak=peak, warmup=20, steps=steps, final=0.05)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):  # torchao's
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         given = batch(step)
         started = time.process_time()
         optimizer.zero_grad()
@@ -151,6 +109,8 @@ class Study(NamedTuple):
 
     about: str
     """Printed where a call is wrong."""
+    tasks: Sequence[str]
+    """Of `TASKS`, that a call without `tasks=` trains."""
     variants: Sequence[str]
     baseline: str
     """The variant that differences are from."""
@@ -160,6 +120,8 @@ class Study(NamedTuple):
     """Of the file: `KEY`, then what `train` measures, `validation_loss` among it."""
     shown: Mapping[str, str]
     """Columns whose mean the table tells besides the loss, and their format."""
+    costs: tuple[str, ...]
+    """Columns of which less is better; the plot is over the first."""
     output: Path
 
     def main(self, arguments: Sequence[str]) -> int:
@@ -168,17 +130,19 @@ class Study(NamedTuple):
         given: dict[str, str] = {}
         for item in arguments:
             name, _, value = item.partition("=")
-            given |= {name: value} if item != "--table" else {}
+            given |= {name: value} if item not in ("--table", "--plot") else {}
         if unknown := [name for name in given if name not in keys]:
-            _say(
-                f"unknown: {', '.join(unknown)}; allowed: --table, {', '.join(keys)}\n{self.about}"
-            )
+            allowed = ", ".join(("--table", "--plot", *keys))
+            _say(f"unknown: {', '.join(unknown)}; allowed: {allowed}\n{self.about}")
             return 2
         output = Path(given.get("output", self.output))
         if "--table" in arguments:
             _say("\n".join(self.table(read(output))))
             return 0
-        tasks = given.get("tasks", ",".join(TASKS)).split(",")
+        if "--plot" in arguments:
+            draw(output.with_suffix(".png"), self.points(read(output)), self.costs[0])
+            return 0
+        tasks = given.get("tasks", ",".join(self.tasks)).split(",")
         variants = given.get("variants", ",".join(self.variants)).split(",")
         seeds = [int(seed) for seed in given.get("seeds", "0,1,2,3,4").split(",")]
         for names, known in ((tasks, TASKS), (variants, self.variants)):
@@ -219,31 +183,50 @@ class Study(NamedTuple):
         return len(left)
 
     def table(self, rows: Sequence[dict[str, str]]) -> list[str]:
-        """Lines of Markdown: means over seeds, and what the loss differs from the baseline's by."""
-        found: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
-        for row in rows:
-            found[row["task"], row["lr"], row["steps"], row["variant"]][row["seed"]] = row
-        heads = ["task", "lr", "variant", "seeds", *self._means, f"minus {self.baseline}"]
+        """Lines of Markdown: means over seeds, and what the loss differs from the baseline's by.
+
+        A variant is beaten by one that costs no more in any column of `costs`, less in one, and
+        whose loss is not higher by more than the seeds' noise.
+        """
+        means = self._means
+        heads = ["task", "lr", "variant", "seeds", *means, f"minus {self.baseline}", "beaten by"]
         lines = [f"| {' | '.join(heads).replace('_', ' ')} |", f"|{' --- |' * len(heads)}"]
-        for (task, lr, steps, variant), seeds in found.items():
-            plain = found.get((task, lr, steps, self.baseline), {})
-            pairs = [
-                float(row[LOSS]) - float(plain[s][LOSS]) for s, row in seeds.items() if s in plain
-            ]
-            means = [
-                f"{statistics.mean(float(row[name]) for row in seeds.values()):{form}}"
-                for name, form in self._means.items()
-            ]
-            cells = [
-                f"{task}, {steps} steps",
-                lr,
-                variant,
-                str(len(seeds)),
-                *means,
-                _interval(pairs),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+        for (task, lr, steps), variants in _by_cell(rows).items():
+            for variant, seeds in variants.items():
+                minus = _interval(_paired(seeds, variants.get(self.baseline, {})))
+                beaten = [name for name in variants if self._beats(variants[name], seeds)]
+                cells = [
+                    f"{task}, {steps} steps",
+                    lr,
+                    variant,
+                    str(len(seeds)),
+                    *(f"{_mean(seeds, name):{form}}" for name, form in means.items()),
+                    f"{minus[0]:+.4f} +- {minus[1]:.4f}" if minus and minus != (0, 0) else "",
+                    ", ".join(beaten),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
         return lines
+
+    def _beats(self, one: Seeds, other: Seeds) -> bool:
+        mine, theirs = ([_mean(seeds, name) for name in self.costs] for seeds in (one, other))
+        cheaper = mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+        difference = _interval(_paired(one, other))
+        return cheaper and difference is not None and difference[0] <= difference[1]
+
+    def points(self, rows: Sequence[dict[str, str]]) -> dict[str, list[Point]]:
+        """Title of a task -> its variants' points of the plot."""
+        found: dict[str, list[Point]] = {}
+        for (task, _, steps), variants in _by_cell(rows).items():
+            found[f"{task}, {steps} steps"] = [
+                Point(
+                    variant,
+                    _mean(seeds, self.costs[0]),
+                    _mean(seeds, LOSS),
+                    (_interval(_paired(seeds, variants.get(self.baseline, {}))) or (0, 0))[1],
+                )
+                for variant, seeds in variants.items()
+            ]
+        return found
 
     @property
     def _means(self) -> dict[str, str]:
@@ -254,12 +237,30 @@ _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 """Student's t by degrees of freedom; from 10 on the normal distribution's."""
 
 
-def _interval(values: Sequence[float]) -> str:
-    """Mean and 95% interval; empty for fewer than two values."""
+def _interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Mean, and half of the 95% interval; none for fewer than two values."""
     if len(values) < 2:
-        return ""
+        return None
     width = _T95[min(len(values) - 1, 10)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.mean(values):+.4f} +- {width:.4f}"
+    return statistics.mean(values), width
+
+
+def _by_cell(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], dict[str, Seeds]]:
+    """Task, learning rate and steps -> variant -> seed -> line."""
+    found: dict[tuple[str, str, str], dict[str, Seeds]] = {}
+    for row in rows:
+        variants = found.setdefault((row["task"], row["lr"], row["steps"]), {})
+        variants.setdefault(row["variant"], {})[row["seed"]] = row
+    return found
+
+
+def _paired(one: Seeds, other: Seeds) -> list[float]:
+    """Differences of the loss, seed by seed."""
+    return [float(row[LOSS]) - float(other[s][LOSS]) for s, row in one.items() if s in other]
+
+
+def _mean(seeds: Seeds, name: str) -> float:
+    return statistics.mean(float(row[name]) for row in seeds.values())
 
 
 def read(output: Path) -> list[dict[str, str]]:

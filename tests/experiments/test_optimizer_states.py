@@ -3,7 +3,6 @@
 import csv
 
 from experiments.optimizer_states import STUDY, VARIANTS, train
-from experiments.study import TASKS
 
 
 def test_a_file_goes_on_where_it_stopped(tmp_path, capsys):
@@ -36,4 +35,3 @@ def test_variants_hold_what_their_names_say():
     assert 4 <= found["lion"]["bytes_per_parameter"] < 4.01
     assert 4 <= found["factored_exact_moment"]["bytes_per_parameter"] < 4.2
     assert set(VARIANTS) >= {"8bit", "rank1_4bit", "factored_4bit", "factored_2bit", "lion_4bit"}
-    assert set(TASKS) == {"digits", "gpt"}

@@ -1,0 +1,64 @@
+"""Held-out loss over a cost, a panel a task, with the line of what nothing beats in both."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Point(NamedTuple):
+    """A variant of a task: means over seeds."""
+
+    name: str
+    cost: float
+    loss: float
+    width: float
+    """Half of the 95% interval of the loss's difference from the baseline's."""
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points below which none costs as little or less, by rising cost.
+
+    Example:
+        >>> points = [Point("a", 1, 3, 0), Point("b", 2, 1, 0), Point("c", 3, 2, 0)]
+        >>> [point.name for point in front(points)]
+        ['a', 'b']
+    """
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.cost, point.loss)):
+        if not kept or point.loss < kept[-1].loss:
+            kept.append(point)
+    return kept
+
+
+def draw(path: Path, panels: Mapping[str, Sequence[Point]], cost: str) -> None:
+    """Draw one panel for each task.
+
+    Args:
+        path: The PNG.
+        panels: Title -> points.
+        cost: What the horizontal axis says.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, found = pyplot.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False, layout="constrained"
+    )
+    axes: list[Any] = list(found.flat)
+    for axis, (title, points) in zip(axes, panels.items(), strict=False):
+        line = front(points)
+        axis.plot([p.cost for p in line], [p.loss for p in line], color="0.8", zorder=0)
+        for point in points:
+            axis.errorbar(point.cost, point.loss, point.width, fmt="o", capsize=3)
+            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8}
+            axis.annotate(point.name, (point.cost, point.loss), **place)
+        axis.margins(x=0.2)
+        axis.set(title=title, xlabel=cost.replace("_", " "), ylabel="held-out loss")
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
