@@ -12,6 +12,7 @@ from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.peers import read_by
 from memtrain.optim.states.shards import in_zero
@@ -206,8 +207,7 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
 
 def _holder(optimizer: Any) -> Any:
     """An optimizer without hooks around the one that steps, as accelerate's `prepare` makes it."""
-    inside = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
-    if not inside or hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if inner_optimizer(optimizer) is optimizer:
         return None
     if getattr(optimizer, "scaler", None) is not None:
         raise ValueError(

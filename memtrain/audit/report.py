@@ -27,6 +27,7 @@ from memtrain.audit.peak.predict import (
 from memtrain.audit.peak.timeline import Timeline
 from memtrain.audit.peak.training_step import StepOptions, check_batch
 from memtrain.compressors import Compressor, Identity, Keep
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan.entries import UNKNOWN, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import NO_RULE, expand
@@ -225,6 +226,7 @@ def audit(
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
     check_device(model, options)
+    optimizer = inner_optimizer(optimizer)
     called = model
     model, _ = compiled_parts(called)
     plan = make_plan(model, optimizer, cfg)

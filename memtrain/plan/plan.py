@@ -20,6 +20,7 @@ from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.config.sources import CPU, KEEP, Config
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.layout import is_unsigned
 from memtrain.plan import file
 from memtrain.plan.entries import (
@@ -287,7 +288,7 @@ def make_plan(
             rule of the user's) whose module or parameter does not exist.
         TypeError: For values of the wrong type.
     """
-    called = model
+    called, optimizer = model, inner_optimizer(optimizer)
     model = inside_compiled(called) or called
     config = file.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
     modules = [name for name, _ in model.named_modules()]

@@ -22,6 +22,7 @@ from memtrain.compressors import Compressor, Keep
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import KEEP, Config
 from memtrain.gradient_quality import closure_of
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan import plan as rules
 from memtrain.plan.build import spec
 from memtrain.plan.entries import training_dtypes
@@ -156,6 +157,7 @@ def fit(
         True
     """
     size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
+    optimizer = inner_optimizer(optimizer)
     plain, compiled = compiled_parts(model)
     if compiled:
         raise ValueError(

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 import memtrain
+from memtrain.audit.peak.measure import measure
 from memtrain.config.sources import load
 from memtrain.integrations import accelerate
 from memtrain.integrations.framework import for_framework
 from memtrain.integrations.transformers import memtrain_trainer
 from memtrain.plan.plan import make_plan
+from memtrain.planner import fit
 
 
 class Trainer:
@@ -144,6 +146,43 @@ def test_accelerates_accumulation_and_the_norm_go_into_the_config():
     optimizer = torch.optim.AdamW(net.parameters())
     _, optimizer = accelerate.wrap(accelerator, net, optimizer, "all_four", max_norm=2.0)
     assert (optimizer.accumulate, optimizer.clip, optimizer.limit) == (4, "previous", 2.0)
+
+
+class Prepared(torch.optim.Optimizer):
+    """As much as accelerate's `prepare` makes of an optimizer: what it has is the inner one's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+    param_groups = property(
+        lambda self: self.optimizer.param_groups,
+        lambda self, groups: setattr(self.optimizer, "param_groups", groups),
+    )
+
+    @state.setter
+    def state(self, state):
+        self.optimizer.state = state
+
+
+def test_what_is_told_of_a_prepared_optimizer_leaves_it_as_it_was():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(32, 64)
+    inner = torch.optim.AdamW(model.parameters())
+    prepared, groups = Prepared(inner), [dict(group) for group in inner.param_groups]
+    reports = [memtrain.audit(model, optimizer, x, peak=True) for optimizer in (inner, prepared)]
+    assert reports[0].totals() == reports[1].totals()
+    assert [r.timeline.peak.nbytes for r in reports] == [reports[0].timeline.peak.nbytes] * 2
+    plans = [make_plan(model, optimizer, "balanced") for optimizer in (inner, prepared)]
+    assert plans[0].listing() == plans[1].listing()
+    fit(model, prepared, x, "1GiB")
+    measure(model, prepared, x)
+    after = [dict(group) for group in inner.param_groups]
+    assert [list(map(id, group.pop("params"))) for group in after] == [
+        list(map(id, group.pop("params"))) for group in groups
+    ]
+    assert after == groups
+    assert not inner.state
 
 
 def test_axolotls_plugin_wraps_its_trainer_and_says_so(monkeypatch, caplog):

@@ -95,7 +95,7 @@ def test_a_packaged_network_in_two_processes_goes_on(tmp_path):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_compiled_replicas_and_shards_go_on(given, tmp_path, parallel):
     how = {"ddp": "true", "fsdp": "blocks"}[parallel]
-    own = [*given, f"compile={how}", f"training.parallel={parallel}"]
+    own = [*given, f"compile={how}", f"training.parallel={parallel}", "training.runs=[wrapped]"]
     whole = train(tmp_path / "whole", [*own, "training.steps=4"], world=2)
     half = train(tmp_path / "half", [*own, "training.steps=2"], world=2)
     more = train(tmp_path / "more", [f"resume={half}", "training.steps=4"], world=2)

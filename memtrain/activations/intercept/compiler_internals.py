@@ -78,11 +78,20 @@ def inside_compiled(model: Any) -> nn.Module | None:
     return model._orig_mod if compiled else None
 
 
-def is_compiled(model: nn.Module, name: str) -> bool:
-    """Whether a module is compiled by itself: in place, or by `torch.compile` around it."""
-    module = model.get_submodule(name)
-    above = model.get_submodule(name.rpartition(".")[0])
-    return module._compiled_call_impl is not None or inside_compiled(above) is not None
+def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:
+    """Paths of what `torch.compile` is around in a copy of a model that shares its modules.
+
+    Args:
+        copied: What regional compilation made of the module.
+        root: Its path.
+
+    Example:
+        >>> import torch
+        >>> compiled_regions(nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1))), "h")
+        frozenset({'h.1'})
+    """
+    found = [name for name, module in copied.named_modules() if inside_compiled(module) is not None]
+    return frozenset(".".join(filter(None, (root, name))) for name in found)
 
 
 # -- Dynamo: the frame that is traced ------------------------------------------------------------

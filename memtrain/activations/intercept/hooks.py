@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
-from memtrain.activations.intercept.compiler_internals import run_untraced
+from memtrain.activations.intercept.compiler_internals import compiled_regions, run_untraced
 from memtrain.activations.intercept.executor import Executor, Rounding
 from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
 from memtrain.activations.intercept.options import Options
@@ -347,8 +347,9 @@ class Interception:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             as_one_op = self._as_one_op(composite, module, args[0])
-        if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
-            self.graphs.called(name, *(given or (args, kwargs)))
+        graphs = self.graphs
+        if module._compiled_call_impl or name.endswith("_orig_mod") or name in graphs.regions:
+            graphs.called(name, *(given or (args, kwargs)))
         if function is not None:
             as_one_op, op = None, Op(name, function, (args, kwargs))
         running = self.saved.expectations.call(name, module.training, args, kwargs)
@@ -497,6 +498,8 @@ class Interception:
         self._runs = {}
         self.saved.begin(parameters, inputs, record=name not in self._recorded, form=form)
         self._depth = len(self._path)
+        is_copy = module is not self.model and module is not self.model.get_submodule(name)
+        self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
         pack, unpack = self.graphs.hooks()
         for hook in (pack, unpack):
             if isinstance(hook, fx.GraphModule):

@@ -48,6 +48,8 @@ class CompiledGraphs:
         """Why a graph was left alone, if one was."""
         self.root = ""
         """Path of the module whose forward runs now, not traced."""
+        self.regions: frozenset[str] = frozenset()
+        """Paths of what is compiled by itself in a copy of the model, while that one runs."""
         self.settings = internals.COMPRESSING
         self._clear()
 

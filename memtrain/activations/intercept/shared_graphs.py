@@ -1,11 +1,10 @@
 """Graphs that several equal modules run: their records told for each module, and bytes once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.graph_saves import GraphSaves
 from memtrain.activations.saved.site import Record
 
@@ -18,12 +17,13 @@ def records_of(
     Args:
         graphs: In the order in which they were compiled.
         model: Their modules' paths are in it.
-        given: Path of a module that is compiled by itself -> the storages that it is given.
+        given: Path of a module that is compiled by itself and was called -> the storages that it
+            was given.
     """
     found: list[Record] = []
     counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
     for graph in graphs:
-        for path in [graph.root, *_siblings(graph.root, graphs, model)]:
+        for path in [graph.root, *_siblings(graph.root, graphs, model, given)]:
             offset = 1 + max((record.storage for record in found), default=0)
             inputs = given.get(path, [])
             for record in graph.records:
@@ -35,19 +35,21 @@ def records_of(
     return found
 
 
-def _siblings(root: str, graphs: Sequence[GraphSaves], model: nn.Module) -> list[str]:
+def _siblings(
+    root: str, graphs: Sequence[GraphSaves], model: nn.Module, compiled: Container[str]
+) -> list[str]:
     """Paths of modules compiled by themselves that run the graphs of one equal to them.
 
     Of several that have graphs (the first block's input needs no gradient) it is the last one
     before them.
     """
-    if not root or not is_compiled(model, root):
+    if not root or root not in compiled:
         return []
     own, roots = model.get_submodule(root), {graph.root for graph in graphs}
     alike = [
         name
         for name, module in model.named_modules()
-        if name and is_compiled(model, name) and _alike(module, own)
+        if name and name in compiled and _alike(module, own)
     ]
     found: list[str] = []
     latest = next(name for name in alike if name in roots)

@@ -24,6 +24,7 @@ from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
 from memtrain.audit.peak.timeline import Timeline, replay
 from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
 from memtrain.audit.process_memory import resident_nbytes, restart_resident_peak
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.wrappers.release import random_state, set_random_state
 
 
@@ -69,6 +70,7 @@ def measure(
         'backward of 0 / addmm'
     """
     check(model, batch)
+    optimizer = inner_optimizer(optimizer)
     plain, compiled = compiled_parts(model)
     if compiled:
         raise ValueError(

@@ -46,6 +46,7 @@ from memtrain.audit.peak.training_step import (
 )
 from memtrain.audit.peak.unfold import FoldedRecorder
 from memtrain.kernels import cpu
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.wrappers.host_copies import LeavingCopies
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.wrapped import ATTRIBUTE, Wrapped
@@ -107,6 +108,7 @@ def predict(
     """
     check(model, batch)
     check_device(model, options)
+    optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
     if options.cache is None:

@@ -26,6 +26,27 @@ def raw_step(optimizer: Optimizer, *given: Callable[[], Any]) -> Any:
     return step(optimizer, *given)
 
 
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer that steps, of what accelerate's `prepare` puts around it.
+
+    Its attributes are the inner one's: who copies it and changes those changes the inner one.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        The inner optimizer, or the one that was given.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.ones(2)])
+        >>> inner_optimizer(sgd) is sgd
+        True
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    is_held = isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return inner if is_held else optimizer  # pyright: ignore[reportReturnType]
+
+
 def without_states(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same kind and groups, without states or hooks."""
     alone = object.__new__(type(optimizer))
