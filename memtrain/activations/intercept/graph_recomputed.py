@@ -27,6 +27,7 @@ Held = tuple[payload_ops.Form, Sequence[int]]
 
 NEAR = 1
 """Products at most between two readers for which a tensor is not idle: it is about to be read."""
+aten = torch.ops.aten
 _COMPRESS = torch.ops.memtrain.compress_saved.default
 _DECOMPRESS = torch.ops.memtrain.decompress_saved.default
 
@@ -193,7 +194,7 @@ def _is_view(node: Node) -> bool:
         (source,) = node.all_input_nodes
         return source.target is not getitem and _is_view(source)
     views = getattr(node.target, "is_view", False)
-    return views or node.target is torch.ops.aten._unsafe_view.default
+    return views or node.target in (aten._unsafe_view.default, aten.reshape.default)
 
 
 def _is_cheap(node: Node) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.compiler_internals import no_modes
+from memtrain.activations.intercept.graph_aliases import read_one_of_aliases
 from memtrain.activations.intercept.graph_kinks import (
     Kink,
     erase_unread,
@@ -39,6 +40,7 @@ NO_FAKE = "its compressor has no form on tensors without data, which graphs are 
 """Begins the reason where a compressor of the user's own cannot be traced."""
 HOST = Keep("inside torch.compile nothing is swapped out to the host")
 UNKNOWN_RANGE = Keep("integers whose range the compiler does not know")
+_NOTHING = 1  # what a hook gives a graph to hold may be a number, which takes no memory
 DERIVATIVE_BITS = 2
 """More bits than its derivative code: of a tensor that gives the op's output again, too."""
 
@@ -94,6 +96,10 @@ class GraphSaves:
         self._finished = False
         with no_modes():
             self._answer({*hooked[:-1]})
+            carriers = {kink.carrier for kink in self._kinks.values()}
+            self._unread = read_one_of_aliases(
+                [node for node in hooked if self._is_made(node) and node not in carriers], backward
+            )
 
     @property
     def root(self) -> str:
@@ -108,6 +114,8 @@ class GraphSaves:
 
     def pack(self, x: Tensor, node: Node) -> Any:
         """Give the graph what it holds in place of a saved tensor."""
+        if node in self._unread:
+            return [_NOTHING]
         if node not in self._packings:
             with no_modes():
                 self._packings[node] = self._decide(node)
@@ -122,6 +130,8 @@ class GraphSaves:
         """The saved tensor of what `pack` gave."""
         if node is self._last and not self._finished:
             self._finish()
+        if node in self._unread:
+            return torch.empty(0)  # nothing reads it
         packing = self._packings[node]
         if packing is None:
             return packed
@@ -130,6 +140,10 @@ class GraphSaves:
         sizes = iter(packed[parts:])
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
         return payload_ops.decompress(packed[:parts], form, shape, x.dtype)
+
+    def _is_made(self, node: Node) -> bool:
+        """Whether the graph computes it, and keeps it for no checkpointed part."""
+        return stripped(node).op == "call_function" and not self.sites.checkpointed(node)
 
     def _finish(self) -> None:
         """Change what the hooks of the tensors before the last have put into the graphs.

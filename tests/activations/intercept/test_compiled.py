@@ -209,11 +209,15 @@ def test_a_graph_holds_no_more_than_the_eager_forward_and_errs_no_more(autocast)
     assert "made of parameters and buffers alone" not in reasons  # a weight's copy is cast again
 
 
-def test_attention_without_a_scale_is_an_op_of_its_own():
-    model = Model()
+def test_attention_without_a_scale_is_an_op_of_its_own_whose_output_is_held_once():
+    model, x = Model(), tokens()
     model.h[0].attention.scale = 1.0
     wrapped(model)
-    torch.compile(model, backend=BACKEND)(tokens())
+    y = torch.compile(model, backend=BACKEND)(x)
+    assert held(y, x, *model.parameters()) == planned(model)[0]
+    # its backward and the projection's read one payload, of the stricter rule
+    sites = [row.site for row in memtrain.plan_of(model).entries("activation")]
+    assert "h.0.attention.out / linear / input" not in sites
     found = {
         row.site.rsplit(" / ", 1)[1]: row.compressor
         for row in memtrain.plan_of(model).entries("activation")
