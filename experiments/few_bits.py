@@ -38,7 +38,7 @@ WAYS = {
 }
 """Name -> what it is; groups round stochastically."""
 
-STUDY = study(str(__doc__), WAYS, ("digits",), "outputs/few_bits.csv")
+STUDY = study(str(__doc__), WAYS, ("digits",), "outputs/few_bits.csv", "saved_mib")
 
 if __name__ == "__main__":
     sys.exit(STUDY.main(sys.argv[1:]))

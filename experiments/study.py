@@ -126,7 +126,7 @@ class Study(NamedTuple):
 
     def main(self, arguments: Sequence[str]) -> int:
         """Read the command line and run, or print the table; the exit status."""
-        keys = ("tasks", "variants", "seeds", "lr", "steps", "output")
+        keys = ("tasks", "variants", "seeds", "lr", "steps", "baseline", "output")
         given: dict[str, str] = {}
         for item in arguments:
             name, _, value = item.partition("=")
@@ -136,19 +136,21 @@ class Study(NamedTuple):
             _say(f"unknown: {', '.join(unknown)}; allowed: {allowed}\n{self.about}")
             return 2
         output = Path(given.get("output", self.output))
-        if "--table" in arguments:
-            _say("\n".join(self.table(read(output))))
-            return 0
-        if "--plot" in arguments:
-            draw(output.with_suffix(".png"), self.points(read(output)), self.costs[0])
-            return 0
         tasks = given.get("tasks", ",".join(self.tasks)).split(",")
         variants = given.get("variants", ",".join(self.variants)).split(",")
+        baseline = given.get("baseline", self.baseline)
         seeds = [int(seed) for seed in given.get("seeds", "0,1,2,3,4").split(",")]
-        for names, known in ((tasks, TASKS), (variants, self.variants)):
+        for names, known in ((tasks, TASKS), ([*variants, baseline], self.variants)):
             if wrong := [name for name in names if name not in known]:
                 _say(f"unknown: {', '.join(wrong)}; allowed: {', '.join(known)}")
                 return 2
+        rows = [row for row in read(output) if row["task"] in tasks and row["variant"] in variants]
+        if "--table" in arguments:
+            _say("\n".join(self._replace(baseline=baseline).table(rows)))
+            return 0
+        if "--plot" in arguments:
+            draw(output.with_suffix(".png"), self.points(rows), self.costs[0])
+            return 0
         cells = []
         for seed, name, variant in product(seeds, tasks, variants):  # complete seeds first
             task = TASKS[name]
