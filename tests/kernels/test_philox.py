@@ -8,7 +8,7 @@ from memtrain.kernels.random import philox, philox_triton
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), -12345678901234]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _words_kernel(out_ptr, seed, OURS: tl.constexpr):
     at = tl.arange(0, 64)
     if OURS:

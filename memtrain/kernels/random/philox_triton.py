@@ -27,7 +27,7 @@ def _product(x, factor):
 @triton.jit
 def philox(seed, counter):
     """Four words for each counter, uint32: as `philox.philox` and `tl.randint4x` have them."""
-    key = tl.to_tensor(seed).to(tl.uint64)
+    key = seed.to(tl.uint64)
     k0, k1 = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
     c0 = counter.to(tl.uint32)
     c1 = tl.zeros(c0.shape, dtype=tl.uint32)

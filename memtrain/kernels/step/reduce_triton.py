@@ -207,7 +207,7 @@ def _ratio_kernel(table_ptr):
 
 
 def reduce_options(second: int, whole: bool) -> dict[str, int]:
-    """Launch options of the first pass: rank-1 takes more warps for the same reason.
+    """Launch options of the first pass: rank-1 takes more warps and registers for the same reason.
 
     Args:
         second: As of `update_options`.
@@ -215,9 +215,11 @@ def reduce_options(second: int, whole: bool) -> dict[str, int]:
 
     Example:
         >>> reduce_options(1, False)
-        {'enable_fp_fusion': False, 'num_warps': 16}
+        {'enable_fp_fusion': False, 'num_warps': 16, 'maxnreg': 80}
     """
-    return EXACT | {"num_warps": 16 if second == RANK1.value and not whole else 8}
+    if second == RANK1.value and not whole:
+        return EXACT | {"num_warps": 16, "maxnreg": 80}
+    return EXACT | {"num_warps": 8}
 
 
 AOT_CASES = [
