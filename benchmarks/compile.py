@@ -19,13 +19,15 @@ from benchmarks import tracker
 from benchmarks.harness import Benchmark, Job, Options, Row
 
 # Name -> how the model is run: compiled whole or by blocks, wrapped with which preset,
-# checkpointed (all of a block, or all but its matrix products), memory budget.
+# checkpointed (all of a block, or all but its matrix products), memory budget, GELU an op of its
+# own that keeps codes of its derivative.
 CASES = {
     "eager": {},
     "compiled": {"compiled": True},
     "ours_balanced": {"compiled": True, "preset": "balanced"},
     "compiled_checkpointed": {"compiled": True, "checkpointed": True},
     "ours_smallest": {"compiled": True, "preset": "smallest"},
+    "ours_codes": {"compiled": True, "preset": "balanced", "codes": True},
     "eager_balanced": {"preset": "balanced"},
     **{
         f"{name}_budget_{budget}": {**case, "compiled": True, "budget": budget}
@@ -75,6 +77,8 @@ def build(case):  # noqa: C901 (two kinds of block)
                 nn.LayerNorm(width),
             )
             self.up, self.act = nn.Linear(width, 4 * width), nn.GELU(approximate="tanh")
+            if case.get("codes"):
+                self.act = coded_gelu()
             self.down = nn.Linear(4 * width, width)
 
         def forward(self, x):
@@ -111,6 +115,47 @@ def build(case):  # noqa: C901 (two kinds of block)
 
     torch.manual_seed(0)
     return Blocks().to(torch.bfloat16 if llama else torch.float32)
+
+
+def coded_gelu():
+    """A GELU that a graph holds as an op, whose backward reads codes of 3 bits alone."""
+    import torch
+    from torch import Tensor, nn
+
+    from memtrain.compressors import DerivativeCode
+    from memtrain.kernels.derivative import derivative
+
+    table = DerivativeCode(bits=3, function="gelu_tanh").table()
+
+    @torch.library.custom_op("benchmarks::coded_gelu", mutates_args=())
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        sides = {"parity": table.parity, "shift": table.shift}
+        return derivative.forward(x, "gelu_tanh", table.boundaries, **sides)
+
+    @torch.library.custom_op("benchmarks::coded_gelu_backward", mutates_args=())
+    def backward(grad: Tensor, codes: Tensor) -> Tensor:
+        return derivative.backward(grad.contiguous(), codes, table.levels)
+
+    @forward.register_fake
+    def _(x):
+        return torch.empty_like(x), x.new_empty((-(-x.numel() // 256), 32 * 3), dtype=torch.uint8)
+
+    @backward.register_fake
+    def _(grad, codes):
+        return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(output[1])
+
+    forward.register_autograd(
+        lambda ctx, grad, _: backward(grad, *ctx.saved_tensors), setup_context=keep
+    )
+
+    class Coded(nn.Module):
+        def forward(self, x):
+            return forward(x)[0]
+
+    return Coded()
 
 
 def processor():

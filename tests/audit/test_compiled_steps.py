@@ -46,11 +46,20 @@ def held_by_nodes(output, *others):
     return storage_nbytes(saved, exclude=[output, *others])
 
 
+class Layers(nn.Sequential):
+    """Of a forward of its own: torch 2.11 compiles no module of torch's in place."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 class MLP(nn.Module):
     def __init__(self, blocks=1):
         super().__init__()
         layers = (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        self.h = nn.ModuleList(copy.deepcopy(nn.Sequential(*layers)) for _ in range(blocks))
+        self.h = nn.ModuleList(copy.deepcopy(Layers(*layers)) for _ in range(blocks))
 
     def forward(self, x):
         for block in self.h:
