@@ -173,6 +173,10 @@ class Compressor(Protocol):
         """Compressor for a state of this shape, and the reason if it is another one."""
         return self, ""
 
+    def for_saved(self, shape: torch.Size) -> "Compressor":
+        """Compressor for a saved activation of this shape, which `compress` sees flat."""
+        return self
+
     def for_rows(self, columns: int) -> "tuple[Compressor, str]":
         """Compressor that is alike however rows of so many elements are split over processes.
 

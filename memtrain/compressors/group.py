@@ -1,6 +1,6 @@
 """Min/max groups at 1 to 8 bits: for activations, where nothing is known of the values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -8,6 +8,9 @@ from torch import Tensor
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
+
+SHORTEST_ROW = 32
+"""Bounds of shorter groups would take more than a quarter of 4-bit codes' bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,10 @@ class Group(Compressor):
             in transit, each group filled up to one.
         rounding: `"stochastic"` (the key gives the seed) or `"nearest"` (the key does nothing).
         bounds: What a group's minimum and maximum are kept in, `"bf16"` or `"fp32"`.
+        whole_rows: Whether no group of a saved activation holds parts of two rows (its last
+            dimension), so that a row of zeros is one of zeros again, whatever its neighbours hold:
+            groups then have the largest multiple of 8 elements, from 32 to `group_size`, that
+            divides a row, and `group_size` where none does. A norm's codes have `group_size`.
 
     Raises:
         ValueError: If a field is out of range.
@@ -50,6 +57,8 @@ class Group(Compressor):
     group_size: int = 256
     rounding: str = "stochastic"
     bounds: str = "bf16"
+    # Of a tensor that several ops save one payload serves, whichever of them asks for this.
+    whole_rows: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("bits", "group_size"):
@@ -64,11 +73,27 @@ class Group(Compressor):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
         if self.bounds not in ("bf16", "fp32"):
             raise ValueError(f"bounds={self.bounds!r}; allowed: 'bf16', 'fp32'")
+        if not isinstance(self.whole_rows, bool):
+            raise ValueError(f"whole_rows={self.whole_rows!r}; allowed: true, false")
 
     def group_codes(self, key: Key) -> Codes:
         """These bits, groups and bounds."""
         stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
         return Codes(self.bits, self.group_size, key.bits(), stochastic, wide)
+
+    def for_saved(self, shape: torch.Size) -> "Group":
+        """Groups that rows of this shape are whole ones of, where that is asked for.
+
+        Example:
+            >>> groups = Group(group_size=128, whole_rows=True)
+            >>> [groups.for_saved(torch.Size((4, n))).group_size for n in (768, 320, 96, 7)]
+            [128, 80, 96, 128]
+        """
+        if not self.whole_rows or not shape:
+            return self
+        sizes = range(self.group_size // 8 * 8, SHORTEST_ROW - 1, -8)
+        fitting = next((size for size in sizes if shape[-1] % size == 0), self.group_size)
+        return replace(self, group_size=fitting, whole_rows=False)
 
     @property
     def second_moment(self) -> bool:

@@ -219,6 +219,10 @@ class Host(Compressor):
         """Whether `inner` wants the tensor itself, not a flat one."""
         return self.inner.shaped
 
+    def for_saved(self, shape: torch.Size) -> "Host":
+        """With `inner`'s own choice for this shape."""
+        return Host(inner=self.inner.for_saved(shape))
+
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Compress `x` with `inner` and start the payload's way to the host.
 

@@ -29,6 +29,7 @@ STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
 
 _NARROW = {"name": "group", "group_size": 128}
 _WIDE = {"name": "group", "bits": 8}
+_HALF = {"name": "float", "format": "bf16"}
 _EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax indices are integers
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
     ActivationRule(op="dropout|*max_pool*", compressor=_WIDE),
@@ -36,8 +37,10 @@ _EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax in
 _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
     ActivationRule(op="@singular", compressor=KEEP),
     ActivationRule(op="@exponential", compressor=_WIDE),
+    ActivationRule(op="wide_dot_product_attention", compressor=_HALF),
     ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
     ActivationRule(op="dot_product_attention", compressor={**_NARROW, "bits": 6}),
+    ActivationRule(op="softmax|matmul", compressor={**_NARROW, "bits": 6}),
     ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
 _HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 4})
@@ -67,6 +70,9 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     if scheme == KEEP:
         return []
     own = ActivationRule(compressor={**_NARROW, "bits": widths[REST]})
+    rows = ActivationRule(
+        op="linear", tensor="input", compressor={**own.compressor, "whole_rows": True}
+    )
     smooth = {**_NARROW, "bits": widths[SMOOTH]}
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
     saturating = ActivationRule(op="sigmoid|tanh", compressor=own.compressor)
@@ -77,20 +83,28 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
             _HARDSWISH,
             codes,
             *_BIAS,
+            rows,
             own,
         ],
-        CODES: [*_EXACT_CODES, codes, *_BIAS, own],
+        CODES: [*_EXACT_CODES, codes, *_BIAS, rows, own],
         GROUPS: [
             *_EXACT_CODES,
             saturating,
             ActivationRule(op="@smooth", compressor=smooth),
             codes,
             *_BIAS,
+            rows,
             own,
         ],
         ONLY_CODES: [*_EXACT_CODES, codes],
-        ONLY_GROUPS: [*_EXACT_CODES, ActivationRule(op="@nonlinear", compressor=KEEP), *_BIAS, own],
-        PATCHES: [*_EXACT_CODES, codes, _MAPS, *_BIAS, own],
+        ONLY_GROUPS: [
+            *_EXACT_CODES,
+            ActivationRule(op="@nonlinear", compressor=KEEP),
+            *_BIAS,
+            rows,
+            own,
+        ],
+        PATCHES: [*_EXACT_CODES, codes, _MAPS, *_BIAS, rows, own],
         ONLY_PATCHES: [*_EXACT_CODES, codes, _MAPS],
     }[scheme]
 

@@ -124,7 +124,7 @@ def test_the_file_reads_like_this():
     assert "seed: 0" in lines
     assert "weights: keep" in lines
     assert (
-        "    0 / linear / input: {name: group, bits: 4, group_size: 128}  "
+        "    0 / linear / input: {name: group, bits: 4, group_size: 128, whole_rows: true}  "
         "# 0 B; the model's own input: stays alive anyway"
     ) in lines
     assert "    1 / gelu / input: {name: derivative, bits: 3}  # 1,536 B" in lines

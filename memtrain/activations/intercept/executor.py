@@ -18,7 +18,7 @@ from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.dropout import dropout_again
 from memtrain.activations.saved.expected import BETWEEN
-from memtrain.activations.saved.fit import ATTENTION, UNSCALED_ATTENTION
+from memtrain.activations.saved.fit import ATTENTION, attention
 from memtrain.activations.saved.flatten import flatten, layout_of
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.pack_hook import SavedTensors
@@ -171,8 +171,9 @@ class Executor(TorchFunctionMode):
                     return self.replace(call, chosen)
                 name = call.op
         name = _op_name(name, args)
-        if name == ATTENTION and (kwargs.get("scale") or 0) >= 1:
-            name = UNSCALED_ATTENTION
+        if name == ATTENTION:
+            query = args[0] if args else kwargs["query"]
+            name = attention(kwargs.get("scale"), query.shape[-1])
         limit = limit_of(name, args, kwargs) if name in BOUNDED else None
         op = Op(self.module, name, (args, kwargs), limit=limit)
         return self._hook(op, func, args, kwargs)

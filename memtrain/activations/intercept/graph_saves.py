@@ -290,6 +290,7 @@ def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool
         return Keep(f"dtype {x.dtype}")
     if isinstance(chosen, Host):
         return HOST
+    chosen = chosen.for_saved(x.shape)
     if chosen.gives_derivative:
         chosen = Group(bits=min(8, chosen.bits + DERIVATIVE_BITS))
     if jumps and isinstance(chosen.bits, int) and chosen.bits < 8:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.op_families import FAMILIES
-from memtrain.activations.saved.fit import ATTENTION, FLOATS, UNSCALED_ATTENTION
+from memtrain.activations.saved.fit import ATTENTION, FLOATS, attention
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.pack_hook import SIDE_RATIO
 from memtrain.activations.saved.site import Site
@@ -202,8 +202,9 @@ class GraphSites:
         ops = self._ops.get(number, [])
         if name == "pow" and any(_smooth_power(op) for op in ops):
             name = "square"
-        if name == ATTENTION and any(_unscaled(op) for op in ops):
-            name = UNSCALED_ATTENTION  # one that is decomposed has lost its scale
+        if name == ATTENTION:  # one that is decomposed has lost its scale
+            found = [_attention(op) for op in ops if op.kwargs.get("scale") is not None]
+            name = found[0] if found else name
         role = self._role(stripped(saved), number, ops)
         return Use(Site(self._module(user.meta, "fwd_nn_module_stack"), name, role))
 
@@ -320,10 +321,11 @@ def source_name(stack: Any) -> str:
     return re.sub(r"_\d+$", "", str(text)).strip("_")
 
 
-def _unscaled(op: Node) -> bool:
-    """Whether it is fused attention with a scale of 1 or more."""
-    scale = op.kwargs.get("scale")
-    return isinstance(scale, int | float) and scale >= 1
+def _attention(op: Node) -> str:
+    """The name of a fused attention, by its scale and its queries."""
+    query = op.args[0]
+    width = example(query).shape[-1] if isinstance(query, Node) else 0
+    return attention(op.kwargs["scale"], width)
 
 
 def _smooth_power(op: Node) -> bool:

@@ -68,6 +68,9 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 # The forms in transformers, as `ast.unparse` writes them: the body of `forward`, its argument
 # called x and `variance_epsilon` eps, with the body of `_norm` where there is one.
 _NORM = "\n_norm: return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
+_POWER = """
+_norm: mean_squared = x.pow(2).mean(-1, keepdim=True) + self.eps
+return x * torch.pow(mean_squared, -0.5)"""
 _WIDE = """\
 input_dtype = x.dtype
 x = x.to(torch.float32)
@@ -89,6 +92,19 @@ output = output * self.weight.float()
 return output.type_as(x)"""
     + _NORM: "cast_last",
     """\
+normed_output = self._norm(x.float())
+if self.with_scale:
+    normed_output = normed_output * self.weight.float()
+return normed_output.type_as(x)"""
+    + _POWER: "cast_last",
+    """\
+if x.size(-1) != self.dim_norm:
+    raise AssertionError('hidden_states.size(-1) != self.dim_norm')
+old_dtype = x.dtype
+variance = x.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+x = (x * torch.rsqrt(variance + self.eps)).to(old_dtype) * self.weight
+return x""": "llama",
+    """\
 variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
 x = x * torch.rsqrt(variance + self.eps)
 if self.weight.dtype in [torch.float16, torch.bfloat16]:
@@ -106,11 +122,13 @@ def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
     form = form_of(type(module)) if "forward" not in vars(module) else None
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    if form is None or not isinstance(weight, Tensor) or not isinstance(eps, float):
+    if form is None or not isinstance(eps, float):
         return None
-    if not isinstance(x, Tensor) or x.dim() == 0 or weight.shape != x.shape[-1:]:
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.numel() == 0 or x.element_size() > 4:
         return None
-    if x.numel() == 0 or x.element_size() > 4 or weight.element_size() > 4:
+    if weight is None and getattr(module, "with_scale", None) is False:
+        return _call("rms_norm", x, x.shape[-1:], None, eps)
+    if not isinstance(weight, Tensor) or weight.shape != x.shape[-1:] or weight.element_size() > 4:
         return None
     return _call("rms_norm", x, weight.shape, weight, eps, form)
 

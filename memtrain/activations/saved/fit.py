@@ -17,11 +17,32 @@ INTEGERS = (torch.int16, torch.int32, torch.int64)
 ATTENTION = "scaled_dot_product_attention"
 UNSCALED_ATTENTION = "dot_product_attention"
 """The same function with a scale of 1 or more, of which rules may think otherwise: it saturates."""
+WIDE_ATTENTION = "wide_dot_product_attention"
+"""That with heads of 256 or more: of queries and keys whose elements are about 1, the error of a
+score grows with the root of their number, and here exceeds 0.2 with 8 bits: the exponent's."""
+WIDE = 256
+ATTENTIONS = (ATTENTION, UNSCALED_ATTENTION, WIDE_ATTENTION)
 ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
 _MASK_PLACE = 3  # among the op's tensors
 
 RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
 """Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
+
+
+def attention(scale: object, width: int) -> str:
+    """The name in rules of fused attention.
+
+    Args:
+        scale: What it was given, or None.
+        width: Elements of a head's query.
+
+    Example:
+        >>> attention(None, 512), attention(1.0, 64), attention(1.0, 512)[:4]
+        ('scaled_dot_product_attention', 'dot_product_attention', 'wide')
+    """
+    if not isinstance(scale, int | float) or scale < 1:
+        return ATTENTION
+    return UNSCALED_ATTENTION if width < WIDE else WIDE_ATTENTION
 
 
 def needless(op: Op) -> bool:
@@ -60,7 +81,7 @@ def fit(
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor for this dtype and op, and what the save is a copy of."""
     plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
-    if chosen.is_identity or (plain and op.name not in (ATTENTION, UNSCALED_ATTENTION)):
+    if chosen.is_identity or (plain and op.name not in ATTENTIONS):
         return chosen, copy
     if plain:
         return _attention_mask(save, op, chosen, copy)

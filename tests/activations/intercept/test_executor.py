@@ -200,6 +200,16 @@ def test_gradients_at_eight_bits_are_as_close_as_the_step(row):
         assert any(not torch.equal(a, b) for a, b in zip(coarse, plain, strict=True))
 
 
+@pytest.mark.parametrize(("width", "scale"), [(128, 1.0), (256, 1.0), (256, None)])
+def test_attention_without_a_scale_of_wide_heads_is_another(width, scale):
+    shapes = 3 * [(1, 1, 8, width)]
+    model, inputs = made(Row(attention(SDPBackend.FLASH_ATTENTION, scale), shapes, {}))
+    _, records, _ = step(model, inputs, choose=lambda site: EIGHT)
+    wide = scale == 1 and width == 256
+    ops = {r.site.op for r in records if r.site.op.endswith("attention")}
+    assert ops == {("wide_" if wide else "" if scale == 1 else "scaled_") + "dot_product_attention"}
+
+
 @pytest.mark.parametrize("scale", [None, 0.25, 1.0])
 def test_attention_without_a_scale_is_an_op_of_its_own(scale):
     model, inputs = made(Row(attention(SDPBackend.FLASH_ATTENTION, scale), QKV, {}))

@@ -1,5 +1,6 @@
 import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -379,16 +380,21 @@ def test_a_large_mean_costs_no_precision():
 
 def _written_out():
     pytest.importorskip("transformers")
+    from transformers.models.cpmant.modeling_cpmant import CpmAntLayerNorm
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.mistral.modeling_mistral import MistralRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+    def cpm_ant(size):
+        return CpmAntLayerNorm(SimpleNamespace(hidden_size=size, eps=1e-6))
+
     return {
-        "llama": (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm),
-        "cast_last": (GptOssRMSNorm,),
+        "llama": (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, cpm_ant),
+        "cast_last": (GptOssRMSNorm, Gemma3nRMSNorm),
         "gemma": (GemmaRMSNorm,),
         "t5": (T5LayerNorm,),
     }
@@ -406,15 +412,15 @@ def _written_out():
     ids=str,
 )
 def test_written_out_rms_norms_are_known_and_equal(form, dtype, weight_dtype):
-    for cls in _written_out()[form]:
-        plain = cls(48)
+    for make in _written_out()[form]:
+        plain = make(48)
         nn.init.normal_(plain.weight)
         plain.to(weight_dtype)
         mine, wide = copy.deepcopy(plain), copy.deepcopy(plain).float()
         x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
         twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
         call = norm_calls.recognise_module(mine, x)
-        assert norm_calls.form_of(cls) == form
+        assert norm_calls.form_of(type(plain)) == form
         y, expected = call.run(Identity(), Key()), plain(twin)
         assert y.dtype == expected.dtype
         assert torch.equal(y, expected)
@@ -426,6 +432,25 @@ def test_written_out_rms_norms_are_known_and_equal(form, dtype, weight_dtype):
             t = t.double()
             rounding = 4 * max(torch.finfo(d).eps for d in (dtype, weight_dtype))
             assert errors([a], [t])[0] <= 2 * errors([b], [t])[0] + rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_written_out_norm_without_a_weight_is_known_and_equal(dtype):
+    pytest.importorskip("transformers")
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+
+    plain = Gemma3nRMSNorm(48, with_scale=False)
+    x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
+    twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
+    y = norm_calls.recognise_module(plain, x).run(Identity(), Key())
+    expected, truth = plain(twin), plain(exact)
+    assert torch.equal(y, expected)
+    grad = torch.randn(6, 5, 48).to(dtype)
+    (ours,), (theirs,) = torch.autograd.grad(y, x, grad), torch.autograd.grad(expected, twin, grad)
+    (t,) = torch.autograd.grad(truth, exact, grad.float())
+    rounding = 4 * torch.finfo(dtype).eps
+    t = t.double()
+    assert errors([ours], [t])[0] <= 2 * errors([theirs], [t])[0] + rounding
 
 
 def test_modules_of_other_code_are_left_alone():

@@ -1,0 +1,84 @@
+"""Where groups of 4 bits are not enough, the rules of `balanced` say so."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memtrain
+
+
+def gradients(model, x, grad, exceptions=None):
+    """Of the parameters: plain, or under `balanced` with these exceptions."""
+    model = copy.deepcopy(model)
+    if exceptions is not None:
+        cfg = {"preset": "balanced", "gradients": "keep", "activations": {"exceptions": exceptions}}
+        memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), cfg)
+    model(x).backward(grad)
+    return [p.grad for p in model.parameters()]
+
+
+def groups(op, **options):
+    compressor = {"name": "group", "bits": 4, "group_size": 128, **options}
+    return [{"module": "*", "op": op, "tensor": "*", "compressor": compressor}]
+
+
+class Padded(nn.Module):
+    """Rows of zeros, as windows have at an image's edge, before the second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(96, 96), nn.Linear(96, 4)
+
+    def forward(self, x):
+        return self.second(F.pad(self.first(x), (0, 0, 0, 3)))
+
+
+@pytest.mark.parametrize("whole_rows", [True, False])
+def test_a_row_of_zeros_stays_one_whatever_its_neighbours_hold(whole_rows):
+    model, x = Padded(), torch.randn(61, 96)
+    grad = torch.randn(64, 4)
+    grad[61:] = 1e9  # what a quotient by a clamped norm sends to such rows
+    exceptions = [] if whole_rows else groups("linear")
+    exact, found = (gradients(model, x, grad, each)[2] for each in (None, exceptions))
+    # Stochastic rounding is off by less than a step of its group; bounds are widened by 2**-7.
+    h = model.first(x)
+    step = (h.max() - h.min()) * (1 + 2**-6) / 15
+    bound = grad[:61].abs().sum(0).unsqueeze(1) * step
+    assert ((found - exact).abs() <= bound).all() == whole_rows
+
+
+class Attention(nn.Module):
+    """Unscaled: fused, or written out."""
+
+    def __init__(self, width, *, fused):
+        super().__init__()
+        self.own, self.fused = nn.ModuleList(nn.Linear(32, width) for _ in range(3)), fused
+
+    def forward(self, x):
+        q, k, v = (own(x) for own in self.own)
+        if self.fused:
+            return F.scaled_dot_product_attention(*(t.unsqueeze(1) for t in (q, k, v)), scale=1.0)
+        return torch.matmul((q @ k.mT).softmax(-1), v)
+
+
+def test_unscaled_attention_of_wide_heads_is_exact_in_bfloat16():
+    model, x = Attention(256, fused=True).bfloat16(), torch.randn(2, 24, 32).bfloat16()
+    grad = torch.randn(2, 1, 24, 256).bfloat16()
+    exact, found = (gradients(model, x, grad, each) for each in (None, []))
+    assert all(torch.equal(a, b) for a, b in zip(exact, found, strict=True))
+    coarse = gradients(model, x, grad, groups("wide_dot_product_attention"))
+    assert not any(torch.equal(a, b) for a, b in zip(exact, coarse, strict=True))
+
+
+def test_attention_written_out_has_finer_steps():
+    """Six bits: a step is 15 / 63 of that of four, and so is the error."""
+    model, x = Attention(64, fused=False), 4 * torch.randn(4, 64, 32)
+    grad = torch.randn(4, 64, 64)
+    ways = (None, [], groups("softmax|matmul"))
+    exact, fine, coarse = (
+        torch.cat([g.flatten() for g in gradients(model, x, grad, w)]) for w in ways
+    )
+    assert 0 < (fine - exact).norm() <= 2 * 15 / 63 * (coarse - exact).norm()
