@@ -390,13 +390,14 @@ class Session:
 
 
 def on_disk(run: Run) -> int:
-    """Bytes that a run may leave: two checkpoints while one is replaced, two finished models."""
+    """Bytes that a run may leave: two checkpoints while one is replaced, models of all runs."""
     weights = storage_nbytes(run.model.parameters())
     held = 3 * weights  # with two moments
     if run.name == "wrapped":
         plan = api.plan_of(run.model)
         held = sum(entry.planned for kind in ("weight", "state") for entry in plan.entries(kind))
-    return 2 * held + 2 * weights
+    best = isinstance(run.source, Rows) and run.validations > 0  # is written beside the last one
+    return 2 * held + len(run.config.training.runs) * (1 + best) * weights
 
 
 def new_folder(parent: Path) -> Path:

@@ -27,7 +27,7 @@ from transformers import (
 
 from memtrain.training import checkpoint, overview
 from memtrain.training.run import Run
-from memtrain.training.session import Session
+from memtrain.training.session import Session, on_disk
 from memtrain.training.settings import compose, from_mapping
 
 LINES = "".join(f"line {n}: the quick brown fox counts {n * n}\n" for n in range(400))
@@ -233,6 +233,8 @@ def test_a_row_that_comes_late_is_in_the_promise(made, tmp_path, monkeypatch):
     assert "what would help: budget=128.00KiB plans for it" in text
     run, peaks = session._run("wrapped"), []
     assert session.source.length == 49  # 48 words, and an end
+    weights = sum(p.nbytes for p in run.model.parameters())
+    assert 7 * weights <= on_disk(run) < 7.1 * weights  # with moments, twice, and the last model
     for _ in lines:
         run.bytes = dict.fromkeys(run.bytes, 0)
         run.train_step()
