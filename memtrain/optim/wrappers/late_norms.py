@@ -2,13 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from memtrain.optim.states.shards import is_sharded
+
 LATE = ("cuda",)
 """Types of devices whose norms are read when the step ends, all at once."""
+PIECE = 2**22
+"""Elements of a 16-bit gradient on a CPU that are added up at once: torch casts them to float32."""
 
 
 class LateNorm(NamedTuple):
@@ -54,9 +59,18 @@ def norm_of(grad: Tensor) -> float | Tensor:
     """The norm of a whole gradient, float64 ones in float64, all others in float32.
 
     A tensor where reading it would make the host wait.
+
+    Memory:
+        On a CPU of a 16-bit gradient a float32 copy of `PIECE` elements, or of one row.
     """
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
+    norm_in = partial(torch.linalg.vector_norm, dtype=dtype)
+    cast = grad.dtype.itemsize < 4 and grad.device.type == "cpu" and not is_sharded(grad)
+    if cast and grad.numel() > PIECE:
+        rows = max(1, PIECE * len(grad) // grad.numel())
+        norm: Any = norm_in(torch.stack([*map(norm_in, grad.split(rows))]))
+    else:
+        norm = norm_in(grad)
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole if whole.device.type in LATE else whole.item()
