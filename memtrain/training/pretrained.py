@@ -22,7 +22,10 @@ from memtrain.training.settings import in_range, one_of
 
 TASKS = ("CausalLM", "MaskedLM", "ImageClassification")
 """Tasks of transformers' `AutoModelFor` classes that there are data for."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    **dict.fromkeys(("float32", "fp32"), torch.float32),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+}
 WEIGHTS = ("folder", "random")
 FILE = "model.safetensors"
 SHARD = "500MB"

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from memtrain.training import checkpoint, overview
+from memtrain.training.pretrained import Pretrained
 from memtrain.training.run import Run
 from memtrain.training.session import Session, on_disk
 from memtrain.training.settings import compose, from_mapping
@@ -340,6 +341,15 @@ def test_a_pretrained_encoder_is_fine_tuned(made):
     falls(made(*given, *METERED, "training.steps=10", "training.warmup=2"))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp32", "float32"), ("float32", "float32"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+def test_dtypes_are_named_in_short_or_in_full(folders, name, dtype):
+    model = Pretrained(path=str(folders / "llama"), dtype=name).build()
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+
+
 BAD = {
     "no weights": (["model=hf:{config}"], "has no weights .*model.weights=random"),
     "no folder": (
@@ -367,6 +377,7 @@ BAD = {
     ),
     "batch": (["training.batch=5", "training.accumulate=2"], "no multiple of"),
     "key": (["model.wieghts=random"], "nearest valid: model.weights"),
+    "dtype": (["model.dtype=fp16"], "model.dtype='fp16' is unknown; did you mean 'bf16'"),
     "no path": (["model=hf"], "model=hf needs a path: model=hf:<path>"),
     "budget": (["budget=100KiB"], "is too small: the smallest peak found"),
     "function": (["model=py:json:nothing"], "json has no function 'nothing'"),
