@@ -11,7 +11,7 @@ def run(preset, folder, resume):
     """Losses of each step, and the model."""
     accelerator = Accelerator(cpu=True)
     model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     if preset:
         model, optimizer = wrap(accelerator, model, optimizer, preset, max_norm=1.0)  # line 2
     released = preset == "all_four"

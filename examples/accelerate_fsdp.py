@@ -27,7 +27,7 @@ def run(preset, folder, resume):
     released = preset == "all_four"
     if released:  # weights of two bytes before they are sharded, and `wrap` after it
         model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     if preset and not released:
         model, optimizer = wrap(accelerator, model, optimizer, preset)  # line 2
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -24,7 +24,7 @@ class Module(LightningModule):
 
     def configure_optimizers(self):
         """As ever."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=5e-3)
 
 
 def run(preset, folder, resume):

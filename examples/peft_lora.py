@@ -12,7 +12,7 @@ def run(preset, folder, resume):
     cls = memtrain_trainer(Trainer, preset) if preset else Trainer  # line 2
     args = TrainingArguments(
         folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1.0,
-        **arguments(),
+        **arguments(1e-2),
     )  # fmt: skip
     lora = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear"))
     return trained(cls(model=lora, args=args, train_dataset=tokens()), resume)

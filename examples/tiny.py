@@ -40,10 +40,17 @@ def batch(start: int, stop: int, every: int = 1) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def arguments() -> dict[str, Any]:
-    """Options that the Trainer and TRL's trainers share here."""
+def arguments(rate: float = 5e-3) -> dict[str, Any]:
+    """Options that the Trainer and TRL's trainers share here.
+
+    At a rate of 1e-2 the last losses of the whole model's training differ by 0.13 (one standard
+    deviation) from one seed of the rounding to the next, at 5e-3 by 0.006.
+
+    Args:
+        rate: The learning rate.
+    """
     return {
-        "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": STEPS // 2,
+        "max_steps": STEPS, "learning_rate": rate, "logging_steps": 1, "save_steps": STEPS // 2,
         "use_cpu": True, "disable_tqdm": True, "report_to": [], "dataloader_pin_memory": False,
     }  # fmt: skip
 
@@ -52,8 +59,13 @@ def trained(trainer: Any, resume: bool, key: str = "loss") -> tuple[list[float],
     """Numbers that a trainer logged of each step that it ran, and its model."""
     checkpoint = f"{trainer.args.output_dir}/checkpoint-{STEPS // 2}"
     trainer.train(resume_from_checkpoint=checkpoint if resume else None)
-    found = [entry[key] for entry in trainer.state.log_history if key in entry]
-    return found[STEPS // 2 :] if resume else found, trainer.model
+    return logged(trainer, resume, key), trainer.model
+
+
+def logged(trainer: Any, resume: bool, key: str = "loss") -> list[float]:
+    """Numbers that a trainer logged of each step that it ran."""
+    found = [float(entry[key]) for entry in trainer.state.log_history if key in entry]
+    return found[STEPS // 2 :] if resume else found
 
 
 def saved_bytes(model: nn.Module) -> int:

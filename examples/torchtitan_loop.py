@@ -9,7 +9,7 @@ from memtrain.integrations.torchtitan import memtrain_optimizers  # line 1
 
 def run(preset, folder, resume):
     """Losses of each step, and the model; optimizers are built as torchtitan's trainer does."""
-    model, config = llama(), default_adamw(lr=1e-2)
+    model, config = llama(), default_adamw(lr=5e-3)
     config.implementation = "foreach"  # "fused" is for CUDA
     if preset:
         config = memtrain_optimizers(config, preset)  # line 2

@@ -18,7 +18,7 @@ def run(preset, folder, resume):
     cls = memtrain_trainer(GRPOTrainer, preset) if preset else GRPOTrainer  # line 2
     args = GRPOConfig(
         folder, per_device_train_batch_size=64, num_generations=16, max_completion_length=32,
-        bf16=False, **arguments(),
+        bf16=False, **arguments(1e-2),
         activation_checkpointing=False,  # line 3: on by default; the plan compresses instead
     )  # fmt: skip
     prompts = ["".join(f"<{(7 * k + i) % 256}>" for i in range(8)) for k in range(64)]

@@ -219,7 +219,7 @@ def test_a_dotted_optimizer_type_is_made_as_kohyas_scripts_make_one():
     net = model()
     groups = [{"params": list(net.parameters()), "lr": 1e-3}]
     given = ["weight_decay=0.1", "betas=(0.9, 0.99)", "second='identity'"]
-    optimizer = made_by_a_dotted_name("memtrain.optim.AdamW8bit", given, groups, 1e-4)
+    optimizer = made_by_a_dotted_name("memtrain.optim.AdamW4bit", given, groups, 1e-4)
     net(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     assert (optimizer.param_groups[0]["lr"], optimizer.defaults["lr"]) == (1e-3, 1e-4)
@@ -233,7 +233,7 @@ def test_the_pages_lines_release_gradients_in_kohyas_scripts(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     net = model()
     optimizer = made_by_a_dotted_name(
-        "released.AdamW8bit", ["weight_decay=0.1"], net.parameters(), 1e-2
+        "released.AdamW4bit", ["weight_decay=0.1"], net.parameters(), 1e-2
     )
     monkeypatch.delitem(sys.modules, "released")
     before = copy.deepcopy(net.state_dict())

@@ -27,6 +27,7 @@ NEEDS = {
     "accelerate_ddp": ("accelerate",),
     "accelerate_fsdp": ("accelerate",),
     "torchtitan_loop": ("torchtitan",),
+    "axolotl_train": ("axolotl",),
     "lightning_fit": ("lightning",),
 }
 # A row's loss may miss 90% of plain's progress by so much. GRPO's are mean rewards of 64 sampled
@@ -39,6 +40,12 @@ def test_every_example_has_its_test_and_its_rows():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "tiny"}
     page = PAGE.read_text()
     assert [name for name in NEEDS if f"examples/{name}.py" not in page] == []
+
+
+def told_of(name):
+    """Preset -> the cells after it of an example's rows on the page: bytes, plain, loss ..."""
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if f"/{name}.py`" in line]
+    return {row[1].strip("`"): row[2:] for row in rows if len(row) > 3}
 
 
 def skip_without_packages(name):
@@ -79,6 +86,10 @@ def test_an_example_saves_bytes_learns_and_resumes_bit_for_bit(name):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"preset"')]
     assert {row["preset"] for row in rows} >= {"balanced"}
+    cells = told_of(name)
+    assert {preset: bytes for preset, (bytes, *_) in cells.items()} == {
+        row["preset"]: str(row["bytes"]) for row in rows
+    }
     for row in rows:
         assert row["bytes"] < 0.15, row
         assert row["resume"] == "bit-equal", row
