@@ -7,9 +7,9 @@ from tiny import STEPS, batch, llama, report
 from memtrain.integrations.accelerate import wrap  # line 1
 
 
-def run(preset, folder, resume):
+def run(preset, folder, resume, **options):
     """Losses of each step, and the model."""
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, **options)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     if preset:
@@ -30,7 +30,7 @@ def run(preset, folder, resume):
         losses.append(loss.item())
         if k == STEPS - 1 and not resume:
             accelerator.save_state(folder)
-    return losses, model
+    return losses, accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ NEEDS = {
     "trl_grpo": ("trl",),
     "peft_lora": ("peft", "accelerate"),
     "accelerate_loop": ("accelerate",),
+    "accelerate_compile": ("accelerate",),
     "accelerate_ddp": ("accelerate",),
     "accelerate_fsdp": ("accelerate",),
     "torchtitan_loop": ("torchtitan",),

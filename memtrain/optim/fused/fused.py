@@ -30,6 +30,7 @@ from memtrain.optim.states.compressed_states import (
     refuse_sparse,
 )
 from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
+from memtrain.optim.states.untraced import untraced
 
 _CPU = torch.device("cpu")
 _USUAL = (nn.Parameter, Tensor)  # neither split over processes nor of another kind
@@ -160,6 +161,7 @@ class FusedStates(CompressedStates):
                 layout.refuse_fused_only(compressors, type(self).__name__)
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient.
 

@@ -12,6 +12,7 @@ from memtrain.optim.fused.capturable import check_betas, check_numbers, number
 from memtrain.optim.fused.fused import FusedStates, real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.optim.states.untraced import untraced
 
 
 class Lion(Optimizer):
@@ -55,6 +56,7 @@ class Lion(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient.
 

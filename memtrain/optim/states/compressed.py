@@ -18,6 +18,7 @@ from memtrain.optim.states.compressed_states import (
     refuse_sparse,
 )
 from memtrain.optim.states.first_step import first_states, raw_step
+from memtrain.optim.states.untraced import untraced
 
 _ZERO_IN_HALF = 2.0**-25
 """The greatest number that float16 rounds to 0."""
@@ -114,6 +115,7 @@ class CompressedOptimizer(CompressedStates):
                 layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of the inner optimizer, parameter by parameter.
 

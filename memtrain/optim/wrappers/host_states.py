@@ -17,6 +17,7 @@ from memtrain.optim.states import optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, closure_loss, refuse_sparse
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
+from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers.host_copies import HostCopies, copies_of, host_work
 from memtrain.optim.wrappers.release import (
     ReleaseGradients,
@@ -144,6 +145,7 @@ class HostStates(OptimizerWrapper):
         return self._release is not None
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step what has a gradient, or end the step that backward has made; wait for all of it.
 

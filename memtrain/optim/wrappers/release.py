@@ -16,6 +16,7 @@ from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import local
+from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
 from memtrain.optim.wrappers.late_norms import LateNorm
@@ -142,6 +143,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._attach()
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """End the step that backward has made.
 

@@ -17,6 +17,7 @@ from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.in_groups import CORRECTION
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stall import StallWatch
+from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, with_leaf
 
 
@@ -151,6 +152,7 @@ class SplitWeights(OptimizerWrapper):
                 set_dtype(param, param.detach().to(self.format.dtype))
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of the inner optimizer, a few parameters at a time.
 

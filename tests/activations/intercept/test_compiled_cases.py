@@ -1,0 +1,116 @@
+"""Compiled models beside what else compilers do: modes, steps, ops that they cannot trace."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+import memtrain
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import graph_nodes
+
+BACKEND = "aot_eager_decomp_partition"  # generates no code
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+@torch.library.custom_op("memtrain_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_autograd(lambda ctx, gradient: gradient / 2)
+
+
+class Net(nn.Module):
+    """Runs `between`, which saves nothing, between two parts."""
+
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 64)
+        self.between = between
+
+    def forward(self, x):
+        return self.down(F.gelu(self.between(self.middle(F.gelu(self.up(x))))))
+
+
+def wrapped(model, preset="balanced"):
+    return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), preset)
+
+
+def held(output, *others):
+    saved = [x for node in graph_nodes(output) for x in getattr(node, "saved_tensors", ())]
+    return storage_nbytes(saved, exclude=[output, *others])
+
+
+def planned(model):
+    return sum(row.planned for row in memtrain.plan_of(model).entries("activation"))
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_cuda_graphs_are_cut_at_the_compressing_op():
+    compress = torch.ops.memtrain.compress_saved.default
+    assert torch.Tag.cudagraph_unsafe in compress.tags  # its random bits come of the host's counter
+    assert torch.Tag.cudagraph_unsafe not in torch.ops.memtrain.decompress_saved.default.tags
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("error:.*memtrain")
+def test_reduce_overhead_on_a_cpu_compresses_as_any_mode():
+    model, x = wrapped(Net())[0], torch.randn(64, 64)
+    run, found = torch.compile(model, mode="reduce-overhead"), []
+    for _ in range(2):
+        model.zero_grad()
+        y = run(x)
+        assert held(y, x, *model.parameters()) == planned(model) < 64 * (256 + 64 + 64)
+        y.square().mean().backward()
+        found.append(gradient(model))
+    assert not torch.equal(*found)
+    assert F.cosine_similarity(*found, dim=0) > 0.99
+
+
+@pytest.mark.nightly
+def test_an_op_without_a_fake_form_is_torchs_error_and_compresses_outside_of_graphs():
+    model, x = wrapped(Net(halved))[0], torch.randn(64, 64)
+    with pytest.raises(Exception, match="no fake impl registered for <CustomOpDef"):
+        torch.compile(model, backend=BACKEND)(x)
+    torch.compiler.reset()
+    model.between = torch.compiler.disable(halved)
+    plain = Net(halved)
+    plain.load_state_dict(model.state_dict())
+    for one in (plain, model):
+        y = torch.compile(one, backend=BACKEND)(x) if one is model else one(x)
+        if one is model:
+            assert held(y, x, *model.parameters()) == planned(model) < 64 * (256 + 64 + 64)
+        y.square().mean().backward()
+    assert F.cosine_similarity(gradient(model), gradient(plain), dim=0) > 0.98
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["balanced", "all_four"])
+def test_an_optimizers_step_compiles_to_itself(preset):
+    plain, x, ends = Net(), torch.randn(64, 64), []
+    for compiled in (False, True):
+        model, optimizer = wrapped(copy.deepcopy(plain), preset)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        run = torch.compile(model, backend=BACKEND)
+        for _ in range(3):
+            run(x).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
