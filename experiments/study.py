@@ -188,7 +188,7 @@ class Study(NamedTuple):
         """Lines of Markdown: means over seeds, and what the loss differs from the baseline's by.
 
         A variant is beaten by one that costs no more in any column of `costs`, less in one, and
-        whose loss is not higher by more than the seeds' noise.
+        whose mean loss over the seeds of both is no higher.
         """
         means = self._means
         heads = ["task", "lr", "variant", "seeds", *means, f"minus {self.baseline}", "beaten by"]
@@ -212,8 +212,8 @@ class Study(NamedTuple):
     def _beats(self, one: Seeds, other: Seeds) -> bool:
         mine, theirs = ([_mean(seeds, name) for name in self.costs] for seeds in (one, other))
         cheaper = mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
-        difference = _interval(_paired(one, other))
-        return cheaper and difference is not None and difference[0] <= difference[1]
+        differences = _paired(one, other)
+        return cheaper and bool(differences) and statistics.mean(differences) <= 0
 
     def points(self, rows: Sequence[dict[str, str]]) -> dict[str, list[Point]]:
         """Title of a task -> its variants' points of the plot."""

@@ -144,7 +144,11 @@ def encoder(lora: int = 0) -> Logits:
         folder(), local_files_only=True, num_labels=len(PACKAGES)
     )
     if lora:
-        from peft import LoraConfig, TaskType, get_peft_model
+        from peft import (  # pyright: ignore[reportMissingImports] (an extra)
+            LoraConfig,
+            TaskType,
+            get_peft_model,
+        )
 
         model = get_peft_model(
             model,
