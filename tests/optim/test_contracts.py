@@ -57,7 +57,7 @@ def flash_checkpoint(param):
 def test_flashoptims_states_load(kind):
     param = nn.Parameter(torch.randn(70, 100).bfloat16())
     saved, (m, v) = flash_checkpoint(param)
-    decoded = plain_states(saved["state"][0], "AdamW", param.shape)
+    decoded = plain_states(saved["state"][0], "AdamW", param)
     # An int8 code is at most 1/127 of its scale off (its map's slope is 2 at the end), a uint8
     # code's root 1/510; scales are float16, 2**-11 off.
     assert (decoded["exp_avg"] - m).abs().max() <= (1 / 127 + 2**-11) * m.abs().max()

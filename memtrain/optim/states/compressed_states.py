@@ -199,7 +199,7 @@ class CompressedStates(Optimizer):
         states, plain = dict(loaded["state"]), self.plain_class().__name__
         for number, param, group in self._numbered(loaded):
             has = partial(self.plain_names, param, group)
-            values = peers.plain_states(states[number], plain, param.shape, has)
+            values = peers.plain_states(states[number], plain, param, has)
             states[number] = dict(values)
             for name, value in values.items():
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):

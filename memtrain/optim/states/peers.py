@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.optimizer_hooks import innermost
+from memtrain.optim.states.shards import local, same_placement, sharded_like
 
 BITSANDBYTES = {
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -31,7 +32,7 @@ _FLASH_GROUP = 32  # elements that share a scale
 def plain_states(
     values: dict[str, Any],
     plain: str,
-    shape: torch.Size,
+    param: Tensor,
     has: Callable[[], Collection[str] | None] = lambda: None,
 ) -> dict[str, Any]:
     """States of one parameter in a checkpoint as a plain optimizer has them.
@@ -47,21 +48,22 @@ def plain_states(
     Args:
         values: Name -> value, as the library's `state_dict()` holds them.
         plain: Name of the plain optimizer that loads them: bitsandbytes' states have none.
-        shape: The parameter's.
+        param: The parameter.
         has: Gives the names of the states that such a parameter has there, or None if they are not
             known; asked for another library's states only.
 
     Returns:
-        Names as torch's own; tensors that were codes are float32. `values` itself if it is plain.
+        Names as torch's own; tensors that were codes are float32, split over processes as they
+        were. `values` itself if it is plain.
 
     Raises:
         ValueError: If states are of another optimizer, of another shape, lack scales, are quantised
-            in another way (bitsandbytes' without blocks) or torchao's split over processes.
+            in another way (bitsandbytes' without blocks) or torchao's split otherwise than `param`.
 
     Example:
         >>> saved = {"step": 3, "state1": torch.tensor([1, 0], dtype=torch.uint8),
         ...          "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.tensor([2.0])}
-        >>> plain_states(saved, "SGD", torch.Size([2]))
+        >>> plain_states(saved, "SGD", torch.empty(2))
         {'momentum_buffer': tensor([-1.9843, -2.0000])}
 
     Reference:
@@ -71,10 +73,10 @@ def plain_states(
     if any(name == _ERRORS or name.endswith(_CODES) for name in values):
         library, found = "FlashOptim", _of_flashoptim(values)
     elif _NESTED in values or "state1" in values:
-        library, found = "bitsandbytes", _of_bitsandbytes(values, plain, shape)
+        library, found = "bitsandbytes", _of_bitsandbytes(values, plain, param.shape)
     elif any(_torchao_codes(value) is not None for value in values.values()):
         library = "torchao"
-        found = {name: _of_torchao(name, value) for name, value in values.items()}
+        found = {name: _of_torchao(name, value, param) for name, value in values.items()}
     else:
         return values
     wanted, own = has(), found.keys() - {"step"}
@@ -109,7 +111,7 @@ def _as_plain(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
                 return first_names(optimizer, param, {**options[0], **options[1]})
 
             if number in states:
-                states[number] = plain_states(states[number], kind, param.shape, has)
+                states[number] = plain_states(states[number], kind, param, has)
     return {**loaded, "state": states}
 
 
@@ -158,19 +160,25 @@ def _decoded(values: dict[str, Any], number: int, shape: torch.Size) -> Tensor:
 
 
 def _torchao_codes(value: Any) -> Tensor | None:
-    codes = getattr(getattr(value, "_local_tensor", value), "codes", None)
+    codes = getattr(local(value), "codes", None)
     return codes if isinstance(codes, Tensor) else None
 
 
-def _of_torchao(name: str, value: Any) -> Any:
+def _of_torchao(name: str, value: Any, param: Tensor) -> Any:
     if _torchao_codes(value) is None:
         return value
-    if not hasattr(value, "codes"):
+    own = local(param)
+    part: Any = local(value)
+    if part is value:
+        return part.dequantize(torch.float32)
+    if not same_placement(value, param) or part.shape != own.shape:
         raise ValueError(
-            f"state {name!r} is torchao's, split over processes; allowed: whole tensors "
-            "(torch.distributed.checkpoint's get_optimizer_state_dict with full_state_dict=True)"
+            f"state {name!r} is torchao's, split over processes otherwise than the parameter (a "
+            f"part of {tuple(part.shape)} for one of {tuple(own.shape)}); allowed: one split in "
+            "the same way, or whole tensors (torch.distributed.checkpoint's "
+            "get_optimizer_state_dict with full_state_dict=True)"
         )
-    return value.dequantize(torch.float32)
+    return sharded_like(part.dequantize(torch.float32), param)
 
 
 def _of_flashoptim(values: dict[str, Any]) -> dict[str, Any]:
