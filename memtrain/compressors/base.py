@@ -108,6 +108,7 @@ class Compressor(Protocol):
             its order of dimensions in memory. Others get the elements in memory order, 1-d.
         reads_rows: Whether `compress` also takes a matrix with gaps between its rows, and copies
             none. Then a saved activation that lies so in memory is given as it lies.
+        whole_rows: Whether `for_saved` chooses by the shape of a saved activation.
         is_identity: Whether the payload is the tensor itself.
         lossless: Whether every number comes back exactly.
         gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
@@ -130,6 +131,7 @@ class Compressor(Protocol):
     bits: Any = None
     shaped: bool = False
     reads_rows: bool = False
+    whole_rows: bool = False
     second_moment: bool = True
     is_identity: bool = False
     lossless: bool = False

@@ -219,6 +219,11 @@ class Host(Compressor):
         """Whether `inner` wants the tensor itself, not a flat one."""
         return self.inner.shaped
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether `inner` chooses by the shape."""
+        return self.inner.whole_rows
+
     def for_saved(self, shape: torch.Size) -> "Host":
         """With `inner`'s own choice for this shape."""
         return Host(inner=self.inner.for_saved(shape))

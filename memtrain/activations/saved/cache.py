@@ -139,7 +139,7 @@ class PayloadCache:
             return handle, 0, SHARED, ""
         rows = save.key if compressor.reads_rows else None
         flat = x if layout is None else flatten(x, layout, rows=rows)[0]
-        compressor = compressor.for_saved(x.shape)
+        compressor = compressor.for_saved(x.shape) if compressor.whole_rows else compressor
         packed = compressor.compress(flat, key=key(save.site))
         planned, storage = 0, x.untyped_storage()
         for t in packed.tensors.values():
