@@ -29,7 +29,7 @@ class Auto(Compressor):
 
     Example:
         >>> Auto(template=Group()).with_bits((3,))
-        Group(bits=3, group_size=256, rounding='stochastic', bounds='bf16')
+        Group(bits=3, group_size=256, rounding='stochastic', bounds='bf16', whole_rows=False)
     """
 
     seats = frozenset({ACTIVATION})
