@@ -226,7 +226,9 @@ def test_a_payload_that_was_saved_as_tensors_comes_back_by_its_lane(lane):
 
 def test_pinned_copies_lie_on_the_host_whatever_the_default_device(monkeypatch):
     made = {}
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.update(options))
-    with torch.device("meta"):  # also of functions that other names were given to
+    with torch.device("meta"):
+        # torch lists the functions that it serves once: before one is replaced.
+        assert torch.empty(0).is_meta
+        monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.update(options))
         host._pinned(torch.ones(2, device="cpu"))
     assert made == {"dtype": torch.float32, "device": "cpu", "pin_memory": True}

@@ -65,6 +65,7 @@ def broken_off(session, step):
     return Session(from_mapping(state["config"]), state=state)
 
 
+@pytest.mark.nightly
 def test_bytes_of_compiled_runs_are_counted(smoke, op_by_op):
     short = [
         "training.steps=2",

@@ -408,6 +408,7 @@ def test_rounding_differs_from_step_to_step_and_repeats_under_its_seed():
     assert torch.equal(second, then)
 
 
+@pytest.mark.nightly
 def test_lengths_may_change_from_call_to_call():
     model, _ = wrapped(Model())
     run = torch.compile(model, backend=BACKEND, dynamic=True)
