@@ -15,7 +15,7 @@ SHARED = tempfile.mkdtemp()
 
 
 def config(preset, folder):
-    """What a user writes as YAML."""
+    """The config that a user writes as YAML."""
     given = arguments()
     return {
         "base_model": f"{SHARED}/model", "output_dir": folder,

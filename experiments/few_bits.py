@@ -19,7 +19,7 @@ _SIGNS = {"op": "@piecewise", "compressor": {"name": "derivative", "bits": 1}}
 
 
 def _maps(name: str, **options: Any) -> Way:
-    """What convolutions and max-pools read, held by a compressor; ReLU's signs, and no more."""
+    """The inputs of convolutions and max-pools, held by a compressor; ReLU's signs, and no more."""
     where = {"op": "conv2d|max_pool2d", "tensor": "input"}
     rules = [{**where, "compressor": {"name": name, **options}}, _SIGNS]
     return Way({"preset": "exact", "activations": {"rules": rules}})

@@ -1,4 +1,4 @@
-"""What torch.compile does not promise to keep, of what the hooks of compiled graphs need.
+"""Parts of torch.compile that it does not promise to keep, which hooks of graphs need.
 
 The one module of theirs that touches it: the settings of its parts, the frame that Dynamo traces,
 and the graphs that AOTAutograd inlines hooks into.

@@ -46,7 +46,7 @@ DERIVATIVE_BITS = 2
 
 
 class _Payload(NamedTuple):
-    """What a compressor makes of a tensor."""
+    """The payload that a compressor makes of a tensor."""
 
     form: payload_ops.Form
     nbytes: int
@@ -62,7 +62,7 @@ class _Packing(NamedTuple):
 
 
 class GraphSaves:
-    """What one graph saves, while it is being compiled.
+    """The saved tensors of one graph, while it is being compiled.
 
     Args:
         saved: Knows the rules, the seed, and the number of forwards.

@@ -146,7 +146,7 @@ class CompiledGraphs:
         return self._graph(hooked).unpack(packed, hooked.node)
 
     def _graph(self, hooked: internals.Hooked) -> GraphSaves:
-        """What the graph saves whose hooks are inlined now."""
+        """The saves of the graph whose hooks are inlined now."""
         for graph in self._open:
             if graph.forward is hooked.forward:
                 return graph

@@ -41,16 +41,10 @@ def decomposing(graph, inputs):
 
 
 # torch's compiler looks at the gradients of what it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 class Attention(nn.Module):

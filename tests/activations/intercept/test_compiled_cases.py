@@ -6,23 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.utils import counters
 
 import memtrain
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 
 BACKEND = "aot_eager_decomp_partition"  # generates no code
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 @torch.library.custom_op("memtrain_tests::halved", mutates_args=())
