@@ -1,6 +1,11 @@
-"""Compiled models beside what else compilers do: modes, steps, ops that they cannot trace."""
+"""Compiled models beside what else there is: modes, steps, caches, ops that are not traced."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +112,22 @@ def test_an_optimizers_step_compiles_to_itself(preset):
             optimizer.zero_grad()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*ends)
+
+
+@pytest.mark.nightly
+def test_processes_of_other_plans_may_share_the_compilers_caches(tmp_path):
+    script, found = str(Path(__file__).with_name("compiled_caches.py")), []
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for preset in ("plain", "balanced", "smallest", "balanced"):
+        done = subprocess.run(
+            [sys.executable, script, preset], env=environment, capture_output=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [one["held"] for one in found] == [one["planned"] for one in found]
+    assert [(one.pop("generated"), one.pop("served")) for one in found] == [(2, 0)] * 3 + [(0, 2)]
+    plain, balanced, smallest, again = found
+    assert balanced == again  # its gradient to the bit
+    assert smallest["held"] < balanced["held"] < plain["held"] / 4
+    gradients = torch.tensor([plain["gradient"], balanced["gradient"]])
+    assert F.cosine_similarity(*gradients, dim=0) > 0.99
