@@ -29,6 +29,7 @@ from memtrain.planner import Fit
 from memtrain.training import checkpoint, overview, results, run_folder
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
+from memtrain.training.float32_products import are_faster, float32_products
 from memtrain.training.processes import ALONE, Processes
 from memtrain.training.rows import Rows
 from memtrain.training.run import Metrics, Run, is_due, pick_device
@@ -163,7 +164,10 @@ class Session:
             metrics = results.metrics_file(self.folder / "metrics.csv", earlier)
         display = Display(self.console, self.source.unit, quiet=output.quiet)
         board = results.board(self.folder) if output.tensorboard and self.processes.first else None
-        with metrics as write, board or nullcontext() as self._board, self._signals(), display:
+        upcast = are_faster(pick_device(training.device))
+        products = float32_products() if upcast else nullcontext()
+        signals = self._signals()
+        with metrics as write, board or nullcontext() as self._board, signals, products, display:
             display.say(f"writing to {self.folder}")
             for line in self._lines:
                 display.say(line)
