@@ -58,6 +58,8 @@ _ORDER = {
 _POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 _POOL_OFFSETS = "prims._low_memory_max_pool_with_offsets.default"  # inductor registers it
 
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
+
 OWN_INPUT = "the model's own input: stays alive anyway"
 
 
@@ -113,6 +115,8 @@ class GraphSites:
         """The forward's nodes, by the names that they have where the backward computes them too."""
         self.given = set(given)
         """Inputs that are no parameters or buffers."""
+        self.own: set[int] | None = None
+        """Storages of inputs that the user keeps alive; None: of all of them."""
         self._fed, self._differentiable = _reached(given), _reached(trained)
         self.answered: set[Node] = set()
         """Bools of the backward that it need not compute."""
@@ -160,7 +164,7 @@ class GraphSites:
         """Why the tensor is kept whatever the rules say, or an empty string."""
         x = example(saved)
         base = stripped(saved)
-        if base in self.given and base not in self._differentiable and not self.root:
+        if base in self.given and base not in self._differentiable and self._is_own(base):
             return OWN_INPUT
         if base in self.given and self.sharded:
             return "an input of a sharded module's graph: perhaps a gathered weight"
@@ -170,7 +174,7 @@ class GraphSites:
             return "its elements overlap in memory"
         if x.dtype in FLOATS and base not in self._fed:
             return "made of parameters and buffers alone"
-        if x.dtype in FLOATS and base not in self._differentiable:
+        if x.dtype in FLOATS and base not in self._differentiable and not self._is_data(base, uses):
             return "no gradient reaches it: a mask, or a table of positions"
         if any(use.site.tensor == "saved" for use in uses):
             if x.dim() > 1 and x.shape[-1] == 1:
@@ -178,6 +182,15 @@ class GraphSites:
             if x.numel() * SIDE_RATIO <= max(self._reads(saved), default=0):
                 return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
+
+    def _is_own(self, given: Node) -> bool:
+        """Whether an input stays alive anyway: equal modules inside of the model share a graph."""
+        return not self.root and (self.own is None or storage_of(given) in self.own)
+
+    def _is_data(self, base: Node, uses: list[Use]) -> bool:
+        """Whether layers read a tensor as their input, whose weights alone have gradients."""
+        layers = all(use.site.op in _LAYERS and use.site.tensor == "input" for use in uses)
+        return layers and bool(uses) and not (self.root and base in self.given)
 
     def checkpointed(self, saved: Node) -> bool:
         """Whether activation checkpointing inside the graph starts again from the tensor."""

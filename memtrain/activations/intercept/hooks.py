@@ -500,7 +500,7 @@ class Interception:
         self._depth = len(self._path)
         is_copy = module is not self.model and module is not self.model.get_submodule(name)
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
-        pack, unpack = self.graphs.hooks()
+        pack, unpack = self.graphs.hooks(given)
         for hook in (pack, unpack):
             if isinstance(hook, fx.GraphModule):
                 _call_at_once(hook)

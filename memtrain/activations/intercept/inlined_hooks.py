@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from operator import methodcaller
 from typing import Any
@@ -21,6 +21,7 @@ from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import Record
 
+_Tensors = list[tuple[weakref.ref[Tensor], StorageWeakRef]]
 _unpack = methodcaller("unpack")
 
 UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch keeps to itself"
@@ -58,18 +59,24 @@ class CompiledGraphs:
         self._open: list[GraphSaves] = []
         self._before: internals.Settings = {}  # torch's, as they were before the forward
         # Of the forward's modules that are compiled by themselves: the tensors that each is given.
-        self._given: dict[str, list[tuple[weakref.ref[Tensor], StorageWeakRef]]] = {}
+        self._given: dict[str, _Tensors] = {}
+        # What the user gave the forward, and keeps alive; None where none began outside of Dynamo.
+        self._own: _Tensors | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_before", "_given")
+        runtime = ("_modules", "_open", "_before", "_given", "_own")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._clear()
 
-    def hooks(self) -> tuple[Any, Any]:
-        """The pack and the unpack function of a forward that begins."""
+    def hooks(self, given: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
+        """The pack and the unpack function of a forward that begins.
+
+        Args:
+            given: The user's tensors that it is called with, where they are known.
+        """
         if "torch._dynamo" not in sys.modules:
             return self.saved.pack, _unpack
         if not internals.is_supported():
@@ -81,6 +88,7 @@ class CompiledGraphs:
                 internals.inlined_call(_unpack, self._unpack),
             )
         self._before = internals.configure(self.settings)
+        self._own = None if given is None else _watched(given)
         return self._modules
 
     def end(self) -> list[Record]:
@@ -89,18 +97,16 @@ class CompiledGraphs:
         self._before = {}
         graphs, self._open = self._open, []
         given, self._given = self._given, {}
+        own, self._own = self._own or [], None
+        if not graphs:
+            return []
         storages = {path: [storage.cdata for _, storage in xs] for path, xs in given.items()}
-        return records_of(graphs, self.model, storages) if graphs else []
+        return records_of(graphs, self.model, storages, {storage.cdata for _, storage in own})
 
     def called(self, path: str, args: Any, kwargs: Any) -> None:
         """Note what a module that is compiled by itself is given: others may share it."""
         if self._before:
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-            self._given[path] = [
-                (weakref.ref(x), StorageWeakRef(x.untyped_storage()))
-                for x in tensors
-                if not foreign(x)
-            ]
+            self._given[path] = _watched(tree_leaves((args, kwargs)))
 
     @internals.run_by_tracer
     def claim(self) -> None:
@@ -159,10 +165,21 @@ class CompiledGraphs:
             internals.static_inputs(),
             sharded=any(_is_sharded(module) for module in self.model.modules()),
         )
-        inputs = [x() for x, _ in self._given.get(self.root, [])]
-        places = internals.input_places(sites.given, inputs)
+        places = internals.input_places(sites.given, _alive(self._given.get(self.root, [])))
+        if self._own is not None:
+            sites.own = {*internals.input_places(sites.given, _alive(self._own))}
         self._open.append(GraphSaves(self.saved, hooked.forward, hooked.backward, sites, places))
         return self._open[-1]
+
+
+def _watched(values: Iterable[Any]) -> _Tensors:
+    """References to those of some values that are tensors, none of which stays alive by them."""
+    tensors = (x for x in values if isinstance(x, Tensor) and not foreign(x))
+    return [(weakref.ref(x), StorageWeakRef(x.untyped_storage())) for x in tensors]
+
+
+def _alive(tensors: _Tensors) -> list[Tensor | None]:
+    return [x() for x, _ in tensors]
 
 
 def _is_sharded(module: nn.Module) -> bool:

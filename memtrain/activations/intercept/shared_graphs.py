@@ -6,11 +6,15 @@ import torch
 from torch import nn
 
 from memtrain.activations.intercept.graph_saves import GraphSaves
+from memtrain.activations.intercept.graph_sites import OWN_INPUT
 from memtrain.activations.saved.site import Record
 
 
 def records_of(
-    graphs: Sequence[GraphSaves], model: nn.Module, given: Mapping[str, Sequence[int]]
+    graphs: Sequence[GraphSaves],
+    model: nn.Module,
+    given: Mapping[str, Sequence[int]],
+    own: Container[int],
 ) -> list[Record]:
     """The records of what graphs save in one forward, also where modules share a graph.
 
@@ -19,6 +23,7 @@ def records_of(
         model: Their modules' paths are in it.
         given: Path of a module that is compiled by itself and was called -> the storages that it
             was given.
+        own: Storages that the user keeps alive.
     """
     found: list[Record] = []
     counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
@@ -29,7 +34,9 @@ def records_of(
             for record in graph.records:
                 place = graph.places.get(record.storage, len(inputs))
                 moved = _moved(record, graph.root, path, offset)
-                if place < len(inputs):
+                if place < len(inputs) and inputs[place] in own and record.planned == record.nbytes:
+                    moved = moved._replace(nbytes=0, planned=0, reason=OWN_INPUT)
+                elif place < len(inputs):
                     moved = _once(moved, inputs[place], counted)
                 found.append(moved)
     return found

@@ -115,6 +115,22 @@ def test_an_optimizers_step_compiles_to_itself(preset):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["all_four", "balanced"])
+def test_what_no_gradient_reaches_is_compressed_where_a_layer_reads_it(preset):
+    model, x = Net(), torch.randn(64, 64)
+    if preset == "balanced":
+        model.up.requires_grad_(False)
+    wrapped(model, preset)
+    y = torch.compile(model, backend=BACKEND)(x)
+    assert held(y, x, *model.parameters()) == planned(model)
+    rows = {str(row.site): row for row in memtrain.plan_of(model).entries("activation")}
+    # bfloat16 weights read a copy of the user's tensor, a frozen layer's output is no weight's
+    row = rows["up / linear / input" if preset == "all_four" else "middle / linear / input"]
+    assert 0 < row.planned < row.nbytes / 3
+    assert "Group" in row.compressor
+
+
+@pytest.mark.nightly
 def test_processes_of_other_plans_may_share_the_compilers_caches(tmp_path):
     script, found = str(Path(__file__).with_name("compiled_caches.py")), []
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
