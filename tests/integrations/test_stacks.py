@@ -85,6 +85,7 @@ def test_an_example_saves_bytes_learns_and_resumes_bit_for_bit(name):
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
+    print(done.stdout)  # noqa: T201 - the page's rows, which -rP shows
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"preset"')]
     assert {row["preset"] for row in rows} >= {"balanced"}
     cells = told_of(name)
