@@ -49,6 +49,10 @@ class PlanEntry:
     host: int = 0
     """Bytes in host memory with the plan, beside those; only where `optim.device=cpu`."""
 
+    def on_device(self, apart: bool) -> int:
+        """Bytes with the plan on the device, whose memory the host's is unless they are `apart`."""
+        return self.planned if apart else self.planned + self.host
+
     @property
     def comment(self) -> str:
         """Bytes, and the reason to keep, for people.

@@ -42,7 +42,7 @@ class Rates:
 
     The defaults are of no device in particular: bytes at 4.3 TB/s, an H200's copy, and arithmetic
     at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone; a launch costs
-    nothing.
+    nothing. Beside it are a host of 200 GB/s and a bus of 50 GB/s each way.
 
     Example:
         >>> Rates().seconds(Work(flops=0.0, nbytes=4.3e12))
@@ -61,9 +61,13 @@ class Rates:
     """Seconds that any op takes besides its bytes and its arithmetic."""
     call: float = 0.0
     """Seconds that compressing, or decompressing, takes besides its bytes."""
+    host: float = 2e11
+    """Bytes per second, read plus written, of the memory beside the device."""
+    bus: float = 5e10
+    """Bytes per second between that and the device, one way."""
 
     def __post_init__(self) -> None:
-        for name in ("copy", "flops", "pack", "launch", "call"):
+        for name in ("copy", "flops", "pack", "launch", "call", "host", "bus"):
             value, least = getattr(self, name), name in ("launch", "call")
             sound = isinstance(value, int | float) and 0 <= value < float("inf")
             if not sound or (value == 0 and not least):
@@ -82,7 +86,9 @@ class Rates:
         """
         return option.moved / self.pack + option.calls * self.call
 
-    def step(self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int) -> float:
+    def step(
+        self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int, bus: int = 0
+    ) -> float:
         """Of an optimizer's step over all its parameters.
 
         Args:
@@ -90,11 +96,13 @@ class Rates:
             variant: What is done to its states.
             n_params: Elements that it updates.
             nbytes: Of its states under the variant.
+            bus: Bytes of gradients that go to the host and of weights that come back, where the
+                states lie there; that this is beside the backward is not counted.
         """
         moved = 12.0 * n_params + 2 * nbytes + _REREAD.get(variant, 0.0) * n_params
         if variant != TORCH and type(optimizer) not in (Adam, AdamW, SGD):
             moved += 16.0 * n_params
-        return moved / self.copy
+        return moved / self.host + bus / self.bus if bus else moved / self.copy
 
 
 def read_rates(path: str | Path) -> Rates:
@@ -138,7 +146,7 @@ def measure_rates(
         Its rates, best of three.
 
     Memory:
-        About 4 tensors of `n_elements`.
+        About 4 tensors of `n_elements`; on CUDA two more, pinned, in host memory.
     """
     x = torch.randn(n_elements, device=device, dtype=dtype)
     y, size = torch.empty_like(x), x.element_size() * n_elements
@@ -150,13 +158,20 @@ def measure_rates(
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else "this CPU"
     both = 2 * (size + packed.nbytes)
     tiny, small = x[:_TINY].clone(), y[:_TINY].clone()
+    copy = 2 * size / _best(lambda: y.copy_(x), kind)
+    beside = {"host": copy, "bus": copy / 2}  # one memory
+    if kind.type == "cuda":
+        here, there = (torch.empty(x.shape, dtype=dtype, pin_memory=True) for _ in range(2))
+        beside["host"] = 2 * size / _best(lambda: there.copy_(here), torch.device("cpu"))
+        beside["bus"] = size / _best(lambda: here.copy_(x, non_blocking=True), kind)
     return Rates(
         name=name,
-        copy=2 * size / _best(lambda: y.copy_(x), kind),
+        copy=copy,
         flops=2 * side**3 / _best(lambda: square @ square, kind),
         pack=both / _best(lambda: _round_trip(code, x), kind),
         launch=_best(lambda: small.copy_(tiny), kind, repeats=_REPEATS),
         call=_best(lambda: _round_trip(code, tiny), kind, repeats=_REPEATS) / 2,
+        **beside,
     )
 
 

@@ -103,6 +103,9 @@ class Fit:
     """Of which device."""
     sensitivity: str
     """`measured` or `analytic`."""
+    bus: float = 0.0
+    """Bytes a parameter that cross the bus in a step, both ways; 0 where states do not lie in host
+    memory."""
 
     @property
     def peak(self) -> Moment:
@@ -124,9 +127,19 @@ class Fit:
             ("promised peak", f"{format_size(self.peak.nbytes)}, in the {self.peak.label}"),
             ("step time", f"{self.slower:+.1%} against plain PyTorch, by {self.rates}"),
             ("noise", f"{self.error:.2f} of balanced's ({self.sensitivity})"),
-            ("states", f"{_mixture(self.states)}; {kept}"),
+            ("states", f"{_mixture(self.states)}{self._place()}; {kept}"),
             ("activations", chosen or "nothing to choose"),
         ]
+
+    def _place(self) -> str:
+        """Where states lie, if not on the device, and what that sends over the bus."""
+        if not self.bus:
+            return ""
+        held = sum(entry.host for entry in self.plan.entries())
+        return (
+            f", in host memory ({format_size(held)} there with copies of weights; "
+            f"{self.bus:.2f} bytes a parameter over the bus in a step)"
+        )
 
     def lines(self) -> list[str]:
         """The same as text of 80 columns."""

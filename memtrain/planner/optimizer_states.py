@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from memtrain.compressors import Compressor, Keep
-from memtrain.config.sources import Config, Optim
+from memtrain.config.sources import CPU, Config, Optim, StateRule
 from memtrain.plan.build import spec
-from memtrain.plan.entries import NO_COUNTER, PlanEntry
+from memtrain.plan.entries import NO_COUNTER, PlanEntry, training_dtypes
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.rules import state_site
-from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import Goal
 from memtrain.planner.knapsack import Item, Option, Segment, Solution, shrinking, solve, thinned
 from memtrain.planner.noise import moment_error
@@ -46,9 +45,9 @@ def gather_states(
         variants = [name for name in variants if name != BITS2]
     found: dict[str, dict[str, Option]] = {}
     for variant in dict.fromkeys([*variants, BITS4]):
-        own = replace(config.optim, rules=state_rules(variant), sites={})
+        own = replace(config.optim, rules=_rules(config.optim, variant), sites={})
         plan = make_plan(model, optimizer, replace(config, optim=own))
-        found[variant] = _options(plan, optimizer, variant, params, goal.rates)
+        found[variant] = _options(plan, model, optimizer, variant, goal)
     unit = sum(one.error for one in found[BITS4].values()) or 1.0
     every = {name: _pareto([found[kind][name] for kind in variants]) for name in params}
     fixed = [found[TORCH][name] for name in params if len(every[name]) < 2]
@@ -106,7 +105,33 @@ def state_config(own: Optim, states: Sequence[Segment], mixture: Solution) -> Op
     for option in chosen_states(states, mixture).values():
         if option.name != most:
             sites |= {site: spec(choice) for site, choice in option.choices.items()}
-    return replace(own, rules=state_rules(most), sites=sites)
+    return replace(own, rules=_rules(own, most), sites=sites)
+
+
+def _rules(own: Optim, variant: str) -> list[StateRule]:
+    """The rules of a variant; what stays torch's own needs one too, to lie in host memory."""
+    exact = [StateRule(compressor="identity")] if own.device == CPU else []
+    return state_rules(variant) or exact
+
+
+def bus_bytes(model: nn.Module, config: Config, param: Tensor) -> int:
+    """Bytes of a parameter that cross the bus in a step: its gradient, and its weight back.
+
+    Args:
+        model: Real or fake.
+        config: `weights` and `optim.device` are read.
+        param: One of its parameters.
+
+    Example:
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> on_host = Optim(device="cpu")
+        >>> bus_bytes(model, Config(weights="bf16+8", optim=on_host), model.weight)
+        16
+    """
+    if config.optim.device != CPU:
+        return 0
+    dtype = training_dtypes(model, config).get(param, param.dtype)
+    return 2 * dtype.itemsize * param.numel()
 
 
 def _steps_two_bits(optimizer: Optimizer) -> bool:
@@ -130,9 +155,10 @@ def _pareto(options: Sequence[Option]) -> list[Option]:
 
 
 def _options(
-    plan: Plan, optimizer: Optimizer, variant: str, params: dict[str, Tensor], rates: Rates
+    plan: Plan, model: nn.Module, optimizer: Optimizer, variant: str, goal: Goal
 ) -> dict[str, Option]:
     """Parameter -> what the plan does to its states."""
+    params, on_cuda = _params(model, optimizer), goal.options.on_cuda(model)
     entries: dict[str, list[PlanEntry]] = {name: [] for name in params}
     for entry in plan.entries("state"):
         name = state_site(entry.site)[0]
@@ -147,7 +173,7 @@ def _options(
             for entry in own
             if entry.reason != NO_COUNTER
         }
-        nbytes = sum(entry.planned for entry in own)
+        nbytes = sum(entry.on_device(on_cuda) for entry in own)
         error = sum(
             moment_error(state_site(entry.site)[1], _served(param, choices[entry.site]))
             for entry in own
@@ -155,8 +181,11 @@ def _options(
         )
         # What is kept counts as torch's own also where float32 masters make it float32: that truer
         # weights take longer for it is not held against them.
-        moved = sum(entry.planned if entry.compressor else entry.nbytes for entry in own)
-        seconds = rates.step(optimizer, variant, param.numel(), moved)
+        moved = sum(
+            entry.planned + entry.host if entry.compressor else entry.nbytes for entry in own
+        )
+        bus = bus_bytes(model, plan.config, param)
+        seconds = goal.rates.step(optimizer, variant, param.numel(), moved, bus)
         share = error * param.numel() / total
         found[name] = Option(seconds, nbytes, share, variant, choices=choices)
     return found

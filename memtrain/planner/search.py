@@ -32,7 +32,12 @@ from memtrain.planner.advice import advice
 from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Told, silent
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
-from memtrain.planner.optimizer_states import count_states, gather_states, state_config
+from memtrain.planner.optimizer_states import (
+    bus_bytes,
+    count_states,
+    gather_states,
+    state_config,
+)
 from memtrain.planner.schemes import BALANCED, STATES, TORCH, activation_rules
 from memtrain.planner.search_space import SearchSpace, gather
 from memtrain.planner.sensitivity import analytic, is_real, measured
@@ -133,7 +138,8 @@ def fit(
         batch: What the model is called with.
         budget: Bytes: `"24GiB"`, `"24GB"` or a number.
         cfg: Anything that `memtrain.wrap` takes: its exceptions, options, `weights` and
-            `gradients` hold; its rules do not.
+            `gradients` hold; its rules do not. With `optim.device=cpu` states take none of the
+            budget where the step is CUDA's, and time on the bus and in the host.
         goal: What is allowed, and what for.
         told: Is told each stage, and how much of it is done.
 
@@ -142,8 +148,7 @@ def fit(
 
     Raises:
         DoesNotFit: If no plan fits: with the smallest peak, what holds it, and what would help.
-        ValueError: For a malformed size, a config that is not valid, states that would lie in host
-            memory, or a compiled model.
+        ValueError: For a malformed size, a config that is not valid, or a compiled model.
 
     Memory:
         No tensor is allocated, but for sensitivities that are measured: a step and two gradients.
@@ -163,11 +168,6 @@ def fit(
         raise ValueError(
             f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
             "torch.compile, as plans that fit are of eager steps"
-        )
-    if config.optim.device != KEEP:
-        raise ValueError(
-            f"optim.device={config.optim.device!r} with budget=: plans that fit are counted and "
-            "timed on one device; allowed with a budget: optim.device=keep"
         )
     measure = goal.sensitivity == "measured"
     measure |= goal.sensitivity == "auto" and is_real(model, batch)
@@ -191,6 +191,7 @@ def fit(
         chosen=count_options(best),
         rates=goal.rates.name,
         sensitivity="measured" if measure else "analytic",
+        bus=_bus(model, optimizer, config_of(best)),
     )
 
 
@@ -305,7 +306,8 @@ class _Planning:
                     if way not in solved:
                         told("combinations", 0, 0)
                         solved[way] = solve(priced(own, goal), goal.max_error, goal.objective)
-                    found += candidate_plans(own, goal, solved[way])
+                    apart = goal.options.on_cuda(model)
+                    found += candidate_plans(own, goal, solved[way], apart=apart)
         return found
 
     def _space(self, config: Config, goal: Goal) -> SearchSpace:
@@ -375,7 +377,7 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
 
 
 def candidate_plans(
-    space: SearchSpace, goal: Goal, solutions: Sequence[Solution]
+    space: SearchSpace, goal: Goal, solutions: Sequence[Solution], *, apart: bool
 ) -> list[CandidatePlan]:
     """Combine solutions for saved tensors with mixtures of states, where no other is better.
 
@@ -383,12 +385,15 @@ def candidate_plans(
         space: With states, and the plan of its weights and gradients.
         goal: What is asked.
         solutions: For its saved tensors.
+        apart: Whether host memory is not the device's.
 
     Returns:
         Plans, for each mixture the best first.
     """
-    weights = sum(entry.planned for entry in space.plan.entries("weight"))
-    gradients = sum(entry.planned for entry in space.plan.entries("gradient"))
+    weights, gradients = (
+        sum(entry.on_device(apart) for entry in space.plan.entries(kind))
+        for kind in ("weight", "gradient")
+    )
     base = 3 * goal.rates.seconds(space.work)
     saved = np.array(
         [(one.seconds, max(one.highest, one.saved, gradients), one.error) for one in solutions]
@@ -480,6 +485,13 @@ def _plain_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> fl
     n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     states = sum(entry.nbytes for entry in space.plan.entries("state"))
     return 3 * rates.seconds(space.work) + rates.step(optimizer, TORCH, n_params, states)
+
+
+def _bus(model: nn.Module, optimizer: Optimizer, config: Config) -> float:
+    """Bytes a parameter that cross the bus in a step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    count = max(1, sum(param.numel() for param in params))
+    return sum(bus_bytes(model, config, param) for param in params) / count
 
 
 def _plan(

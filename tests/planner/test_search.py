@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memtrain
-from memtrain.audit.peak import Moment
+from memtrain.audit.peak import Moment, StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
 from memtrain.compressors import Keep
-from memtrain.config.sources import ActivationRule, Activations, Config
+from memtrain.config.sources import ActivationRule, Activations, Config, Optim
 from memtrain.plan.rules import state_site
 from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search
 from memtrain.planner.knapsack import evaluate, solve
 from memtrain.planner.optimizer_states import chosen_states, count_states, gather_states
-from memtrain.planner.schemes import STATES
+from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search import CandidatePlan, best_candidates, config_of, first_that_fits
 from memtrain.planner.search_space import gather
 from tests.planner.nets import Net, X, everything, make
@@ -360,3 +360,54 @@ def test_what_blocks_save_when_they_run_again_is_held_as_balanced_holds_it(space
     assert measure(*make(), X, config).peak.nbytes == pytest.approx(expected, rel=0.03)
     kept = replace(config.activations, recompute_saves="keep")
     assert expected < predict(*make(), X, replace(config, activations=kept)).peak.nbytes
+
+
+def two_layers():
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    return model, torch.optim.AdamW(model.parameters()), torch.ones(8, 512)
+
+
+def test_states_in_host_memory_cost_time_and_no_bytes_of_a_device():
+    model, optimizer, _ = two_layers()
+    config = Config(optim=Optim(device="cpu"))
+    numel = sum(p.numel() for p in model.parameters())
+    for device, nbytes in (("cuda", 0), ("cpu", 8 * numel + 4 * 4)):  # and counters of steps
+        goal = Goal(options=StepOptions(device=device))
+        _, mixtures = gather_states(model, optimizer, config, [TORCH], goal)
+        (mixture,) = mixtures
+        assert mixture.saved == nbytes
+        # The gradient goes over and the weight comes back, four bytes each.
+        bus = 8 * numel / goal.rates.bus
+        moved = (12 + 8 + 8) * numel + 2 * 4 * 4
+        assert math.isclose(mixture.seconds, moved / goal.rates.host + bus)
+
+
+@pytest.mark.nightly
+def test_states_in_host_memory_leave_the_budget_to_the_rest():
+    model, optimizer, batch = two_layers()
+    goal = Goal(allow=(), sensitivity="analytic", options=StepOptions(device="cuda"))
+    numel = sum(p.numel() for p in model.parameters())
+    budget = predict(model, optimizer, batch, None, goal.options).peak.nbytes - 6 * numel
+    with pytest.raises(DoesNotFit):
+        fit(model, optimizer, batch, budget, goal=goal)
+    found = fit(model, optimizer, batch, budget, ["optim.device=cpu"], goal=goal)
+    assert found.peak.nbytes <= budget
+    assert "optimizer states" not in found.peak.parts
+    assert "8.00 bytes a parameter over the bus" in " ".join(map(str.strip, found.lines()))
+    model, optimizer = memtrain.wrap(model, optimizer, found.plan)
+    before = model[0].weight.clone()
+    model(batch).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("allow", [("quantise",), ALLOWED])
+def test_a_plan_with_states_in_host_memory_keeps_its_promise_where_that_is_the_device_s(allow):
+    model, optimizer, batch = two_layers()
+    goal = Goal(allow=allow, sensitivity="analytic")
+    size = predict(model, optimizer, batch, None).peak.nbytes
+    found = fit(model, optimizer, batch, size, ["optim.device=cpu"], goal=goal)
+    measured_peak = measure(model, optimizer, batch, found.plan).peak.nbytes
+    assert measured_peak <= size
+    assert abs(measured_peak - found.peak.nbytes) <= 0.03 * measured_peak
