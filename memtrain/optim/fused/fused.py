@@ -29,6 +29,7 @@ from memtrain.optim.states.compressed_states import (
     closure_loss,
     refuse_sparse,
 )
+from memtrain.optim.states.moment_stalls import Sample
 from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
 from memtrain.optim.states.untraced import untraced
 
@@ -184,16 +185,35 @@ class FusedStates(CompressedStates):
         for group in self.param_groups:
             self.check(group)
         masters = {param for param, master in self._masters.items() if master.any}
-        watched = None
+        watched, moments = None, []
         if not cuda_graph.capturing():
             watched = self._watch.before(self.param_groups, masters)
+            moments = self._moments() if self._watch.looks else []
         if not self._step_again():
             entries = [entry for group in self.param_groups for entry in self._entries(group)]
             _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
             self._keep_table(entries)
         self._watch.after(watched)
+        for param, one, exact in moments:
+            self._watch.moments.add(one, exact, self.state[param][one.name])
         self.tell_schedulers()
         return loss
+
+    def _moments(self) -> list[tuple[Tensor, Sample, Tensor]]:
+        """Samples of moments in blocks, and what this step makes of them before it rounds them."""
+        found = []
+        for group in () if cpu.is_dataless() else self.param_groups:
+            names, scalars = self.state_names(group), self.scalars(group, 2.0)
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None or not grad.is_contiguous():
+                    continue
+                for one in self._samples(param):
+                    p, g = one.of(param), one.of(grad)
+                    states = [one.old] * len(names)
+                    _, new = scalars.update(p, scalars.sign * g + scalars.l2 * p, states)
+                    found.append((param, one, new[names.index(one.name)]))
+        return found
 
     def _step_again(self) -> bool:
         """Step as before, where all but gradients and scalars is as it was; returns whether."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from memtrain.compressors.base import Keep
+from memtrain.kernels import cpu
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -139,6 +140,7 @@ class CompressedOptimizer(CompressedStates):
             _refuse_broken(inner, group)
             _refuse_no_eps(inner, group)
         watched = self._watch.before(self.param_groups)
+        looks = self._watch.looks and not cpu.is_dataless()
         for group in self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
             # advances (a counter, a running sum) moves once, not once per parameter.
@@ -146,9 +148,14 @@ class CompressedOptimizer(CompressedStates):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                seen = self._samples(param) if looks else []
                 with _only(inner, param, options, self._known(param, options)) as alone:
                     raw_step(inner)
-                    self.state[param] = self._packed(param, inner.state[param])
+                    packed = self._packed(param, inner.state[param])
+                    for one in seen:
+                        exact = one.of(inner.state[param][one.name])
+                        self._watch.moments.add(one, exact, packed[one.name])
+                    self.state[param] = packed
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
         self.tell_schedulers()

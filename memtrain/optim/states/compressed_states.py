@@ -13,6 +13,7 @@ from memtrain.compressors.registry import state_parts
 from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
+from memtrain.optim.states.moment_stalls import MomentStalls, Sample, sample
 from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
 from memtrain.optim.states.stall import StallWatch
 
@@ -97,6 +98,20 @@ class CompressedStates(Optimizer):
     @property
     def _watch(self) -> StallWatch:
         return self.__dict__.setdefault("_stall", StallWatch())
+
+    @property
+    def stalls(self) -> MomentStalls:
+        """What `stalled_moments` tells."""
+        return self._watch.moments
+
+    def _samples(self, param: Tensor) -> list[Sample]:
+        """Of its moments in blocks."""
+        found = [
+            sample(name, self.compressor(param, name)[0], value, param)
+            for name, value in self.state.get(param, {}).items()
+            if self.is_payload(param, name, value)
+        ]
+        return [one for one in found if one is not None]
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
