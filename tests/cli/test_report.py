@@ -11,6 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
+import memtrain
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import graph_nodes
 from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.report import CATEGORIES, KeptTensors, Report, Row
 from memtrain.cli.models.build_model import build
@@ -221,6 +224,39 @@ def test_a_users_builder_gives_model_batch_and_optimizer(capsys, builder):
     built = build(Request(model="py:theirs:with_optimizer"))
     assert isinstance(built[1], torch.optim.SGD)
     assert built[2][0].shape == (16, 128)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("preset", "sites"),
+    [
+        ("balanced", ["1 / gelu / input"]),
+        ("all_four", ["0 / linear / input", "1 / gelu / input"]),  # the input in bfloat16
+    ],
+)
+def test_a_compiled_models_sites_bytes_and_peak_are_told(builder, preset, sites):
+    given = ["model=py:theirs:build", "batch=64", "compile=true", f"preset={preset}"]
+    assert main([*given, "--json", "a.json"]) == 0
+    told = json.loads((builder / "a.json").read_text())
+    rows = [row for row in told["rows"] if row["kind"] == "activation" and row["planned"]]
+    assert [row["name"] for row in rows] == sites
+    assert all("Group" in row["compressor"] for row in rows)
+    saved, peak = told["categories"]["saved activations"], told["peak"]
+    for way, wraps in (("plain", False), ("planned", True)):
+        torch.compiler.reset()
+        model, x = sys.modules["theirs"].build(64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if wraps:
+            memtrain.wrap(model, optimizer, preset)
+        output = torch.compile(model)(x)
+        held = [t for node in graph_nodes(output) for t in getattr(node, "saved_tensors", ())]
+        measured = storage_nbytes(held, exclude=[output, x, *model.parameters()])
+        assert measured == saved[way] > 0
+        moment = peak["moment"][way]
+        assert moment["label"] == "backward of 1 / gelu"
+        assert sum(moment["parts"].values()) == moment["nbytes"] == peak[way]
+    torch.compiler.reset()
+    assert peak["planned"] < peak["plain"]
 
 
 def test_a_config_on_disk(builder, capsys):

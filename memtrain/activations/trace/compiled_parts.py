@@ -97,9 +97,11 @@ def compile_alike(model: nn.Module, parts: Mapping[str, Any]) -> None:
         module = model.get_submodule(path)
         forward = type(module).forward
         own_code = isinstance(forward, types.FunctionType) and "forward" not in vars(module)
-        if own_code and not forward.__module__.startswith("torch."):  # which it knows by file
-            # Torch keeps what it compiles by code: a copy of that keeps the original's apart.
-            module.forward = types.MethodType(own.setdefault(forward, _copied(forward)), module)
+        if own_code:
+            # Torch keeps what it compiles by code: a copy of that keeps the original's apart. Its
+            # own code it knows by file, which torch 2.11 compiles nothing of by itself.
+            code = _class_forward if forward.__module__.startswith("torch.") else forward
+            module.forward = types.MethodType(own.setdefault(forward, _copied(code)), module)
         module.compile(backend=_inductor_graphs if backend == INDUCTOR else backend)
         above = model.get_submodule(path.rpartition(".")[0])
         if inside_compiled(above) is not None:
@@ -136,6 +138,10 @@ def _backend_of(compiled: Any) -> Any:
         f"backend {name!r}: what its graphs hold cannot be told before; allowed: "
         f"{', '.join((INDUCTOR, *OP_BY_OP))}, or one that aot_autograd made"
     )
+
+
+def _class_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
 
 
 def _copied(function: types.FunctionType) -> types.FunctionType:

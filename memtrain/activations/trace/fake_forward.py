@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from memtrain.activations.intercept.compiler_internals import PLAIN
+from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
 from memtrain.activations.intercept.executor import Rounding
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
@@ -36,6 +37,7 @@ from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 from memtrain.compressors import Compressor, Keep
 from memtrain.kernels import cpu
+from memtrain.optim.wrappers.weights import cast_inputs
 
 
 def trace(
@@ -192,11 +194,10 @@ def _refuse_sharded(model: nn.Module) -> None:
 @contextmanager
 def _inputs_cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Cast the model's float32 inputs in its forward, as its converted weights need."""
-
-    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: _converted(x, dtype), (args, kwargs))
-
-    handle = model.register_forward_pre_hook(cast, with_kwargs=True)
+    if dtype is None:
+        yield
+        return
+    handle = model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
     try:
         yield
     finally:
@@ -248,4 +249,5 @@ def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
     return nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake
 
 
+run_untraced(cast_inputs)
 known_to_fake_tensors()
