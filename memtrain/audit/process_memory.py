@@ -5,6 +5,10 @@ import sys
 from pathlib import Path
 
 _RESET_PEAK = "5"  # proc(5): the peak of the resident set becomes the present one
+_MMAP_THRESHOLD = -3  # mallopt(3)
+
+MOST_IN_HEAP = 32 * 2**20
+"""Bytes that the threshold above which glibc maps a block rises to."""
 
 
 def resident_nbytes(*, peak: bool = False) -> int | None:
@@ -60,3 +64,27 @@ def hand_back_freed_pages() -> bool:
         return False
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl and others have none
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
+
+
+def map_large_blocks(at_least: int) -> bool:
+    """Let glibc map each block of so many bytes by itself, and unmap it when it is freed.
+
+    For work that frees large temporaries between small blocks that stay (see
+    `hand_back_freed_pages`), where a page fault costs little beside what is computed. It holds for
+    the process, and ends the threshold's rising.
+
+    Args:
+        at_least: Bytes; at most 32 MiB, where glibc maps by itself.
+
+    Returns:
+        Whether it does; False without glibc.
+
+    Raises:
+        ValueError: If `at_least` is out of its range.
+    """
+    if not 0 < at_least <= MOST_IN_HEAP:
+        raise ValueError(f"at_least={at_least}; allowed: 1 to {MOST_IN_HEAP} bytes")
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, at_least))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtrain.audit.process_memory import MOST_IN_HEAP, map_large_blocks
+
 PIECE = 512
 """Rows or columns of a product that are in float32 at once: 22 MiB of the widest operand of a
 Llama-7B's layers."""
@@ -42,6 +44,9 @@ def float32_products() -> Iterator[None]:
     Operands are cast, and each result is rounded to bfloat16 once. The whole process is concerned.
     Products inside of a graph of torch.compile stay torch's own.
 
+    glibc maps blocks of a MiB and more by themselves meanwhile: pieces that were freed in its heap
+    would stay resident between the payloads of states and activations.
+
     Memory: 4 bytes an element of a matrix product's smaller operand, and of `PIECE` rows or columns
     of its larger one and of its result; 4 bytes an element of all that attention and batched
     products read and write.
@@ -63,6 +68,7 @@ def float32_products() -> Iterator[None]:
     # Before any is registered: each would find the one that replaces it.
     own = {name: form(_kernel(name)) for name, form in forms.items()}
     library = torch.library.Library("aten", "IMPL")
+    map_large_blocks(2**20)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
@@ -71,6 +77,7 @@ def float32_products() -> Iterator[None]:
         yield
     finally:
         library._destroy()
+        map_large_blocks(MOST_IN_HEAP)
 
 
 def _kernel(name: str) -> Kernel:

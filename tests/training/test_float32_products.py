@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memtrain.audit.process_memory import map_large_blocks, resident_nbytes
 from memtrain.training.float32_products import PIECE, float32_products
 
 HALF_STEP = 2.0**-8  # of bfloat16 at most, relative: its significand has 8 bits
@@ -85,3 +86,22 @@ def test_other_dtypes_and_later_products_are_torchs() -> None:
         query = torch.randn(1, 1, 4, 4)
         F.scaled_dot_product_attention(query, query, query)
     assert torch.equal(half @ half.T, own)
+
+
+@pytest.mark.skipif(resident_nbytes() is None, reason="the system does not tell resident memory")
+def test_freed_pieces_leave_memory_between_blocks_that_stay() -> None:
+    nbytes, kept = 8 * 2**20, []
+    torch.zeros(nbytes, dtype=torch.uint8)  # freed: from now on glibc has such blocks in its heap
+    with float32_products():
+        before = resident_nbytes() or 0
+        pieces = []
+        for _ in range(16):
+            pieces.append(torch.ones(nbytes, dtype=torch.uint8))
+            kept.append(torch.ones(4096, dtype=torch.uint8))
+        del pieces
+        assert (resident_nbytes() or 0) - before < 2 * nbytes
+
+
+def test_a_threshold_above_glibcs_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"at_least=33554433; allowed: 1 to 33554432 bytes"):
+        map_large_blocks(32 * 2**20 + 1)
