@@ -49,22 +49,28 @@ def on(name, where, codes, x, mean, rstd, weight, dy):
 def check(found, expected, where, codes, arguments):
     """Codes are equal. A sum's parts of up to 140 terms are added in float32 (`kTile / kLanes`
     and the halves; 64 rows and a tile's), so that it is off by 140 roundings of its terms'
-    magnitudes; dx by what the sums are, four roundings of its terms, and that of its dtype."""
+    magnitudes; dx by what the sums are, four roundings of its terms, and that of its dtype. The
+    mean of x_hat is such a sum, too: it meets dy's."""
     (payload, gradients), (expected_payload, expected_gradients) = found, expected
     assert all(torch.equal(a, b) for a, b in zip(payload, expected_payload, strict=True))
     _, _, rstd, weight, dy = arguments
     x_hat = group.group_dequantize(*payload, codes.bits, codes.group_size, dy.numel())
     shape = where[:4]
-    terms = torch.stack([dy.float().abs(), (dy.float() * x_hat).abs()]).view(2, *shape).sum((2, 4))
+    size, hat = dy.float().abs(), x_hat.abs()
+    terms = torch.stack([size, size * hat, hat]).view(3, *shape).sum((2, 4))
+    count = where.middle * where.inner * where.together
+    mean = terms[2].unflatten(1, (-1, where.together)).sum(2) / count
+    terms = terms[:2] + torch.stack(
+        [0 * terms[0], 2 * mean.repeat_interleave(where.together, 1) * terms[0]]
+    )
     error = 140 * 2.0**-24 * terms
     for ours, theirs, e in zip(gradients[:0:-1], expected_gradients[:0:-1], error, strict=True):
         assert ((ours - theirs).abs() <= e.sum(0) + 2.0**-22 * theirs.abs()).all()
-    count = where.middle * where.inner * where.together
     each = rstd.view(where.outer, -1)
     shared = (weight.abs() * torch.stack([error, terms])).unflatten(3, (-1, where.together)).sum(4)
     shared = (each * shared / count).repeat_interleave(where.together, 3)[..., None, :, None]
     scale = (each.repeat_interleave(where.together, 1) * weight).abs()[:, None, :, None]
-    size, hat = dy.float().view(shape).abs() * scale, x_hat.view(shape).abs()
+    size, hat = size.view(shape) * scale, hat.view(shape)
     slack = shared[0, 0] + shared[0, 1] * hat
     slack = slack + 2.0**-22 * (size + shared[1, 0] + shared[1, 1] * hat)
     ours, theirs = (g[0].float().view(shape) for g in (gradients, expected_gradients))
@@ -91,7 +97,8 @@ def test_reference_matches_a_worked_case():
     lo, hi = payload[1][0].tolist()
     x_hat = torch.tensor([lo, lo, hi, lo, lo, lo, hi, lo])
     g = dy * weight[0]
-    torch.testing.assert_close(dx, g - g.mean() - x_hat * (g * x_hat).mean())
+    h = x_hat - x_hat.mean()
+    torch.testing.assert_close(dx, g - g.mean() - h * (g * h).mean())
 
 
 @pytest.mark.parametrize("groups", [0, 2])
@@ -124,6 +131,23 @@ def test_reference_is_the_derivative(groups, last):
     exact = (x.grad.permute(order).reshape(-1), weight.grad, bias.grad)
     for ours, theirs in zip(found, exact, strict=True):
         assert (ours - theirs).abs().max() <= 8 * 2.0**-24 * theirs.abs().max() * len(order)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@every_place
+def test_the_mean_of_a_gradient_goes_nowhere_whatever_codes_add_up_to(name, place):
+    """dx adds up to 0, and is 0 where g is a constant: neither is so of an x_hat with a mean."""
+    where, codes = PLACES[place], Codes(2, 32, 5)
+    x, mean, rstd, weight, dy = example(where)
+    payload, (dx, *_) = on(name, where, codes, x, mean, rstd, weight, dy)
+    hat = group.group_dequantize(*payload, 2, 32, dy.numel())
+    # Each element of dx has four roundings of terms of at most this size.
+    size = rstd.max() * weight.abs().max() * dy.abs().max() * (1 + hat.abs().max() ** 2)
+    terms = where.middle * where.inner * where.together
+    sums = dx.view(where[:4]).double().sum((1, 3)).unflatten(1, (-1, where.together)).sum(2)
+    assert (sums.abs() <= 4 * 2.0**-24 * size * terms).all()
+    _, (dx, *_) = on(name, where, codes, x, mean, rstd, 0 * weight + 2, 0 * dy + 3)
+    assert (dx.abs() <= 4 * 2.0**-24 * 6 * rstd.max() * (1 + hat.abs().max() ** 2)).all()
 
 
 @every_place

@@ -3,7 +3,8 @@
 With `x_hat = (x - mean) * rstd` every norm has `dx = rstd * (g - mean(g) - x_hat * mean(g *
 x_hat))`, where `g = dy * weight` (an RMS norm without the term `mean(g)`). So `x_hat` and one
 `rstd` per row or channel are enough, whatever the mean was. Compressing `x` instead, by hooks,
-loses a large mean's worth of precision: the bounds of a group are rounded to bfloat16.
+loses a large mean's worth of precision: the bounds of a group are rounded to bfloat16. The mean of
+what a payload gives back is taken off again: it is 0 of x_hat, and noise of the payload.
 """
 
 import math
@@ -185,8 +186,11 @@ def _batch_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return *_gradients_of_codes(ctx, grad), None, None
     x_hat, (rstd, weight) = saved_compressed(ctx)
     wanted = list(ctx.needs_input_grad[:3])
+    mean, one = standard(rstd)
+    if not ctx.compressor.is_identity:
+        mean = x_hat.mean([d for d in range(x_hat.dim()) if d != 1], dtype=rstd.dtype)
     dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-        grad, x_hat, weight, None, None, *standard(rstd), True, ctx.eps, wanted
+        grad, x_hat, weight, None, None, mean, one, True, ctx.eps, wanted
     )
     return _scaled(dx, rstd, x_hat), dw, db, None, None
 
@@ -226,10 +230,15 @@ def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.where is not None:
         return _gradients_of_codes(ctx, grad)
     x_hat, (rstd, weight) = saved_compressed(ctx)
+    mean, one = standard(rstd)
+    if not ctx.compressor.is_identity:
+        groups = x_hat.unflatten(1, (ctx.sizes[3], -1))
+        mean = groups.mean(list(range(2, groups.dim())), dtype=rstd.dtype)
     dx, dw, db = torch.ops.aten.native_group_norm_backward(
         grad.contiguous(memory_format=memory_format_of(x_hat)),
         x_hat,
-        *standard(rstd),
+        mean,
+        one,
         weight,
         *ctx.sizes,
         list(ctx.needs_input_grad[:3]),

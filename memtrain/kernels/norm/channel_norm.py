@@ -113,12 +113,13 @@ def channel_norm_backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm's gradients from the codes of its normalised input, a tile of which lives at a time.
 
-    With g = dy * weight, and means over the elements of a statistic,
-    `dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))`, `dweight = sum(dy * x_hat)` and
-    `dbias = sum(dy)` over the elements of a channel. Two passes over `dy` and the codes: one for
-    the sums, whose parts are added in float64, and one for dx, in float32. The number of threads
-    changes nothing. A NaN or an Inf spoils its own channels' gradients, and a NaN in a group of
-    codes those of the channels that the group holds some of.
+    With g = dy * weight, means over the elements of a statistic, and `h = x_hat - mean(x_hat)`,
+    `dx = rstd * (g - mean(g) - h * mean(g * h))`, `dweight = sum(dy * h)` and `dbias = sum(dy)`
+    over the elements of a channel. A norm's x_hat has a mean of 0. That of its codes is noise: it
+    would send a share of mean(g) into dx, and give sum(dx), which is 0 by nature, a size. Two
+    passes over `dy` and the codes: one for the sums, whose parts are added in float64, and one for
+    dx, in float32. The number of threads changes nothing. A NaN or an Inf spoils its own channels'
+    gradients, and a NaN in a group of codes those of the channels that the group holds some of.
 
     Args:
         dy: float32, bfloat16 or float16, 1-d and contiguous: the elements in memory order.
@@ -265,9 +266,9 @@ def _backward(
         from memtrain.kernels.norm import channel_norm_triton
 
         payload = (codes, bounds)
-        sums = channel_norm_triton.sums(dy, *payload, where, bits, group_size)
+        sums, mean = centred(channel_norm_triton.sums(dy, *payload, where, bits, group_size), where)
         if needs_dx:
-            lines = [t.contiguous() for t in lines_of(sums, rstd, weight, where)]
+            lines = [t.contiguous() for t in lines_of(sums, mean, rstd, weight, where)]
             channel_norm_triton.gradient(dy, dx, *payload, lines, where, bits, group_size)
         dbias, dweight = sums.sum(1).float()
         return dx, dweight, dbias
@@ -294,8 +295,8 @@ def _sums_nbytes(  # noqa: PLR0913 (a tensor's places, and a payload's)
 ) -> int:
     """Bytes of the sums of parts, and of all: float64, as `channel_norm_backward.cpp` cuts them."""
     span = middle * channels * inner
-    parts = span // max(32768, 64 * channels, span // 64) if middle > 1 else 0
-    return 16 * outer * channels * (max(parts, middle > 1) + 1)
+    parts = span // max(32768, 96 * channels, span // 64) if middle > 1 else 0
+    return 24 * outer * channels * (max(parts, middle > 1) + 1)
 
 
 def quantize_reference(
@@ -313,19 +314,38 @@ def backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`channel_norm_backward` in plain torch, from the decoded `x_hat`: the definition."""
     dy, x_hat = _spread(dy.float(), where), _spread(x_hat, where)
-    sums = torch.stack([dy.double().sum((1, 3)), (dy * x_hat).double().sum((1, 3))])
-    scale, slope, shift = (t[:, None, :, None] for t in lines_of(sums, rstd, weight, where))
+    sums = torch.stack([t.double().sum((1, 3)) for t in (dy, dy * x_hat, x_hat)])
+    sums, mean = centred(sums, where)
+    scale, slope, shift = (t[:, None, :, None] for t in lines_of(sums, mean, rstd, weight, where))
     dbias, dweight = sums.sum(1).float()
     return (scale * dy + (slope * x_hat + shift)).view(-1), dweight, dbias
 
 
+def centred(sums: Tensor, where: Channels) -> tuple[Tensor, Tensor]:
+    """Sums of an x_hat less its mean.
+
+    Args:
+        sums: Of dy, dy * x_hat and x_hat, float64, [3, outer, channels].
+        where: The channels.
+
+    Returns:
+        sums: Of dy and of dy * (x_hat - mean), [2, outer, channels].
+        mean: Of x_hat, [outer, statistics].
+    """
+    count = where.middle * where.inner * where.together
+    mean = sums[2].unflatten(1, (-1, where.together)).sum(2) / count
+    of_channels = mean.repeat_interleave(where.together, 1)
+    return torch.stack([sums[0], sums[1] - of_channels * sums[0]]), mean
+
+
 def lines_of(
-    sums: Tensor, rstd: Tensor, weight: Tensor | None, where: Channels
+    sums: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, where: Channels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dx = scale * dy + (slope * x_hat + shift)`, float32, [outer, channels] each.
 
     Args:
-        sums: Of dy and of dy * x_hat, float64, [2, outer, channels].
+        sums: Of dy and of dy * (x_hat - mean), float64, [2, outer, channels].
+        mean: Of x_hat, float64, [outer, statistics].
         rstd: [statistics].
         weight: [channels], or None.
         where: The channels.
@@ -334,7 +354,9 @@ def lines_of(
     g = sums if weight is None else sums * weight
     count = where.middle * where.inner * where.together
     shared = g.unflatten(2, (-1, where.together)).sum(3)
-    shift, slope = (-each * shared / count).float().repeat_interleave(where.together, 2)
+    shift, slope = -each * shared / count
+    lines = torch.stack([shift - slope * mean, slope])
+    shift, slope = lines.float().repeat_interleave(where.together, 2)
     scale = each.repeat_interleave(where.together, 1)
     return scale if weight is None else scale * weight, slope, shift
 

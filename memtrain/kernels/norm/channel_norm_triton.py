@@ -184,7 +184,7 @@ def _sums_kernel(
     dy_ptr,
     codes_ptr,
     bounds_ptr,
-    sums_ptr,  # [2, splits, outer * channels]
+    sums_ptr,  # [3, splits, outer * channels]
     middle,
     channels,
     inner,
@@ -204,6 +204,7 @@ def _sums_kernel(
     last = tl.minimum((split + 1) * rows_each, middle)
     first_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     second_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    third_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     if ACROSS:
         blocks = (channels + BLOCK - 1) // BLOCK
         outer = (program // blocks).to(tl.int64)
@@ -224,16 +225,20 @@ def _sums_kernel(
             hat = _decoded(codes_ptr, bounds_ptr, at, inside, BITS, WIDTH, WIDE)
             first_sum += dy
             second_sum += tl.where(inside, dy * hat, 0.0)
+            third_sum += tl.where(inside, hat, 0.0)
     splits = tl.num_programs(1)
     to = sums_ptr + split * all_channels + outer * channels + channel
     if ACROSS:
         first = tl.sum(first_sum, axis=0)[None, :]
         second = tl.sum(second_sum, axis=0)[None, :]
+        third = tl.sum(third_sum, axis=0)[None, :]
         tl.store(to, first, mask=channel < channels)
         tl.store(to + splits * all_channels, second, mask=channel < channels)
+        tl.store(to + 2 * splits * all_channels, third, mask=channel < channels)
     else:
         tl.store(to, tl.sum(tl.sum(first_sum, axis=1), axis=0))
         tl.store(to + splits * all_channels, tl.sum(tl.sum(second_sum, axis=1), axis=0))
+        tl.store(to + 2 * splits * all_channels, tl.sum(tl.sum(third_sum, axis=1), axis=0))
 
 
 def quantize(x, mean, rstd, packed, bounds, where, codes):
@@ -298,17 +303,17 @@ def _place_types(where):
 
 
 def sums(dy, codes, bounds, where, bits, group_size):
-    """Of dy and of dy * x_hat: float64, [2, outer, channels]."""
+    """Of dy, of dy * x_hat and of x_hat: float64, [3, outer, channels]."""
     all_channels = where.outer * where.channels
     options = _sum_options(where)
     programs = all_channels
     if options["ACROSS"]:
         programs = where.outer * triton.cdiv(where.channels, options["BLOCK"])
     # Enough programs for a GPU, and no more bytes of sums than an eighth of what is read.
-    rows = options["ROWS"] * 4
+    rows = options["ROWS"] * 6
     splits = max(1, min(triton.cdiv(where.middle, rows), triton.cdiv(1024, max(1, programs))))
     rows_each = triton.cdiv(where.middle, splits)
-    out = dy.new_empty(2, splits, where.outer, where.channels, dtype=torch.float32)
+    out = dy.new_empty(3, splits, where.outer, where.channels, dtype=torch.float32)
     wide = bounds.dtype == torch.float32
     launch(
         _sums_kernel,

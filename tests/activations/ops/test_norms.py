@@ -285,6 +285,19 @@ def test_rows_of_any_length_are_quantised_from_their_statistics(name, monkeypatc
         assert (one - two).abs().max() <= scale * 8 / 255
 
 
+@pytest.mark.parametrize("name", OVER_CHANNELS)
+def test_torchs_backward_is_given_no_mean_of_codes_either(name):
+    """As the kernel (tests/kernels/test_channel_norm.py): a constant gradient leaves nothing."""
+    run = RUNS[name]
+    mine, x = copy.deepcopy(run.module).double(), torch.randn(run.shape, dtype=torch.float64) + 1
+    assert not channel_norm.fits(x, channel_norm.Channels(1, 1, 1, x.numel()), 64)
+    nn.init.constant_(mine.weight, 2.0)
+    x.requires_grad_()
+    y = run.ours(mine, x, compressor=Group(bits=2, group_size=64))
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 3.0))
+    assert dx.abs().max() <= 1e-13
+
+
 def test_over_channels_what_the_kernel_does_not_know_goes_torchs_way():
     """Statistics in 16 bits, a tensor with holes, groups of odd sizes, float64."""
     module, compressor = nn.BatchNorm2d(6), Group(bits=8, group_size=64)

@@ -33,7 +33,7 @@ constexpr int64_t kFloatRows = 64;  // rows added in float32, before float64
 
 // Sums beside the elements of rows, and how many elements they have taken.
 struct Totals {
-  std::vector<float> both;
+  std::vector<float> all;
   int64_t taken = 0;
 };
 
@@ -44,12 +44,14 @@ MT_INLINE void add_rows(const Backward& job, const Piece& p, Rows& rows, Totals&
       job.shape, p.at, p.n, rows, [](int64_t) {},
       [&](int64_t from, int64_t some, int64_t place) __attribute__((always_inline)) {
         const float* h = p.hat + from;
-        float* __restrict a = totals.both.data() + place;
+        float* __restrict a = totals.all.data() + place;
         float* __restrict b = a + rows.size;
+        float* __restrict c = b + rows.size;
         for (int64_t i = 0; i < some; ++i) {
           const float g = T::read(dy[from + i]);
           a[i] += g;
           b[i] += g * h[i];
+          c[i] += h[i];
         }
       });
   totals.taken += p.n;
@@ -64,24 +66,28 @@ MT_INLINE void add_some_runs(const Backward& job, const Piece& p, int64_t base, 
             [&](int64_t from, int64_t some, const Run& run) __attribute__((always_inline)) {
               const float* h = p.hat + from;
               double* to = sums + (run.base + run.channel - base);
-              float a[kLanes], b[kLanes];
-              for (int64_t k = 0; k < kLanes; ++k) a[k] = b[k] = 0.0f;
+              float a[kLanes], b[kLanes], c[kLanes];
+              for (int64_t k = 0; k < kLanes; ++k) a[k] = b[k] = c[k] = 0.0f;
               const int64_t whole = some / kLanes * kLanes;
               for (int64_t i = 0; i < whole; i += kLanes)
                 for (int64_t k = 0; k < kLanes; ++k) {
                   const float g = T::read(dy[from + i + k]);
                   a[k] += g;
                   b[k] += g * h[i + k];
+                  c[k] += h[i + k];
                 }
               for (int64_t i = whole; i < some; ++i) {
                 const float g = T::read(dy[from + i]);
                 a[i - whole] += g;
                 b[i - whole] += g * h[i];
+                c[i - whole] += h[i];
               }
               for (int64_t width = kLanes / 2; width; width /= 2)
-                for (int64_t k = 0; k < width; ++k) a[k] += a[k + width], b[k] += b[k + width];
+                for (int64_t k = 0; k < width; ++k)
+                  a[k] += a[k + width], b[k] += b[k + width], c[k] += c[k + width];
               to[0] += a[0];
               to[stride] += b[0];
+              to[2 * stride] += c[0];
             });
 }
 
@@ -94,14 +100,14 @@ MT_INLINE void add_runs(const Backward& job, const Piece& p, int64_t base, int64
     add_some_runs<T, 32>(job, p, base, stride, sums);
 }
 
-// Adds the sums of dy and of dy * x_hat over [begin, end), elements of one outer part or of whole
-// runs, to sums[c] and sums[c + stride] of the channels, the first of which is number `base`.
+// Adds the sums of dy, of dy * x_hat and of x_hat over [begin, end), elements of one outer part or of
+// whole runs, to sums[c + k * stride] of the channels, the first of which is number `base`.
 MT_CLONES static void sum_range(const Backward& job, int64_t begin, int64_t end, int64_t base,
                                 int64_t stride, double* sums, Space& space) {
   const Channels& shape = job.shape;
   const int64_t step = static_cast<int64_t>(space.hat.size());
   Rows rows(shape, 0);
-  Totals totals{std::vector<float>(shape.short_runs() ? 2 * rows.size : 0)};
+  Totals totals{std::vector<float>(shape.short_runs() ? 3 * rows.size : 0)};
   for (int64_t tile = begin / step * step; tile < end; tile += step) {
     const Piece p = piece_of(job, tile, begin, end, space);
     if (!shape.short_runs()) {
@@ -116,11 +122,9 @@ MT_CLONES static void sum_range(const Backward& job, int64_t begin, int64_t end,
     if (totals.taken < kFloatRows * rows.size && tile + step < end) continue;
     for (int64_t i = 0; i < rows.size;)
       for (int64_t c = 0; c < shape.channels; ++c)
-        for (int64_t j = 0; j < shape.inner; ++j, ++i) {
-          sums[c] += totals.both[i];
-          sums[c + stride] += totals.both[i + rows.size];
-        }
-    std::fill(totals.both.begin(), totals.both.end(), 0.0f);
+        for (int64_t j = 0; j < shape.inner; ++j, ++i)
+          for (int64_t k = 0; k < 3; ++k) sums[c + k * stride] += totals.all[i + k * rows.size];
+    std::fill(totals.all.begin(), totals.all.end(), 0.0f);
     totals.taken = 0;
   }
 }
@@ -195,9 +199,9 @@ static void sums_of_runs(const Backward& job, int64_t tile, int64_t threads, dou
 static void sums_of_parts(const Backward& job, int64_t tile, int64_t threads, double* sums) {
   const Channels& shape = job.shape;
   const int64_t span = shape.span(), width = shape.channels, all = shape.outer * width;
-  const int64_t least = std::max({int64_t{32768}, 64 * width, span / 64});
+  const int64_t least = std::max({int64_t{32768}, 96 * width, span / 64});
   const int64_t each = std::max<int64_t>(1, span / least), parts = each * shape.outer;
-  std::vector<double> partial(2 * width * parts);
+  std::vector<double> partial(3 * width * parts);
   parallel_for(parts, std::max<int64_t>(1, 32768 / (span / each)), threads,
                [&](int64_t begin, int64_t end) {
                  Space space(tile, job.from.size);
@@ -205,17 +209,30 @@ static void sums_of_parts(const Backward& job, int64_t tile, int64_t threads, do
                    const int64_t outer = p / each, k = p % each;
                    sum_range(job, outer * span + span * k / each,
                              outer * span + span * (k + 1) / each, outer * width, width,
-                             partial.data() + 2 * width * p, space);
+                             partial.data() + 3 * width * p, space);
                  }
                });
   for (int64_t p = 0; p < parts; ++p)
-    for (int64_t c = 0; c < width; ++c) {
-      sums[p / each * width + c] += partial[2 * width * p + c];
-      sums[all + p / each * width + c] += partial[2 * width * p + width + c];
-    }
+    for (int64_t k = 0; k < 3; ++k)
+      for (int64_t c = 0; c < width; ++c)
+        sums[k * all + p / each * width + c] += partial[(3 * p + k) * width + c];
 }
 
-// The mean of g = dy * weight and that of g * x_hat, of the channels of each statistic.
+// From sums of dy * x_hat and of x_hat those of dy * (x_hat - mean), and the means in the place of the
+// statistics' first channels: x_hat has a mean of 0, what its codes have is their noise.
+static void centre(const Channels& shape, double* sums) {
+  const int64_t all = shape.outer * shape.channels, of = shape.together;
+  const double count = static_cast<double>(shape.middle * shape.inner * of);
+  for (int64_t s = 0; s < all / of; ++s) {
+    double mean = 0.0;
+    for (int64_t c = s * of; c < (s + 1) * of; ++c) mean += sums[2 * all + c];
+    mean /= count;
+    for (int64_t c = s * of; c < (s + 1) * of; ++c) sums[all + c] -= mean * sums[c];
+    sums[2 * all + s * of] = mean;
+  }
+}
+
+// Of g = dy * weight the mean and that of g * (x_hat - mean), of the channels of each statistic.
 static Lines lines_of(const Backward& job, const double* sums) {
   const Channels& shape = job.shape;
   const int64_t all = shape.outer * shape.channels, of = shape.together;
@@ -227,15 +244,16 @@ static Lines lines_of(const Backward& job, const double* sums) {
       const double w = job.weight_of(c % shape.channels);
       first += w * sums[c], second += w * sums[all + c];
     }
-    lines.slope[s] = static_cast<float>(-job.rstd[s] * second / count);
-    lines.shift[s] = static_cast<float>(-job.rstd[s] * first / count);
+    const double slope = -job.rstd[s] * second / count, mean = sums[2 * all + s * of];
+    lines.slope[s] = static_cast<float>(slope);
+    lines.shift[s] = static_cast<float>(-job.rstd[s] * first / count - slope * mean);
   }
   return lines;
 }
 
 }  // namespace memtrain
 
-// dx (none where it is null), and the sums over all of dy and of dy * x_hat of each channel.
+// dx (none where it is null), and the sums over all of dy and of dy * (x_hat - mean) of each channel.
 MT_EXPORT void mt_channel_norm_backward(const void* dy, void* dx, int64_t type, uint8_t* codes,
                                         void* bounds, int64_t wide, const float* rstd,
                                         const float* weight, float* dbias, float* dweight,
@@ -246,8 +264,9 @@ MT_EXPORT void mt_channel_norm_backward(const void* dy, void* dx, int64_t type, 
   const Backward job{dy, dx, type, rstd, weight, {outer, middle, channels, inner, together},
                      {codes, bounds, wide, bits, group_size, 0, 0}};
   const int64_t n = job.shape.numel(), tile = tile_of(group_size), all = outer * channels;
-  std::vector<double> sums(2 * all);
+  std::vector<double> sums(3 * all);
   (middle == 1 ? sums_of_runs : sums_of_parts)(job, tile, threads, sums.data());
+  centre(job.shape, sums.data());
   for (int64_t c = 0; c < channels; ++c) {
     double first = 0.0, second = 0.0;
     for (int64_t s = c; s < all; s += channels) first += sums[s], second += sums[all + s];
