@@ -41,9 +41,10 @@ _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is c
     ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
     ActivationRule(op="dot_product_attention", compressor={**_NARROW, "bits": 6}),
     ActivationRule(op="softmax|matmul", compressor={**_NARROW, "bits": 6}),
+    ActivationRule(op="small_batch_norm|small_instance_norm", compressor={**_NARROW, "bits": 6}),
     ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
-_HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 4})
+_HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 5})
 _MAPS = ActivationRule(
     op="conv2d|batch_norm|max_pool2d", tensor="input", compressor={"name": "patch"}
 )

@@ -82,3 +82,29 @@ def test_attention_written_out_has_finer_steps():
         torch.cat([g.flatten() for g in gradients(model, x, grad, w)]) for w in ways
     )
     assert 0 < (fine - exact).norm() <= 2 * 15 / 63 * (coarse - exact).norm()
+
+
+@pytest.mark.parametrize("rows", [19, 20])
+def test_a_norm_over_a_handful_of_values_has_finer_steps(rows):
+    """As attention above; of more values the fallback serves."""
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64)), torch.randn(rows, 32)
+    grad = torch.randn(rows, 64)
+    ways = (None, [], groups("*batch_norm"))
+    exact, fine, coarse = (
+        torch.cat([g.flatten() for g in gradients(model, x, grad, w)]) for w in ways
+    )
+    if rows == 20:
+        assert torch.equal(fine, coarse)
+    else:
+        assert 0 < (fine - exact).norm() <= 2 * 15 / 63 * (coarse - exact).norm()
+
+
+def test_a_bias_before_a_batch_norm_has_no_gradient():
+    """It is 0 by nature: what the codes of x_hat add up to is not sent there."""
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64)), torch.randn(40, 32)
+    grad = torch.randn(40, 64) + 5
+    with torch.no_grad():
+        rstd = (model[0](x).var(0, correction=0) + 1e-5).rsqrt()
+    bias = gradients(model, x, grad, [])[1]
+    # Four roundings of each of the terms of dx, among them x_hat (below 7) squared.
+    assert (bias.abs() <= 4 * 2.0**-24 * 40 * rstd * grad.abs().amax(0) * (1 + 7**2)).all()
