@@ -19,7 +19,7 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 Kernel = Callable[..., Any]
 
 
-def are_faster(device: torch.device) -> bool:
+def bfloat16_products_are_slow(device: torch.device) -> bool:
     """Whether torch's own bfloat16 products are loops over scalars on a device.
 
     They are on x86 without AVX-512, where oneDNN has none: of 4096 x 4096 weights, torch 2.13
@@ -29,7 +29,7 @@ def are_faster(device: torch.device) -> bool:
         device: Where a model trains.
 
     Example:
-        >>> are_faster(torch.device("meta"))
+        >>> bfloat16_products_are_slow(torch.device("meta"))
         False
     """
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():

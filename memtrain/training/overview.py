@@ -6,7 +6,6 @@ import torch
 
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.config.sizes import format_size
-from memtrain.training.float32_products import are_faster
 from memtrain.training.rows import Rows
 from memtrain.training.run import Run
 from memtrain.training.text_rows import TextRows
@@ -26,8 +25,7 @@ def described(run: Run) -> list[str]:
     if fresh:
         shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
         lines.append(f"model: not in its folder, so with initial values: {shown}")
-    half = any(p.dtype == torch.bfloat16 for p in parameters) or run.config.training.autocast
-    if half and are_faster(run.device):
+    if run.slow_products:
         lines.append("cpu: it has no bfloat16 instructions, so bfloat16 products are float32's")
     source = run.source
     if isinstance(source, Rows):

@@ -32,6 +32,7 @@ from memtrain.plan.entries import weight_dtype
 from memtrain.planner import Fit
 from memtrain.training.batches import Batch, count, learned, loss_of, moved
 from memtrain.training.data import Source
+from memtrain.training.float32_products import bfloat16_products_are_slow
 from memtrain.training.forecast import LongestStep, with_sums
 from memtrain.training.networks import build_model
 from memtrain.training.processes import ALONE, Processes, replicate, shard, unsynchronised
@@ -133,6 +134,13 @@ class Run:
     def called(self) -> nn.Module:
         """The module that a step calls: the model, or DistributedDataParallel around it."""
         return self._replica or self.model
+
+    @property
+    def slow_products(self) -> bool:
+        """Whether it has bfloat16 products, on a processor without instructions for them."""
+        half = any(p.dtype == torch.bfloat16 for p in self.model.parameters())
+        half |= self.config.training.autocast
+        return half and bfloat16_products_are_slow(self.device)
 
     @property
     def finished(self) -> bool:

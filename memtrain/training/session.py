@@ -29,7 +29,7 @@ from memtrain.planner import Fit
 from memtrain.training import checkpoint, overview, results, run_folder
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
-from memtrain.training.float32_products import are_faster, float32_products
+from memtrain.training.float32_products import float32_products
 from memtrain.training.processes import ALONE, Processes
 from memtrain.training.rows import Rows
 from memtrain.training.run import Metrics, Run, is_due, pick_device
@@ -164,10 +164,7 @@ class Session:
             metrics = results.metrics_file(self.folder / "metrics.csv", earlier)
         display = Display(self.console, self.source.unit, quiet=output.quiet)
         board = results.board(self.folder) if output.tensorboard and self.processes.first else None
-        upcast = are_faster(pick_device(training.device))
-        products = float32_products() if upcast else nullcontext()
-        signals = self._signals()
-        with metrics as write, board or nullcontext() as self._board, signals, products, display:
+        with metrics as write, board or nullcontext() as self._board, self._signals(), display:
             display.say(f"writing to {self.folder}")
             for line in self._lines:
                 display.say(line)
@@ -197,16 +194,17 @@ class Session:
                 results.show_on(self._board, row)
 
         display.begin(name, run.step, training.steps)
-        if not state:
-            self._validate(run, note, display)
-        while not run.finished and not self._stopped():
-            row = run.train_step()
-            note(row)
-            display.step(row, training.steps, run.kept)
-            if run.finished or is_due(run.step, training.eval_every):
+        with float32_products() if run.slow_products else nullcontext():
+            if not state:
                 self._validate(run, note, display)
-            if is_due(run.step, training.checkpoint_every) and not run.finished:
-                self._save(run, display)
+            while not run.finished and not self._stopped():
+                row = run.train_step()
+                note(row)
+                display.step(row, training.steps, run.kept)
+                if run.finished or is_due(run.step, training.eval_every):
+                    self._validate(run, note, display)
+                if is_due(run.step, training.checkpoint_every) and not run.finished:
+                    self._save(run, display)
         stopped = self._stopped()
         if not stopped:
             display.say(results.result(name, run.summary()))
