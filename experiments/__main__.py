@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import paper_table
+from experiments import optimizer_states, paper_table
 from experiments.sweep import Sweep, SweepTrainConfig
 from memtrain.cli.train import read_config, run
 from memtrain.config.errors import nearest
@@ -28,6 +28,7 @@ examples:
   python -m experiments precision_tradeoff   accuracy against the low-precision ratio: many short
                                              runs into one CSV; the same call goes on
   python -m experiments paper_table          the few-bit paper's table of activation memory
+  python -m experiments optimizer_states     states of 32 to 2 bits, over seeds: likewise
   python -m experiments optim=ablation/b128_de training.steps=50
   python -m experiments precision_overflow --config   print the config, train nothing
 
@@ -74,6 +75,8 @@ def _session(overrides: list[str], console: Console | None) -> tuple[Any, Any]:
     )
     if console is None:
         return config, None
+    if isinstance(config, SweepTrainConfig) and config.study.name:
+        return config, optimizer_states.Runs(config.study, Path(config.output.folder))
     if isinstance(config, SweepTrainConfig) and config.sweep.families:
         return config, Sweep(config, console=console)
     return config, Session(config, state=state, console=console)

@@ -1,26 +1,40 @@
 """Optimizer states of fewer and fewer bits, trained with over seeds: run after run into one CSV.
 
-    python -m experiments.optimizer_states            every task, variant and seed; the same call
-                                                      goes on where it stopped
+    python -m experiments optimizer_states            every task, variant and seed of
+                                                      configs/experiment/optimizer_states.yaml; the
+                                                      same call goes on where it stopped
+    python -m experiments optimizer_states study.seeds=[0,1] study.variants=[fp32,factored_2bit]
+    python -m experiments optimizer_states_full       full-size twins: a GPU's work
     python -m experiments.optimizer_states tasks=digits variants=fp32,factored_2bit seeds=0,1
     python -m experiments.optimizer_states --table    means and 95% intervals of what is done
 
-Other keys: `output=FILE` (outputs/optimizer_states.csv), `lr=RATE` and `steps=N` in place of each
-task's own. A line of the file is one run; an interrupted run leaves none.
+The first form writes <output.folder>/optimizer_states.csv. The keys of the other form besides:
+`output=FILE` (outputs/optimizer_states.csv), `lr=RATE` and `steps=N` in place of each task's own,
+`baseline=VARIANT`. A line of the file is one run; an interrupted run leaves none.
 """
 
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 import memtrain
-from experiments.study import KEY, LOSS, Row, Study, descend, groups_of, quality, validate
+from experiments.study import (
+    KEY,
+    LOSS,
+    Row,
+    Study,
+    StudyConfig,
+    descend,
+    groups_of,
+    quality,
+    validate,
+)
 from experiments.tasks import TASKS
 from memtrain.optim import Lion, state_bytes
 
@@ -33,11 +47,15 @@ class Variant(NamedTuple):
     make: Callable[..., Optimizer] = AdamW
     rate: float = 1.0
     """Its learning rate, times the task's; its weight decay is divided by it."""
+    reset: int = 0
+    """Steps after which all states begin anew, again and again; 0: never."""
 
 
 _EXACT = {"state": "exp_avg", "compressor": "identity"}
 _FACTORED = {"state": "exp_avg_sq", "compressor": "factored"}
 _8BIT = {"state": "exp_avg|exp_avg_sq", "compressor": "B256/DE8"}
+_3BIT = {"state": "exp_avg", "compressor": "B128/DE3"}
+
 VARIANTS = {
     "fp32": Variant(),
     "factored_exact_moment": Variant({"rules": [_FACTORED, _EXACT]}),
@@ -46,9 +64,13 @@ VARIANTS = {
     "rank1_4bit": Variant("rank1_4bit"),
     "factored_8bit": Variant("factored_8bit"),
     "factored_4bit": Variant("factored_4bit"),
+    "factored_4bit_reset": Variant("factored_4bit", reset=50),
+    "factored_3bit": Variant({"rules": [_FACTORED, _3BIT]}),
     "factored_2bit": Variant("factored_2bit"),
-    "lion": Variant(betas=(0.9, 0.99), make=Lion, rate=0.2),
-    "lion_4bit": Variant("factored_4bit", betas=(0.9, 0.99), make=Lion, rate=0.2),
+    "lion": Variant(make=Lion, rate=0.2),
+    "lion_8bit": Variant({"rules": [_8BIT]}, make=Lion, rate=0.2),
+    "lion_4bit": Variant("factored_4bit", make=Lion, rate=0.2),
+    "lion_4bit_reset": Variant("factored_4bit", make=Lion, rate=0.2, reset=50),
 }
 """Name of a variant -> what it is. 4-bit AdamW of the paper is `rank1_4bit`."""
 
@@ -67,10 +89,11 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         What the run's line says besides `KEY`.
     """
     task, own = TASKS[name], VARIANTS[variant]
-    started = time.perf_counter()
+    started = time.process_time()
     source = task.source(seed)
     torch.manual_seed(seed)
-    model = task.model()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = task.model().to(device)
     optimizer: Any = own.make(
         groups_of(model),
         lr=lr * own.rate,
@@ -83,18 +106,22 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         if isinstance(chosen, dict):
             config = {"preset": "exact", "optim": chosen}
         model, optimizer = memtrain.wrap(model, optimizer, config)
-    batch = partial(source.batch, "train", size=task.batch)
-    losses, _ = descend(model, optimizer, batch, peak=lr * own.rate, steps=steps)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = source.batch("train", step, task.batch)
+        return inputs.to(device), targets.to(device)
+
+    losses, _ = descend(model, optimizer, batch, peak=lr * own.rate, steps=steps, reset=own.reset)
     return quality(validate(model, source), losses) | {
         "bytes_per_parameter": state_bytes(optimizer) / sum(p.numel() for p in model.parameters()),
-        "seconds": time.perf_counter() - started,
+        "seconds": time.process_time() - started,
         "torch": torch.__version__,
     }
 
 
 STUDY = Study(
     about=str(__doc__),
-    tasks=("digits", "gpt"),
+    tasks=("digits", "gpt_short", "encoder_short"),
     variants=tuple(VARIANTS),
     baseline="fp32",
     train=train,
@@ -103,6 +130,30 @@ STUDY = Study(
     costs=("bytes_per_parameter",),
     output=Path("outputs/optimizer_states.csv"),
 )
+
+
+class Runs:
+    """The runs of a config's study.
+
+    Args:
+        config: Names this study.
+        folder: Of the CSV file.
+
+    Raises:
+        ValueError: For another study, or an unknown variant.
+    """
+
+    def __init__(self, config: StudyConfig, folder: Path) -> None:
+        if config.name != "optimizer_states":
+            raise ValueError(f"study.name={config.name!r}; allowed: optimizer_states")
+        if unknown := [name for name in config.variants if name not in VARIANTS]:
+            allowed = ", ".join(VARIANTS)
+            raise ValueError(f"study.variants: {unknown[0]!r} is unknown; allowed: {allowed}")
+        self.cells, self.output = config.cells(), folder / "optimizer_states.csv"
+
+    def train(self) -> int:
+        """Train those that the file does not hold; how many."""
+        return STUDY.run(self.cells, self.output)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +27,51 @@ from memtrain.training.run import learning_rate
 Row = dict[str, Any]
 Seeds = dict[str, dict[str, str]]
 """Seed -> a line of the file."""
+Cell = tuple[str, str, int, float, int]
+"""A run: its task, variant, seed, learning rate and steps."""
 KEY = ("task", "variant", "seed", "lr", "steps")
 """The columns that tell runs apart, in the order of `Study.train`'s arguments."""
 LOSS = "validation_loss"
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """The numbers of a task's runs."""
+
+    lr: float = 1e-3
+    """The highest learning rate."""
+    steps: int = 1
+    """So many."""
+
+
+@dataclass(kw_only=True)
+class StudyConfig:
+    """The runs of a study: every task and variant with every seed."""
+
+    name: str = ""
+    """The study; none: no study."""
+    tasks: dict[str, TaskConfig] = field(default_factory=dict)
+    """By name, of `TASKS`."""
+    variants: list[str] = field(default_factory=list)
+    """Of the study's."""
+    seeds: list[int] = field(default_factory=list)
+    """Of the data's split and order, and of the weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "variants", "seeds"):
+            if self.name and not getattr(self, name):
+                raise ValueError(f"study.{name} is empty; name at least one")
+        if unknown := [name for name in self.tasks if name not in TASKS]:
+            raise ValueError(f"study.tasks.{unknown[0]} is unknown; allowed: {', '.join(TASKS)}")
+
+    def cells(self) -> list[Cell]:
+        """All runs, seed by seed: what a study that is cut short has is complete seeds."""
+        return [
+            (name, variant, seed, task.lr, task.steps)
+            for seed in self.seeds
+            for name, task in self.tasks.items()
+            for variant in self.variants
+        ]
 
 
 @torch.no_grad()
@@ -40,10 +83,11 @@ def validate(model: nn.Module, source: Images | Text) -> tuple[float, float]:
         batches = [source.parts["validation"]]
     else:
         batches = [source.batch("validation", index, 16) for index in range(40)]
-    dtype = next(model.parameters()).dtype
+    like = next(model.parameters())
     losses, hits = [], []
-    for inputs, targets in batches:
-        given = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    for inputs, classes in batches:
+        given, targets = inputs.to(like.device), classes.to(like.device)
+        given = given.to(like.dtype) if given.is_floating_point() else given
         found = model(given).flatten(0, -2).float()
         losses.append(nn.functional.cross_entropy(found, targets.flatten()).item())
         hits.append((found.argmax(1) == targets.flatten()).float().mean().item())
@@ -66,6 +110,7 @@ def descend(
     *,
     peak: float,
     steps: int,
+    reset: int = 0,
 ) -> tuple[list[float], list[float]]:
     """Train so many steps.
 
@@ -75,12 +120,15 @@ def descend(
         batch: Step -> its inputs and targets.
         peak: The highest learning rate, after 20 steps of warm-up.
         steps: So many.
+        reset: After so many the optimizer's states begin anew, again and again; 0: never.
 
     Returns:
         Each step's loss, and its processor time in seconds.
     """
     losses, seconds = [], []
     for step in range(steps):
+        if reset and step and not step % reset:
+            optimizer.state.clear()
         rate = learning_rate(step, peak=peak, warmup=20, steps=steps, final=0.05)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # torchao's
@@ -159,11 +207,11 @@ class Study(NamedTuple):
         self.run(cells, output)
         return 0
 
-    def run(self, cells: Sequence[tuple[str, str, int, float, int]], output: Path) -> int:
+    def run(self, cells: Sequence[Cell], output: Path) -> int:
         """Train the cells that the file does not hold, each into a line.
 
         Args:
-            cells: Task, variant, seed, learning rate and steps of each.
+            cells: Each once.
             output: The CSV file.
 
         Returns:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from experiments import tradeoff_plot
+from experiments.study import StudyConfig
 from memtrain.api import precision_state
 from memtrain.training.data import Images, build_source
 from memtrain.training.display import Display
@@ -75,10 +76,12 @@ class SweepConfig:
 
 @dataclass(kw_only=True)
 class SweepTrainConfig(TrainConfig):
-    """`memtrain-train`'s keys, and which runs a sweep makes."""
+    """`memtrain-train`'s keys, and which runs a sweep, or a study, makes."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Many runs instead of two, where it names families."""
+    study: StudyConfig = field(default_factory=StudyConfig)
+    """Many runs instead of two, where it has a name."""
 
 
 def cells(sweep: SweepConfig) -> list[Cell]:

