@@ -1,6 +1,7 @@
 """The protocol of compressors: a frozen value that turns a tensor into a payload and back."""
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -15,14 +16,18 @@ if TYPE_CHECKING:
 _MASK = (1 << 64) - 1
 
 
-@lru_cache(maxsize=4096)
-def _mixed(state: int, fields: tuple[int, ...]) -> int:
+def _mixed(state: int, fields: Iterable[int]) -> int:
     for field in fields:
         state = (state + field + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+@lru_cache(maxsize=4096)
+def _mixed_site(seed: int, site: int) -> int:
+    return _mixed(0, (seed, site))
 
 
 class Key(NamedTuple):
@@ -46,8 +51,9 @@ class Key(NamedTuple):
             >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
             True
         """
-        state = _mixed(0, self[:2])  # seed and site, which stay from step to step
-        state = _mixed.__wrapped__(state, self[2:])
+        seed, site, *rest = self
+        state = _mixed_site(seed, site)  # those two stay from step to step
+        state = _mixed(state, rest)
         return state - (1 << 64) if state >> 63 else state
 
 
@@ -107,7 +113,8 @@ class Compressor(Protocol):
         shaped: Whether `compress` wants a saved activation as it is, any strides, and gives back
             its order of dimensions in memory. Others get the elements in memory order, 1-d.
         reads_rows: Whether `compress` also takes a matrix with gaps between its rows, and copies
-            none. Then a saved activation that lies so in memory is given as it lies.
+            none. Then a saved activation that lies so in memory is given as it lies, and
+            `decompress` is asked for another shape of as many elements, in the same order.
         whole_rows: Whether `for_saved` chooses by the shape of a saved activation.
         is_identity: Whether the payload is the tensor itself.
         lossless: Whether every number comes back exactly.
@@ -158,6 +165,23 @@ class Compressor(Protocol):
     def with_width(self, bits: int) -> "Compressor":
         """The same compressor at so many bits; of those that have a field `bits`."""
         return replace(self, bits=bits)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def kernels(
+        self, x: Tensor, shape: Sequence[int]
+    ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
+        """What `compress` and `decompress` do for tensors like `x`; None: no such functions.
+
+        Args:
+            x: A plain dense tensor; those alike have its shape, strides, dtype and device.
+            shape: Of what `decompress` returns: as many elements.
+
+        Returns:
+            compress: `(tensor, seed)` -> the payload's tensors, in the order of `parts`, of the
+                elements as they lie in memory.
+            decompress: `(*payload's tensors)` -> the tensor, contiguous.
+            nbytes: Of a payload.
+        """
+        return None
 
     def group_codes(self, key: Key) -> "Codes | None":
         """How kernels that quantise their own result make this payload; None: they do not."""

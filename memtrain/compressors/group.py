@@ -1,5 +1,6 @@
 """Min/max groups at 1 to 8 bits: for activations, where nothing is known of the values."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -100,6 +101,15 @@ class Group(Compressor):
         """With 8 bits: an element below a step of its group may come back as the minimum."""
         return self.bits == 8
 
+    def kernels(
+        self, x: Tensor, shape: Sequence[int]
+    ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
+        """Those of `kernels.group.group.kernels_of`."""
+        if self.group_size % 8:
+            return None
+        stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
+        return group.kernels_of(x, self.bits, self.group_size, stochastic, wide, shape)
+
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise `x` in its logical order.
 
@@ -127,11 +137,11 @@ class Group(Compressor):
 
     def decompress(self, packed: Packed) -> Tensor:
         """The quantised tensor, contiguous, of the payload's shape and dtype."""
-        codes, bounds = packed.tensors["codes"], packed.tensors["bounds"]
-        shape = packed.shape
-        run = dequantize if self.group_size % 8 else group.group_dequantize
-        flat = run(codes, bounds, self.bits, self.group_size, shape.numel(), packed.dtype)
-        return flat if len(shape) == 1 else flat.view(shape)
+        tensors, shape, dtype = packed
+        payload = tensors["codes"], tensors["bounds"], self.bits, self.group_size
+        if self.group_size % 8:
+            return dequantize(*payload, shape.numel(), dtype).view(shape)
+        return group.group_dequantize(*payload, shape, dtype)
 
 
 def quantize(

@@ -120,6 +120,17 @@ def is_plain_cpu(x: Tensor) -> bool:
     )
 
 
+def is_ordinary() -> bool:
+    """Whether calls on what was a plain tensor on the CPU go where they went: nothing is forced.
+
+    Example:
+        >>> with backend("reference"):
+        ...     is_ordinary()
+        False
+    """
+    return (forced is None or forced == "cpu") and not is_compiling() and _modes() == 0
+
+
 _LIBRARY = torch.library.Library("memtrain", "FRAGMENT")
 
 

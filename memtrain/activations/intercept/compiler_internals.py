@@ -164,7 +164,7 @@ class Hooked(NamedTuple):
 
 
 def inlined_call(
-    eager: Callable[[Any], Any], traced: Callable[[Any, Hooked], Any]
+    eager: Callable[[Any], Any], traced: Callable[[Any, Hooked], Any], outside: Collection[type]
 ) -> fx.GraphModule:
     """A graph of one call, without a hash, so that no cache of AOTAutograd serves.
 
@@ -174,10 +174,13 @@ def inlined_call(
     Args:
         eager: Called outside of graphs.
         traced: Called while a graph is compiled.
+        outside: Types of what is given outside of graphs alone, where to ask takes long.
     """
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
     def call(x: Any) -> Any:
+        if type(x) in outside:
+            return eager(x)
         given: Any = _get_saved_tensor_hook_context()
         if given is None:
             return eager(x)

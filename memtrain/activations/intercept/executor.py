@@ -21,7 +21,7 @@ from memtrain.activations.saved.expected import BETWEEN
 from memtrain.activations.saved.fit import ATTENTION, attention
 from memtrain.activations.saved.flatten import flatten, layout_of
 from memtrain.activations.saved.origin import foreign, storage_id
-from memtrain.activations.saved.pack_hook import SavedTensors
+from memtrain.activations.saved.pack_hook import Replaced, SavedTensors
 from memtrain.activations.saved.site import Op, Site
 from memtrain.compressors import Compressor, Keep
 
@@ -164,11 +164,22 @@ class Executor(TorchFunctionMode):
         if self.idle or name in SAVE_NOTHING or not is_grad_enabled():
             return func(*args, **kwargs)
         if is_replaced(name):
+            known = self.saved.replaced.get((self.module, name))
+            if known is not None:
+                y = self._replace_again(known, args, kwargs)
+                if y is not None:
+                    return y
             call = recognise(name, args, kwargs, self.options)
             if call is not None:
                 chosen = self.compressor(call)
                 if chosen is not None and call.accepts(chosen):
-                    return self.replace(call, chosen)
+                    y = self.replace(call, chosen)
+                    if call.again is not None and self.saved.replays:
+                        form = _form(call.x, args, kwargs)
+                        site = Site(self.module, call.op, call.tensor)
+                        again = Replaced(form, call.again, chosen, site)
+                        self.saved.replaced[self.module, name] = again
+                    return y
                 name = call.op
         name = _op_name(name, args)
         if name == ATTENTION:
@@ -209,6 +220,24 @@ class Executor(TorchFunctionMode):
             and layout_of(y) == layout_of(call.x)
         ):
             self.saved.copied(y, call.x, dropout_again(y))
+        return y
+
+    def _replace_again(
+        self, known: Replaced, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """As `replace`, of a call alike to one that was replaced before; None where it is not."""
+        form, run, compressor, site = known
+        x = args[0] if args else None
+        if type(x) is not Tensor or foreign(x):
+            return None
+        if _form(x, args, kwargs) != form or top_hooks() != self.saved.hook:
+            return None
+        self.saved.expectations.watch()
+        key = self.saved.key(site)
+        y = unhooked(run, *args, **kwargs, compressor=compressor, key=key)
+        again = output_again(y) if self.options.derive_outputs else None
+        if again is not None:
+            self.saved.derive(y, again, site.op)
         return y
 
     def as_one_op(self, call: Call) -> Callable[[], Any] | None:
@@ -339,6 +368,11 @@ BETWEEN.update(
     function.__code__
     for function in (Executor.__torch_function__, Executor._run, Executor._run_op, Executor._hook)
 )
+
+
+def _form(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of a call: what decides whether its op, which reads `x`, is replaced and by which one."""
+    return x.shape, x.dtype, x.device, x.requires_grad, len(args), *kwargs
 
 
 def _product(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:

@@ -341,29 +341,30 @@ class Interception:
         inside = self._outer is not None and self._thread.get("ident") == get_ident()
         if (not inside or module is self.model) and not self._is_ours(name, module):
             return None
-        self.executor.module = self.graphs.root = name
+        saved, executor, graphs = self.saved, self.executor, self.graphs
+        executor.module = graphs.root = name
         as_one_op, given = None, None
         if self._outer is None:
             given = self._begin(name, module, args, kwargs)
         elif composite and len(args) == 1 and not kwargs and self._alike(module):
             as_one_op = self._as_one_op(composite, module, args[0])
-        graphs = self.graphs
         if module._compiled_call_impl or name.endswith("_orig_mod") or name in graphs.regions:
             graphs.called(name, *(given or (args, kwargs)))
         if function is not None:
             as_one_op, op = None, Op(name, function, (args, kwargs))
-        running = self.saved.expectations.call(name, module.training, args, kwargs)
-        if isinstance(running, list) and top_hooks() != self.saved.hook:
-            self.saved.expectations.watch()  # inside activation checkpointing, which saves alone
+        expected = saved.expectations
+        running = expected.call(name, module.training, args, kwargs)
+        if type(running) is list and top_hooks() != saved.hook:
+            expected.watch()  # inside activation checkpointing, which saves alone
         self._path.append((name, as_one_op, op, running))
-        self.saved.custom = op
+        saved.custom = op
         if as_one_op is None:
-            if (self.saved.expectations.due is None) == self.executor.is_aside:
+            if (expected.due is None) == executor.is_aside:
                 self._turn()
             return given
-        self.saved.expectations.watch()
+        expected.watch()
         # The composite now runs on no elements, seen by no one; `_after` returns the real result.
-        self.saved.shell = True
+        saved.shell = True
         x = args[0]
         return (x.new_empty(0, *x.shape[1:]),), kwargs
 
@@ -422,9 +423,10 @@ class Interception:
         if is_compiling():
             return None
         # Another thread's forward, or the hooks were put on during this very one.
-        if not self._path or self._thread.get("ident") != get_ident():
+        path, executor = self._path, self.executor
+        if not path or self._thread.get("ident") != get_ident():
             return None
-        self.executor.module, as_one_op, _, _ = self._path.pop()
+        executor.module, as_one_op, _, _ = path.pop()
         result = None
         failed = output is None and sys.exc_info()[0] is not None
         if as_one_op is not None:
@@ -432,18 +434,19 @@ class Interception:
             try:
                 result = None if failed else as_one_op()
             finally:
-                self.executor.step_back()
-        if self._path:
-            name, _, self.saved.custom, running = self._path[-1]
-            self.executor.module = self.graphs.root = name
-            self.saved.expectations.resume(name, running)
-            if (self.saved.expectations.due is None) == self.executor.is_aside:
+                executor.step_back()
+        if path:
+            saved = self.saved
+            name, _, saved.custom, running = path[-1]
+            executor.module = self.graphs.root = name
+            saved.expectations.resume(name, running)
+            if (saved.expectations.due is None) == executor.is_aside:
                 self._turn()
-        if self._outer is not None and len(self._path) == self._depth:
+        if self._outer is not None and len(path) == self._depth:
             self._stop(whole=not failed)
             if self.rounding is not None:
                 result = self.rounding.end(output if result is None else result, whole=not failed)
-        if not self._path:
+        if not path:
             self._leave()
         return result
 
@@ -540,16 +543,17 @@ class Interception:
 
 def own_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, some perhaps twice: `model.parameters()` names each as it goes."""
-    waiting, seen = [model], {id(model)}
+    modules, seen = [model], {model}
     found: list[Tensor | None] = []
-    while waiting:
-        module = waiting.pop()
-        found += module._parameters.values()
-        found += module._buffers.values()
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
+    for module in modules:
+        if module._parameters:
+            found += module._parameters.values()
+        if module._buffers:
+            found += module._buffers.values()
+        if module._modules:
+            new = [x for x in module._modules.values() if x is not None and x not in seen]
+            seen.update(new)
+            modules += new
     return [x for x in found if x is not None]
 
 

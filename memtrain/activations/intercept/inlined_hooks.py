@@ -17,6 +17,7 @@ from memtrain.activations.intercept.graph_saves import GraphSaves
 from memtrain.activations.intercept.graph_sites import GraphSites
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.shared_graphs import records_of
+from memtrain.activations.saved.handles import Compressed, KeptTensor
 from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import Record
@@ -84,8 +85,8 @@ class CompiledGraphs:
             return self.saved.pack, _unpack
         if self._modules is None:  # one pair for good: graphs are guarded by which it is
             self._modules = (
-                internals.inlined_call(self.saved.pack, self._pack),
-                internals.inlined_call(_unpack, self._unpack),
+                internals.inlined_call(self.saved.pack, self._pack, (Tensor,)),
+                internals.inlined_call(_unpack, self._unpack, (Compressed, KeptTensor)),
             )
         self._before = internals.configure(self.settings)
         self._own = None if given is None else _watched(given)

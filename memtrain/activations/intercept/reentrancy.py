@@ -56,11 +56,11 @@ def top_pair() -> Any:
     return _HOOKS._top_saved_tensors_default_hooks(True)
 
 
-def unhooked(run: Callable[..., Any], *args: Any) -> Any:
+def unhooked(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function without the hooks on top: each call of a hook takes as long as a small op."""
     hooks = _HOOKS._top_saved_tensors_default_hooks(True)
     _HOOKS._pop_saved_tensors_default_hooks()
     try:
-        return run(*args)
+        return run(*args, **kwargs)
     finally:
         _HOOKS._push_saved_tensors_default_hooks(*hooks)

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from memtrain.activations.saved.flatten import Layout, flatten, layout_of
-from memtrain.activations.saved.handles import Shared, check_version
+from memtrain.activations.saved.handles import check_version, tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 
 Payload = tuple[Packed, Layout | None]
@@ -111,22 +111,21 @@ def save_payloads(
         compressor: What decompresses them.
         *others: Parameters and statistics.
     """
-    parts = [t for packed, _ in payloads for t in packed.tensors.values()]
+    parts: list[Tensor] = []
+    ctx.compressor, ctx.payloads = compressor, []
+    for (tensors, shape, dtype), layout in payloads:  # a comprehension is a function more to call
+        parts += tensors.values()
+        ctx.payloads.append((tuple(tensors), shape, dtype, layout))
     ctx.save_for_backward(*parts, *others)
-    ctx.compressor = compressor
-    ctx.payloads = [
-        (packed._replace(tensors=dict.fromkeys(packed.tensors)), layout)
-        for packed, layout in payloads
-    ]
 
 
 def saved_payloads(ctx: Any) -> tuple[list[tuple[Packed, Any]], list[Any]]:
     """The payloads that `save_payloads` saved, and the other tensors."""
     saved = iter(ctx.saved_tensors)
-    payloads = [
-        (packed._replace(tensors={name: next(saved) for name in packed.tensors}), layout)
-        for packed, layout in ctx.payloads
-    ]
+    payloads: list[tuple[Packed, Any]] = []
+    for names, shape, dtype, layout in ctx.payloads:
+        tensors = dict(zip(names, saved, strict=False))  # the first of those that are left
+        payloads.append((Packed(tensors, shape, dtype), layout))
     return payloads, list(saved)
 
 
@@ -154,7 +153,7 @@ def saved_compressed(ctx: Any) -> tuple[Tensor, list[Any]]:
 def decompress(payload: Payload, compressor: Compressor) -> Tensor:
     """The tensor of a payload, in its shape and memory order."""
     packed, layout = payload
-    return Shared(packed, compressor, layout).tensor()
+    return tensor_of(packed, compressor, layout)
 
 
 def output_again(y: Tensor) -> Callable[[], Tensor] | None:
@@ -166,12 +165,12 @@ def output_again(y: Tensor) -> Callable[[], Tensor] | None:
         y: The op's result.
     """
     node: Any = y.grad_fn
-    if not hasattr(node, "output") or node.payloads[0][1] != layout_of(y):
+    if not hasattr(node, "output") or node.payloads[0][-1] != layout_of(y):
         return None
     # Not the node itself: a backward through it frees what it saved, yet who reads the output may
     # belong to another graph (of `y.detach()`), or have its turn later.
     (payload,), others = saved_payloads(node)
-    versions = [None if t is None else t._version for t in others]
+    versions = [0 if t is None else t._version for t in others]
     return partial(_output_again, node.output, payload, node.compressor, others, versions)
 
 
@@ -180,9 +179,9 @@ def _output_again(
     payload: Payload,
     compressor: Compressor,
     others: list[Any],
-    versions: list[int | None],
+    versions: list[int],
 ) -> Tensor:
     for t, version in zip(others, versions, strict=True):
-        if t is not None and version is not None:
+        if t is not None:
             check_version(t, version)
     return output(decompress(payload, compressor), *others)

@@ -311,9 +311,9 @@ def save_codes(
     if not channel_norm.fits(x, where, codes.group_size):
         return False
     layout = layout_of(x)
-    flat = (x if x.is_contiguous() else x.permute(layout.order)).view(-1)
-    payload = channel_norm.channel_norm_quantize(flat, *statistics, where, codes)
-    packed = Packed({"codes": payload[0], "bounds": payload[1]}, flat.shape, x.dtype)
+    dense = x if x.is_contiguous() else x.permute(layout.order)
+    payload = channel_norm.channel_norm_quantize(dense, *statistics, where, codes)
+    packed = Packed({"codes": payload[0], "bounds": payload[1]}, dense.shape, x.dtype)
     save_payloads(ctx, [(packed, layout)], compressor, rstd, *others)
     return True
 

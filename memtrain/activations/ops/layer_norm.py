@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -182,6 +182,9 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     return y
 
 
+_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+
+
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if grad.is_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
         found = _fused_backward(ctx, grad, centred=True)
@@ -192,8 +195,8 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     # CPU kernels want the statistics in the tensors' dtype where all have one.
     mixed = x_hat.is_cuda or (like is not None and like.dtype != x_hat.dtype)
     statistics = standard(rstd, torch.float32 if mixed else x_hat.dtype)
-    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        grad, x_hat, ctx.normalized, *statistics, weight, bias, list(ctx.needs_input_grad[:3])
+    dx, dw, db = _NORM_BACKWARD(
+        grad, x_hat, ctx.normalized, *statistics, weight, bias, ctx.needs_input_grad[:3]
     )
     return None if dx is None else dx.mul_(rstd), dw, db
 
@@ -318,7 +321,7 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     its weight, and make it `narrow` first: round it to the dtype of `x`.
     """
     size = math.prod(shape)
-    if not norm.fits(x, size, codes.group_size):
+    if size % codes.group_size or not norm.fits(x, size, codes.group_size):
         return None
     if not all(_usual(x, shape, p) for p in (weight, bias)):
         return None  # torch's to refuse
@@ -395,5 +398,10 @@ def _save_row_codes(
     rows = statistics[1].numel()
     if not rows or not x.is_contiguous():
         return False
-    where = Channels(1, 1, rows, x.numel() // rows)
+    where = _rows(rows, x.numel() // rows)
     return save_codes(ctx, x, statistics, where, compressor, codes, *others)
+
+
+@lru_cache(maxsize=1024)
+def _rows(rows: int, columns: int) -> Channels:
+    return Channels(1, 1, rows, columns)

@@ -32,7 +32,14 @@ With 4 bits in groups of 128, v = 0.02, two norms lose more than the 4-bit codes
 between them (0.0047) up to N = 19; with 6 bits, v = 0.0011, from N = 3 on they lose no more."""
 
 
-def _call(norm: str, x: Tensor, *args: Any, op: str = "", **options: Any) -> Call:
+def _call(
+    norm: str,
+    x: Tensor,
+    *args: Any,
+    op: str = "",
+    again: Callable[..., Tensor] | None = None,
+    **options: Any,
+) -> Call:
     """A call of a norm; `op` is its name in rules, where that is another.
 
     Groups that lie within rows of a layer norm would lose as little of x itself (512 rows of 768, 4
@@ -44,7 +51,7 @@ def _call(norm: str, x: Tensor, *args: Any, op: str = "", **options: Any) -> Cal
     def run(compressor: Compressor, key: Key) -> Tensor:
         return _NORMS[norm][0](x, *args, **options, compressor=compressor, key=key)
 
-    return Call(op or norm, x, run, gives_floats)
+    return Call(op or norm, x, run, gives_floats, again=again)
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -53,14 +60,16 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     Evaluation with running statistics is left to hooks: it is a product with constants. So are
     `torch.batch_norm` and `torch.instance_norm` called directly, in their own order of arguments.
     """
-    _, names = _NORMS[name]
+    norm, names = _NORMS[name]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x = values.get("input")
     if not isinstance(x, Tensor) or x.numel() == 0:
         return None
     given = {key: values[key] for key in ("weight", "bias", "eps", "momentum") if key in values}
     if name in ("layer_norm", "rms_norm"):
-        return _call(name, x, tuple(values["normalized_shape"]), **given)
+        own = args and len(args) <= len(names) and kwargs.keys() <= {*names}
+        shape = tuple(values["normalized_shape"])
+        return _call(name, x, shape, **given, again=norm if own else None)
     if name == "group_norm":
         return _call(name, x, values["num_groups"], **given)
     own = values.get("training" if name == "batch_norm" else "use_input_stats", False)

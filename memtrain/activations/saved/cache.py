@@ -8,11 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memtrain.activations.saved.expected import Settled
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
 from memtrain.activations.saved.handles import Compressed, Shared
 from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.site import Site
-from memtrain.compressors import Compressor, Key
+from memtrain.compressors import Compressor, Keep, Key, Packed
 
 SHARED = "shared with an earlier save"
 
@@ -87,15 +88,15 @@ class PayloadCache:
         self.weights: dict[int, tuple[StorageWeakRef, int, Source, int]] = {}
         """Rounded ones, by storage."""
 
-    def _memory(self, x: Tensor) -> _Memory:
+    def _memory(self, x: Tensor, storage: int, key: Memory | None) -> _Memory:
         """Find or begin the record of a tensor's memory, which was just made."""
-        place = (storage_id(x), memory_of(x)[1], x.dtype)
+        place = (storage, key, x.dtype)
         known = self._known.get(place)
         if known is None:
             known = self._known[place] = _Memory(StorageWeakRef(x.untyped_storage()))
         return known
 
-    def share(
+    def share(  # noqa: C901 (a chain of what a save may be)
         self,
         save: Save,
         compressor: Compressor,
@@ -135,10 +136,11 @@ class PayloadCache:
         witness = save.witness
         shared = None if memory is None else memory.payload(form, version)
         if shared is not None:
-            handle = Compressed(shared, shared.content, layout, witness, witness._version)
-            return handle, 0, SHARED, ""
-        rows = save.key if compressor.reads_rows else None
-        flat = x if layout is None else flatten(x, layout, rows=rows)[0]
+            content = shared.content if layout is None else partial(shared.seen_as, layout)
+            return Compressed(shared, content, witness, witness._version), 0, SHARED, ""
+        flat = x
+        if layout is not None and not (compressor.reads_rows and x.is_contiguous()):
+            flat = flatten(x, layout, rows=save.key if compressor.reads_rows else None)[0]
         compressor = compressor.for_saved(x.shape) if compressor.whole_rows else compressor
         packed = compressor.compress(flat, key=key(save.site))
         planned, storage = 0, x.untyped_storage()
@@ -151,8 +153,43 @@ class PayloadCache:
         if memory is None:
             memory = self._known[place] = _Memory(StorageWeakRef(storage))
         memory.payloads[form] = memory.latest = (version, weakref.ref(shared))
-        handle = Compressed(shared, shared.content, layout, witness, witness._version)
-        return handle, planned, "", ""
+        content = shared.content if layout is None else partial(shared.seen_as, layout)
+        return Compressed(shared, content, witness, witness._version), planned, "", ""
+
+    def share_again(
+        self, x: Tensor, storage: int, settled: Settled, key: Callable[[Site], Key]
+    ) -> Compressed | None:
+        """As `share`, of a save for which its compression is bound; None: `share` knows more.
+
+        Args:
+            x: The tensor, detached, which is to be the witness.
+            storage: Its storage's id.
+            settled: What was chosen for it.
+            key: Gives the random bits of a new payload.
+        """
+        site, layout, own, compressor, _, bound = settled
+        version, place = x._version, (storage, own, x.dtype)
+        memory, shared = self._known.get(place), None
+        if memory is not None:
+            then, source, _ = memory.output
+            if then == version and source is not None:
+                return Compressed(None, partial(_seen_as, source, layout), x, version)
+            if memory.copy[0] == version:
+                return None
+            shared = memory.payload(compressor, version)
+        if bound is None or isinstance(compressor, Keep):
+            return None
+        if shared is None:
+            bytes_of = x.untyped_storage()
+            if bound.nbytes >= bytes_of.nbytes():
+                return None
+            parts = bound.pack(x, key(site).bits())
+            tensors = dict(zip(compressor.parts, parts, strict=True))
+            shared = Shared(Packed(tensors, bound.stored, x.dtype), bound.compressor, layout)
+            if memory is None:
+                memory = self._known[place] = _Memory(StorageWeakRef(bytes_of))
+            memory.payloads[compressor] = memory.latest = (version, weakref.ref(shared))
+        return Compressed(shared, partial(shared.read, bound), x, version)
 
     def _serves(self, copy: Copy, save: Save, compressor: Compressor, *, derive: bool) -> bool:
         """Whether the source's payload, or a new one, is no larger than the copy's own."""
@@ -182,10 +219,8 @@ class PayloadCache:
         source = Save(x, copy.storage, copy.layout, copy.key, save.site, copy.witness)
         handle, planned, note, op = self.share(source, compressor, key, derive=derive)
         if handle is not None:
-            content = partial(_copied, copy.again, handle.content, handle.layout)
-            handle = Compressed(
-                handle.shared, content, save.layout, save.witness, save.witness._version
-            )
+            content = partial(_copied, copy.again, handle.content, save.layout)
+            handle = Compressed(handle.shared, content, save.witness, save.witness._version)
         return handle, planned, note, op
 
     def source_of(self, x: Tensor) -> Source | None:
@@ -200,19 +235,21 @@ class PayloadCache:
         then, source, _ = memory.output
         return source if then == x._version else None
 
-    def derive(self, y: Tensor, source: Source, op: str) -> None:
+    def derive(self, y: Tensor, storage: int, key: Memory | None, source: Source, op: str) -> None:
         """Let saves of an op's output hold `source` in place of a payload of their own.
 
         Args:
             y: The output, just made; its elements do not overlap.
+            storage: Its storage's id.
+            key: See `memory_of`.
             source: Computes it again, in the same memory order, from payloads that are kept.
             op: The op's name, for the records.
         """
-        self._memory(y).output = (y._version, source, op)
+        self._memory(y, storage, key).output = (y._version, source, op)
 
     def copied(self, y: Tensor, copy: Copy) -> None:
         """Let saves of `y`, just made, hold what its source comes from."""
-        self._memory(y).copy = (y._version, copy)
+        self._memory(y, storage_id(y), memory_of(y)[1]).copy = (y._version, copy)
 
     def derive_weight(self, x: Tensor, source: Source) -> None:
         """Let saves of `x`, a rounded weight, hold the rounding of its parameter."""
@@ -222,15 +259,15 @@ class PayloadCache:
 
 def derived(save: Save, source: Source) -> Compressed:
     """The handle of a save that `source` computes again, in the memory order that it had."""
-    content = partial(_flat, source)
-    return Compressed(None, content, save.layout, save.witness, save.witness._version)
+    content = partial(_seen_as, source, save.layout)
+    return Compressed(None, content, save.witness, save.witness._version)
 
 
-def _copied(again: Again, content: Callable[[], Tensor], layout: Layout | None) -> Tensor:
-    """The copy's elements, flat, of its source's."""
-    x = content()
-    return flatten(again(x if layout is None else restore(x, layout)))[0]
+def _copied(again: Again, content: Callable[[], Tensor], layout: Layout) -> Tensor:
+    """The copy of what its source's content gives."""
+    return restore(flatten(again(content()))[0], layout)
 
 
-def _flat(source: Source) -> Tensor:
-    return flatten(source())[0]
+def _seen_as(source: Source, layout: Layout) -> Tensor:
+    x = source()
+    return restore(x if x.is_contiguous() else flatten(x)[0], layout)

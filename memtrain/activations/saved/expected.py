@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from memtrain.activations.saved.bound import Bound
 from memtrain.activations.saved.flatten import Layout, Memory
 from memtrain.activations.saved.op_names import calls
 from memtrain.activations.saved.origin import of_stand_in
@@ -33,6 +34,8 @@ class Settled(NamedTuple):
     chosen: Compressor | Keep
     nothing: Tensor | None
     """Contents of a payload's witness; None where the tensor is kept."""
+    bound: Bound | None
+    """Its compression, where kernels are known for its form."""
 
 
 class Expected(NamedTuple):
@@ -55,21 +58,16 @@ class Expected(NamedTuple):
 
     def fits(self, x: Tensor) -> bool:
         """Whether this is the save that is made now; asked by the function that `pack` calls."""
-        code, instruction, look, _, _ = self
+        code, instruction, (shape, stride, *others), _, _ = self
+        if x.shape != shape or x.stride() != stride:
+            return False
         frame = sys._getframe(3)
         while frame.f_code is not code:  # to ask whether this is one of `BETWEEN` takes longer
             if frame.f_code not in BETWEEN or frame.f_back is None:
                 return False
             frame = frame.f_back
-        seen = (
-            x.shape,
-            x.stride(),
-            x.storage_offset(),
-            x.dtype,
-            x.device,
-            x.requires_grad,
-        )  # `_look`
-        return frame.f_lasti == instruction and seen == look
+        rest = [x.storage_offset(), x.dtype, x.device, x.requires_grad]  # as in `_look`
+        return frame.f_lasti == instruction and rest == others
 
 
 Running = Iterator[Expected] | list[Expected] | None
@@ -120,7 +118,13 @@ class Expectations:
         self.due, self._saves = None, None
         if self._form is None or module in self._watched:
             return None
-        call = (self._form, module, training, _looks((*args, *kwargs.values())))
+        looks: list[Any] = [self._form, module, training]
+        for x in (*args, *kwargs.values()):  # what its saves are likely to depend on
+            if isinstance(x, Tensor):
+                looks += (x.shape, x.stride(), x.dtype, x.requires_grad)
+            elif isinstance(x, bool):
+                looks.append(x)
+        call = tuple(looks)
         known = self._known.get(call)
         if known is not None:
             self.due = iter(known)
@@ -178,14 +182,3 @@ def made_by(x: Tensor) -> type:
 
 def _look(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
-
-
-def _looks(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of the arguments of a call: what its saves are likely to depend on."""
-    looks: list[Any] = []
-    for x in values:
-        if isinstance(x, Tensor):
-            looks += (x.shape, x.stride(), x.dtype, x.requires_grad)
-        elif isinstance(x, bool):
-            looks.append(x)
-    return tuple(looks)

@@ -67,29 +67,33 @@ def restore(flat: Tensor, layout: Layout) -> Tensor:
     """The tensor that `flatten` was given: same shape, same order of dimensions in memory.
 
     Args:
-        flat: 1-d, as many elements as `flatten` returned.
+        flat: Contiguous, as many elements as `flatten` returned.
         layout: Of the same call.
 
     Returns:
         A view of `flat`.
     """
-    try:
-        stored, inverse, expanded = _steps(layout)
-    except TypeError:  # symbolic sizes have no hash
-        stored, inverse, expanded = _steps.__wrapped__(layout)
+    stored, inverse, expanded = steps_of(layout)
     x = flat.view(stored)
     x = x if inverse is None else x.permute(inverse)
     return x.expand(layout.shape) if expanded else x
 
 
-@lru_cache(maxsize=4096)
-def _steps(layout: Layout) -> tuple[list[int], list[int] | None, bool]:
+def steps_of(layout: Layout) -> tuple[torch.Size, list[int] | None, bool]:
     """The shape in memory order, the permutation back, if there is one, and whether to expand."""
+    try:
+        return _steps(layout)
+    except TypeError:  # symbolic sizes have no hash
+        return _steps.__wrapped__(layout)
+
+
+@lru_cache(maxsize=4096)
+def _steps(layout: Layout) -> tuple[torch.Size, list[int] | None, bool]:
     stored = [1 if once else size for size, once in zip(layout.shape, layout.expanded, strict=True)]
     inverse = [layout.order.index(dim) for dim in range(len(layout.order))]
     in_memory = [stored[dim] for dim in layout.order]
     plain = inverse == list(range(len(inverse)))
-    return in_memory, None if plain else inverse, any(layout.expanded)
+    return torch.Size(in_memory), None if plain else inverse, any(layout.expanded)
 
 
 def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.activations.saved.flatten import Layout, restore
+from memtrain.activations.saved.bound import Bound
+from memtrain.activations.saved.flatten import Layout, restore, steps_of
 from memtrain.activations.saved.site import Op
 from memtrain.compressors import Compressor, Packed
 
@@ -44,7 +45,34 @@ class Shared:
 
     def tensor(self) -> Tensor:
         """The tensor that was saved first, in its shape and memory order."""
-        return self.content() if self.layout is None else restore(self.content(), self.layout)
+        return tensor_of(self.packed, self.compressor, self.layout)
+
+    def read(self, bound: Bound) -> Tensor:
+        """The tensor as one of the form of `bound`, of the same elements."""
+        return bound.unpack(self.packed, self.compressor)
+
+    def seen_as(self, layout: Layout) -> Tensor:
+        """The tensor as one that was saved with another layout, of the same elements."""
+        return tensor_of(self.packed, self.compressor, layout)
+
+
+def tensor_of(packed: Packed, compressor: Compressor, layout: Layout | None) -> Tensor:
+    """The tensor of a payload, in its shape and memory order.
+
+    Args:
+        packed: The payload.
+        compressor: What made it.
+        layout: Where the tensor was flattened: what the flat one is to be seen as.
+    """
+    if layout is None:
+        return compressor.decompress(packed)
+    if not compressor.reads_rows:
+        return restore(compressor.decompress(packed), layout)
+    # Asked for in the order that it has in memory, it needs no view: each takes as long as a block.
+    stored, inverse, expanded = steps_of(layout)
+    x = compressor.decompress(Packed(packed.tensors, stored, packed.dtype))
+    x = x if inverse is None else x.permute(inverse)
+    return x.expand(layout.shape) if expanded else x
 
 
 class Compressed(NamedTuple):
@@ -54,8 +82,7 @@ class Compressed(NamedTuple):
     """
 
     shared: Shared | None
-    content: Callable[[], Tensor]  # flat, unless `layout` is None
-    layout: Layout | None  # None: the compressor kept the tensor's own shape and order
+    content: Callable[[], Tensor]  # in the shape and memory order that the tensor had
     witness: Tensor  # of changes in place
     version: int
 
@@ -69,10 +96,8 @@ class Compressed(NamedTuple):
         check_version(self.witness, self.version)
         if torch.is_grad_enabled():  # a backward that is differentiated again
             with torch.no_grad():
-                x = self.content()
-        else:
-            x = self.content()
-        return x if self.layout is None else restore(x, self.layout)
+                return self.content()
+        return self.content()
 
 
 class Waiting:

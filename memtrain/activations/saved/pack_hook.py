@@ -3,20 +3,20 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memtrain.activations.saved.bound import Bound
 from memtrain.activations.saved.cache import Again, Copy, PayloadCache, Save, Source, derived
 from memtrain.activations.saved.expected import (
     BETWEEN,
     Expectations,
     Expected,
     Settled,
-    made_by,
 )
 from memtrain.activations.saved.fit import FLOATS, RECURRENT, fit, needless
 from memtrain.activations.saved.flatten import memory_of
@@ -39,6 +39,7 @@ from memtrain.activations.saved.site import (
     Site,
 )
 from memtrain.compressors import Compressor, Keep, Key
+from memtrain.kernels.dispatch import is_ordinary
 
 # A statistic such as a mean or a log-sum-exp is this much smaller than what the op reads.
 SIDE_RATIO = 16
@@ -61,6 +62,15 @@ class Watch(Protocol):
     def after(self, op: Op, result: Any) -> None:
         """Observe the result of the op that made the last saves."""
         ...
+
+
+class Replaced(NamedTuple):
+    """An op of a module that was replaced, for calls that are alike."""
+
+    form: tuple[Any, ...]  # of the call
+    run: Callable[..., Any]  # given the call's arguments, the compressor and the key
+    compressor: Compressor
+    site: Site
 
 
 SETTLED = 2**14
@@ -99,6 +109,8 @@ class SavedTensors:
         self.expectations = Expectations()
         self._settled: dict[tuple[Any, ...], Settled] = {}
         self._settled_by: Choose | None = None  # made these choices; None: this forward makes them
+        self.replaced: dict[tuple[str, str], Replaced] = {}
+        """Ops that were replaced, by module and function, where choices are settled."""
         self._numbers: dict[Site, int] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what witnesses hold
         self._recorded: list[Held] | None = None
@@ -119,6 +131,7 @@ class SavedTensors:
         """Whether the hooks that are on drop what is saved: it is made again in the backward."""
         self.cache = PayloadCache()
         self._first_call = 0  # number of a site's first payload
+        self._ordinary = False  # whether kernels that are bound to a form of saves serve
         self._waiting: list[Waiting] = []
         self._calls: dict[Site, int] = {}
         self._kept: dict[int, StorageWeakRef] = {}  # storages that a KeptTensor holds
@@ -129,10 +142,11 @@ class SavedTensors:
 
     def __getstate__(self) -> dict[str, object]:
         runtime = ("hook", "surprised", "op", "custom", "shell", "drops", "cache", "expectations")
+        runtime += ("replaced",)
         return {k: v for k, v in vars(self).items() if k not in runtime and not k.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _settled={}, _settled_by=None)
+        vars(self).update(state, _settled={}, _settled_by=None, replaced={})
         vars(self).update(_numbers={}, _nothing={}, _recorded=None, expectations=Expectations())
         self._reset()
 
@@ -162,9 +176,15 @@ class SavedTensors:
         told = self.watch is not None or self.exact is not None or self.defers
         by = None if record or told else self.choose
         if by is not self._settled_by:
-            self._settled, self._settled_by = {}, by
+            self._settled, self._settled_by, self.replaced = {}, by, {}
             self.expectations.forget()
         self.expectations.begin(None if by is None else form)
+        self._ordinary = is_ordinary()
+
+    @property
+    def replays(self) -> bool:
+        """Whether ops that were replaced are, in later forwards, without being recognised anew."""
+        return self._settled_by is not None and not self.hooks_all
 
     @property
     def records(self) -> bool:
@@ -248,11 +268,19 @@ class SavedTensors:
 
     def _pack_as(self, x: Tensor, storage: int, settled: Settled) -> Saved:
         """The handle of a save for which a choice was made before."""
-        site, layout, key, chosen, nothing = settled
+        site, layout, key, chosen, nothing, bound = settled
         saved = x.detach()
+        if bound is not None and nothing is not None and self._ordinary:
+            handle = self.cache.share_again(saved, storage, settled, self.key)
+            if handle is not None:
+                saved.data = nothing  # from now on the witness
+                return handle
         save = Save(saved, storage, layout, key, site, saved)
         if nothing is None or isinstance(chosen, Keep):
-            return self._keep(save._replace(witness=self._witness(x)), chosen)
+            if x.numel() < self.min_elements:  # perhaps a small view of a large storage
+                return self._keep(save._replace(witness=self._witness(x)), chosen)
+            self._kept[storage] = StorageWeakRef(saved.untyped_storage())
+            return KeptTensor(saved, saved._version)
         handle, _, note, _ = self.cache.share(save, chosen, self.key, derive=True)
         if handle is None:
             return self._keep(save, Keep(note))
@@ -274,7 +302,9 @@ class SavedTensors:
         _, _, _, origin, settled = expected
         if settled is None or storage in self._inputs or storage in self._kept:
             return KeptTensor(x.detach(), x._version)
-        if (origin is None or made_by(x) is not origin) and is_parameter(x):
+        base = x._base  # as in `made_by`
+        maker = type((x if base is None else base).grad_fn)
+        if (origin is None or maker is not origin) and is_parameter(x):
             return KeptTensor(x.detach(), x._version)
         return self._pack_as(x, storage, settled)
 
@@ -343,9 +373,11 @@ class SavedTensors:
     def derive(self, y: Tensor, source: Source, op: str) -> None:
         """Let saves of an op's output `y` hold `source`, unless they are kept anyway."""
         storage = -1 if foreign(y) else storage_id(y)
-        kept = storage < 0 or storage in self._parameters or storage in self._inputs
-        if not kept and memory_of(y)[1] is not None:
-            self.cache.derive(y, source, op)
+        if storage < 0 or storage in self._parameters or storage in self._inputs:
+            return
+        key = memory_of(y)[1]
+        if key is not None:
+            self.cache.derive(y, storage, key, source, op)
 
     def copied(self, y: Tensor, x: Tensor, again: Again) -> None:
         """Let saves of `y`, which `again` just made of `x` alone, hold what `x` comes from.
@@ -365,7 +397,7 @@ class SavedTensors:
         kept = KeptTensor(leaf.detach(), leaf._version)
         seen_as = (saved.shape, saved.stride(), saved.storage_offset())
         content = partial(_view_of_cast, kept, saved.dtype, seen_as)
-        handle = Compressed(None, content, None, witness, witness._version)
+        handle = Compressed(None, content, witness, witness._version)
         if self._recorded is not None:
             site = Site(op.module, op.name, op.role(saved, storage))
             save = Save(saved, storage, *memory_of(saved), site, witness)
@@ -415,15 +447,18 @@ class SavedTensors:
         if save.form is not None and copy is None:
             if len(self._settled) >= SETTLED:  # shapes that vary would collect without end
                 self._settled.clear()
-            kept = isinstance(chosen, Keep) or chosen.is_identity
-            nothing = None if kept else self._empty_like(save.tensor)
-            self._settled[save.form] = Settled(save.site, save.layout, save.key, chosen, nothing)
+            nothing = bound = None
+            if not isinstance(chosen, Keep) and not chosen.is_identity:
+                nothing = self._empty_like(save.tensor)
+                bound = Bound.of(save.tensor, save.layout, save.key, chosen)
+            choice = (save.layout, save.key, chosen, nothing, bound)
+            self._settled[save.form] = Settled(save.site, *choice)
 
     def _drop(self, save: Save) -> Compressed:
         """The handle of a save of which the backward reads the shape only."""
         x = save.tensor
         content = partial(x.new_empty(0).new_empty_strided, x.shape, x.stride())
-        handle = Compressed(None, content, None, save.witness, save.witness._version)
+        handle = Compressed(None, content, save.witness, save.witness._version)
         if self._recorded is not None:
             self._record(handle, save, 0, "", "a convolution's, whose weight is frozen: not needed")
         return handle

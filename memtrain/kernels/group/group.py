@@ -1,6 +1,6 @@
 """Min/max group quantisation to 1 to 8 bits, packed to the bit: contract, reference, dispatch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -84,7 +84,7 @@ def group_dequantize(
     bounds: Tensor,
     bits: int,
     group_size: int,
-    numel: int,
+    numel: int | torch.Size,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The inverse of `group_quantize`: `lo + code * step` in float32, then cast to `dtype`.
@@ -97,11 +97,12 @@ def group_dequantize(
         bounds: bfloat16 or float32, [n_groups, 2].
         bits: Bits per code, 1 to 8.
         group_size: Elements per group.
-        numel: Number of elements to return, at most `n_groups * group_size`.
+        numel: Number of elements to return, at most `n_groups * group_size`; or their shape.
         dtype: Of the result: float32, bfloat16, float16 or float64.
 
     Returns:
-        `dtype`, [numel]: within one step of what was quantised (half a step if to nearest).
+        `dtype`, [numel] or that shape: within one step of what was quantised (half a step if to
+        nearest).
 
     Raises:
         TypeError: If `dtype` is not a float dtype named above.
@@ -118,6 +119,8 @@ def group_dequantize(
     if dtype in _READ and bounds.dtype in _WIDE and is_plain_cpu(codes):
         return _dequantizer(bits, group_size, dtype, bounds.dtype)(codes, bounds, numel)
     run = _dequantize if is_plain(codes) else _dequantize_op
+    if isinstance(numel, torch.Size):
+        return run(codes, bounds, bits, group_size, numel.numel(), dtype).view(numel)
     return run(codes, bounds, bits, group_size, numel, dtype)
 
 
@@ -241,8 +244,9 @@ def _quantizer(
         n_groups = (n + group_size - 1) // group_size
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
         bounds = x.new_empty(n_groups, 2, dtype=kept)
-        places = x.data_ptr(), is_bf16, codes.data_ptr(), bounds.data_ptr(), int(wide)
-        kernel(*places, n, bits, group_size, seed, stochastic, torch.get_num_threads())
+        at, codes_at, bounds_at = x.data_ptr(), codes.data_ptr(), bounds.data_ptr()
+        how = bits, group_size, seed, stochastic, torch.get_num_threads()
+        kernel(at, is_bf16, codes_at, bounds_at, wide, n, *how)
         return codes, bounds
 
     return run
@@ -251,24 +255,70 @@ def _quantizer(
 @cache
 def _dequantizer(
     bits: int, group_size: int, dtype: torch.dtype, kept: torch.dtype
-) -> Callable[[Tensor, Tensor, int], Tensor]:
+) -> Callable[[Tensor, Tensor, int | torch.Size], Tensor]:
     """The C++ kernel of payloads on the CPU: as `_dequantize`."""
     _check(bits, group_size, dtype)
     kernel = cpu.function("mt_group_dequantize", "ppipiiii")
     wide, is_bf16, width = _WIDE[kept], int(dtype == torch.bfloat16), group_size * bits // 8
 
-    def run(codes: Tensor, bounds: Tensor, numel: int) -> Tensor:
+    def run(codes: Tensor, bounds: Tensor, shape: int | torch.Size) -> Tensor:
+        numel = shape if isinstance(shape, int) else shape.numel()
         n_groups = (numel + group_size - 1) // group_size
         own = codes.shape == (n_groups, width) and codes.dtype == torch.uint8
         if not own or bounds.shape != (n_groups, 2):
             _check_payload(codes, bounds, bits, group_size, numel)
         codes, bounds = codes.contiguous(), bounds.contiguous()
-        out = codes.new_empty(numel, dtype=dtype)
+        out = codes.new_empty(shape, dtype=dtype)
         places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16
         kernel(*places, numel, bits, group_size, torch.get_num_threads())
         return out
 
     return run
+
+
+def kernels_of(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
+) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
+    """What `group_quantize` and `group_dequantize` do for tensors like `x`, asking nothing anew.
+
+    They serve while `dispatch.is_ordinary()`; None where another kernel does.
+
+    Args:
+        x: Dense, its elements read as they lie in memory.
+        bits: As for `group_quantize`.
+        group_size: As for `group_quantize`.
+        stochastic: As for `group_quantize`.
+        wide: As for `group_quantize`.
+        shape: Of what `dequantize` returns.
+
+    Returns:
+        quantize: `(tensor like x, seed)` -> codes and bounds.
+        dequantize: `(codes, bounds)` -> the tensor, contiguous.
+        nbytes: Of codes and bounds.
+    """
+    if x.dtype not in _READ or not is_plain_cpu(x):
+        return None
+    _check(bits, group_size, x.dtype)
+    n, dtype, kept, is_bf16 = x.numel(), x.dtype, _bounds_dtype(wide), int(x.dtype == _READ[1])
+    n_groups, width = (n + group_size - 1) // group_size, group_size * bits // 8
+    to_codes = cpu.function("mt_group_quantize", "pippiiiiii")
+    to_values = cpu.function("mt_group_dequantize", "ppipiiii")
+
+    # Sizes one by one: torch takes twice as long to read them of a tuple.
+    def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        codes = x.new_empty(n_groups, width, dtype=torch.uint8)
+        bounds = x.new_empty(n_groups, 2, dtype=kept)
+        places = x.data_ptr(), is_bf16, codes.data_ptr(), bounds.data_ptr(), wide
+        to_codes(*places, n, bits, group_size, seed, stochastic, torch.get_num_threads())
+        return codes, bounds
+
+    def dequantize(codes: Tensor, bounds: Tensor) -> Tensor:
+        out = codes.new_empty(*shape, dtype=dtype)
+        places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16
+        to_values(*places, n, bits, group_size, torch.get_num_threads())
+        return out
+
+    return quantize, dequantize, n_groups * (width + 2 * kept.itemsize)
 
 
 def _quantize(

@@ -66,7 +66,7 @@ def channel_norm_quantize(
     """The codes of `x_hat = (x - mean) * rstd`, in float32, without `x_hat` as a tensor.
 
     Args:
-        x: float32, bfloat16 or float16, 1-d and contiguous: the elements in memory order.
+        x: float32, bfloat16 or float16, contiguous: the elements in memory order.
         mean: float32, [statistics].
         rstd: float32, [statistics].
         where: The channels.
@@ -122,7 +122,7 @@ def channel_norm_backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
     gradients, and a NaN in a group of codes those of the channels that the group holds some of.
 
     Args:
-        dy: float32, bfloat16 or float16, 1-d and contiguous: the elements in memory order.
+        dy: float32, bfloat16 or float16, contiguous: the elements in memory order.
         codes: Of `channel_norm_quantize`.
         bounds: Of `channel_norm_quantize`.
         rstd: float32, [statistics].
@@ -161,10 +161,10 @@ def _check(x: Tensor, statistics: dict[str, Tensor], where: Channels) -> None:
     if x.dtype not in cpu.FLOAT_TYPES:
         raise TypeError(f"dtype {x.dtype}; allowed: float32, bfloat16, float16")
     sizes = where.outer * where.middle * where.channels * where.inner
-    if x.dim() != 1 or not x.is_contiguous() or x.numel() != sizes:
+    if not x.is_contiguous() or x.numel() != sizes:
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)} and strides {x.stride()}; allowed: contiguous, "
-            f"1-d, the {sizes} elements of {where}"
+            f"the {sizes} elements of {where}"
         )
     if where.together < 1 or where.channels % where.together:
         raise ValueError(f"{where.channels} channels; allowed: multiples of {where.together}")
@@ -221,11 +221,10 @@ def _quantizer(
     kernel = cpu.function("mt_channel_norm_quantize", "pipppp" + "i" * 10)
 
     def run(x: Tensor, mean: Tensor, rstd: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        usual = x.dim() == 1 and x.numel() == n and x.is_contiguous()
-        for statistic in (mean, rstd):
-            own = statistic.dtype == torch.float32 and statistic.numel() == count
-            usual = usual and own and statistic.is_contiguous()
-        if not usual:
+        usual = x.numel() == n and x.is_contiguous()
+        usual = usual and mean.dtype is rstd.dtype is torch.float32
+        usual = usual and mean.numel() == rstd.numel() == count
+        if not (usual and mean.is_contiguous() and rstd.is_contiguous()):
             _check(x, {"mean": mean, "rstd": rstd}, where)
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
         bounds = x.new_empty(n_groups, 2, dtype=kept)
@@ -313,12 +312,12 @@ def backward_reference(
     dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, where: Channels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`channel_norm_backward` in plain torch, from the decoded `x_hat`: the definition."""
-    dy, x_hat = _spread(dy.float(), where), _spread(x_hat, where)
+    shape, dy, x_hat = dy.shape, _spread(dy.float(), where), _spread(x_hat, where)
     sums = torch.stack([t.double().sum((1, 3)) for t in (dy, dy * x_hat, x_hat)])
     sums, mean = centred(sums, where)
     scale, slope, shift = (t[:, None, :, None] for t in lines_of(sums, mean, rstd, weight, where))
     dbias, dweight = sums.sum(1).float()
-    return (scale * dy + (slope * x_hat + shift)).view(-1), dweight, dbias
+    return (scale * dy + (slope * x_hat + shift)).view(shape), dweight, dbias
 
 
 def centred(sums: Tensor, where: Channels) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,72 @@
+"""Compression of saves of one form: what the form tells is found once, not at each save.
+
+A small tensor's kernel takes less time than the functions that lead to it, each of which asks what
+the one before has asked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memtrain.activations.saved.flatten import Layout, Memory, flatten, steps_of
+from memtrain.compressors import Compressor, Packed
+from memtrain.kernels.dispatch import is_ordinary
+
+
+class Bound(NamedTuple):
+    """A compressor of plain tensors of one shape, dtype, memory order and device."""
+
+    compressor: Compressor
+    """With groups for this shape."""
+    compress: Callable[[Tensor, int], tuple[Tensor, ...]]
+    decompress: Callable[..., Tensor]
+    nbytes: int
+    """Of a payload."""
+    rows: tuple[Sequence[int], Sequence[int]] | None
+    """Sizes and strides that the tensor is seen with, where there are gaps between its rows."""
+    stored: torch.Size
+    """The shape in memory order."""
+    inverse: list[int] | None
+    """The permutation back, if there is one."""
+
+    @classmethod
+    def of(
+        cls, x: Tensor, layout: Layout, key: Memory | None, compressor: Compressor
+    ) -> "Bound | None":
+        """What serves saves like `x`; None where the compressor or the tensor is not of the kind.
+
+        Args:
+            x: The save, detached.
+            layout: Its own.
+            key: Of `memory_of`.
+            compressor: Of its site.
+        """
+        if not compressor.reads_rows or any(layout.expanded):
+            return None
+        flat, compressor = flatten(x, layout, rows=key)[0], compressor.for_saved(x.shape)
+        if flat.data_ptr() != x.data_ptr():  # neither dense nor rows: it was copied
+            return None
+        stored, inverse, _ = steps_of(layout)
+        kernels = compressor.kernels(flat.contiguous(), stored)
+        rows = None if flat.is_contiguous() else (flat.size(), flat.stride())
+        return None if kernels is None else cls(compressor, *kernels, rows, stored, inverse)
+
+    def pack(self, x: Tensor, seed: int) -> tuple[Tensor, ...]:
+        """The payload's tensors, in the order of the compressor's `parts`."""
+        rows = self.rows
+        return self.compress(x if rows is None else x.as_strided(*rows).contiguous(), seed)
+
+    def unpack(self, packed: Packed, compressor: Compressor) -> Tensor:
+        """The tensor of a payload of the same elements, in its shape and memory order.
+
+        Args:
+            packed: The payload.
+            compressor: Of the save that it was made for.
+        """
+        if compressor == self.compressor and is_ordinary():
+            x = self.decompress(*packed.tensors.values())
+        else:
+            x = compressor.decompress(packed._replace(shape=self.stored))
+        return x if self.inverse is None else x.permute(self.inverse)
