@@ -27,7 +27,6 @@ from memtrain.config import sources as base
 from memtrain.config.sizes import parse_size
 from memtrain.integrations.framework import by_norm
 from memtrain.kernels.random.generators import random_state, set_random_state
-from memtrain.optim import stalled_moments
 from memtrain.plan.entries import weight_dtype
 from memtrain.planner import Fit
 from memtrain.training.batches import Batch, count, learned, loss_of, moved
@@ -264,7 +263,6 @@ class Run:
         )
         return {
             "bytes": {**self.bytes, "total": self.kept},
-            "stalled_moments": stalled_moments(self.optimizer),
             "steps": self.step,
             "step_seconds": seconds,
             f"{self.source.unit}_per_second": speed,

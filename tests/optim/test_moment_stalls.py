@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import memtrain
+from memtrain.audit.live_storages import storage_nbytes
+from memtrain.audit.live_tensors import state_tensors
 from memtrain.compressors.base import Key
 from memtrain.compressors.codebook import Block
 from memtrain.optim import AdamW4bit, CompressedOptimizer, Lion4bit, SGD8bit, stalled_moments
@@ -98,3 +100,15 @@ def test_released_gradients_are_looked_at_as_a_whole():
     inner = memtrain.optim.state_report.innermost(optimizer)
     assert len(inner.stalls._found) == 2
     assert 0 < stalled_moments(optimizer)["exp_avg"] < 1
+
+
+def test_what_was_found_takes_no_bytes_of_states():
+    weight = torch.nn.Parameter(torch.zeros(64, 256))
+    optimizer = AdamW4bit([weight])
+    held = []
+    for _ in range(9):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        held.append(storage_nbytes(state_tensors(optimizer)))
+    assert stalled_moments(optimizer)
+    assert len(set(held[1:])) == 1

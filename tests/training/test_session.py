@@ -91,9 +91,6 @@ def test_outputs_of_a_whole_call(smoke):
     content = json.loads((folder / "summary.json").read_text())
     assert content["runs"] == json.loads(json.dumps(summaries))
     assert content["runs"]["plain"]["bytes"]["saved"] > 0
-    stalled = [content["runs"][name]["stalled_moments"] for name in ("plain", "wrapped")]
-    assert stalled[0] == {}
-    assert 0 < stalled[1]["exp_avg"] < 1  # of the eighth and last step
     text = screen.getvalue()
     assert "saved activations" in text
     assert "tokens/s" in text

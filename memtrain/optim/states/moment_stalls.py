@@ -85,7 +85,8 @@ class MomentStalls:
 
     def __init__(self) -> None:
         self.step = 0
-        self._found: list[tuple[str, Tensor, Tensor, float]] = []
+        # Numbers, not tensors: what an optimizer holds is counted among its states' bytes.
+        self._found: list[tuple[str, float, float]] = []
 
     def begin(self, step: int) -> None:
         """Begin a step's count; the parameters of a step may come in several calls."""
@@ -100,18 +101,21 @@ class MomentStalls:
             seen: Blocks as they were.
             exact: The same elements as the step made them, before they were rounded.
             stored: Its payload.
+
+        On CUDA it waits for the device, in the few steps that are looked at.
         """
         update = (exact - seen.old).abs()
         landed = (_decoded(seen.block, stored, seen.numbers) - seen.old).abs()
         moving = update > 0
         lost = moving & (2 * landed < update)
-        self._found.append((seen.name, lost.sum(), moving.sum(), seen.weight))
+        counts = seen.weight * torch.stack([lost.sum(), moving.sum()]).double()
+        self._found.append((seen.name, *counts.tolist()))
 
     def shares(self) -> dict[str, float]:
         """State -> stalled elements among those that were to move."""
         sums: dict[str, list[float]] = {}
-        for name, lost, moving, weight in self._found:
+        for name, lost, moving in self._found:
             known = sums.setdefault(name, [0.0, 0.0])
-            known[0] += weight * lost.item()
-            known[1] += weight * moving.item()
+            known[0] += lost
+            known[1] += moving
         return {name: lost / moving for name, (lost, moving) in sums.items() if moving}
