@@ -419,8 +419,6 @@ def test_what_the_host_cannot_take_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=why):
             memtrain.wrap(model, optimizer, cfg)
-    with pytest.raises(ValueError, match=r"with budget=.* allowed.*=keep"):
-        memtrain.make_plan(model, optimizer, config(*KEPT, *ON_HOST), batch=batch(0), budget="1GiB")
     assert type(optimizer.step(lambda: loss_of(model, batch(0)))) is torch.Tensor  # not taken over
 
 
