@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 demo: $(READY) ## set up, then train the demo plain and wrapped
 	$(BIN)/memtrain-train
 
+# Tests start processes that import torch: the first one's bytecode serves the others.
+test nightly: export PYTHONDONTWRITEBYTECODE =
+
 test: $(READY) ## set up, then run everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -176,10 +176,9 @@ class Compressor(Protocol):
             shape: Of what `decompress` returns: as many elements.
 
         Returns:
-            compress: `(tensor, seed)` -> the payload's tensors, in the order of `parts`, of the
-                elements as they lie in memory.
-            decompress: `(*payload's tensors)` -> the tensor, contiguous.
-            nbytes: Of a payload.
+            A function `(tensor, seed)` that gives the payload's tensors, in the order of `parts`,
+            of the elements as they lie in memory; one `(*payload's tensors)` that gives the tensor,
+            contiguous; and a payload's bytes.
         """
         return None
 
