@@ -161,5 +161,5 @@ def test_a_first_compilation_takes_half_again_of_plains_at_most(model, tmp_path)
     seconds = {"plain": [], "balanced": []}  # of the processor: compilers are counted
     for turn in range(3):
         for preset, found in seconds.items():
-            found.append(process(preset, model, tmp_path / f"{preset} {turn}")["seconds"])
+            found.append(process(preset, model, tmp_path / f"{preset}_{turn}")["seconds"])
     assert median(seconds["balanced"]) <= 1.5 * median(seconds["plain"])
