@@ -169,7 +169,7 @@ class Compressor(Protocol):
     def kernels(
         self, x: Tensor, shape: Sequence[int]
     ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
-        """What `compress` and `decompress` do for tensors like `x`; None: no such functions.
+        """Functions of `compress` and `decompress` for tensors like `x`; None: there are none.
 
         Args:
             x: A plain dense tensor; those alike have its shape, strides, dtype and device.

@@ -35,7 +35,7 @@ class Bound(NamedTuple):
     def of(
         cls, x: Tensor, layout: Layout, key: Memory | None, compressor: Compressor
     ) -> "Bound | None":
-        """What serves saves like `x`; None where the compressor or the tensor is not of the kind.
+        """Bind a compressor to saves like `x`; None where it or the tensor is not of the kind.
 
         Args:
             x: The save, detached.

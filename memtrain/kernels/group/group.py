@@ -279,7 +279,7 @@ def _dequantizer(
 def kernels_of(
     x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
-    """What `group_quantize` and `group_dequantize` do for tensors like `x`, asking nothing anew.
+    """Functions of `group_quantize` and `group_dequantize` for tensors like `x`, bound.
 
     They serve while `dispatch.is_ordinary()`; None where another kernel does.
 

@@ -101,7 +101,7 @@ class CompressedStates(Optimizer):
 
     @property
     def stalls(self) -> MomentStalls:
-        """What `stalled_moments` tells."""
+        """Counts that `stalled_moments` tells."""
         return self._watch.moments
 
     def _samples(self, param: Tensor) -> list[Sample]:

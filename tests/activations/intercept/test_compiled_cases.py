@@ -132,7 +132,7 @@ def test_what_no_gradient_reaches_is_compressed_where_a_layer_reads_it(preset):
 
 
 def process(preset, model, caches):
-    """What a process of its own says of a model that it compiles."""
+    """Compile a model in a process of its own, and give what it says of that."""
     script = str(Path(__file__).with_name("compiled_process.py"))
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
