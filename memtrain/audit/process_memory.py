@@ -1,14 +1,18 @@
 """The process's resident memory under Linux, and glibc's freed pages."""
 
 import ctypes
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _RESET_PEAK = "5"  # proc(5): the peak of the resident set becomes the present one
 _MMAP_THRESHOLD = -3  # mallopt(3)
 
-MOST_IN_HEAP = 32 * 2**20
-"""Bytes that the threshold above which glibc maps a block rises to."""
+_MOST_IN_HEAP = 32 * 2**20  # bytes that the threshold above which glibc maps a block rises to
+_LARGE = 2**20
 
 
 def resident_nbytes(*, peak: bool = False) -> int | None:
@@ -60,31 +64,47 @@ def hand_back_freed_pages() -> bool:
         >>> hand_back_freed_pages() in (True, False)
         True
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl and others have none
+    trim = _of_glibc("malloc_trim")
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
 
 
-def map_large_blocks(at_least: int) -> bool:
-    """Let glibc map each block of so many bytes by itself, and unmap it when it is freed.
+def memory_is_short() -> bool:
+    """Whether the process holds more than a quarter of the machine's memory; False out of Linux.
+
+    Example:
+        >>> memory_is_short()
+        False
+    """
+    held = resident_nbytes()
+    return held is not None and held > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
+
+
+@contextmanager
+def large_blocks_mapped() -> Iterator[None]:
+    """Let glibc map each block of a MiB and more by itself meanwhile, and unmap it when freed.
 
     For work that frees large temporaries between small blocks that stay (see
     `hand_back_freed_pages`), where a page fault costs little beside what is computed. It holds for
-    the process, and ends the threshold's rising.
+    the process. Afterwards the threshold is 32 MiB, where glibc's own rising ends. Without glibc
+    nothing changes.
 
-    Args:
-        at_least: Bytes; at most 32 MiB, where glibc maps by itself.
-
-    Returns:
-        Whether it does; False without glibc.
-
-    Raises:
-        ValueError: If `at_least` is out of its range.
+    Example:
+        >>> with large_blocks_mapped():
+        ...     len(bytearray(2**20))
+        1048576
     """
-    if not 0 < at_least <= MOST_IN_HEAP:
-        raise ValueError(f"at_least={at_least}; allowed: 1 to {MOST_IN_HEAP} bytes")
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, at_least))
+    _map_blocks(_LARGE)
+    try:
+        yield
+    finally:
+        _map_blocks(_MOST_IN_HEAP)
+
+
+def _map_blocks(at_least: int) -> None:
+    if mallopt := _of_glibc("mallopt"):
+        mallopt(_MMAP_THRESHOLD, at_least)
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of glibc's malloc; None where there is none (musl and others)."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

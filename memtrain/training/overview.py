@@ -26,7 +26,7 @@ def described(run: Run) -> list[str]:
         shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
         lines.append(f"model: not in its folder, so with initial values: {shown}")
     if run.slow_products:
-        lines.append("cpu: it has no bfloat16 instructions, so bfloat16 products are float32's")
+        lines.append("cpu: bfloat16 products are made in float32, which is faster here")
     source = run.source
     if isinstance(source, Rows):
         counts = [f"{len(source.parts[split]):,}" for split in ("train", "validation")]

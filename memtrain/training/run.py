@@ -136,7 +136,7 @@ class Run:
 
     @property
     def slow_products(self) -> bool:
-        """Whether it has bfloat16 products, on a processor without instructions for them."""
+        """Whether it has bfloat16 products, on a processor where float32's are faster."""
         half = any(p.dtype == torch.bfloat16 for p in self.model.parameters())
         half |= self.config.training.autocast
         return half and bfloat16_products_are_slow(self.device)

@@ -21,6 +21,8 @@ from memtrain import api
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.process_memory import (
     hand_back_freed_pages,
+    large_blocks_mapped,
+    memory_is_short,
     resident_nbytes,
     restart_resident_peak,
 )
@@ -194,7 +196,10 @@ class Session:
                 results.show_on(self._board, row)
 
         display.begin(name, run.step, training.steps)
-        with float32_products() if run.slow_products else nullcontext():
+        with (
+            float32_products() if run.slow_products else nullcontext(),
+            large_blocks_mapped() if memory_is_short() else nullcontext(),
+        ):
             if not state:
                 self._validate(run, note, display)
             while not run.finished and not self._stopped():

@@ -1,12 +1,16 @@
 """Resident memory, and pages that were freed and kept."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
 
+from memtrain.audit import process_memory
 from memtrain.audit.process_memory import (
     hand_back_freed_pages,
+    memory_is_short,
     resident_nbytes,
     restart_resident_peak,
 )
@@ -37,3 +41,32 @@ def test_freed_pages_of_the_heap_are_handed_back():
         pytest.skip("not glibc's malloc")
     assert before - resident() > 80 * MIB
     assert behind.sum() == 2**16
+
+
+def test_freed_pieces_leave_memory_between_blocks_that_stay():
+    # Another process: where this one's heap has room, a block is not mapped. It needs no torch.
+    script = f"""
+import runpy
+from contextlib import nullcontext
+own = runpy.run_path({process_memory.__file__!r})
+kept, nbytes = [], 8 * 2**20
+bytearray(nbytes)  # freed: from now on glibc has such blocks in its heap
+for mapped in (nullcontext(), own["large_blocks_mapped"]()):
+    with mapped:
+        before, pieces = own["resident_nbytes"](), []
+        for _ in range(16):
+            pieces.append(bytearray(b"1") * nbytes)
+            kept.append(bytearray(4096))
+        del pieces
+        print((own["resident_nbytes"]() - before) // nbytes)
+"""
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(told[0]) > 8 > 2 > int(told[1])
+
+
+@pytest.mark.parametrize(("machine", "short"), [(4.5, False), (3.5, True)])
+def test_memory_is_short_from_a_quarter_of_the_machines_on(monkeypatch, machine, short):
+    sizes = {"SC_PHYS_PAGES": int(machine * resident()), "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    assert memory_is_short() is short

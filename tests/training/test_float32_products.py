@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memtrain.audit.process_memory import map_large_blocks, resident_nbytes
-from memtrain.training.float32_products import PIECE, float32_products
+from memtrain.training.float32_products import (
+    PIECE,
+    bfloat16_products_are_slow,
+    float32_products,
+)
 
 HALF_STEP = 2.0**-8  # of bfloat16 at most, relative: its significand has 8 bits
 
@@ -88,20 +91,15 @@ def test_other_dtypes_and_later_products_are_torchs() -> None:
     assert torch.equal(half @ half.T, own)
 
 
-@pytest.mark.skipif(resident_nbytes() is None, reason="the system does not tell resident memory")
-def test_freed_pieces_leave_memory_between_blocks_that_stay() -> None:
-    nbytes, kept = 8 * 2**20, []
-    torch.zeros(nbytes, dtype=torch.uint8)  # freed: from now on glibc has such blocks in its heap
-    with float32_products():
-        before = resident_nbytes() or 0
-        pieces = []
-        for _ in range(16):
-            pieces.append(torch.ones(nbytes, dtype=torch.uint8))
-            kept.append(torch.ones(4096, dtype=torch.uint8))
-        del pieces
-        assert (resident_nbytes() or 0) - before < 2 * nbytes
-
-
-def test_a_threshold_above_glibcs_own_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"at_least=33554433; allowed: 1 to 33554432 bytes"):
-        map_large_blocks(32 * 2**20 + 1)
+@pytest.mark.parametrize(
+    ("mkldnn", "avx512", "amx", "slow"),
+    [(False, False, False, True), (True, True, False, True), (True, True, True, False)],
+)
+def test_only_amx_is_faster_with_bfloat16_products(
+    monkeypatch: pytest.MonkeyPatch, mkldnn: bool, avx512: bool, amx: bool, slow: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert bfloat16_products_are_slow(torch.device("cpu")) is slow
