@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import optimizer_states, paper_table
+from experiments import derivatives, optimizer_states, paper_table, states_ablation
+from experiments.study import Runs
 from experiments.sweep import Sweep, SweepTrainConfig
 from memtrain.cli.train import read_config, run
 from memtrain.config.errors import nearest
@@ -17,6 +18,12 @@ from memtrain.training.settings import compose, from_mapping
 
 CONFIGS = Path(__file__).parent / "configs"
 """Config groups that are found beside memtrain's own."""
+STUDIES = {
+    "derivatives": derivatives.STUDY,
+    "optimizer_states": optimizer_states.STUDY,
+    "states_ablation": states_ablation.STUDY,
+}
+"""What `study.name` may be."""
 HELP = """\
 usage: python -m experiments NAME [key=value ...]
        python -m experiments key=value ...
@@ -29,6 +36,8 @@ examples:
                                              runs into one CSV; the same call goes on
   python -m experiments paper_table          the few-bit paper's table of activation memory
   python -m experiments optimizer_states     states of 32 to 2 bits, over seeds: likewise
+  python -m experiments states_ablation      ways to hold the second moment in 4 bits: likewise
+  python -m experiments derivatives          few-bit derivatives, to the end: likewise
   python -m experiments optim=ablation/b128_de training.steps=50
   python -m experiments precision_overflow --config   print the config, train nothing
 
@@ -76,7 +85,9 @@ def _session(overrides: list[str], console: Console | None) -> tuple[Any, Any]:
     if console is None:
         return config, None
     if isinstance(config, SweepTrainConfig) and config.study.name:
-        return config, optimizer_states.Runs(config.study, Path(config.output.folder))
+        if config.study.name not in STUDIES:
+            raise ValueError(f"study.name: {nearest(config.study.name, list(STUDIES))}")
+        return config, Runs(config.study, STUDIES[config.study.name], Path(config.output.folder))
     if isinstance(config, SweepTrainConfig) and config.sweep.families:
         return config, Sweep(config, console=console)
     return config, Session(config, state=state, console=console)

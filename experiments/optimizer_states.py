@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import memtrain
@@ -29,7 +29,6 @@ from experiments.study import (
     LOSS,
     Row,
     Study,
-    StudyConfig,
     descend,
     groups_of,
     quality,
@@ -37,6 +36,7 @@ from experiments.study import (
 )
 from experiments.tasks import TASKS
 from memtrain.optim import Lion, state_bytes
+from memtrain.training.data import Images, Text
 
 
 class Variant(NamedTuple):
@@ -75,21 +75,21 @@ VARIANTS = {
 """Name of a variant -> what it is. 4-bit AdamW of the paper is `rank1_4bit`."""
 
 
-def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
-    """Train one run.
+class Trained(NamedTuple):
+    """What a run leaves."""
 
-    Args:
-        name: Of `experiments.tasks.TASKS`.
-        variant: Of `VARIANTS`.
-        seed: Of the data's split and order, and of the weights.
-        lr: The highest learning rate, of AdamW.
-        steps: So many.
+    model: nn.Module
+    optimizer: Any
+    source: Images | Text
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    """Step -> its inputs and targets, where the model is."""
+    losses: list[float]
+    """Of each step."""
 
-    Returns:
-        What the run's line says besides `KEY`.
-    """
-    task, own = TASKS[name], VARIANTS[variant]
-    started = time.process_time()
+
+def descended(name: str, own: Variant, seed: int, lr: float, steps: int) -> Trained:
+    """Train a task of `experiments.tasks.TASKS` with a variant; the arguments are `train`'s."""
+    task = TASKS[name]
     source = task.source(seed)
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,8 +112,27 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         return inputs.to(device), targets.to(device)
 
     losses, _ = descend(model, optimizer, batch, peak=lr * own.rate, steps=steps, reset=own.reset)
-    return quality(validate(model, source), losses) | {
-        "bytes_per_parameter": state_bytes(optimizer) / sum(p.numel() for p in model.parameters()),
+    return Trained(model, optimizer, source, batch, losses)
+
+
+def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
+    """Train one run.
+
+    Args:
+        name: Of `experiments.tasks.TASKS`.
+        variant: Of `VARIANTS`.
+        seed: Of the data's split and order, and of the weights.
+        lr: The highest learning rate, of AdamW.
+        steps: So many.
+
+    Returns:
+        What the run's line says besides `KEY`.
+    """
+    started = time.process_time()
+    run = descended(name, VARIANTS[variant], seed, lr, steps)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    return quality(validate(run.model, run.source), run.losses) | {
+        "bytes_per_parameter": state_bytes(run.optimizer) / parameters,
         "seconds": time.process_time() - started,
         "torch": torch.__version__,
     }
@@ -130,31 +149,6 @@ STUDY = Study(
     costs=("bytes_per_parameter",),
     output=Path("outputs/optimizer_states.csv"),
 )
-
-
-class Runs:
-    """The runs of a config's study.
-
-    Args:
-        config: Names this study.
-        folder: Of the CSV file.
-
-    Raises:
-        ValueError: For another study, or an unknown variant.
-    """
-
-    def __init__(self, config: StudyConfig, folder: Path) -> None:
-        if config.name != "optimizer_states":
-            raise ValueError(f"study.name={config.name!r}; allowed: optimizer_states")
-        if unknown := [name for name in config.variants if name not in VARIANTS]:
-            allowed = ", ".join(VARIANTS)
-            raise ValueError(f"study.variants: {unknown[0]!r} is unknown; allowed: {allowed}")
-        self.cells, self.output = config.cells(), folder / "optimizer_states.csv"
-
-    def train(self) -> int:
-        """Train those that the file does not hold; how many."""
-        return STUDY.run(self.cells, self.output)
-
 
 if __name__ == "__main__":
     sys.exit(STUDY.main(sys.argv[1:]))

