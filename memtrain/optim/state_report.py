@@ -84,7 +84,9 @@ def stalled_moments(optimizer: Optimizer) -> dict[str, float]:
 
     A grid of few bits rounds an update away that is below half of its step: a moment then follows
     its gradients later than its decay says, and a small one not at all. That is looked at in steps
-    8, 16, 32, ... on a sample of each state that is coded in blocks (`B128/DE` and its kin).
+    8, 16, 32, ... on a sample of each state that is coded in blocks (`B128/DE` and its kin). The
+    sums stay on the states' device, and only this call waits for it. Steps that a CUDA graph
+    captures or replays are not looked at.
 
     Args:
         optimizer: A compressed one, or what `wrap` put around it.

@@ -10,6 +10,8 @@ from memtrain.compressors.codebook import Block
 from memtrain.optim.states.shards import is_sharded
 
 BLOCKS = 8  # of each state, spread over it
+LATE = ("cuda",)
+"""Types of devices that work later than the host asks: what is read there makes it wait."""
 
 
 class Sample(NamedTuple):
@@ -85,14 +87,15 @@ class MomentStalls:
 
     def __init__(self) -> None:
         self.step = 0
-        # Numbers, not tensors: what an optimizer holds is counted among its states' bytes.
-        self._found: list[tuple[str, float, float]] = []
+        self._sums: dict[tuple[str, torch.device], Any] = {}
+        """Elements lost and to move, float64 [2]: on the device until somebody asks; on a CPU in
+        NumPy, since a tensor that an optimizer holds is counted among its states' bytes."""
 
     def begin(self, step: int) -> None:
         """Begin a step's count; the parameters of a step may come in several calls."""
         if step != self.step:
             self.step = step
-            self._found.clear()
+            self._sums.clear()
 
     def add(self, seen: Sample, exact: Tensor, stored: dict[str, Tensor]) -> None:
         """Compare what is stored now with what was to be.
@@ -102,19 +105,24 @@ class MomentStalls:
             exact: The same elements as the step made them, before they were rounded.
             stored: Its payload.
 
-        On CUDA it waits for the device, in the few steps that are looked at.
+        Memory:
+            16 bytes for each name, on the tensors' device. No host waits for it.
         """
         update = (exact - seen.old).abs()
         landed = (_decoded(seen.block, stored, seen.numbers) - seen.old).abs()
         moving = update > 0
         lost = moving & (2 * landed < update)
         counts = seen.weight * torch.stack([lost.sum(), moving.sum()]).double()
-        self._found.append((seen.name, *counts.tolist()))
+        place = seen.name, counts.device
+        self._sums[place] = self._sums.get(place, 0.0) + (
+            counts if counts.device.type in LATE else counts.cpu().numpy()
+        )
 
     def shares(self) -> dict[str, float]:
-        """State -> stalled elements among those that were to move."""
+        """State -> stalled elements among those that were to move; waits for their devices."""
         sums: dict[str, list[float]] = {}
-        for name, lost, moving in self._found:
+        for (name, _), counts in self._sums.items():
+            lost, moving = counts.tolist()
             known = sums.setdefault(name, [0.0, 0.0])
             known[0] += lost
             known[1] += moving
