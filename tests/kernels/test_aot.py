@@ -76,11 +76,23 @@ def test_kernels_compile_without_stack_or_spills(module, once):
         assert {row["sizes"] for row in rows} == {"multiples", "odd", "ones"}
 
 
+AIMS = {
+    "AdamW": 20,
+    "AdamW, 4-bit blocks": 75,
+    "AdamW, 4-bit blocks, bf16+sr": 75,
+    "AdamW, 8-bit blocks": 70,
+    "group, 4 bits, stochastic": 30,
+    "group, 4 bits, stochastic, bf16": 30,
+}
+"""Instructions an element, whichever Triton compiles."""
+
+
 @pytest.mark.parametrize("name", machine_code.CASES)
 def test_a_kernel_takes_no_more_instructions_than_the_table_says(name, once):
     """Loads that are not vectorised, divisions and searches for each element show here."""
     table = machine_code.read()[name]
     (row,) = [row for row in once("aot", examined)[0] if row.get("row") == name]
+    assert row["instructions"] <= AIMS.get(name, row["instructions"])
     if version("triton").rsplit(".", 1)[0] == machine_code.TRITON:  # others compile otherwise
         for what in ("instructions", "memory", "registers"):
             assert row[what] <= table[what] * 1.01, what

@@ -6,10 +6,42 @@ import triton.language as tl
 from memtrain.kernels.codebook.quantize_triton import magnitude
 from memtrain.kernels.step.codecs import MANTISSA
 from memtrain.kernels.step.table_triton import address, floats
+from memtrain.kernels.step.update_rules_triton import INTERPRETED
 
 TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
 SHIFT4, SHIFT8 = (tl.constexpr(23 - MANTISSA[bits]) for bits in (4, 8))  # of `upper_buckets`
 CENTRE4, CENTRE8 = (tl.constexpr(2 ** (8 + MANTISSA[bits])) for bits in (4, 8))
+
+
+def _loading(kind, nbytes):
+    load = f"mad.wide.s32 at, $2, {nbytes}, $1; ld.global.nc.{kind} $0, [at];"
+    return tl.constexpr(f"{{ .reg .b64 at; {load} }}")
+
+
+_LOAD_FLOAT, _LOAD_LONG, _LOAD_BYTE = _loading("f32", 4), _loading("b64", 8), _loading("u8", 1)
+
+
+@triton.jit
+def looked_up(table, index):
+    """`table[index]`, of a table that no kernel writes: float32 and int64 as they are, uint8 int32.
+
+    By PTX, whose results lie where its arguments do. Of a `tl.load` of such addresses Triton 3.6
+    takes a layout that runs down columns: all that is looked up goes through shared memory twice.
+    """
+    if INTERPRETED:
+        return tl.load(table + index)
+    elif table.dtype.element_ty == tl.float32:
+        return tl.inline_asm_elementwise(
+            _LOAD_FLOAT, "=f,l,r", [table.to(tl.int64), index], tl.float32, is_pure=True, pack=1
+        )
+    elif table.dtype.element_ty == tl.int64:
+        return tl.inline_asm_elementwise(
+            _LOAD_LONG, "=l,l,r", [table.to(tl.int64), index], tl.int64, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _LOAD_BYTE, "=r,l,r", [table.to(tl.int64), index], tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -22,10 +54,10 @@ def _encode(x, state, scale, usable, SCALED: tl.constexpr, BITS: tl.constexpr):
     if SCALED:
         ratio = x * (1.0 / tl.where(usable, scale, 1.0))
         starts_ptr += tl.where(usable, 0, 2 * CENTRE)
-    start = tl.load(starts_ptr + (ratio.to(tl.int32, bitcast=True) >> SHIFT))
+    start = looked_up(starts_ptr, ratio.to(tl.int32, bitcast=True) >> SHIFT)
     code = start.to(tl.int32)
     if BITS == 8:
-        bound = tl.load(state[2] + 256 + code)
+        bound = looked_up(state[2] + 256, code)
     else:
         bound = (start >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if SCALED:
@@ -53,7 +85,7 @@ def _encode_tiny(x, state, scale, BITS: tl.constexpr):
     scale += scale - scale
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(BITS):
-        bound = tl.load(state[2] + 2**BITS + code + (2 ** (BITS - 1 - k) - 1)) * scale
+        bound = looked_up(state[2] + (2**BITS + 2 ** (BITS - 1 - k) - 1), code) * scale
         code = tl.where(x > bound, code + 2 ** (BITS - 1 - k), code)
     return code
 

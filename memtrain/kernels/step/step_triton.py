@@ -6,6 +6,7 @@ import triton.language as tl
 from memtrain.kernels.codebook.quantize_triton import least
 from memtrain.kernels.step.codecs_triton import (
     TINY,
+    looked_up,
     read_codes,
     state_at,
     write_codes,
@@ -218,9 +219,9 @@ def _half(
     m = tl.zeros(at.shape, dtype=tl.float32)
     v = m
     if NUMBERS == 0 and STATES > 0:
-        m = tl.load(m_state[2] + m_code) * m_scale
+        m = looked_up(m_state[2], m_code) * m_scale
         if STATES > 1 and SECOND == AS_FIRST:
-            v = tl.load(v_state[2] + v_code) * v_scale
+            v = looked_up(v_state[2], v_code) * v_scale
     p, g, m, v = inputs(
         p_ptr, g_ptr, lost_ptr, m_state, v_state, m, v, numbers, at, left, row.shape[0] * SIZE,
         NUMBERS, MASTER,
@@ -238,7 +239,7 @@ def _half(
         if SECOND == RANK1:
             a = tl.load(row_old + i, mask=known, other=0.0)
             b = tl.load(col_old + j, mask=inside, other=0.0)
-            v = tl.load(v_state[2] + v_code) * least(a, b)
+            v = looked_up(v_state[2], v_code) * least(a, b)
             scaling = tl.maximum(inv, tl.load(col_inv + j, mask=inside, other=0.0))
         else:
             v = inv * tl.load(col_old + j, mask=inside, other=0.0)
