@@ -118,7 +118,8 @@ class Launch:
         self._update_form = {"COUNT": count, "HALF": size // 2}
         if first.bits == lloyd_max.BITS:
             self._update_form |= {name: self._reduce_form[name] for name in ("MASTER", "WHOLE")}
-            self._update_form |= two_bits.options(is_whole(first), first.master.form)
+            float16 = first.param.dtype == torch.float16
+            self._update_form |= two_bits.options(is_whole(first), first.master.form, float16)
         else:
             self._update_form |= self._reduce_form
             self._update_form["RULE"] = list(RULES).index(first.rule)

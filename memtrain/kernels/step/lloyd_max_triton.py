@@ -164,10 +164,16 @@ def _write(
     return tl.where(minus, 1 - large.to(tl.int32), 2 + large.to(tl.int32))
 
 
-def options(whole: bool, master: int) -> dict[str, int]:
-    """Launch options: random bits, or where rows are not whole rows and columns, take registers."""
+def options(whole: bool, master: int, float16: bool) -> dict[str, int]:
+    """Launch options: random bits, float16, and rows that are not whole take registers.
+
+    Args:
+        whole: Whether all is aligned.
+        master: What stands beside weights, as `MasterWeight.form`.
+        float16: Whether weights are.
+    """
     if whole:
-        return EXACT | {"num_warps": 8 if master == DRAWN.value else 4}
+        return EXACT | {"num_warps": 8 if float16 or master == DRAWN.value else 4}
     return EXACT | {"num_warps": 16, "maxnreg": 96}
 
 
@@ -180,7 +186,7 @@ AOT_CASES = [
             "HALF": 64,
             "MASTER": master,
             "WHOLE": whole,
-            **options(whole, master),
+            **options(whole, master, p == "*fp16"),
         },
     )
     for whole in (True, False)
