@@ -16,6 +16,7 @@ The first form writes <output.folder>/optimizer_states.csv. The keys of the othe
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import memtrain
+from experiments.moment_codes import FORMS, SimulatedAdamW
 from experiments.study import (
     KEY,
     LOSS,
@@ -55,6 +57,7 @@ _EXACT = {"state": "exp_avg", "compressor": "identity"}
 _FACTORED = {"state": "exp_avg_sq", "compressor": "factored"}
 _8BIT = {"state": "exp_avg|exp_avg_sq", "compressor": "B256/DE8"}
 _3BIT = {"state": "exp_avg", "compressor": "B128/DE3"}
+_QUICK = (0.5, 0.99)
 
 VARIANTS = {
     "fp32": Variant(),
@@ -71,8 +74,15 @@ VARIANTS = {
     "lion_8bit": Variant({"rules": [_8BIT]}, make=Lion, rate=0.2),
     "lion_4bit": Variant("factored_4bit", make=Lion, rate=0.2),
     "lion_4bit_reset": Variant("factored_4bit", make=Lion, rate=0.2, reset=50),
+    **{name: Variant(make=partial(SimulatedAdamW, form=form)) for name, form in FORMS.items()},
+    "fp32_beta50": Variant(betas=_QUICK),
+    **{
+        f"{name}_beta50": Variant(make=partial(SimulatedAdamW, form=FORMS[name]), betas=_QUICK)
+        for name in ("de_2bit", "log_2bit")
+    },
 }
-"""Name of a variant -> what it is. 4-bit AdamW of the paper is `rank1_4bit`."""
+"""Name of a variant -> what it is. 4-bit AdamW of the paper is `rank1_4bit`; those of `FORMS` are
+simulated, and their bytes told by formula."""
 
 
 class Trained(NamedTuple):
@@ -87,6 +97,32 @@ class Trained(NamedTuple):
     """Of each step."""
 
 
+def made(own: Variant, model: nn.Module, lr: float, weight_decay: float) -> tuple[nn.Module, Any]:
+    """A model with a variant's optimizer.
+
+    Args:
+        own: The variant.
+        model: All of it is trained.
+        lr: AdamW's; the variant's follows from it.
+        weight_decay: AdamW's, alike.
+
+    Returns:
+        The model, wrapped where states are compressed, and its optimizer.
+    """
+    optimizer: Any = own.make(
+        groups_of(model),
+        lr=lr * own.rate,
+        betas=own.betas,
+        weight_decay=weight_decay / own.rate,
+    )
+    if not own.optim:
+        return model, optimizer
+    config: Any = ["preset=optimizer_only", f"optim={own.optim}"]
+    if isinstance(own.optim, dict):
+        config = {"preset": "exact", "optim": own.optim}
+    return memtrain.wrap(model, optimizer, config)
+
+
 def descended(name: str, own: Variant, seed: int, lr: float, steps: int) -> Trained:
     """Train a task of `experiments.tasks.TASKS` with a variant; the arguments are `train`'s."""
     task = TASKS[name]
@@ -94,18 +130,7 @@ def descended(name: str, own: Variant, seed: int, lr: float, steps: int) -> Trai
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = task.model().to(device)
-    optimizer: Any = own.make(
-        groups_of(model),
-        lr=lr * own.rate,
-        betas=own.betas,
-        weight_decay=task.weight_decay / own.rate,
-    )
-    if own.optim:
-        chosen = own.optim
-        config = ["preset=optimizer_only", f"optim={chosen}"]
-        if isinstance(chosen, dict):
-            config = {"preset": "exact", "optim": chosen}
-        model, optimizer = memtrain.wrap(model, optimizer, config)
+    model, optimizer = made(own, model, lr, task.weight_decay)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = source.batch("train", step, task.batch)
@@ -131,8 +156,10 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     started = time.process_time()
     run = descended(name, VARIANTS[variant], seed, lr, steps)
     parameters = sum(p.numel() for p in run.model.parameters())
+    simulated = isinstance(run.optimizer, SimulatedAdamW)
+    held = run.optimizer.payload_bytes() if simulated else state_bytes(run.optimizer)
     return quality(validate(run.model, run.source), run.losses) | {
-        "bytes_per_parameter": state_bytes(run.optimizer) / parameters,
+        "bytes_per_parameter": held / parameters,
         "seconds": time.process_time() - started,
         "torch": torch.__version__,
     }
