@@ -29,6 +29,8 @@ from memtrain.optim import compress, state_bytes
 from memtrain.optim.states import layout
 
 BLOCK = 128
+NORMAL_LOSS = 0.1175
+"""Mean squared error of four values for a normal number (`lloyd_max.VALUES`)."""
 Code = Callable[[Tensor, Key], Tensor]
 
 
@@ -60,6 +62,13 @@ def normal(blocks: Tensor, key: Key) -> Tensor:
     n, size = blocks.shape
     ones = torch.ones(n), torch.ones(size)
     return lloyd_max.decode(*lloyd_max.encode(blocks, *ones), *ones)
+
+
+def noise(blocks: Tensor, key: Key) -> Tensor:
+    """The error of `normal` without its code: as long, as far off, and at random. A control."""
+    size = blocks.square().mean(1, keepdim=True).sqrt()
+    drawn = torch.randn(blocks.shape, generator=_generator(key))
+    return (1 - NORMAL_LOSS) * blocks + math.sqrt(NORMAL_LOSS * (1 - NORMAL_LOSS)) * size * drawn
 
 
 def logarithmic(blocks: Tensor, key: Key, *, bits: int) -> Tensor:
@@ -186,6 +195,7 @@ ALONE = {
     "polar_1.5bit": Form(partial(polar, points=8), 3 / 2 / 8 + _SCALE),
     "error_2bit": Form(with_error, 2 / 8 + 2 * _SCALE),
     "hadamard_2bit": Form(rotated, 2 / 8 + _SCALE),
+    "noise_2bit": Form(noise, 4.0),
 }
 """Candidates as they are: in blocks of the moment itself, and what is lost is lost."""
 

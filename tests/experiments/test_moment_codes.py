@@ -14,6 +14,7 @@ from experiments.moment_codes import (
     hadamard,
     logarithmic,
     means,
+    noise,
     normal,
     polar,
     ring_points,
@@ -76,6 +77,13 @@ def test_pairs_on_a_ring_come_back_and_others_come_to_the_nearest():
     # A block's own scale lowers the 0.1077 and 0.2033 of a scale of 1.
     assert lost == pytest.approx({8: 0.2, 16: 0.106}, rel=0.02)
     assert lost[16] < (normal(spread, Key()) - spread).square().mean()
+
+
+def test_noise_is_as_far_off_and_as_long_as_the_code_that_it_stands_for():
+    x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
+    noisy, coded = noise(x, Key(step=1)), normal(x, Key())
+    assert (noisy - x).square().mean() == pytest.approx((coded - x).square().mean(), rel=0.03)
+    assert noisy.norm() == pytest.approx(coded.norm(), rel=0.01)
 
 
 def test_rotation_spreads_a_spike():
