@@ -60,14 +60,14 @@ def codebook(blocks: Tensor, key: Key, *, name: str, bits: int, rounding: str) -
 def normal(blocks: Tensor, key: Key) -> Tensor:
     """Four values for normal numbers, as our 2 bits have them (`kernels.codebook.lloyd_max`)."""
     n, size = blocks.shape
-    ones = torch.ones(n), torch.ones(size)
+    ones = blocks.new_ones(n), blocks.new_ones(size)
     return lloyd_max.decode(*lloyd_max.encode(blocks, *ones), *ones)
 
 
 def noise(blocks: Tensor, key: Key) -> Tensor:
     """The error of `normal` without its code: as long, as far off, and at random. A control."""
     size = blocks.square().mean(1, keepdim=True).sqrt()
-    drawn = torch.randn(blocks.shape, generator=_generator(key))
+    drawn = _drawn(torch.randn, blocks, key)
     return (1 - NORMAL_LOSS) * blocks + math.sqrt(NORMAL_LOSS * (1 - NORMAL_LOSS)) * size * drawn
 
 
@@ -84,7 +84,7 @@ def logarithmic(blocks: Tensor, key: Key, *, bits: int) -> Tensor:
     scale = size.amax(1, keepdim=True)
     lowest = (size.quantile(0.1, 1, keepdim=True) / scale).clamp(1e-6, 0.999)
     base = _bfloat16(lowest ** (1 / last)).log2()
-    drawn = torch.rand(size.shape, generator=_generator(key)) - 0.5
+    drawn = _drawn(torch.rand, size, key) - 0.5
     powers = ((size / scale).log2() / base + drawn).round().clamp(0, last)
     found = torch.exp2(powers * base) * _bfloat16(scale) * blocks.sign()
     return torch.where(scale > 0, found, 0.0)
@@ -104,7 +104,7 @@ def polar(blocks: Tensor, key: Key, *, points: int) -> Tensor:
     """
     pairs = blocks.view(len(blocks), -1, 2)
     size = blocks.square().mean(1).sqrt().view(-1, 1, 1)
-    known = ring_points(points)
+    known = ring_points(points).to(blocks.device)
     nearest = torch.cdist(_over(pairs, size), known).argmin(2)
     return projected(blocks, known[nearest].view_as(blocks))
 
@@ -147,7 +147,7 @@ def means(blocks: Tensor, key: Key, *, fold: int) -> Tensor:
 
 def rotated(blocks: Tensor, key: Key) -> Tensor:
     """`normal` of blocks that a Hadamard matrix has rotated, which makes numbers more normal."""
-    turn = hadamard(blocks.shape[1])
+    turn = hadamard(blocks.shape[1]).to(blocks.device)
     return normal(blocks @ turn, key) @ turn
 
 
@@ -175,8 +175,9 @@ def _over(x: Tensor, size: Tensor) -> Tensor:
     return torch.where(size > 0, x / size, 0.0)
 
 
-def _generator(key: Key) -> torch.Generator:
-    return torch.Generator().manual_seed(key.bits() & (1 << 63) - 1)
+def _drawn(draw: Callable[..., Tensor], like: Tensor, key: Key) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(key.bits() & (1 << 63) - 1)
+    return draw(like.shape, generator=generator, device=like.device)
 
 
 _SCALE = 2 / BLOCK
@@ -261,8 +262,8 @@ class SimulatedAdamW(Optimizer):
         state, shape = self.state[param], param.shape
         rows, columns = shape[0], shape[1:].numel()
         if not state:
-            vectors = {"row": torch.zeros(rows), "col": torch.zeros(columns)}
-            state.update(step=0, exp_avg=torch.zeros(rows, columns), **vectors)
+            zeros = {"exp_avg": (rows, columns), "row": (rows,), "col": (columns,)}
+            state.update(step=0, **{name: param.new_zeros(size) for name, size in zeros.items()})
         state["step"] += 1
         options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         h = update_rules.adamw(state["step"], **options)
@@ -299,7 +300,7 @@ def is_coded(param: Tensor) -> bool:
 
 
 def through(form: Form, m: Tensor, row: Tensor, col: Tensor, key: Key) -> Tensor:
-    """What comes back of a moment [rows, columns], given roots of the second one's factors."""
+    """A moment [rows, columns] as it comes back, given roots of the second one's factors."""
     given = m
     if form.over_factors:
         given = m * inverse(row).unsqueeze(1) * inverse(col)

@@ -82,8 +82,10 @@ def test_pairs_on_a_ring_come_back_and_others_come_to_the_nearest():
 def test_noise_is_as_far_off_and_as_long_as_the_code_that_it_stands_for():
     x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
     noisy, coded = noise(x, Key(step=1)), normal(x, Key())
-    assert (noisy - x).square().mean() == pytest.approx((coded - x).square().mean(), rel=0.03)
-    assert noisy.norm() == pytest.approx(coded.norm(), rel=0.01)
+    assert (noisy - x).square().mean().item() == pytest.approx(
+        (coded - x).square().mean().item(), rel=0.03
+    )
+    assert noisy.norm().item() == pytest.approx(coded.norm().item(), rel=0.01)
 
 
 def test_rotation_spreads_a_spike():
