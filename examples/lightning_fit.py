@@ -27,11 +27,11 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=5e-3)
 
 
-def run(preset, folder, resume):
+def run(preset, folder, resume, cls=Module):
     """Losses of each step, and the model."""
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
     callbacks = [saves, *([memtrain_callback(preset)] if preset else [])]  # line 2
-    module = Module()
+    module = cls()
     trainer = Trainer(
         max_steps=STEPS, gradient_clip_val=1.0, accelerator="cpu",
         callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
