@@ -30,8 +30,13 @@ CASES = {
     "ours_codes": {"compiled": True, "preset": "balanced", "codes": True},
     "eager_balanced": {"preset": "balanced"},
     **{
-        f"{name}_budget_{budget}": {**case, "compiled": True, "budget": budget}
-        for name, case in {"compiled": {}, "ours_balanced": {"preset": "balanced"}}.items()
+        f"{name}_budget_{budget}": {**case, "budget": budget}
+        for name, case in {
+            "compiled": {"compiled": True},
+            "ours_balanced": {"compiled": True, "preset": "balanced"},
+            "blocks_compiled": {"compiled": "blocks"},
+            "blocks_balanced": {"compiled": "blocks", "preset": "balanced"},
+        }.items()
         for budget in (0.5, 0.3, 0.0)
     },
     "compiled_fp8_pass": {"compiled": True, "fp8": True},
