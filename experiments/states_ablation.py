@@ -7,23 +7,25 @@
     python -m experiments.states_ablation --table     means and 95% intervals of what is done
 
 The first moment is B128/DE in each row but float32's. `unstable` is 1 of a run whose loss is not
-finite in some step, or above twice the first step's. `zeroed` is the share of the second moments'
-elements above 0 that one more step rounds to 0, in parameters of more than 4,096 elements. Other
-keys are those of `experiments.optimizer_states`.
+finite in some step, or above twice the first step's. `zeroed` is the share of the elements of
+float32 AdamW's second moments, at the end of its run of the same seed, that the row's compressor
+rounds to 0 though they are not, in parameters of more than 4,096 elements. Other keys are those of
+`experiments.optimizer_states`.
 """
 
 import math
 import sys
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.optimizer_states import Trained, Variant, descended
+from experiments.optimizer_states import Variant, descended
 from experiments.study import KEY, LOSS, Row, Study, quality, validate
 from memtrain.optim import portable_state_dict, state_bytes
 from memtrain.optim.states.layout import MIN_ELEMENTS
-from memtrain.training.batches import loss_of
 
 UNSTABLE = 2.0
 """A loss above so many times the first step's is unstable."""
@@ -62,40 +64,29 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         "unstable": int(not worst <= UNSTABLE),
         "worst_over_first": worst,
         "bytes_per_parameter": state_bytes(run.optimizer) / parameters,
-        "zeroed": zeroed(run, steps),
+        "zeroed": zeroed(name, variant, seed, lr, steps),
         "torch": torch.__version__,
     }
 
 
-def zeroed(run: Trained, step: int) -> float:
-    """The share of the second moments' elements that a step makes 0, though they are not.
-
-    Args:
-        run: Its next step is made.
-        step: Of the batch.
-    """
-    before = _second_moments(run.optimizer)
-    run.optimizer.zero_grad()
-    loss_of(run.model, run.batch(step)).backward()
-    beta = run.optimizer.param_groups[0]["betas"][1]
-    large = [p for g in run.optimizer.param_groups for p in g["params"] if p.numel() > MIN_ELEMENTS]
-    exact = [
-        beta * old + (1 - beta) * p.grad.square() for old, p in zip(before, large, strict=True)
-    ]
-    run.optimizer.step()
+def zeroed(name: str, variant: str, seed: int, lr: float, steps: int) -> float:
+    """The share of float32 AdamW's second moments that a row rounds to 0, though they are not."""
+    exact = _float32_states(name, seed, lr, steps)
+    optimizer = descended(name, VARIANTS[variant], seed, lr, steps=0).optimizer
+    optimizer.load_state_dict(deepcopy(exact))  # compresses them
     lost = held = 0
-    for new, kept in zip(exact, _second_moments(run.optimizer), strict=True):
-        held += int((new > 0).sum())
-        lost += int(((new > 0) & (kept == 0)).sum())
-    return lost / max(held, 1)
+    for index, state in portable_state_dict(optimizer)["state"].items():
+        moment = exact["state"][index]["exp_avg_sq"]
+        if moment.numel() > MIN_ELEMENTS:
+            held += int((moment > 0).sum())
+            lost += int(((moment > 0) & (state["exp_avg_sq"] == 0)).sum())
+    return lost / held
 
 
-def _second_moments(optimizer: Any) -> list[torch.Tensor]:
-    """Of parameters of more than `MIN_ELEMENTS`, in the groups' order."""
-    found = portable_state_dict(optimizer)
-    order = [index for group in found["param_groups"] for index in group["params"]]
-    moments = [found["state"][index]["exp_avg_sq"] for index in order]
-    return [moment for moment in moments if moment.numel() > MIN_ELEMENTS]
+@lru_cache(maxsize=1)
+def _float32_states(name: str, seed: int, lr: float, steps: int) -> dict[str, Any]:
+    """The state dict that float32 AdamW ends with."""
+    return descended(name, VARIANTS["fp32"], seed, lr, steps).optimizer.state_dict()
 
 
 STUDY = Study(
