@@ -311,9 +311,11 @@ _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Mean, and half of the 95% interval; none for fewer than two values."""
+    """Mean, and half of the 95% interval; none for fewer than two values, NaN where a run left."""
     if len(values) < 2:
         return None
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
     width = _T95[min(len(values) - 1, 10)] * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.mean(values), width
 

@@ -5,7 +5,8 @@ import torch
 
 from experiments import states_ablation
 from experiments.optimizer_states import Trained
-from experiments.states_ablation import train
+from experiments.states_ablation import STUDY, train
+from experiments.study import LOSS
 
 
 def test_a_codebook_with_zero_makes_runs_unstable():
@@ -27,3 +28,12 @@ def test_what_is_unstable(losses, monkeypatch):
     monkeypatch.setattr(states_ablation, "state_bytes", lambda *given: 0)
     monkeypatch.setattr(torch.nn.Flatten, "parameters", lambda self: iter([torch.ones(1)]))
     assert train("digits", "fp32", 0, 1e-3, len(losses))["unstable"] == 1
+
+
+def test_the_table_tells_of_runs_that_left():
+    rows = [
+        dict.fromkeys(STUDY.columns, "1") | {"variant": variant, "seed": seed, LOSS: loss}
+        for variant, loss in (("fp32", "1"), ("b128_de", "nan"))
+        for seed in ("0", "1")
+    ]
+    assert STUDY.table(rows)[-1].endswith("| +nan +- nan |  |")
