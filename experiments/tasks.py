@@ -283,9 +283,9 @@ def volumes(side: int, train: int, validation: int, seed: int) -> Images:
 
 TASKS = {
     "digits": Task(digits, convolutions, 1e-3, 600, 16, 0.01),
-    "digits_gelu": Task(digits, partial(convolutions, nn.GELU), 1e-3, 300, 16, 0.01),
-    "digits_silu": Task(digits, partial(convolutions, nn.SiLU), 1e-3, 300, 16, 0.01),
-    "digits_selu": Task(digits, partial(convolutions, nn.SELU), 1e-3, 300, 16, 0.01),
+    "digits_gelu": Task(digits, partial(convolutions, nn.GELU), 1e-3, 150, 16, 0.01),
+    "digits_silu": Task(digits, partial(convolutions, nn.SiLU), 1e-3, 150, 16, 0.01),
+    "digits_selu": Task(digits, partial(convolutions, nn.SELU), 1e-3, 150, 16, 0.01),
     "vit": Task(digits, partial(vit, 8, 2, 64, 3), 1e-3, 150, 32, 0.05),
     "gpt": Task(partial(stdlib, sequence=64), partial(gpt, 3, 128, 64), 2e-3, 400, 8, 0.1),
     "encoder": Task(partial(docstrings, tokens=32), encoder, 1e-4, 200, 8, 0.01),
