@@ -42,8 +42,8 @@ class Goal:
     allow: str | Iterable[str] = ("quantise", "recompute")
     """Of `ALLOWED`."""
     max_error: float = 1.0
-    """The most noise, in units of the preset `balanced`'s: that of saved tensors in the gradient,
-    and that of optimizer states in the update, each."""
+    """The most noise of saved tensors in the gradient, in units of the preset `balanced`'s, and of
+    optimizer states in the update, in units of `optim=rank1_4bit`'s."""
     objective: Objective = "time"
     """`time`: the fastest step; `error`: the least noise."""
     rates: Rates = Rates()  # noqa: RUF009 (a frozen value)
@@ -92,7 +92,7 @@ class Fit:
     plain_seconds: float
     """Of a step of plain PyTorch, by the same."""
     error: float
-    """Noise in units of the preset `balanced`'s; of saved tensors or of states, the larger."""
+    """Noise in the units of `Goal.max_error`; of saved tensors or of states, the larger."""
     states: Mapping[str, int]
     """Variant of optimizer states -> how many parameters have it; those too small for a choice are
     left out."""

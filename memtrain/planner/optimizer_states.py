@@ -37,8 +37,8 @@ def gather_states(
 
     Returns:
         A segment of one item for each parameter that has a choice, and first a nameless one for all
-        others; an option's name is its variant, and its error in units of that of the preset
-        `balanced`. And mixtures of these, the best first.
+        others; an option's name is its variant, and its error in units of that of
+        `optim=rank1_4bit`. And mixtures of these, the best first.
     """
     params = _params(model, optimizer)
     if not _steps_two_bits(optimizer):

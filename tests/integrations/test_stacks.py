@@ -36,7 +36,7 @@ NEEDS = {
 # answers of 32 tokens, each a coin: three standard errors of the difference of two such means.
 SAMPLED = {"trl_grpo": 3 * (2 * 0.25 / (64 * 32)) ** 0.5}
 # With two, inductor's graphs may end in other last bits from run to run, plain PyTorch's too.
-ONE_THREAD = {"accelerate_compile", "lightning_compile"}
+ONE_THREAD = {"transformers_compile", "accelerate_compile", "lightning_compile"}
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 

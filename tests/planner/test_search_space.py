@@ -143,9 +143,9 @@ def test_states_differ_by_parameter_where_that_is_best():
         fastest = min(plan.seconds for plan in plans if plan.saved <= room + 1e-9)
         assert one.seconds == pytest.approx(fixed.seconds + fastest)
         assert one.error <= 1
-    # what `balanced` does everywhere is the unit of error
-    _, balanced = gather_states(model, optimizer, Config(), ("torch", "4-bit"), Goal())
-    assert balanced[-1].error == pytest.approx(1)
+    # what 4-bit AdamW does everywhere is the unit of error
+    _, rank1 = gather_states(model, optimizer, Config(), ("torch", "4-bit"), Goal())
+    assert rank1[-1].error == pytest.approx(1)
     states, exact = gather_states(model, optimizer, Config(), STATES, Goal(max_error=0))
     assert [count_states(states, one) for one in exact] == [{"torch": 4}]
     assert len(gather_states(model, optimizer, Config(), ("torch",), Goal())[0]) == 1
