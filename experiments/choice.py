@@ -60,6 +60,7 @@ WAYS = {
     "activations_only": Way("activations_only"),
     "balanced": Way("balanced"),
     "balanced_8bit": Way(["preset=balanced", "optim=factored_8bit"]),
+    "balanced_rank1": Way(["preset=balanced", "optim=rank1_4bit"]),
     "lora": Way("lora"),
     "smallest": Way("smallest"),
     "checkpointed": Way("checkpointed"),
