@@ -8,7 +8,8 @@
     python -m experiments.choice --plot               the same, loss against peak, as a PNG
 
 Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place of each task's own,
-and `baseline=WAY` of the table's differences (plain).
+`baseline=WAY` of the table's differences (plain), and `curves=FILE`, into which each step's loss
+goes of what the call trains; `--plot curves=FILE` draws them.
 `checkpointing` is torch's around each repeated block; of a task without such blocks it is `plain`.
 `adam8bit` and `adam4bit` need bitsandbytes and torchao.
 """

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from experiments.panels import grid
 
 
 class Point(NamedTuple):
@@ -37,19 +39,12 @@ def draw(path: Path, panels: Mapping[str, Sequence[Point]], cost: str) -> None:
         path: The PNG.
         panels: Title -> points.
         cost: What the horizontal axis says.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, found = pyplot.subplots(
-        rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False, layout="constrained"
-    )
-    axes: list[Any] = list(found.flat)
-    for axis, (title, points) in zip(axes, panels.items(), strict=False):
+    figure, axes = grid(len(panels))
+    for axis, (title, points) in zip(axes, panels.items(), strict=True):
         line = front(points)
         axis.plot([p.cost for p in line], [p.loss for p in line], color="0.8", zorder=0)
         for point in points:
@@ -58,7 +53,4 @@ def draw(path: Path, panels: Mapping[str, Sequence[Point]], cost: str) -> None:
             axis.annotate(point.name, (point.cost, point.loss), **place)
         axis.margins(x=0.2)
         axis.set(title=title, xlabel=cost.replace("_", " "), ylabel="held-out loss")
-    for axis in axes[len(panels) :]:
-        axis.remove()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from experiments.optimizer_states import Variant, descended
 from experiments.study import KEY, LOSS, Row, Study, quality, validate
@@ -71,16 +72,36 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
 
 def zeroed(name: str, variant: str, seed: int, lr: float, steps: int) -> float:
     """The share of float32 AdamW's second moments that a row rounds to 0, though they are not."""
+    exact, held = second_moments(name, variant, seed, lr, steps)
+    return int((held == 0).sum()) / len(exact)
+
+
+def second_moments(
+    name: str, variant: str, seed: int, lr: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Second moments of a run of float32 AdamW, and what a row holds in place of them.
+
+    Args:
+        name: As `optimizer_states.train`'s, like all but the next.
+        variant: Of `VARIANTS`: the row.
+        seed: Of the run.
+        lr: Of the run.
+        steps: After so many.
+
+    Returns:
+        The elements above 0 of parameters of more than 4,096 elements, float32 [n], and the same
+        as the row's compressor gives them back.
+    """
     exact = _float32_states(name, seed, lr, steps)
     optimizer = descended(name, VARIANTS[variant], seed, lr, steps=0).optimizer
     optimizer.load_state_dict(deepcopy(exact))  # compresses them
-    lost = held = 0
+    found: list[tuple[Tensor, Tensor]] = []
     for index, state in portable_state_dict(optimizer)["state"].items():
         moment = exact["state"][index]["exp_avg_sq"]
         if moment.numel() > MIN_ELEMENTS:
-            held += int((moment > 0).sum())
-            lost += int(((moment > 0) & (state["exp_avg_sq"] == 0)).sum())
-    return lost / held
+            found.append((moment[moment > 0], state["exp_avg_sq"][moment > 0]))
+    moments, held = zip(*found, strict=True)
+    return torch.cat(moments), torch.cat(held)
 
 
 @lru_cache(maxsize=1)

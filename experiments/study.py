@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from experiments import curves_plot
 from experiments.pareto_plot import Point, draw
 from experiments.tasks import TASKS
 from memtrain.training.batches import loss_of
@@ -32,6 +33,8 @@ Cell = tuple[str, str, int, float, int]
 KEY = ("task", "variant", "seed", "lr", "steps")
 """The columns that tell runs apart, in the order of `Study.train`'s arguments."""
 LOSS = "validation_loss"
+LOSSES = "losses"
+"""The column of a file of curves, and what a run's line leaves out: the loss of each step."""
 
 
 @dataclass(kw_only=True)
@@ -147,9 +150,13 @@ def descend(
 
 
 def quality(held_out: tuple[float, float], losses: Sequence[float]) -> Row:
-    """The columns of held-out loss and accuracy, and of the loss in the last tenth of training."""
+    """The columns of held-out loss and accuracy, and of the loss in the last tenth of training.
+
+    Each step's loss is with them, as `LOSSES`.
+    """
     last = losses[-max(1, len(losses) // 10) :]
-    return {LOSS: held_out[0], "accuracy": held_out[1], "train_loss": sum(last) / len(last)}
+    row = {LOSS: held_out[0], "accuracy": held_out[1], "train_loss": sum(last) / len(last)}
+    return row | {LOSSES: losses}
 
 
 class Study(NamedTuple):
@@ -163,7 +170,7 @@ class Study(NamedTuple):
     baseline: str
     """The variant that differences are from."""
     train: Callable[[str, str, int, float, int], Row]
-    """Task, variant, seed, highest learning rate and steps -> a line of the file."""
+    """Task, variant, seed, highest learning rate and steps -> a line of the file, and `LOSSES`."""
     columns: tuple[str, ...]
     """Of the file: `KEY`, then what `train` measures, `validation_loss` among it."""
     shown: Mapping[str, str]
@@ -174,7 +181,7 @@ class Study(NamedTuple):
 
     def main(self, arguments: Sequence[str]) -> int:
         """Read the command line and run, or print the table; the exit status."""
-        keys = ("tasks", "variants", "seeds", "lr", "steps", "baseline", "output")
+        keys = ("tasks", "variants", "seeds", "lr", "steps", "baseline", "output", "curves")
         given: dict[str, str] = {}
         for item in arguments:
             name, _, value = item.partition("=")
@@ -184,6 +191,7 @@ class Study(NamedTuple):
             _say(f"unknown: {', '.join(unknown)}; allowed: {allowed}\n{self.about}")
             return 2
         output = Path(given.get("output", self.output))
+        curves = Path(given["curves"]) if "curves" in given else None
         tasks = given.get("tasks", ",".join(self.tasks)).split(",")
         variants = given.get("variants", ",".join(self.variants)).split(",")
         baseline = given.get("baseline", self.baseline)
@@ -192,9 +200,13 @@ class Study(NamedTuple):
             if wrong := [name for name in names if name not in known]:
                 _say(f"unknown: {', '.join(wrong)}; allowed: {', '.join(known)}")
                 return 2
-        rows = [row for row in read(output) if row["task"] in tasks and row["variant"] in variants]
+        drawn = curves if curves and "--plot" in arguments else output
+        rows = [row for row in read(drawn) if row["task"] in tasks and row["variant"] in variants]
         if "--table" in arguments:
             _say("\n".join(self._replace(baseline=baseline).table(rows)))
+            return 0
+        if "--plot" in arguments and curves:
+            curves_plot.draw(curves.with_suffix(".png"), _curves(rows), baseline)
             return 0
         if "--plot" in arguments:
             draw(output.with_suffix(".png"), self.points(rows), self.costs[0])
@@ -204,30 +216,30 @@ class Study(NamedTuple):
             task = TASKS[name]
             rate, steps = float(given.get("lr", task.lr)), int(given.get("steps", task.steps))
             cells.append((name, variant, seed, rate, steps))
-        self.run(cells, output)
+        self.run(cells, output, curves)
         return 0
 
-    def run(self, cells: Sequence[Cell], output: Path) -> int:
+    def run(self, cells: Sequence[Cell], output: Path, curves: Path | None = None) -> int:
         """Train the cells that the file does not hold, each into a line.
 
         Args:
             cells: Each once.
             output: The CSV file.
+            curves: Another, into which each step's loss goes of what is trained now.
 
         Returns:
             How many were trained now.
         """
         done = {tuple(row[name] for name in KEY) for row in read(output)}
         left = [cell for cell in cells if tuple(map(str, cell)) not in done]
-        output.parent.mkdir(parents=True, exist_ok=True)
         for number, cell in enumerate(left, 1):
-            row = dict(zip(KEY, cell, strict=True)) | self.train(*cell)
-            new = not output.exists()
-            with output.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self.columns)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+            key: Row = dict(zip(KEY, cell, strict=True))
+            row = key | self.train(*cell)
+            losses = row.pop(LOSSES)
+            if curves:  # first: a run that is broken off here is trained again
+                told = " ".join(f"{loss:.5g}" for loss in losses)
+                _append(curves, (*KEY, LOSSES), key | {LOSSES: told})
+            _append(output, self.columns, row)
             told = ", ".join(f"{row[name]:{form}} {name}" for name, form in self._means.items())
             _say(f"{number}/{len(left)} {' '.join(map(str, cell))}: {told}")
         return len(left)
@@ -344,6 +356,26 @@ def read(output: Path) -> list[dict[str, str]]:
         return []
     with output.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def _append(path: Path, columns: Sequence[str], row: Row) -> None:
+    """Add a line to a CSV file, and the heads to a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _curves(rows: Sequence[dict[str, str]]) -> dict[str, dict[str, list[float]]]:
+    """Title of a task and seed -> variant -> each step's loss, of the lines of a file of curves."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        runs = found.setdefault(f"{row['task']}, seed {row['seed']}", {})
+        runs[row["variant"]] = [float(loss) for loss in row[LOSSES].split()]
+    return found
 
 
 def _say(text: str) -> None:

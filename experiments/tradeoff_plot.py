@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.panels import grid
+
 Rows = Sequence[Mapping[str, str]]
 
 _COLOURS = {
@@ -64,20 +66,11 @@ def draw(path: Path, rows: Rows) -> None:
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "the plot needs matplotlib: pip install 'memtrain[plot]'"
-        ) from error
     panels: dict[tuple[str, str], list[Mapping[str, str]]] = {}
     for row in rows:
         panels.setdefault((row["family"], row["width"]), []).append(row)
-    columns = max(1, min(2, len(panels)))
-    down = max(1, -(-len(panels) // columns))
-    figure = Figure(figsize=(6 * columns, 4 * down), layout="constrained")
-    every = figure.subplots(down, columns, squeeze=False).flat
-    for axes, ((family, width), own) in zip(every, panels.items(), strict=False):
+    figure, every = grid(len(panels), columns=2, size=(6, 4))
+    for axes, ((family, width), own) in zip(every, panels.items(), strict=True):
         _panel(axes, own)
         axes.set(title=f"{family}, width {float(width):g}", ylabel="accuracy")
         axes.set(xlabel="low-precision ratio, mean over the steps", xlim=(-0.03, 1.03))
@@ -89,7 +82,11 @@ def draw(path: Path, rows: Rows) -> None:
         }
     if handles:
         figure.legend(
-            handles.values(), handles, loc="outside lower center", ncols=2 * columns, fontsize=8
+            handles.values(),
+            handles,
+            loc="outside lower center",
+            ncols=2 * min(2, len(panels)),
+            fontsize=8,
         )
     figure.savefig(path, dpi=120)
 

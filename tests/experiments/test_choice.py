@@ -5,6 +5,7 @@ import torch
 
 import memtrain
 from experiments import choice, few_bits
+from experiments.study import LOSSES
 from experiments.tasks import TASKS, UNet3d, volumes
 
 
@@ -12,7 +13,8 @@ def test_ways_hold_what_their_names_say(monkeypatch):
     monkeypatch.setattr(choice, "validate", lambda model, source: (0.0, 0.0))  # 40 batches
     ways = ("plain", "checkpointing", "balanced")
     found = {way: choice.STUDY.train("gpt", way, 0, 1e-3, 2) for way in ways}
-    assert set(found["plain"]) | set(choice.KEY) == set(choice.STUDY.columns)
+    assert set(found["plain"]) | set(choice.KEY) == {*choice.STUDY.columns, LOSSES}
+    assert len(found["plain"][LOSSES]) == 2
     peaks = {way: row["peak_mib"] for way, row in found.items()}
     assert peaks["balanced"] < 0.4 * peaks["plain"]
     assert peaks["checkpointing"] < 0.7 * peaks["plain"]
