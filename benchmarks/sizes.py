@@ -108,7 +108,7 @@ class Sizes:
         self.family, self.way = family, way
         self.dtype, self.preset = WAYS[way]
         self.names = list(FAMILIES[family])
-        self.peak = cache(self._peak)
+        self.peak, self.parameters = cache(self._peak), cache(self._parameters)
 
     def built(self, name: str, batch: int) -> Any:
         """Model, optimizer and batch, without memory."""
@@ -124,8 +124,14 @@ class Sizes:
     def _peak(self, name: str, batch: int) -> int:
         return predict(*self.built(name, batch), self.preset, STEP).peak.nbytes
 
+    def weights(self, name: str) -> int:
+        """Bytes that a step of every way holds throughout, told without simulating one."""
+        return self.parameters(name) * getattr(torch, self.dtype).itemsize
+
     def fits(self, name: str, batch: int, memory: int) -> int:
         """The peak in bytes, or 0 if it does not fit."""
+        if self.weights(name) > memory:
+            return 0
         if self.way != PLANNED:
             peak = self.peak(name, batch)
             return peak if peak <= memory else 0
@@ -157,7 +163,7 @@ class Sizes:
             row["batch"] = search(partial(self.peak, reference), memory, MOST)
         return row | {"device_predicted": STEP.device}
 
-    def parameters(self, name: str) -> int:
+    def _parameters(self, name: str) -> int:
         """Of a model of the family; 0 of none."""
         return 0 if name == "none" else sum(p.numel() for p in self.built(name, 1)[0].parameters())
 

@@ -45,3 +45,12 @@ def test_nothing_fits_a_memory_that_is_too_small(sizes):
     sizes.peak = lambda name, batch: 2 * bent(name, batch)
     row = sizes.row(1)
     assert (row["largest"], row["peak_nbytes"], row["batch"]) == ("none", 0, 0)
+
+
+def test_what_cannot_hold_its_weights_is_not_simulated(sizes):
+    asked = []
+    sizes.peak = lambda name, batch: asked.append(name) or GIB
+    sizes.parameters = lambda name: GIB  # in float32
+    name = next(iter(FAMILIES["ViT"]))
+    assert (sizes.fits(name, 1, 4 * GIB - 1), asked) == (0, [])
+    assert (sizes.fits(name, 1, 4 * GIB), asked) == (GIB, [name])
