@@ -12,11 +12,12 @@ from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
+from memtrain.config.sources import Config
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.peers import read_by
 from memtrain.optim.states.shards import in_zero
-from memtrain.optim.wrappers.apply import apply, check, check_removable, remove
+from memtrain.optim.wrappers.apply import apply, check, check_release, check_removable, remove
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
@@ -121,6 +122,8 @@ def wrap(
     _check(model, optimizer)
     plan = make_plan(called, optimizer, cfg, batch=batch)
     check(model, plan.config)
+    if not isinstance(cfg, Plan | Config):  # these may be a planner's, which chose otherwise
+        check_release(plan.config)
     interception, handles = None, []
     rounding = ForwardRounding(plan.precision, NO_RULE) if plan.precision is not None else None
     if plan.intercepts:
@@ -195,7 +198,10 @@ def unwrap(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     if wrapped.plan.state_rules:
         if not isinstance(optimizer, optim.CompressedStates):
             given = type(optimizer).__name__
-            raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {given}")
+            raise ValueError(
+                f"unwrap needs the optimizer that wrap returned, not a plain {given}; of a copy of "
+                "both: copy.deepcopy((model, optimizer))"
+            )
         optimizer = optim.restore(optimizer)
     if wrapped.interception is not None:
         wrapped.interception.detach()
@@ -250,4 +256,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
             "memtrain.wrap before deepspeed.initialize, with weights=keep and gradients=keep"
         )
     if strangers:
-        raise ValueError(f"the optimizer holds {strangers} parameters that are not the model's")
+        raise ValueError(
+            f"the optimizer holds {strangers} parameters that are not the model's: wrap one module "
+            "that has them all (a ModuleList, say), or give them an optimizer of their own"
+        )

@@ -188,6 +188,15 @@ def test_exceptions_of_the_user_win_and_must_exist():
             memtrain.wrap(other, torch.optim.AdamW(other.parameters()), wrong)
 
 
+@pytest.mark.parametrize("name", ["clip=value", "loss_scale=8"])
+def test_options_of_released_gradients_are_refused_where_gradients_are_kept(name):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"release.* would do nothing, as gradients='keep'"):
+        memtrain.wrap(model, optimizer, ["preset=balanced", f"release.{name}"])
+    memtrain.wrap(model, optimizer, ["preset=all_four", f"release.{name}"])  # nothing was changed
+
+
 def test_counters_restore_the_random_stream():
     def fresh():
         model = make()
@@ -296,7 +305,7 @@ def test_unwrap_refuses_the_old_optimizer_before_it_changes_anything():
     model, optimizer = memtrain.wrap(model, original)
     with pytest.raises(ValueError, match="the optimizer that wrap returned"):
         memtrain.unwrap(model, original)
-    with pytest.raises(RuntimeError, match="step the optimizer that"):
+    with pytest.raises(RuntimeError, match="step, save and load the optimizer that"):
         original.step()
     assert memtrain.unwrap(model, optimizer)[1] is original
     train(model, original, 1)

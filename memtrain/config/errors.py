@@ -43,7 +43,9 @@ def check_keys(cfg: Any, schema: type, path: str = "") -> None:
         TypeError: For a value where a mapping or a list must stand.
     """
     if not isinstance(cfg, Mapping | DictConfig):
-        raise TypeError(f"{path.rstrip('.') or 'a config'}={cfg!r} must be a mapping of keys")
+        name = path.rstrip(".") or "a config"
+        hint = f"; a list of overrides may name a group: ['{name}={cfg}']" if _word(cfg) else ""
+        raise TypeError(f"{name}={cfg!r} must be a mapping of keys{hint}")
     fields = {item.name: item for item in dataclasses.fields(schema)}
     for key in cfg:
         if key not in fields:
@@ -57,6 +59,10 @@ def check_keys(cfg: Any, schema: type, path: str = "") -> None:
                 raise TypeError(f"{path}{key}={value!r} must be a list")
             for index, item in enumerate(value):
                 check_keys(item, element, f"{path}{key}.{index}.")
+
+
+def _word(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()
 
 
 def first_line(error: Exception) -> str:
@@ -114,4 +120,5 @@ def _keys(node: Any, path: str) -> list[str]:
 
 def _closest(value: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(value, allowed, n=3, cutoff=0.3)
-    return f"nearest valid: {', '.join(close)}" if close else f"allowed: {', '.join(allowed)}"
+    top = sorted(name for name in allowed if "." not in name)
+    return f"nearest valid: {', '.join(close)}" if close else f"allowed: {', '.join(top)}"

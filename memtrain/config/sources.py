@@ -81,7 +81,9 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
     if isinstance(cfg, Mapping):
         return _overlay(OmegaConf.create(dict(cfg)))
     if isinstance(cfg, Sequence | ListConfig):
-        return from_mapping(compose([str(item) for item in cfg]))
+        composed = compose([str(item) for item in cfg])
+        check_keys(composed, Config)  # `+key=value` adds any key
+        return from_mapping(composed)
     raise TypeError(
         f"cfg is a {type(cfg).__name__}; allowed: a preset's name, a YAML path, a list of "
         "overrides, a dict, a DictConfig, a Config"

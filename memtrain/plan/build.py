@@ -39,7 +39,12 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     if spec == KEEP:
         return RULE_KEEPS
     if isinstance(spec, str):
-        return named(spec, signed=signed)
+        try:
+            return named(spec, signed=signed)
+        except ValueError as error:
+            if spec not in COMPRESSORS:
+                raise
+            raise ValueError(f"compressor {spec!r} is a mapping: {{name: {spec}, ...}}") from error
     if isinstance(spec, Compressor):
         return spec
     if not isinstance(spec, Mapping) or "name" not in spec:
@@ -51,6 +56,8 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     if name not in COMPRESSORS:
         raise ValueError(f"unknown compressor {name!r}; {nearest(name, list(COMPRESSORS))}")
     cls = COMPRESSORS[name]
+    if cls is Host:
+        raise ValueError("compressor 'host' without inner; allowed: {name: host, inner: {...}}")
     items = tuple((key, type(value), value) for key, value in values.items())
     # A plan has hundreds of sites of a dozen compressors, and to check a value's type takes long.
     plain = all(isinstance(value, int | float | str | None) for value in values.values())

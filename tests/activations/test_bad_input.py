@@ -384,6 +384,25 @@ def test_double_backward_through_a_replaced_op_is_a_clear_error(op):
         twice(intercepted(Apply(REPLACED[op]), lossy), torch.rand(8, 16) + 0.1)
 
 
+@pytest.mark.parametrize("op", ["gelu", "batch_norm", "max_pool2d"])
+def test_a_replaced_op_that_cannot_take_many_gradients_at_once_says_so(op):
+    calls = {
+        "gelu": F.gelu,
+        "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+        "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    }
+    model = intercepted(Apply(calls[op]), lossy)
+    x = torch.rand(2, 4, 32, 32, requires_grad=True)
+    y = model(x)
+    grads = torch.rand(3, *y.shape)
+    with pytest.raises(RuntimeError, match="takes one gradient at a time: leave is_grads_batched"):
+        torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match="takes one gradient at a time"):
+        torch.vmap(lambda g: torch.autograd.grad(y, x, g, retain_graph=True))(grads)
+    for grad in grads:
+        assert torch.autograd.grad(y, x, grad, retain_graph=True)[0].isfinite().all()
+
+
 def test_double_backward_through_dropouts_mask_is_right():
     model = intercepted(Apply(lambda x: F.dropout(x, 0.25)), lossy)
     x = torch.rand(8, 16) + 0.1

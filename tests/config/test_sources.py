@@ -91,6 +91,9 @@ MISTAKES = {
     "no_file": ("nowhere.yaml", FileNotFoundError, "nowhere.yaml"),
     "no_config": (3, TypeError, "cfg is a int; allowed: a preset's name"),
     "not_a_mapping": ({"activations": 3}, TypeError, "activations"),
+    "a_group": ({"optim": "factored_8bit"}, TypeError, "overrides may name a group: .'optim=fact"),
+    "added_key": (["+foo=3"], ValueError, "unknown key 'foo'"),
+    "added_inner": (["+release.clipp=value"], ValueError, "'release.clipp'; did you mean 'clip'?"),
 }  # fmt: skip
 
 
@@ -113,6 +116,8 @@ def test_composing_inside_a_running_hydra_app_leaves_it_alone():
 SPECS = {
     "name": ("B128/DEE", ValueError, "B128/DE"),
     "registry": ({"name": "grup"}, ValueError, "did you mean 'group'"),
+    "no_mapping": ("group", ValueError, "'group' is a mapping: {name: group, ...}"),
+    "inner": ({"name": "host"}, ValueError, "'host' without inner"),
     "field": ({"name": "group", "bit": 4}, ValueError, "did you mean 'bits'"),
     "range": ({"name": "group", "bits": 9}, ValueError, "9"),
     "type": ({"name": "group", "bits": "four"}, TypeError, "four"),

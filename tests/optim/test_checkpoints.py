@@ -269,3 +269,23 @@ def test_a_truncated_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises((RuntimeError, OSError)):
         optimizer.load_state_dict(torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_original_refuses_to_save_and_load_what_it_no_longer_has(fused):
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    original = torch.optim.AdamW(params, amsgrad=not fused)
+    step(original, gradients())
+    optimizer = memtrain.optim.compress(original)
+    assert isinstance(optimizer, AdamW4bit) == fused
+    saved = optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="taken over: step, save and load the optimizer that"):
+        original.state_dict()  # it would be empty, and a resumed run begin anew
+    with pytest.raises(RuntimeError, match="taken over"):
+        original.load_state_dict(saved)
+    copied = memtrain.optim.restore(copy.deepcopy(optimizer))
+    assert memtrain.optim.restore(optimizer) is original
+    for whole in (original, copied):
+        assert len(whole.state_dict()["state"]) == len(SHAPES)
+        whole.load_state_dict(whole.state_dict())
+        step(whole, gradients())

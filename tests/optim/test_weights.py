@@ -273,3 +273,20 @@ def test_only_weights_without_a_master_stall(name, warns):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
     assert any("stalled" in str(w.message) for w in caught) == warns
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw4bit"])
+@pytest.mark.parametrize("weights", ["bf16+sr", "bf16+8"])
+def test_a_converted_weight_is_refused_and_given_back(name, weights):
+    given = params()
+    optimizer = SplitWeights(OPTIMIZERS[name](given), weights)
+    run(optimizer, given, 2)
+    for param in given[1:]:
+        param.data = param.data.half()  # as model.half() does
+    before = [param.detach().clone() for param in given]
+    with pytest.raises(TypeError, match=r"torch.float16 by now, .* after unwrap"):
+        run(optimizer, given, 1)
+    assert all(torch.equal(now, was) for now, was in zip(given, before, strict=True))
+    inner = optimizer.restore()
+    assert all(torch.equal(p, was.float()) for p, was in zip(given[1:], before[1:], strict=True))
+    run(inner, given, 1)

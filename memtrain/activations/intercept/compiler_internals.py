@@ -187,6 +187,7 @@ def inlined_call(
         return traced(x, Hooked(given["_fw_graph"], given["_bw_graph"], given["_node"]))
 
     BETWEEN.add(call.__code__)
+    run_untraced(call)  # a frame itself where an op between two graphs saves
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))
     return fx.GraphModule(nn.Module(), graph)

@@ -18,6 +18,11 @@ from memtrain.compressors import Compressor, Key, Packed
 Payload = tuple[Packed, Layout | None]
 """A compressed tensor, and its layout where it was flattened."""
 
+_EXCEPTION = (
+    "keep such ops by activations.exceptions="
+    "[{op: '@nonlinear|*norm|*pool*|cross_entropy', compressor: keep}]"
+)
+
 
 def autograd_function(
     forward: Callable[..., Any],
@@ -65,9 +70,17 @@ def autograd_function(
         if not twice and torch.is_grad_enabled():
             raise RuntimeError(
                 "memtrain keeps too little of an activation to differentiate it twice "
-                "(once_differentiable): keep this op by an exception rule, compressor: keep"
+                f"(once_differentiable, {name}): {_EXCEPTION}"
             )
-        return backward(ctx, *grads) + constants
+        try:
+            return backward(ctx, *grads) + constants
+        except RuntimeError as error:
+            if any(map(_is_batched, grads)):
+                raise RuntimeError(
+                    f"memtrain's {name} takes one gradient at a time: leave is_grads_batched=True, "
+                    f"jacobian's vectorize=True or vmap around the backward out, or {_EXCEPTION}"
+                ) from error
+            raise
 
     name = forward.__name__.removesuffix("_forward").title().replace("_", "")
     methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
@@ -86,6 +99,11 @@ def autograd_function(
         return in_cpp(*live, *given[tensors:])
 
     return apply if tensors == 1 else apply_to_many
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    """Whether a gradient stands for many, by either of torch's two vmaps."""
+    return grad is not None and "Batched" in repr(torch._C._dispatch_keys(grad))
 
 
 def compress(x: Tensor, compressor: Compressor, key: Key) -> Payload:

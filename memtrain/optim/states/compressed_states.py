@@ -1,6 +1,6 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +19,9 @@ from memtrain.optim.states.stall import StallWatch
 
 FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds
 
+_TAKEN_OVER = ("step", "state_dict", "load_state_dict")
+"""What an original refuses: it has no states, so that a checkpoint of it would lose them."""
+
 
 class CompressedStates(Optimizer):
     """An optimizer whose `state` holds payloads: plain tensors and dicts of them.
@@ -30,7 +33,8 @@ class CompressedStates(Optimizer):
     own_options: ClassVar[tuple[str, ...]] = ()
     """Options of groups that a checkpoint does not change."""
     original: Optimizer | None = None
-    _original_step: Any = None  # what a scheduler made before had put in place of its method
+    # What others had put in place of the original's methods, as a scheduler does.
+    _methods: Mapping[str, Any] = dict.fromkeys(_TAKEN_OVER)
     choose: layout.Choose
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
@@ -71,16 +75,16 @@ class CompressedStates(Optimizer):
         self.defaults = original.defaults
         optimizer_hooks.share(self, original)
         original.state.clear()
-        self._original_step = vars(original).get("step")
-        original.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
+        self._methods = {name: vars(original).get(name) for name in _TAKEN_OVER}
+        vars(original).update(dict.fromkeys(_TAKEN_OVER, _refuse_step))
 
     def give_back(self) -> Optimizer | None:
         """Let go of the original, which may step again."""
         original, self.original = self.original, None
-        if original is not None:
-            vars(original).pop("step", None)
-            if self._original_step is not None:
-                original.step = self._original_step
+        for name, own in self._methods.items() if original is not None else ():
+            vars(original).pop(name, None)
+            if own is not None:
+                setattr(original, name, own)
         return original
 
     def tell_schedulers(self) -> None:
@@ -253,7 +257,8 @@ class CompressedStates(Optimizer):
                 if sizes != wanted:
                     raise ValueError(
                         f"state {name!r} of a parameter of shape {tuple(param.shape)} holds "
-                        f"{sizes}, but {compressor} needs {wanted}"
+                        f"{sizes}, but {compressor} needs {wanted}: load it under the config that "
+                        "saved it; memtrain.optim.portable_state_dict then gives one for any"
                     )
 
     def _share_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -291,8 +296,9 @@ class CompressedStates(Optimizer):
 
 def _refuse_step(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "this optimizer's states were taken over: step the optimizer that memtrain.wrap (or "
-        "memtrain.optim.compress) returned, or take them back with unwrap (restore)"
+        "this optimizer's states were taken over: step, save and load the optimizer that "
+        "memtrain.wrap (or memtrain.optim.compress) returned, or take them back with unwrap "
+        "(restore)"
     )
 
 

@@ -19,6 +19,17 @@ from memtrain.optim.wrappers.wrapper import WeakRef
 KEEP, RELEASE, CPU = "keep", "release", "cpu"
 
 
+def check_release(config: Any) -> None:
+    """Raise ValueError for options of released gradients where they are kept: silent no-ops."""
+    for name, nothing in (("clip", "none"), ("loss_scale", 1.0)):
+        value = getattr(config.release, name)
+        if config.gradients == KEEP and value != nothing:
+            raise ValueError(
+                f"release.{name}={value!r} would do nothing, as gradients='keep'; allowed with "
+                "gradients=release; without it: torch.nn.utils.clip_grad_norm_, GradScaler"
+            )
+
+
 def check(model: nn.Module, config: Any) -> None:
     """Raise ValueError for what `apply` could not do; nothing is changed."""
     if config.gradients == RELEASE:

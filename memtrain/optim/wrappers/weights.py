@@ -165,11 +165,13 @@ class SplitWeights(OptimizerWrapper):
         Raises:
             RuntimeError: For sparse gradients, or parameters that were replaced; nothing was
                 changed then.
+            TypeError: For a weight that has another dtype by now; nothing was changed then.
         """
         self.refuse_replaced(self.corrections)
         loss = closure_loss(closure)
         ready = [p for p in self.params() if p.grad is not None]
         refuse_sparse(ready, type(self).__name__)
+        self._refuse_converted(ready)
         targets = [Target(p, p) for p in ready]
         watched = None if self._cannot_stall() else self._stall.before(self.param_groups)
         fused = [m for m in targets if self._is_fused(m)]
@@ -188,6 +190,7 @@ class SplitWeights(OptimizerWrapper):
     @torch.no_grad()
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now, from their gradients."""
+        self._refuse_converted([target.param for target in targets])
         self._step_fused([target for target in targets if self._is_fused(target)])
         if self.format.dtype == torch.float16:  # writing a master again may move it
             targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
@@ -219,7 +222,7 @@ class SplitWeights(OptimizerWrapper):
         Returns:
             float32, of the parameter's shape.
         """
-        if param not in self.corrections:
+        if param not in self.corrections or param.dtype != self.format.dtype:
             return param.detach().float()
         self._drop_stale(param)
         return sharded_like(merge(local(param.detach()), self.corrections[param]), param)
@@ -327,6 +330,16 @@ class SplitWeights(OptimizerWrapper):
                 self._before[param] = param.dtype
                 set_dtype(param, low)
             self._write(param, whole.float())
+
+    def _refuse_converted(self, params: Iterable[Tensor]) -> None:
+        """Raise for weights that `model.float()` and its like converted: no kernel looks again."""
+        for param in params:
+            if param in self.corrections and param.dtype != self.format.dtype:
+                raise TypeError(
+                    f"a weight of shape {tuple(param.shape)} is {param.dtype} by now, which "
+                    f"weights={self.weights!r} had made {self.format.dtype}: model.to(dtype), "
+                    "float() and half() are for a model before wrap or after unwrap"
+                )
 
     def _is_fused(self, target: Target) -> bool:
         """Whether a kernel steps the weight together with its master."""

@@ -452,6 +452,23 @@ def test_between_graphs_nothing_is_packed_twice_and_nothing_is_missed():
     assert F.cosine_similarity(gradient(model), gradient(plain), dim=0) > 0.9
 
 
+class Covariance(nn.Linear):
+    """Dynamo runs `cov` between two graphs, and it saves views of what it made."""
+
+    def forward(self, x):
+        return F.gelu(super().forward(torch.cov(super().forward(x))))
+
+
+def test_hooks_of_an_op_between_graphs_are_not_compiled():
+    graphs = []
+    for model in (Covariance(64, 64), wrapped(Covariance(64, 64))[0]):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(model, backend=BACKEND)(torch.randn(64, 64)).sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()

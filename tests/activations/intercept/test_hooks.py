@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -593,18 +593,46 @@ SINGULAR = {
     "ctc_loss": lambda h: F.ctc_loss(
         h.view(32, 8, 64).log_softmax(2), torch.ones(8, 4).long(), (32,) * 8, (4,) * 8
     ),
+    "solve": lambda h: torch.linalg.solve(_far_from_singular(h), h.view(4, 64, 64)),
+    "solve_triangular": lambda h: torch.linalg.solve_triangular(
+        _far_from_singular(h).tril(), h.view(4, 64, 64), upper=False
+    ),
+    "inv": lambda h: _far_from_singular(h).inverse(),
+    "slogdet": lambda h: torch.linalg.slogdet(_far_from_singular(h))[1],
+    "qr": lambda h: torch.linalg.qr(_far_from_singular(h))[1],
+    "lu_factor": lambda h: torch.linalg.lu_factor(_far_from_singular(h))[0],
+    "cholesky": lambda h: torch.linalg.cholesky(_far_from_singular(h) + _far_from_singular(h).mT),
+    "pinv": lambda h: torch.linalg.pinv(h.view(4, 64, 64)[:, :32]),
+    "cumprod": lambda h: h.view(256, 8, 8).cumprod(2),
+    "prod": lambda h: h.view(256, 16, 4).prod(2),
+    "lgamma": lambda h: torch.lgamma(h.abs() + 1e-3),
+    "cdist": lambda h: torch.cdist(h, h.detach() + 0.02 * torch.randn(256, 64)),
+    "hypot": lambda h: torch.hypot(h, h.roll(1, 0)),
+    "copysign": lambda h: torch.copysign(h, h.roll(1, 0)),
+    "addcdiv": lambda h: torch.addcdiv(h, h, h.abs() + 1e-2),
+    "poisson_nll_loss": lambda h: F.poisson_nll_loss(
+        h.abs() + 1e-2, torch.ones_like(h), log_input=False
+    ),
     "tanh": torch.tanh,
 }
+
+
+@cache
+def _rules(preset):
+    from memtrain.config.sources import load
+    from memtrain.plan.plan import Rules
+
+    return Rules([], load(preset).activations.rules, ("module", "op", "tensor"))
+
+
+def _far_from_singular(h):
+    return h.view(4, 64, 64) / h.detach().std() + 20 * torch.eye(64)
 
 
 @pytest.mark.parametrize("preset", ["balanced", "smallest"])
 @pytest.mark.parametrize("name", SINGULAR)
 def test_presets_keep_what_a_jumping_or_singular_derivative_reads(name, preset):
-    from memtrain.config.sources import load
-    from memtrain.plan.plan import Rules
-
-    rules = load(preset).activations.rules
-    choose = Rules([], rules, ("module", "op", "tensor"))
+    choose = _rules(preset)
     x = torch.randn(256, 64)
     plain, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x)
     packed, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x, choose=choose.choose)
