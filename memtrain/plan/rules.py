@@ -110,7 +110,7 @@ class Rules:
             matching = (
                 index
                 for index, (patterns, _) in enumerate(self._rules)
-                if all(map(_matches, names, patterns))
+                if all(map(matches, names, patterns))
             )
             self._first[names] = next(matching, len(self._rules))
         return self._first[names]
@@ -121,7 +121,8 @@ class Rules:
         return bool(self._rules) or any(not isinstance(chosen, Keep) for chosen in exact)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the globs that `expand` gave matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -26,7 +26,7 @@ from memtrain.config.sources import KEEP
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.plan.plan import Plan
-from memtrain.plan.rules import Rules
+from memtrain.plan.rules import Rules, expand, matches
 
 SHARE = 0.1
 """Of what a forward saves: less than that, kept by custom Functions, is no warning."""
@@ -105,6 +105,28 @@ def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
     return found
 
 
+def idle_exceptions(plan: Plan) -> list[str]:
+    """List a user's exceptions that match no site of the forwards recorded so far.
+
+    Args:
+        plan: Of a wrapped model, after a forward.
+
+    Example:
+        >>> import torch
+        >>> from memtrain.plan.plan import make_plan
+        >>> model, cfg = torch.nn.Linear(4, 4), {"activations": {"exceptions": [{"op": "linaer"}]}}
+        >>> idle_exceptions(make_plan(model, torch.optim.SGD(model.parameters()), cfg))
+        ['module=*, op=linaer, tensor=*']
+    """
+    sites = [Site.parse(entry.site) for entry in plan.entries("activation")]
+    own = [(rule.module, rule.op, rule.tensor) for rule in plan.config.activations.exceptions]
+    return [
+        "module={}, op={}, tensor={}".format(*rule)
+        for rule in own
+        if not any(all(map(matches, site, map(expand, rule))) for site in sites)
+    ]
+
+
 def _compresses(rules: Rules, site: str) -> bool:
     chosen = rules.choose(Site.parse(site))
     return not (isinstance(chosen, Keep) or chosen.is_identity)
@@ -156,6 +178,14 @@ class FirstStep:
             found.append(Unmet(_IN_GRAPH, _MENDS[_IN_GRAPH], tuple(sorted(left)), 0))
         found += unmet(self._plan, recompute.modules)
         self._done = not (found and self._plan.config.strict)
+        unseen = found or self._interception.compiled or recompute.modules
+        if not unseen and (idle := idle_exceptions(self._plan)):
+            warnings.warn(
+                "activations.exceptions that match no saved tensor of the first forward: "
+                f"{'; '.join(idle)}; memtrain.plan_of(model) lists those that there are",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         if not found:
             return True
         lines = "\n".join(f"- {one}" for one in found)

@@ -147,6 +147,17 @@ def test_what_was_not_asked_for_is_not_told(how, cfg):
         step(how, {**cfg, "strict": True}, preset=cfg.get("preset", "balanced"))
 
 
+def test_an_exception_that_matches_nothing_is_told_once():
+    rules = [{"op": "linaer"}, {"op": "gelu"}, {"module": "h.0.*", "tensor": "input"}]
+    with pytest.warns(
+        RuntimeWarning, match=r"no saved tensor .*: module=\*, op=linaer, tensor=\*;"
+    ):
+        step("plain", {"activations": {"exceptions": rules}}, steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step("plain", {"activations": {"exceptions": rules[1:]}})
+
+
 def test_a_step_without_a_forward_or_at_no_rate_is_not_the_first():
     model = Net("checkpoint")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

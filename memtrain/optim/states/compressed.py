@@ -249,7 +249,10 @@ def _is_float(value: Any) -> bool:
 def refuse(optimizer: Optimizer) -> None:
     """Raise for an optimizer that cannot have compressed states."""
     if isinstance(optimizer, CompressedStates):
-        raise TypeError(f"{type(optimizer).__name__} has compressed states already")
+        raise TypeError(
+            f"{type(optimizer).__name__} has compressed states already: wrap torch's own, or leave "
+            "the states to this one with optim=none"
+        )
     if isinstance(optimizer, LBFGS):
         raise TypeError(
             "LBFGS cannot have compressed states: its history is one vector over all parameters, "
