@@ -113,8 +113,8 @@ class Report:
         >>> report = audit(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
         >>> {name: (total.plain, total.planned) for name, total in report.totals().items()}
         {'weights': (132352, 132352), 'gradients': (132352, 132352),
-         'optimizer states': (264720, 38928), 'saved activations': (65536, 7424),
-         'total': (594960, 311056)}
+         'optimizer states': (264720, 22544), 'saved activations': (65536, 7424),
+         'total': (594960, 294672)}
     """
 
     rows: tuple[Row, ...]

@@ -39,7 +39,9 @@ def smaller(params, optimizer):
 
 
 def loaded(params, optimizer):
+    held = [dict(state) for state in optimizer.state.values()]  # else its addresses may serve again
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    del held
 
 
 def added(params, optimizer):
