@@ -1,5 +1,6 @@
 """The entries of a plan: bytes of weights, gradients, states and saved tensors."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,12 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.compressors.base import GRADIENT_SUM
 from memtrain.compressors.registry import check_seat
+from memtrain.optim.fused.fused import counter_dtype
+from memtrain.optim.states.compressed import refuse
+from memtrain.optim.states.compressed_states import on_each
 from memtrain.optim.states.first_step import first_states, without_states
 from memtrain.optim.states.layout import COMPLEX, check_state
+from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.accumulate import sum_bytes
 from memtrain.optim.wrappers.apply import CPU, KEEP, RELEASE
@@ -259,12 +264,13 @@ def predict_states(
 
     Args:
         model: Names the parameters; real or fake.
-        optimizer: Any torch optimizer.
+        optimizer: Any torch optimizer; one of memtrain's own keeps its states as it does.
         choose: The names of a parameter and a state -> what is done to it; None: no rules.
         min_elements: States of parameters with no more are kept.
         masters: Parameters that the plan steps in float32: what is kept of their states is float32.
 
     Raises:
+        TypeError: With rules, for an optimizer that has compressed states already.
         ValueError: For a compressor that cannot serve the state that it was chosen for.
 
     Returns:
@@ -286,6 +292,11 @@ def predict_states(
     """
     title = type(optimizer).__name__
     names = {p: name for name, p in model.named_parameters()}
+    inner = innermost(optimizer)
+    if isinstance(inner, optim.CompressedStates):
+        if choose is not None:
+            refuse(inner)
+        return [*_own_states(inner, names)]
     try:
         plain = list(_plain_states(optimizer, names))
         stepped = {param: own for param, _, own in _plain_states(optimizer, names, masters)}
@@ -308,6 +319,33 @@ def predict_states(
             held = stepped[param][state].nbytes
             entries.append(_entry(site, value.nbytes, held, rows.get((param, state)), kept))
     return entries
+
+
+def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Iterator[PlanEntry]:
+    """Entries of the states that an optimizer compresses by itself, and of its counters."""
+    title = type(optimizer).__name__.lower()
+    rows: defaultdict[Tensor, list[optim.StateRow]] = defaultdict(list)
+    for row in optim.describe(optimizer):
+        rows[row.param].append(row)
+    for param, group, number in on_each(optimizer.param_groups):
+        state = optimizer.state.get(param, {})
+        if not state and not param.requires_grad:
+            continue
+        site = f"{names.get(param, number)} / {title} / "
+        if "step" in (state or _first_names(optimizer, param, group)):
+            nbytes = getattr(state.get("step"), "nbytes", counter_dtype().itemsize)
+            yield PlanEntry(f"{site}step", "state", nbytes, nbytes, reason=NO_COUNTER)
+        for row in rows[param]:
+            why = row.reason.removeprefix("kept: ") or f"its optimizer's: {row.compressor!r}"
+            yield PlanEntry(site + row.state, "state", row.nbytes, row.nbytes, reason=why)
+
+
+def _first_names(
+    optimizer: optim.CompressedStates, param: Tensor, group: dict[str, Any]
+) -> Collection[str]:
+    if isinstance(optimizer, optim.FusedStates):
+        return ("step",) if optimizer.counts else ()
+    return optimizer.plain_names(param, group) or ()
 
 
 def _reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from memtrain import optim
 from memtrain.activations.saved.site import Record, Site
 from memtrain.api import wrap
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
@@ -178,6 +179,30 @@ def test_states_of_a_running_optimizer_with_a_scheduler_are_read_and_left_alone(
     assert torch.equal(optimizer.state[model.long]["exp_avg"], moment)
     assert optimizer.state[model.long]["step"] == 1
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optim.AdamW4bit,
+        optim.AdamW8bitFactor,
+        optim.Lion4bit,
+        lambda params: optim.SGD4bit(params, lr=0.1, momentum=0.9),
+        lambda params: optim.SGD4bit(params, lr=0.1),
+        lambda params: optim.compress(torch.optim.NAdam(params)),
+    ],
+)
+def test_states_that_their_optimizer_compresses_are_told_as_it_keeps_them(make):
+    model, x = odd_model(), torch.randn(4, 96)
+    model.long.requires_grad_(False)
+    optimizer = make(list(model.parameters()))
+    first = audit(model, optimizer, x, ["optim=none"]).totals()["optimizer states"]
+    model(x).sum().backward()
+    optimizer.step()
+    assert audit(model, optimizer, x, ["optim=none"]).totals()["optimizer states"] == first
+    assert first.plain == first.planned == optim.state_bytes(optimizer)
+    with pytest.raises(TypeError, match="has compressed states already"):
+        audit(model, optimizer, x, "balanced")
 
 
 def test_an_optimizer_that_cannot_be_told_is_said_to_be_unknown():
