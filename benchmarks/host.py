@@ -1,15 +1,18 @@
 """Processor time that a training step takes of the host, beside plain, in one run.
 
     OMP_NUM_THREADS=1 python -m benchmarks run host --clock cpu [--set layers=12 width=64]
+    OMP_NUM_THREADS=1 python -m benchmarks run host --clock cpu --set compiled=blocks,whole
 
 GPT-2 of 12 layers at width 64, everything compressed (`min_elements` low): the tensors are so small
 that nearly all of it is Python and launches, which a GPU's host does too. Forward, backward and
-step are timed on their own, plain and wrapped in turn; the sums are the last row.
+step are timed on their own, plain and wrapped in turn; the sums are the last row. Where the model
+is compiled, whole or by blocks, both are.
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +29,7 @@ SMALL = ("activations.min_elements=1", "optim.min_elements=1")
 class Step:
     """A training step of GPT-2, plain or wrapped, and its parts' processor time."""
 
-    def __init__(self, preset: str, *, layers: int, width: int) -> None:
+    def __init__(self, preset: str, *, layers: int, width: int, compiled: str = "eager") -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(0)
@@ -39,6 +42,9 @@ class Step:
         if preset:
             overrides = [f"preset={preset}", *SMALL]
             self.model, self.optimizer = memtrain.wrap(self.model, self.optimizer, overrides)
+        blocks = {"eager": (), "blocks": self.model.transformer.h, "whole": (self.model,)}
+        for module in blocks[compiled]:
+            module.compile()
         self.x = torch.randint(config.vocab_size, (1, 32))
 
     def run(self, now: Callable[[], float]) -> tuple[float, ...]:
@@ -54,9 +60,10 @@ class Step:
         return tuple(b - a for a, b in pairwise(times))
 
 
-def _rows(preset: str, options: Options, layers: int, width: int) -> list[Row]:
+def _rows(preset: str, options: Options, layers: int, width: int, compiled: str) -> list[Row]:
     sides = {"plain": "", "ours": preset}
-    steps = {side: Step(name, layers=layers, width=width) for side, name in sides.items()}
+    size: dict[str, Any] = {"layers": layers, "width": width, "compiled": compiled}
+    steps = {side: Step(name, **size) for side, name in sides.items()}
     now = time.process_time if options.clock == "cpu" else time.perf_counter
     for step in steps.values():
         for _ in range(3):  # the first forward records the plan's sites
@@ -69,7 +76,7 @@ def _rows(preset: str, options: Options, layers: int, width: int) -> list[Row]:
     rows = []
     for k, part in enumerate((*PARTS, "all")):
         plain, ours = ([t[k] for t in times[side]] for side in ("plain", "ours"))
-        row = {"preset": preset, "part": part, "layers": layers, "width": width}
+        row = {"preset": preset, "part": part, **size}
         row |= quantiles("plain_ms", [1e3 * t for t in plain])
         row |= quantiles("ours_ms", [1e3 * t for t in ours])
         row["ratio"] = statistics.median(ours) / statistics.median(plain)
@@ -78,11 +85,13 @@ def _rows(preset: str, options: Options, layers: int, width: int) -> list[Row]:
 
 
 def _jobs(options: Options) -> list[Job]:
-    chosen = options.settings(layers="2" if options.quick else "12", width="64", presets="balanced")
-    size = {"layers": int(chosen["layers"]), "width": int(chosen["width"])}
+    own = {"presets": "balanced", "compiled": "eager"}
+    chosen = options.settings(layers="2" if options.quick else "12", width="64", **own)
+    size = int(chosen["layers"]), int(chosen["width"])
     return [
-        Job(preset, lambda preset=preset: _rows(preset, options, **size))
+        Job(f"{preset}, {compiled}", partial(_rows, preset, options, *size, compiled))
         for preset in chosen["presets"].split(",")
+        for compiled in chosen["compiled"].split(",")
     ]
 
 
@@ -90,5 +99,5 @@ BENCHMARK = Benchmark(
     "host",
     "processor time of forward, backward and step where tensors are tiny, beside plain",
     _jobs,
-    ("preset", "part", "plain_ms_p50", "ours_ms_p50", "ratio"),
+    ("preset", "compiled", "part", "plain_ms_p50", "ours_ms_p50", "ratio"),
 )
