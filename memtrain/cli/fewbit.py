@@ -308,3 +308,7 @@ def _help() -> str:
     return HELP.format(
         functions=f"  {', '.join(plain[:half])},\n  {', '.join(plain[half:])}\n{rest}"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -471,6 +471,25 @@ def test_predictions_for_a_device_leave_host_memory_out():
     assert {row.site: row.host for row in kept.entries("gradient")}["0.weight"] == 4 * 256 * 256
 
 
+@pytest.mark.parametrize("how", [KEPT, released()], ids=["kept", "released"])
+def test_a_converted_model_is_refused(how):
+    model, optimizer, x, _ = layers()
+    model, optimizer = memtrain.wrap(model, optimizer, config(*how, *ON_HOST))
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.half()
+    before = [param.clone() for param in model.parameters()]
+
+    def step():
+        model(x.half()).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(TypeError, match=r"is torch.float16 by now, whose copy .* is torch"):
+        step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.nightly
 def test_a_step_where_host_and_device_are_one_memory_is_predicted():
     *step, numel = layers()

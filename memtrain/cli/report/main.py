@@ -259,3 +259,7 @@ def _diff(options: argparse.Namespace, console: Console, errors: Console) -> int
     except BrokenPipeError:
         drop_output()
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -157,6 +157,7 @@ class HostStates(OptimizerWrapper):
 
         Raises:
             RuntimeError: Whatever the optimizer inside raises, in this step's backward too.
+            TypeError: If a parameter has another dtype than at first; nothing was changed then.
         """
         if self._release is not None:
             refuse_scaler(self)
@@ -396,9 +397,17 @@ class HostStates(OptimizerWrapper):
 
     def _begin(self) -> None:
         """The options of groups, as they are when a step begins."""
-        if not self._begun:
-            _take_options(self._groups, self.inner.param_groups)
-            self._begun = True
+        if self._begun:
+            return
+        for param, leaf in self._leaves.items():
+            if param.dtype != leaf.dtype:
+                raise TypeError(
+                    f"a parameter of shape {tuple(param.shape)} is {param.dtype} by now, whose "
+                    f"copy in host memory is {leaf.dtype}: model.to(dtype), float() and half() "
+                    "are for a model before wrap or after unwrap"
+                )
+        _take_options(self._groups, self.inner.param_groups)
+        self._begun = True
 
     def _watches(self, param: Tensor, release: ReleaseGradients) -> bool:
         """Whether this gradient is to tell if gradients are changed after the backward."""
