@@ -23,7 +23,7 @@ STUDIES = {
     "optimizer_states": optimizer_states.STUDY,
     "states_ablation": states_ablation.STUDY,
 }
-"""What `study.name` may be."""
+"""Allowed values of `study.name`."""
 HELP = """\
 usage: python -m experiments NAME [key=value ...]
        python -m experiments key=value ...

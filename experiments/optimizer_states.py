@@ -86,7 +86,7 @@ simulated, and their bytes told by formula."""
 
 
 class Trained(NamedTuple):
-    """What a run leaves."""
+    """Results of a run."""
 
     model: nn.Module
     optimizer: Any

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from memtrain.training.results import new_figure
+
 
 def grid(
     count: int, columns: int = 3, size: tuple[float, float] = (4.6, 3.4)
@@ -19,15 +21,9 @@ def grid(
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "the plot needs matplotlib: pip install 'memtrain[plot]'"
-        ) from error
     columns = max(1, min(columns, count))
     rows = max(1, -(-count // columns))
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    figure = new_figure(size[0] * columns, size[1] * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for spare in axes[count:]:
         spare.remove()

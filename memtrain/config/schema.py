@@ -58,8 +58,8 @@ class Activations:
     """A compressor for the inputs of those modules, and of your own `torch.utils.checkpoint`.
     `keep`: their gradients are plain training's to the last bit."""
     recompute_saves: str = "keep"
-    """What `recompute`'s modules save when they run again: `rules` holds it as others' is held;
-    `keep` as it is, so that the gradients are plain checkpointing's."""
+    """Handling of what `recompute`'s modules save when they run again: `rules` holds it as others'
+    is held; `keep` as it is, so that the gradients are plain checkpointing's."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
     derive_outputs: bool = True

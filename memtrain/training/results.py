@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -16,6 +16,9 @@ from rich.table import Table
 from memtrain.config.sizes import format_size
 from memtrain.planner import Fit
 from memtrain.training.run import Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CATEGORIES = (
     ("weights", "weights"),
@@ -248,17 +251,34 @@ def draw(path: Path, rows: Sequence[Metrics], summaries: Mapping[str, Mapping[st
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
     """
+    figure = new_figure(10, 4.2)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    _losses(left, rows, list(summaries))
+    _bars(right, summaries)
+    figure.savefig(path, dpi=120)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Make an empty figure; no window is opened.
+
+    Args:
+        width: In inches.
+        height: In inches.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
+
+    Example:
+        >>> new_figure(4, 3).get_size_inches().tolist()
+        [4.0, 3.0]
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ModuleNotFoundError(
             "the plot needs matplotlib: pip install 'memtrain[plot]'"
         ) from error
-    figure = Figure(figsize=(10, 4.2), layout="constrained")  # no pyplot: no window, no state
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    _losses(left, rows, list(summaries))
-    _bars(right, summaries)
-    figure.savefig(path, dpi=120)
+    return Figure(figsize=(width, height), layout="constrained")  # no pyplot: no window, no state
 
 
 def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:

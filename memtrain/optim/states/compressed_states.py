@@ -20,7 +20,7 @@ from memtrain.optim.states.stall import StallWatch
 FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds
 
 _TAKEN_OVER = ("step", "state_dict", "load_state_dict")
-"""What an original refuses: it has no states, so that a checkpoint of it would lose them."""
+"""Methods that an original refuses: a checkpoint of it, which has no states, would lose them."""
 
 
 class CompressedStates(Optimizer):
