@@ -33,7 +33,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def draw(path: Path, panels: Mapping[str, Sequence[Point]], cost: str) -> None:
-    """Draw one panel for each task.
+    """Draw one panel for each task with more than one point; a name looks alike in all.
 
     Args:
         path: The PNG.
@@ -43,14 +43,19 @@ def draw(path: Path, panels: Mapping[str, Sequence[Point]], cost: str) -> None:
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
     """
+    panels = {title: points for title, points in panels.items() if len(points) > 1}
+    names = list(dict.fromkeys(point.name for points in panels.values() for point in points))
+    looks = {name: (f"C{k % 10}", "os^D"[k // 10 % 4]) for k, name in enumerate(names)}
+    shown: dict[str, object] = {}
     figure, axes = grid(len(panels))
     for axis, (title, points) in zip(axes, panels.items(), strict=True):
         line = front(points)
         axis.plot([p.cost for p in line], [p.loss for p in line], color="0.8", zorder=0)
         for point in points:
-            axis.errorbar(point.cost, point.loss, point.width, fmt="o", capsize=3)
-            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8}
-            axis.annotate(point.name, (point.cost, point.loss), **place)
-        axis.margins(x=0.2)
+            colour, marker = looks[point.name]
+            look = {"fmt": marker, "color": colour, "capsize": 3, "alpha": 0.8}
+            shown[point.name] = axis.errorbar(point.cost, point.loss, point.width, **look)
+        axis.margins(x=0.1)
         axis.set(title=title, xlabel=cost.replace("_", " "), ylabel="held-out loss")
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper")
     figure.savefig(path, dpi=110)
