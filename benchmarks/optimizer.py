@@ -22,6 +22,7 @@ OURS = {
     "AdamW4bitFactor": (optim.AdamW4bitFactor, 17.1),
     "Adam4bit": (optim.Adam4bit, 18.6),
     "AdamW8bit": (optim.AdamW8bit, 16.1),
+    "AdamW8bitFactor": (optim.AdamW8bitFactor, 18.1),
     "Adam8bit": (optim.Adam8bit, 16.1),
     "SGD4bit": (lambda p: optim.SGD4bit(p, momentum=0.9), 13.1),
     "SGD8bit": (lambda p: optim.SGD8bit(p, momentum=0.9), 14.0),

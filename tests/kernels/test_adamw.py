@@ -25,6 +25,7 @@ CODECS = {
     "block": (FIRST, Codec("block", 4, "Linear", signed=False)),
     "rank1": (FIRST, Codec("rank1", 4, "Linear", signed=False)),
     "factored": (FIRST, FACTORED),
+    "factored8": (Codec("block", 8, "DE"), FACTORED),
 }
 BIG = [(1000, 77), (64, 3, 7, 7), (4099,), (5000, 3), (1, 9001), (256, 384), (1,), (0, 4)]
 SMALL = [(20, 77), (3, 3, 7, 7), (400,), (200, 3), (1, 301), (4, 128), (1,), (0, 4)]
@@ -41,8 +42,10 @@ def entry(shape, kind, numbers, dtype=torch.float32, grad_dtype=None):
     if kind == "exact":
         states = ({"tensor": m}, {"tensor": v})
         return Entry(param, grad, states, CODECS[kind], "adamw", numbers)
-    first = coded(quantize_blocks_reference(m, Codebook("DE", 4, True), 128))
-    if kind == "factored":
+    own = CODECS[kind][0]
+    book = Codebook(own.codebook, own.bits, own.signed)
+    first = coded(quantize_blocks_reference(m, book, own.block))
+    if kind.startswith("factored"):
         matrix = v.reshape(shape[0], math.prod(shape[1:]))
         second = {"row": matrix.mean(1), "col": matrix.mean(0)}
     elif kind == "rank1":
@@ -211,6 +214,24 @@ def test_factored_zero_gradient_stays_finite(name):
     before[0].states[0]["scale"].zero_()
     after = run(name, before)[0]
     assert torch.equal(after.param, before[0].param)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the padding is 0 / 0 with eps=0
+@pytest.mark.parametrize("kind", ["factored", "factored8"])
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_factored_worked_case(name, kind):
+    # the first step from nothing: m = 0.1 g and v = 0.001 g^2, so lr * sign(g) where g^2 has rank 1
+    grad = torch.tensor([[0.5, -1.0], [-1.0, 2.0]])
+    numbers = update_rules.adamw(1, lr=0.25, betas=(0.9, 0.999), eps=0.0)
+    before = entry((2, 2), kind, numbers)._replace(grad=grad)
+    before.param.zero_()
+    before.states[0]["scale"].zero_()
+    for part in before.states[1].values():
+        part.zero_()
+    after = run(name, [before])[0]
+    assert torch.allclose(after.param, -0.25 * grad.sign(), rtol=1e-6, atol=0)
+    assert torch.allclose(after.states[1]["row"], 0.001 * torch.tensor([0.625, 2.5]))
+    assert after.states[0]["scale"].item() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(

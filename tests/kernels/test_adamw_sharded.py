@@ -6,7 +6,7 @@ import torch
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import shard as shards
 from memtrain.kernels.step import sharded, update_rules
-from memtrain.kernels.step.codecs import FACTORED, Codec, ratio
+from memtrain.kernels.step.codecs import ratio
 from memtrain.kernels.step.shard import Shard
 from memtrain.kernels.step.step import Entry, fused_step
 from tests.kernels.test_adamw import CODECS
@@ -18,7 +18,7 @@ HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
 def entry(param, kind, shard=None):
     """A parameter's entry before its first step."""
     shape = param.shape
-    codecs = {**CODECS, "factored8": (Codec("block", 8, "DE"), FACTORED)}[kind]
+    codecs = CODECS[kind]
     bits, size = codecs[0].bits, codecs[0].block
     blocks = -(-param.numel() // size)
     coded = {"codes": torch.zeros(blocks, size * bits // 8, dtype=torch.uint8)}

@@ -7,7 +7,6 @@ import torch
 
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step.codecs import FACTORED
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.kernels.step.step import Entry, fused_step
 from memtrain.kernels.step.update_rules import sgd
@@ -32,19 +31,9 @@ def steps(shape):
             yield test_adamw.entry(shape, kind, test_adamw.hyper(**options))
     for rule, bits in test_blockstep.FORMS:
         yield test_blockstep.entry(shape, rule, bits, weight_decay=0.1)
-    if len(shape) > 1:
-        yield factored8(shape)
     plain = sgd(lr=0.01, momentum=0.0, weight_decay=0.1)
     x = test_blockstep.entry(shape, "sgd", 32)
     yield Entry(x.param, x.grad, (), (), "sgd", plain)
-
-
-def factored8(shape):
-    numbers = test_adamw.hyper(weight_decay=0.1, decoupled=False)
-    entry = test_adamw.entry(shape, "factored", numbers)
-    first = test_blockstep.payload(torch.randn(shape) * 0.1, "DE", 8, True)
-    codecs = (test_blockstep.codec(8), FACTORED)
-    return entry._replace(codecs=codecs, states=(first, entry.states[1]))
 
 
 def halved(entry, form, seed):

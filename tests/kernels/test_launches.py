@@ -173,8 +173,8 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
             quantize_blocks_reference(exact.param, Codebook("DE", 8, True), 256)
         )
         launch.step([exact._replace(states=(state, state), codecs=(Codec("block", 8, "DE"),) * 2)])
-    # Of five kinds of states; rank-1 takes one launch more, factored three.
-    assert len(taken) == 2 * (5 + 1 + 3)
+    # Of six kinds of states; rank-1 takes one launch more, each of two factored ones three.
+    assert len(taken) == 2 * (6 + 1 + 3 + 3)
     made = step_triton.AOT_CASES + reduce_triton.AOT_CASES
     cases = [(kernel, constants) for kernel, _, constants in made]
     assert [one for one in taken if one not in cases] == []

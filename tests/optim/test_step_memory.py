@@ -21,6 +21,7 @@ FUSED = {
     "AdamW4bitFactor": optim.AdamW4bitFactor,
     "AdamW4bit-2": lambda p: optim.AdamW4bit(p, first="Lloyd-Max", second="factored"),
     "AdamW8bit": optim.AdamW8bit,
+    "AdamW8bitFactor": optim.AdamW8bitFactor,
     "SGD4bit": lambda p: optim.SGD4bit(p, momentum=0.9),
     "SGD8bit": lambda p: optim.SGD8bit(p, momentum=0.9),
     "Lion4bit": optim.Lion4bit,
@@ -53,9 +54,7 @@ def two_steps_hold_little(optimizer):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    "name", [*FUSED, pytest.param("AdamW8bitFactor", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", FUSED)
 def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
     optimizer = EVERY[name](weights)
     two_steps_hold_little(optimizer)
@@ -66,9 +65,9 @@ def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
 
 
 PLAIN_SGD = {"SGD4bit-plain": lambda p: optim.SGD4bit(p, lr=0.1)}
-EVERY = {**FUSED, **PLAIN_SGD, "AdamW8bitFactor": optim.AdamW8bitFactor}
+EVERY = FUSED | PLAIN_SGD
 COMMON = {("AdamW4bit", form) for form in FORMATS if form.startswith("bf16")} | {
-    (name, "bf16+8") for name in (*FUSED, *PLAIN_SGD)
+    (name, "bf16+8") for name in EVERY
 }
 SPLIT = [
     pytest.param(name, form, marks=[] if (name, form) in COMMON else pytest.mark.nightly)

@@ -33,7 +33,7 @@ MT_INLINE Codebook scaled(const float* table, float scale) {
 // The row and column vectors of the 128 elements from `from` on (0 past the end).
 MT_INLINE void gather(const float* row, const float* col, int64_t from, int64_t rows, int64_t cols,
                       float* r, float* c) {
-  const int64_t n = std::min<int64_t>(128, rows * cols - from);
+  const int64_t n = std::max<int64_t>(0, std::min<int64_t>(128, rows * cols - from));
   int64_t i = from / cols, j = from % cols;
   for (int64_t k = 0; k < n; ++i, j = 0) {
     const int64_t run = std::min(cols - j, n - k);

@@ -126,18 +126,12 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     for entry, chosen in zip(whole, _backends(whole), strict=True):
         if not entry.param.numel():
             continue
-        form, bits = _kind(entry.codecs)
         if chosen == "reference" or not fits(entry):
             step_reference(entry)
             continue
         if not entry.grad.is_contiguous():
             entry = entry._replace(grad=entry.grad.contiguous())
-        if chosen == "cpu" and (bits, form) == (8, "factored"):
-            from memtrain.kernels.step import pieces
-
-            pieces.step(entry)
-        else:
-            together.setdefault(chosen, []).append(entry)
+        together.setdefault(chosen, []).append(entry)
     if parts:
         from memtrain.kernels.step import sharded
 

@@ -202,8 +202,7 @@ class AdamW8bitFactor(AdamW8bit):
     """`AdamW8bit` with the second moment of two or more dimensions factored into rows and columns.
 
     1-d parameters, and those whose factors would cost over 0.08 bytes per parameter, keep both
-    moments in blocks of 256. The step is made a piece of a parameter at a time
-    (`kernels.step.pieces`): slower than `AdamW8bit`'s, with at most some 10 MiB of temporaries.
+    moments in blocks of 256.
 
     Memory:
         1.02 bytes per parameter, plus 4 bytes for each row and column.

@@ -104,7 +104,6 @@ class StepAgain:
             and dispatch.choose(param) == "cpu"
             and fits(entry)
             and entry.grad.is_contiguous()
-            and (entry.bits, entry.form) != (8, "factored")
             for entry, param in zip(entries, given, strict=True)
         )
 

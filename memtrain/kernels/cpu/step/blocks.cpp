@@ -1,4 +1,5 @@
-// Any rule with states in blocks, or exact (contract: kernels/step/step.py).
+// Any rule with states in blocks, or exact; AdamW in 8 bits also over a factored second moment
+// (contract: kernels/step/step.py).
 #ifndef MT_LANES
 #define MT_SELF "step/blocks.cpp"
 #include "step/table.h"
@@ -78,18 +79,33 @@ struct Room {  // for a block that is not whole, or not float32; p for the block
   float g[256], p[2][256];
 };
 
+// The second moments of the 256 elements from `from` on, as their factors give them.
+inline void product(const StepTask& t, int64_t from, float* out) {
+  const float *row = t.ratio, *col = t.state[1].scale;
+  if (t.cols % 256 == 0) {
+    const F ratio = splat(row[from / t.cols]);
+    col += from % t.cols;
+    for (int64_t i = 0; i < 256; i += 16) store(out + i, ratio * load(col + i));
+    return;
+  }
+  alignas(64) float r[256], c[256];
+  for (int64_t i = 0; i < 256; i += 128) gather(row, col, from + i, t.rows, t.cols, r + i, c + i);
+  for (int64_t i = 0; i < 256; i += 16) store(out + i, load(r + i) * load(c + i));
+}
+
 // The codes of a block are made, and a rule's quotients taken, in the loop of the next one: neither
 // waits for the other's roots and quotients, which take a third of the time.
-template <typename Rule, bool kPlain>
+template <typename Rule, bool kPlain, bool kFactors>
 inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
   constexpr bool kLate = Rule::kDivides;
-  constexpr int kStates = Rule::kStates;
+  constexpr int kStates = kFactors ? 1 : Rule::kStates;  // that are codes
   const Scalars h = splat_all(t.scalars);
   const I lane = lane_numbers();
   const Dynamic first = dynamic_of<true>(t.state[0].codebook, t.state[0].buckets);
   Dynamic second{};
   if (kStates == 2) second = dynamic_of<false>(t.state[1].codebook, t.state[1].buckets);
   alignas(64) Room part = {};
+  alignas(64) float squares[256];  // kFactors: the second moments
   Draws draws;
   alignas(64) float held[2][kStates + kLate][256] = {};  // the states, and the divisors
   Waiting waiting[2] = {};
@@ -105,6 +121,7 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
       read_floats(t.g, t.g_type, from, n, part.g);
       read_weights(t.p, t.p_type, t.master, from, n, p);
     }
+    if (kFactors && b < end) product(t, from, squares);
     I top[2] = {};
     MT_UNROLL(1)
     for (int64_t at = 0; at < 256; at += 64) {
@@ -120,7 +137,8 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
           const F old = load(p + i), grad = gradient<kPlain>(h, load(g + i), old);
           for (int k = 0; k < kStates; ++k) x[k] = load(now[k] + i);
           if constexpr (kLate) {
-            x[0] = Rule::first(h, grad, x[0]), x[1] = Rule::second(h, grad, x[1]);
+            x[0] = Rule::first(h, grad, x[0]);
+            x[1] = kFactors ? load(squares + i) : Rule::second(h, grad, x[1]);
             store(now[kStates] + i, Rule::divisor(h, x[1]));
           } else {
             store(p + i, Rule::update(h, old, grad, x));
@@ -209,9 +227,17 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
   }
 }
 
+template <typename Rule, bool kFactors>
+inline void update_8(const StepTask& t, int64_t begin, int64_t end) {
+  is_plain(t) ? update_bytes<Rule, true, kFactors>(t, begin, end)
+              : update_bytes<Rule, false, kFactors>(t, begin, end);
+}
+
 template <typename Rule>
 inline void update_bits(const StepTask& t, int64_t begin, int64_t end) {
-  if (t.bits == 8) is_plain(t) ? update_bytes<Rule, true>(t, begin, end) : update_bytes<Rule, false>(t, begin, end);
+  if constexpr (Rule::kStates == 2)
+    if (t.bits == 8 && t.second == kFactored) return update_8<Rule, true>(t, begin, end);
+  if (t.bits == 8) update_8<Rule, false>(t, begin, end);
   if (t.bits == 4) update_128<Rule, 4>(t, begin, end);
   if (t.bits == 32) update_128<Rule, 32>(t, begin, end);
   if constexpr (Rule::kStates == 1)  // SGD without momentum
