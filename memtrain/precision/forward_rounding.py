@@ -185,12 +185,14 @@ class ForwardRounding:
             self.state.gemms[site] = why
             return func
         back = self.state.low_backward_format(output)
-        note_halved = self.scaler.note_halved if self._counts else lambda halved: None
+        # The operands of a recomputed forward have been counted; those of its backward have not.
+        note_halved = self.scaler.note_halved
+        note_forward = note_halved if self._counts else lambda halved: None
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             self.state.gemms[site] = ""
-            form = self.state.config.low_format
-            return fp8_gemm.linear(*_linear(*args, **kwargs), form, back, note_halved)
+            forms = (self.state.config.low_format, back)
+            return fp8_gemm.linear(*_linear(*args, **kwargs), *forms, note_forward, note_halved)
 
         return run
 

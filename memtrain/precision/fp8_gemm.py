@@ -92,7 +92,8 @@ def linear(
     bias: Tensor | None,
     form: FloatFormat,
     back: FloatFormat | None,
-    note_halved: Callable[[Tensor], None],
+    note_forward: Callable[[Tensor], None],
+    note_backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Run a linear layer on FP8 GEMMs; it saves its input and its weight as others do.
 
@@ -102,7 +103,8 @@ def linear(
         bias: [n]; added to the product in its own precision.
         form: Of input and weight.
         back: Of the result's gradient; None: the backward runs plain GEMMs.
-        note_halved: Called with a bool for every operand, forward and backward: was it halved.
+        note_forward: Called with a bool for input and weight: was it halved.
+        note_backward: The same for the result's gradient.
 
     Returns:
         [..., n], in the dtype of `x`, or of autocast.
@@ -110,29 +112,30 @@ def linear(
     Memory:
         Nothing beyond its input and weight until the backward.
     """
-    return _Fp8Linear.apply(x, weight, bias, form, back, note_halved)
+    return _Fp8Linear.apply(x, weight, bias, form, back, note_forward, note_backward)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - a linear layer's arguments, and what its GEMMs take
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         form: FloatFormat,
         back: FloatFormat | None,
-        note_halved: Callable[[Tensor], None],
+        note_forward: Callable[[Tensor], None],
+        note_backward: Callable[[Tensor], None],
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         ctx.dtypes = tuple(None if one is None else one.dtype for one in (x, weight, bias))
         ctx.shape = x.shape
-        ctx.form, ctx.back, ctx.note_halved = form, back, note_halved
+        ctx.form, ctx.back, ctx.note_backward = form, back, note_backward
         a, scale_a, halved_a = quantize(_rows(x), form)
         b, scale_b, halved_b = quantize(weight.contiguous(), form)
-        note_halved(halved_a)
-        note_halved(halved_b)
+        note_forward(halved_a)
+        note_forward(halved_b)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         y = _product(a, scale_a, b, scale_b, dtype)
@@ -155,14 +158,14 @@ class _Fp8Linear(torch.autograd.Function):
             dw = None if x is None else (g.to(x.dtype).t() @ _rows(x)).to(of_weight)
         else:
             a, scale_a, halved = quantize(g, ctx.back)
-            ctx.note_halved(halved)
+            ctx.note_backward(halved)
             if weight is not None:
                 dx = _product(a, scale_a, *_transposed(weight, ctx.form), of_x)
             if x is not None:
                 right = _transposed(_rows(x), ctx.form)
                 dw = _product(a.t().contiguous(), scale_a, *right, of_weight)
         db = g.sum(0).to(of_bias) if ctx.needs_input_grad[2] else None
-        return None if dx is None else dx.view(ctx.shape), dw, db, None, None, None
+        return None if dx is None else dx.view(ctx.shape), dw, db, None, None, None, None
 
 
 def _transposed(x: Tensor, form: FloatFormat) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.config.sources import load
@@ -70,10 +71,10 @@ def test_products_against_float64(shape):
     bias = torch.randn(n, requires_grad=True)
     g = FP8_BACKWARD.round(torch.randn(*rows, n) * 1e3)
     seen = []
-    y = fp8_gemm.linear(x, w, bias, FP8_FORWARD, FP8_BACKWARD, seen.append)
+    y = fp8_gemm.linear(x, w, bias, FP8_FORWARD, FP8_BACKWARD, seen.append, seen.append)
     y.backward(g)
     flat, back = x.detach().reshape(-1, k), g.reshape(-1, n)
-    bare = fp8_gemm.linear(x, w, None, FP8_FORWARD, None, seen.append).detach()
+    bare = fp8_gemm.linear(x, w, None, FP8_FORWARD, None, seen.append, seen.append).detach()
     assert bounded(bare.reshape(-1, n), flat, w.detach().t())
     assert torch.equal(y.detach(), bare + bias.detach())
     assert bounded(x.grad.reshape(-1, k), back, w.detach())
@@ -149,6 +150,25 @@ def test_saturated_operands_are_halved_and_counted():
     # no number here is so small that halving takes a bit of it
     for a, b in zip(found, step(*wrapped(plain, fp8_gemm=False), x), strict=True):
         assert torch.equal(a, b)
+
+
+@needs
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_operands_are_counted_once_where_a_part_runs_again(reentrant):
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            if reentrant is None:
+                return super().forward(x)
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model = Checkpointed(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    model, _ = wrapped(model, initial_scale=65536.0)
+    x = torch.randn(8, 16)
+    x[0, 0] = 40.0  # 30, the largest number
+    y = model(x.requires_grad_())
+    y.backward(torch.eye(8, 16))  # 65536, of the highest binade
+    state = memtrain.precision_state(model)
+    assert (state.halved, state.scale.overflows) == (2, 0)
 
 
 @needs
