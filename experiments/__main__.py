@@ -7,7 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import derivatives, optimizer_states, paper_table, states_ablation
+from experiments import (
+    derivatives,
+    optimizer_states,
+    paper_table,
+    precision_transformers,
+    states_ablation,
+)
 from experiments.study import Runs
 from experiments.sweep import Sweep, SweepTrainConfig
 from memtrain.cli.train import read_config, run
@@ -21,6 +27,7 @@ CONFIGS = Path(__file__).parent / "configs"
 STUDIES = {
     "derivatives": derivatives.STUDY,
     "optimizer_states": optimizer_states.STUDY,
+    "precision_transformers": precision_transformers.STUDY,
     "states_ablation": states_ablation.STUDY,
 }
 """Allowed values of `study.name`."""
@@ -38,6 +45,7 @@ examples:
   python -m experiments optimizer_states     states of 32 to 2 bits, over seeds: likewise
   python -m experiments states_ablation      ways to hold the second moment in 4 bits: likewise
   python -m experiments derivatives          few-bit derivatives, to the end: likewise
+  python -m experiments precision_transformers   precision assignments of a GPT and a ViT: likewise
   python -m experiments optim=ablation/b128_de training.steps=50
   python -m experiments precision_overflow --config   print the config, train nothing
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -74,12 +75,19 @@ MEASURED = ("peak_mib", "saved_mib", "step_ms", "recomputed_blocks", "torch", "m
 
 
 def train(
-    ways: Mapping[str, Way], name: str, variant: str, seed: int, lr: float, steps: int
+    ways: Mapping[str, Way],
+    told: Callable[[Way, nn.Module], Row] | None,
+    name: str,
+    variant: str,
+    seed: int,
+    lr: float,
+    steps: int,
 ) -> Row:
-    """Train one run.
+    """Train one run, on CUDA where there is one.
 
     Args:
         ways: By name.
+        told: What a way's trained model tells besides, by column.
         name: Of `experiments.tasks.TASKS`.
         variant: Of `ways`.
         seed: Of the data's split and order, and of the weights.
@@ -93,18 +101,19 @@ def train(
     task, way = TASKS[name], ways[variant]
     source = task.source(seed)
     torch.manual_seed(seed)
-    model = task.model().to(way.dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = task.model().to(device, way.dtype)
     blocks = _checkpoint(model) if way.checkpointing else 0
     options = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": task.weight_decay}
     optimizer: Any = way.make(groups_of(model), **options)
-    inputs, targets = _batch(source, 0, size=task.batch, dtype=way.dtype)
+    batch = partial(_batch, source, size=task.batch, device=device, dtype=way.dtype)
+    inputs, targets = batch(0)
     loss = partial(_loss, targets=targets.flatten())
     timeline = measure(model, optimizer, inputs, way.config, StepOptions(loss=loss))
     if way.config is not None:
         model, optimizer = memtrain.wrap(model, optimizer, way.config)
-    batch = partial(_batch, source, size=task.batch, dtype=way.dtype)
     losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps)
-    return quality(validate(model, source), losses) | {
+    row = quality(validate(model, source), losses) | {
         "peak_mib": timeline.peak.nbytes / 2**20,
         "saved_mib": max(moment.parts.get(SAVED, 0) for moment in timeline.moments) / 2**20,
         "step_ms": 1e3 * statistics.median(seconds),
@@ -113,6 +122,7 @@ def train(
         "memtrain": memtrain.__version__,
         "threads": torch.get_num_threads(),
     }
+    return row | (told(way, model) if told else {})
 
 
 def _checkpoint(model: nn.Module) -> int:
@@ -123,8 +133,10 @@ def _checkpoint(model: nn.Module) -> int:
     return len(blocks)
 
 
-def _batch(source: Any, step: int, *, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    inputs, targets = source.batch("train", step, size)
+def _batch(
+    source: Any, step: int, *, size: int, device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    inputs, targets = (x.to(device) for x in source.batch("train", step, size))
     return inputs.to(dtype) if inputs.is_floating_point() else inputs, targets
 
 
@@ -132,26 +144,38 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets)
 
 
-def study(
-    about: str, ways: Mapping[str, Way], tasks: tuple[str, ...], output: str, cost: str
+def study(  # noqa: PLR0913 - each is a field of a study
+    about: str,
+    ways: Mapping[str, Way],
+    tasks: tuple[str, ...],
+    output: str,
+    cost: str,
+    *,
+    baseline: str = "plain",
+    told: Callable[[Way, nn.Module], Row] | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Study:
     """A study of ways to train.
 
     Args:
         about: Printed where a call is wrong.
-        ways: By name, `plain` among them.
+        ways: By name, `baseline` among them.
         tasks: That a call without `tasks=` trains.
         output: The CSV file.
         cost: The column that the plot is over, and that beside the step time tells what is beaten.
+        baseline: The way that differences are from.
+        told: What a way's trained model tells besides.
+        columns: Of what is told, and the formats of their means.
     """
     return Study(
         about=about,
         tasks=tasks,
         variants=tuple(ways),
-        baseline="plain",
-        train=partial(train, ways),
-        columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED),
-        shown={"accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"},
+        baseline=baseline,
+        train=partial(train, ways, told),
+        columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED, *columns),
+        shown={"accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"}
+        | dict(columns),
         costs=(cost, "step_ms"),
         output=Path(output),
     )

@@ -255,7 +255,7 @@ class Study(NamedTuple):
         lines = [f"| {' | '.join(heads).replace('_', ' ')} |", f"|{' --- |' * len(heads)}"]
         for (task, lr, steps), variants in _by_cell(rows).items():
             for variant, seeds in variants.items():
-                minus = _interval(_paired(seeds, variants.get(self.baseline, {})))
+                minus = interval(_paired(seeds, variants.get(self.baseline, {})))
                 beaten = [name for name in variants if self._beats(variants[name], seeds)]
                 cells = [
                     f"{task}, {steps} steps",
@@ -284,7 +284,7 @@ class Study(NamedTuple):
                     variant,
                     _mean(seeds, self.costs[0]),
                     _mean(seeds, LOSS),
-                    (_interval(_paired(seeds, variants.get(self.baseline, {}))) or (0, 0))[1],
+                    (interval(_paired(seeds, variants.get(self.baseline, {}))) or (0, 0))[1],
                 )
                 for variant, seeds in variants.items()
             ]
@@ -322,7 +322,7 @@ _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 """Student's t by degrees of freedom; from 10 on the normal distribution's."""
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float] | None:
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Mean, and half of the 95% interval; none for fewer than two values, NaN where a run left."""
     if len(values) < 2:
         return None

@@ -1,0 +1,69 @@
+"""Accuracies of a sweep's runs, and what they differ by from fp32's, seed by seed.
+
+`python -m experiments.tradeoff_table outputs/precision_epochs/results.csv` prints them; any files
+of `python -m experiments precision_...` will do, several too.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.study import interval, read
+
+_RUN = ("family", "width", "steps", "lr")
+_CELL = ("assignment", "ratio", "promotion")
+
+
+def table(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Tell means over seeds, and the difference from fp32 with its 95% interval.
+
+    Args:
+        rows: Lines of a sweep's results.csv.
+
+    Returns:
+        Lines of Markdown: one for each assignment and ratio of each family.
+
+    Example:
+        >>> run = {"family": "a", "width": "1", "steps": "8", "lr": "0.1", "low_ratio": "0.9"}
+        >>> uniform = {**run, "assignment": "uniform", "ratio": "1.0", "promotion": "False"}
+        >>> rows = [{**uniform, "seed": str(s), "accuracy": str(a)} for s, a in ((0, 0.5), (1, 0.6))]
+        >>> rows += [{**row, "assignment": "fp32", "accuracy": "0.7"} for row in rows]
+        >>> table(rows)[2]
+        '| a, width 1, 8 steps of 0.1 | uniform, no promotion | 0.900 | 2 | 0.5500 | -0.1500 +- 0.6353 |'
+    """  # noqa: E501
+    runs: dict[tuple[str, ...], dict[tuple[str, ...], dict[str, dict[str, str]]]] = {}
+    for row in rows:
+        cells = runs.setdefault(tuple(row[name] for name in _RUN), {})
+        cells.setdefault(tuple(row[name] for name in _CELL), {})[row["seed"]] = row
+    heads = ("run", "assignment", "low-precision ratio", "seeds", "accuracy", "minus fp32")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for (family, width, steps, lr), cells in runs.items():
+        fp32 = next((seeds for cell, seeds in cells.items() if cell[0] == "fp32"), {})
+        for (assignment, ratio, promotion), seeds in cells.items():
+            paired = [
+                float(row["accuracy"]) - float(fp32[seed]["accuracy"])
+                for seed, row in seeds.items()
+                if seed in fp32
+            ]
+            minus = interval(paired) if assignment != "fp32" else None
+            of = f" {ratio}" if assignment in ("size_ordered", "increasing", "random") else ""
+            without = "" if assignment == "fp32" or promotion == "True" else ", no promotion"
+            told = (
+                f"{family}, width {width}, {steps} steps of {lr}",
+                f"{assignment}{of}{without}",
+                f"{statistics.mean(float(row['low_ratio']) for row in seeds.values()):.3f}",
+                str(len(seeds)),
+                f"{statistics.mean(float(row['accuracy']) for row in seeds.values()):.4f}",
+                f"{minus[0]:+.4f} +- {minus[1]:.4f}" if minus else "",
+            )
+            lines.append(f"| {' | '.join(told)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    Console(soft_wrap=True, highlight=False, markup=False).print(
+        "\n".join(table([row for path in sys.argv[1:] for row in read(Path(path))]))
+    )
