@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.harness import Benchmark, Job, Options, Row
 from memtrain.audit.peak import StepOptions
-from memtrain.audit.peak.largest import resized, search
+from memtrain.audit.peak.largest import search
 from memtrain.audit.peak.predict import predict
 from memtrain.cli.models.build_model import context, from_family
 from memtrain.cli.models.named_models import NAMED_MODELS, NamedModel
 from memtrain.cli.models.request import Request
-from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit
+from memtrain.planner import ALLOWED, Goal, smallest_peak
 
 GIB = 2**30
 MEMORIES = (8, 16, 24, 80)
@@ -99,6 +99,8 @@ WAYS: Mapping[str, tuple[str, Any]] = {
 }
 """A way to train -> the dtype of weights and activations, and the preset; AdamW throughout."""
 STEP = StepOptions(device="cuda:sm_90")
+GOAL = Goal(allow=ALLOWED, sensitivity="analytic", options=STEP)
+"""The planner may use all that it knows, within its default noise."""
 
 
 class Sizes:
@@ -112,16 +114,19 @@ class Sizes:
 
     def built(self, name: str, batch: int) -> Any:
         """Model, optimizer and batch, without memory."""
-        request = Request(model=name, dtype=self.dtype, device=STEP.device, dropout=0.0)
+        asked: Any = {"dtype": self.dtype, "device": STEP.device, "dropout": 0.0}
+        request = Request(model=name, batch=batch, **asked)
         with context(getattr(torch, self.dtype), real=False):
             model, inputs = from_family(FAMILIES[self.family][name], request)
             model.train()
             if self.way.startswith("checkpointing"):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             optimizer = torch.optim.AdamW(model.parameters())
-        return model, optimizer, resized(inputs, "batch", batch)
+        return model, optimizer, inputs
 
     def _peak(self, name: str, batch: int) -> int:
+        if self.way == PLANNED:  # one search of plans serves every memory
+            return smallest_peak(*self.built(name, batch), goal=GOAL).nbytes
         return predict(*self.built(name, batch), self.preset, STEP).peak.nbytes
 
     def weights(self, name: str) -> int:
@@ -132,14 +137,8 @@ class Sizes:
         """The peak in bytes, or 0 if it does not fit."""
         if self.weights(name) > memory:
             return 0
-        if self.way != PLANNED:
-            peak = self.peak(name, batch)
-            return peak if peak <= memory else 0
-        goal = Goal(allow=ALLOWED, sensitivity="analytic", options=STEP)
-        try:
-            return fit(*self.built(name, batch), memory, goal=goal).peak.nbytes
-        except DoesNotFit:
-            return 0
+        peak = self.peak(name, batch)
+        return peak if peak <= memory else 0
 
     def largest(self, memory: int) -> tuple[str, int]:
         """The largest model that fits at one sample, and its peak."""
@@ -159,8 +158,7 @@ class Sizes:
         row: Row = {"family": self.family, "way": self.way, "memory_gib": gib}
         row |= {"largest": name, "parameters": self.parameters(name), "peak_nbytes": peak}
         row["reference"] = reference
-        if self.way != PLANNED:  # a search of plans for each batch takes too long
-            row["batch"] = search(partial(self.peak, reference), memory, MOST)
+        row["batch"] = search(partial(self.peak, reference), memory, MOST)
         return row | {"device_predicted": STEP.device}
 
     def _parameters(self, name: str) -> int:

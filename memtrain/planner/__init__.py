@@ -2,7 +2,7 @@
 
 from memtrain.planner.cost_model import Rates, measure_rates, read_rates, write_rates
 from memtrain.planner.goal import ALLOWED, DoesNotFit, Fit, Goal
-from memtrain.planner.search import fit, make_plan
+from memtrain.planner.search import fit, make_plan, smallest_peak
 
 __all__ = [
     "ALLOWED",
@@ -14,5 +14,6 @@ __all__ = [
     "make_plan",
     "measure_rates",
     "read_rates",
+    "smallest_peak",
     "write_rates",
 ]

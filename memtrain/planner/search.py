@@ -161,17 +161,9 @@ def fit(
         >>> found.peak.nbytes <= 2_000_000
         True
     """
-    size, config = parse_size(budget, "budget"), Config() if cfg is None else load(cfg)
-    optimizer = inner_optimizer(optimizer)
-    plain, compiled = compiled_parts(model)
-    if compiled:
-        raise ValueError(
-            f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
-            "torch.compile, as plans that fit are of eager steps"
-        )
-    measure = goal.sensitivity == "measured"
-    measure |= goal.sensitivity == "auto" and is_real(model, batch)
-    planning = _Planning(model, optimizer, config, batch, told, measure=measure)
+    size = parse_size(budget, "budget")
+    planning = _planning(model, optimizer, batch, cfg, goal, told)
+    optimizer = planning.given[1]
     best, timeline = planning.best(goal, size)
     peak = timeline.peak
     if peak.nbytes > size:
@@ -190,9 +182,48 @@ def fit(
         states=count_states(best.space.states, best.mixture),
         chosen=count_options(best),
         rates=goal.rates.name,
-        sensitivity="measured" if measure else "analytic",
+        sensitivity="measured" if planning.measure else "analytic",
         bus=_bus(model, optimizer, config_of(best)),
     )
+
+
+def smallest_peak(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    cfg: Any = None,
+    *,
+    goal: Goal = Goal(),  # noqa: B008 (a frozen value)
+    told: Told = silent,
+) -> Moment:
+    """Tell the least budget that `fit` finds a plan for, without one for each budget to try.
+
+    Args:
+        model: Real or fake; not changed.
+        optimizer: Its optimizer; not changed.
+        batch: What the model is called with.
+        cfg: As of `fit`.
+        goal: What is allowed.
+        told: Is told each stage, and how much of it is done.
+
+    Returns:
+        The moment of the smallest peak that was found: what `DoesNotFit` tells of any less.
+
+    Raises:
+        ValueError: For a config that is not valid, or a compiled model.
+
+    Memory:
+        As of `fit`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> least = smallest_peak(model, optimizer, torch.randn(256, 64)).nbytes
+        >>> fit(model, optimizer, torch.randn(256, 64), least).peak.nbytes == least
+        True
+    """
+    return _planning(model, optimizer, batch, cfg, goal, told).best(goal, 0)[1].peak
 
 
 def first_that_fits(
@@ -318,6 +349,22 @@ class _Planning:
             return analytic(space)
         self.told("sensitivities", 0, 0)
         return measured(model, goal.closure or closure_of(model, batch), space)
+
+
+def _planning(
+    model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, goal: Goal, told: Told
+) -> _Planning:
+    """Check what `fit` is given, and begin."""
+    plain, compiled = compiled_parts(model)
+    if compiled:
+        raise ValueError(
+            f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
+            "torch.compile, as plans that fit are of eager steps"
+        )
+    measure = goal.sensitivity == "measured"
+    measure |= goal.sensitivity == "auto" and is_real(model, batch)
+    config = Config() if cfg is None else load(cfg)
+    return _Planning(model, inner_optimizer(optimizer), config, batch, told, measure=measure)
 
 
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:

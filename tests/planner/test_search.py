@@ -16,7 +16,7 @@ from memtrain.audit.peak.predict import predict
 from memtrain.compressors import Keep
 from memtrain.config.sources import ActivationRule, Activations, Config, Optim
 from memtrain.plan.rules import state_site
-from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search
+from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search, smallest_peak
 from memtrain.planner.knapsack import evaluate, solve
 from memtrain.planner.optimizer_states import chosen_states, count_states, gather_states
 from memtrain.planner.schemes import STATES, TORCH
@@ -193,6 +193,7 @@ def test_what_does_not_fit_says_why_and_what_would_help(proxy):
     assert "held by" in text
     assert "weights" in text
     assert "allow=quantise,recompute,release,weights (lets each gradient go" in text
+    assert caught.value.smallest == smallest_peak(model, optimizer, X, goal=ANALYTIC)
     assert caught.value.smallest.nbytes > 400_000
     with pytest.raises(DoesNotFit, match=r"a batch of \d+ in place of 512"):
         fit(model, optimizer, X, "1.1MB", goal=ANALYTIC)
