@@ -125,7 +125,9 @@ class StorageRecorder(TorchDispatchMode):
         """Leave out what an op only passes on, of storages that no one has adopted."""
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
             return made
-        older = {storage._cdata for storage in storages(tree_leaves(given))} - self._numbers.keys()
+        # A difference of sets would go through all that is alive.
+        addresses = {storage._cdata for storage in storages(tree_leaves(given))}
+        older = {address for address in addresses if address not in self._numbers}
         return [storage for storage in made if storage._cdata not in older]
 
     def adopt(self, tensors: Iterable[Tensor], category: str) -> None:

@@ -76,3 +76,14 @@ def test_largest_refuses(change, match):
     given = {"batch": torch.ones(3, 64), "memory": 1000, **change}
     with pytest.raises(ValueError, match=match):
         largest(model, torch.optim.SGD(model.parameters()), **given)
+
+
+def test_search_does_not_leap_where_the_peak_does_not_grow_yet():
+    tried = []
+
+    def peak(size):
+        tried.append(size)
+        return max(1000, 100 * size)
+
+    assert search(peak, 2000, 4096) == 20
+    assert max(tried) <= 2 + 32 * 2

@@ -287,17 +287,25 @@ def test_the_allocators_peak_is_the_predicted_one(name):
 
 def test_pieces_of_a_cross_entropy_are_told_by_few(monkeypatch):
     """All pieces but the first and the last two are alike: peaks and bytes are those of all."""
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
-    optimizer = torch.optim.AdamW(model.parameters())
     labels = torch.zeros(1000, dtype=torch.long)  # pieces of 64 rows, the last one of 40
-    options = StepOptions(loss=lambda y: nn.functional.cross_entropy(y, labels))
+
+    class WithLoss(nn.Sequential):
+        def forward(self, x):
+            return F.cross_entropy(super().forward(x), labels)
+
+    model = WithLoss(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = StepOptions(loss=lambda y: y)
     monkeypatch.setattr(cross_entropy, "_PIECE", 64 * 512)
 
     def told():
         timeline = predict(model, optimizer, torch.ones(1000, 32), "balanced", options)
         saved = [m.parts.get("saved activations", 0) for m in timeline.moments]
-        return timeline.peak, max(saved)
+        forward = [m.nbytes for m in timeline.moments if m.phase == "forward"]
+        return timeline.peak, max(saved), max(forward)
 
     few = told()
     monkeypatch.setattr(cross_entropy, "_differing", range)
     assert few == told()
+    monkeypatch.setattr(cross_entropy, "_PIECE", 1000 * 512)
+    assert few[-1] < told()[-1] - 2**20  # a log-softmax of 2 MB
