@@ -31,6 +31,7 @@ from memtrain.optim.states import layout
 BLOCK = 128
 NORMAL_LOSS = 0.1175
 """Mean squared error of four values for a normal number (`lloyd_max.VALUES`)."""
+_EIGHT = Block(map="DE", bits=8, block_size=256)
 Code = Callable[[Tensor, Key], Tensor]
 
 
@@ -44,6 +45,15 @@ class Form(NamedTuple):
     """Whether the moment is divided by the roots of the second one's factors first."""
     residual: bool = False
     """Whether what is lost goes to the weight at once, as in a fused step of 2 bits."""
+    top: int = 0
+    """So many of the matrix's singular pairs are held in 8 bits, and the code has what is left."""
+    over_grid: bool = False
+    """Whether what is left is divided by its own `grid` first."""
+
+    @property
+    def bytes_per_line(self) -> float:
+        """Per row and per column: of the factors' roots or the grid, and of the pairs."""
+        return 4 * self.over_factors + 2 * self.over_grid + self.top * (1 + 4 / _EIGHT.block_size)
 
 
 def exact(blocks: Tensor, key: Key) -> Tensor:
@@ -160,6 +170,28 @@ def hadamard(size: int) -> Tensor:
     return found / math.sqrt(size)
 
 
+def top_pairs(matrix: Tensor, count: int, key: Key) -> Tensor:
+    """A matrix's part in its first singular pairs: their vectors' product, each in 8 bits.
+
+    Reference:
+        Wu et al., Achieving low-bit Muon through subspace preservation and grid quantization (ICLR
+        2026): one power iteration from the last step's vectors. Here it is three from random ones.
+    """
+    right = _drawn(torch.randn, matrix.new_empty(matrix.shape[1], count), key)
+    left = matrix
+    for _ in range(3):
+        left = torch.linalg.qr(matrix @ right).Q
+        right = matrix.T @ left
+    left, right = (_EIGHT.decompress(_EIGHT.compress(own.T, key=key)) for own in (left, right))
+    return left.T @ right
+
+
+def grid(matrix: Tensor) -> Tensor:
+    """The lesser of each element's row's and column's maximum, as bfloat16: GRASP's grid."""
+    size = matrix.abs()
+    return torch.minimum(_bfloat16(size.amax(1, keepdim=True)), _bfloat16(size.amax(0)))
+
+
 def projected(blocks: Tensor, points: Tensor) -> Tensor:
     """`points` times the scale of each block that leaves the least squared error, in bfloat16."""
     scale = (blocks * points).sum(1, keepdim=True) / points.square().sum(1, keepdim=True)
@@ -196,6 +228,7 @@ ALONE = {
     "polar_1.5bit": Form(partial(polar, points=8), 3 / 2 / 8 + _SCALE),
     "error_2bit": Form(with_error, 2 / 8 + 2 * _SCALE),
     "hadamard_2bit": Form(rotated, 2 / 8 + _SCALE),
+    **{f"grasp_{k}": Form(normal, 2 / 8 + _SCALE, top=k, over_grid=True) for k in (1, 2, 4)},
     "noise_2bit": Form(noise, 4.0),
 }
 """Candidates as they are: in blocks of the moment itself, and what is lost is lost."""
@@ -205,7 +238,7 @@ FORMS = {
     "foam_16": Form(partial(means, fold=16), 4 / 16, residual=True),
     "exact_moment": Form(exact, 4.0),
     **{
-        f"{name}_framed": form._replace(over_factors=True, residual=True)
+        f"{name}_framed": form._replace(over_factors=True, over_grid=False, residual=True)
         for name, form in (*ALONE.items(), ("means_16", Form(partial(means, fold=16), 4 / 16)))
         if not name.endswith(("4bit", "3bit")) and name != "de_2bit"
     },
@@ -288,8 +321,9 @@ class SimulatedAdamW(Optimizer):
         """Of all states, as they would be kept."""
         found = float(state_bytes(self.others))
         for param in self.state:
-            vectors = 4 * (param.shape[0] + param.shape[1:].numel())
-            found += self.form.bytes * param.numel() + vectors * (1 + self.form.over_factors)
+            lines = param.shape[0] + param.shape[1:].numel()
+            own = self.form.bytes * param.numel() + self.form.bytes_per_line * lines
+            found += own + 4 * lines  # and the factors
         return found
 
 
@@ -304,5 +338,9 @@ def through(form: Form, m: Tensor, row: Tensor, col: Tensor, key: Key) -> Tensor
     given = m
     if form.over_factors:
         given = m * inverse(row).unsqueeze(1) * inverse(col)
-    back = form.code(bitpack.blocks(given, BLOCK), key).reshape(-1)[: m.numel()].view_as(m)
+    top = top_pairs(given, form.top, key) if form.top else torch.zeros_like(given)
+    rest = given - top
+    size = grid(rest) if form.over_grid else torch.ones_like(rest)
+    coded = form.code(bitpack.blocks(_over(rest, size), BLOCK), key)
+    back = top + size * coded.reshape(-1)[: m.numel()].view_as(m)
     return back * (row.unsqueeze(1) * col) if form.over_factors else back

@@ -11,6 +11,7 @@ from experiments.moment_codes import (
     Form,
     SimulatedAdamW,
     codebook,
+    grid,
     hadamard,
     logarithmic,
     means,
@@ -19,6 +20,8 @@ from experiments.moment_codes import (
     polar,
     ring_points,
     rotated,
+    through,
+    top_pairs,
     with_error,
 )
 from experiments.optimizer_states import train
@@ -26,6 +29,7 @@ from experiments.update_norms import Beside
 from memtrain.compressors.base import Key
 from memtrain.kernels.dispatch import backend
 
+TWO_BITS = ("normal_2bit", "grasp_2")
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 FOUR_BITS = Form(partial(codebook, name="DE", bits=4, rounding="nearest"), 0.53)
 
@@ -123,6 +127,37 @@ def test_stochastic_codes_are_right_on_average():
     assert set((3 * found[0]).round(decimals=3).tolist()[0]) == {-3, -1, 1, 3}
     deviation = (2 / 3) / 2 / 600**0.5  # of a mean, halfway between two values
     assert (torch.stack(found).mean(0) - x).abs().max() < 5 * deviation
+
+
+def test_the_first_pairs_of_a_matrix_come_back_in_eight_bits():
+    draw = torch.Generator().manual_seed(0)
+    sides = torch.randn(60, 2, generator=draw), torch.randn(2, 128, generator=draw)
+    two = sides[0] @ torch.tensor([[30.0], [10.0]]).mul(sides[1])
+    # The widest step of 8 bits is 0.9 / 64 of a block's maximum, which is under 4 deviations.
+    each = 4 * 0.9 / 64 / 12**0.5
+    assert (top_pairs(two, 2, Key()) - two).norm() < 2**0.5 * each * two.norm()
+    first = torch.linalg.svdvals(two)[0].item()
+    assert top_pairs(two, 1, Key()).norm() == pytest.approx(first, rel=0.01)
+    m, ones = two + torch.randn(60, 128, generator=draw), (torch.ones(60), torch.ones(128))
+    lost = [(through(FORMS[f"{name}_framed"], m, *ones, Key()) - m).norm() for name in TWO_BITS]
+    assert lost[1] < 0.4 * m.numel() ** 0.5 < 0.1 * lost[0]  # of the rest, not of the whole
+
+
+def test_a_grid_is_of_the_lesser_maximum():
+    assert grid(torch.tensor([[8.0, 1.0], [-2.0, 4.0]])).tolist() == [[8.0, 4.0], [4.0, 4.0]]
+    m, ones = torch.randn(60, 128).sign(), (torch.ones(60), torch.ones(128))
+    m[:, 5] *= 100
+    spread = FORMS["grasp_1"]._replace(top=0)
+    assert (through(spread, m, *ones, Key()) / m - 1).abs().max() < 1 / 128  # a bfloat16 scale
+    assert (through(FORMS["normal_2bit"], m, *ones, Key()) / m - 1).abs().max() > 1
+
+
+def test_pairs_and_grids_are_counted_by_row_and_column():
+    form = FORMS["grasp_4"]
+    assert form.bytes == 0.25 + 2 / 128
+    assert form.bytes_per_line == 2 + 4 * (1 + 4 / 256)  # a bfloat16; codes, and a float32 each 256
+    assert FORMS["grasp_4_framed"].bytes_per_line == 4 + 4 * (1 + 4 / 256)
+    assert (FORMS["normal_2bit"].bytes_per_line, FORMS["foam_16"].bytes_per_line) == (0, 0)
 
 
 def test_what_is_simulated_tells_the_bytes_of_its_payload():
