@@ -89,6 +89,7 @@ class StorageRecorder(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
         self._born: list[int] = []  # since the outermost forward began
         self._open = ExitStack()  # of a recomputation that runs now
+        self._corrected = False  # whether it began where its modes were to be, below all others
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -167,11 +168,21 @@ class StorageRecorder(TorchDispatchMode):
                 self.categories[number] = category
         self._born = []
 
+    @contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Correct what runs again inside the block, below the modes that it enters itself."""
+        before, self._corrected = self._corrected, True
+        try:
+            with self.corrections():
+                yield
+        finally:
+            self._corrected = before
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling() and module in self._names:
             if not self._path and self.phase == "backward":
                 self._born = []
-                self._open.enter_context(self.corrections())
+                self._open.enter_context(nullcontext() if self._corrected else self.corrections())
             self._path.append(self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,7 +1,7 @@
 """One training step, recorded phase by phase: the same for a fake and for a real model."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, NOTHING, SAVED, STATES, WEIGHTS
 from memtrain.optim.wrappers.host_states import HostStates, releasing
 from memtrain.optim.wrappers.weights import SplitWeights
-from memtrain.wrapped import ATTRIBUTE
+from memtrain.wrapped import ATTRIBUTE, Wrapped
 
 DEVICES = ("cpu", "cuda", "cuda:sm_90")
 
@@ -81,7 +81,7 @@ def run_step(
         if recorder is not None:
             recorder.keep(SAVED)
         begin("backward")
-        with torch.enable_grad():
+        with torch.enable_grad(), _recomputations(model, recorder):
             loss.backward()
         return loss.detach()
 
@@ -93,6 +93,27 @@ def run_step(
             begin("step")
             optimizer.step()
     begin("step")
+
+
+@contextmanager
+def _recomputations(model: nn.Module, recorder: StorageRecorder | None) -> Iterator[None]:
+    """Let a recorder correct, inside the block, what a wrapped model computes again."""
+    wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
+    if recorder is None or wrapped is None or wrapped.interception is None:
+        yield
+        return
+    recompute = wrapped.interception.recompute
+    rerun = recompute.rerun
+
+    def corrected(*given: Any) -> Any:
+        with recorder.recomputation():
+            return rerun(*given)
+
+    recompute.rerun = corrected
+    try:
+        yield
+    finally:
+        recompute.rerun = rerun
 
 
 def record_step(

@@ -99,3 +99,25 @@ def test_a_workspace_follows_the_devices_capability_and_the_environment(monkeypa
     assert forward("cuda:sm_90") == forward("cuda:sm_90", (8, 0)) == 32 * 2**20
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8:4096:2")
     assert forward(capability=(9, 0)) == forward() == (16 * 8 + 4096 * 2) * 1024
+
+
+class Dropping(nn.Module):
+    """Drops in a module and in its own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return F.dropout(self.second(self.drop(F.gelu(self.first(x)))), 0.1)
+
+
+@pytest.mark.parametrize("saves", ["rules", "keep"])
+@pytest.mark.parametrize("rules", [[], [{"op": "dropout", "compressor": "keep"}]], ids=str)
+def test_what_is_computed_again_saves_what_it_saved_at_first(rules, saves):
+    model = nn.Sequential(Dropping(), Dropping())
+    optimizer = torch.optim.SGD(model.parameters())
+    activations = {"exceptions": rules, "recompute": ["*"], "recompute_saves": saves}
+    config = {"preset": "balanced", "activations": activations}
+    device = StepOptions(device="cuda")
+    assert predict(model, optimizer, torch.ones(32, 64), config, device).peak.nbytes > 0
