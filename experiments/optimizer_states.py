@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 
 import memtrain
 from experiments.moment_codes import FORMS, SimulatedAdamW
@@ -53,11 +53,18 @@ class Variant(NamedTuple):
     """Steps after which all states begin anew, again and again; 0: never."""
 
 
+def _adafactor(params: Any, betas: Any, **options: Any) -> Adafactor:
+    """Torch's, which has no first moment and a schedule in place of `betas`."""
+    return Adafactor(params, **options)
+
+
 _EXACT = {"state": "exp_avg", "compressor": "identity"}
 _FACTORED = {"state": "exp_avg_sq", "compressor": "factored"}
 _8BIT = {"state": "exp_avg|exp_avg_sq", "compressor": "B256/DE8"}
 _3BIT = {"state": "exp_avg", "compressor": "B128/DE3"}
+_4BIT_SR = {"state": "exp_avg", "compressor": "B128/DE+SR"}
 _QUICK = (0.5, 0.99)
+_LION_QUICK = (0.9, 0.9)
 
 VARIANTS = {
     "fp32": Variant(),
@@ -70,9 +77,19 @@ VARIANTS = {
     "factored_4bit_reset": Variant("factored_4bit", reset=50),
     "factored_3bit": Variant({"rules": [_FACTORED, _3BIT]}),
     "factored_2bit": Variant("factored_2bit"),
+    "adafactor": Variant(make=_adafactor, rate=10.0),  # times the root mean square of a weight
     "lion": Variant(make=Lion, rate=0.2),
     "lion_8bit": Variant({"rules": [_8BIT]}, make=Lion, rate=0.2),
+    **{
+        f"lion_{bits}bit": Variant(
+            {"rules": [{"state": "exp_avg", "compressor": f"B128/DE{bits}"}]}, make=Lion, rate=0.2
+        )
+        for bits in (6, 5)
+    },
     "lion_4bit": Variant("factored_4bit", make=Lion, rate=0.2),
+    "lion_4bit_sr": Variant({"rules": [_4BIT_SR]}, make=Lion, rate=0.2),
+    "lion_quick": Variant(make=Lion, rate=0.2, betas=_LION_QUICK),
+    "lion_4bit_quick": Variant("factored_4bit", make=Lion, rate=0.2, betas=_LION_QUICK),
     "lion_4bit_reset": Variant("factored_4bit", make=Lion, rate=0.2, reset=50),
     **{name: Variant(make=partial(SimulatedAdamW, form=form)) for name, form in FORMS.items()},
     "fp32_beta50": Variant(betas=_QUICK),
@@ -117,9 +134,11 @@ def made(own: Variant, model: nn.Module, lr: float, weight_decay: float) -> tupl
     )
     if not own.optim:
         return model, optimizer
-    config: Any = ["preset=optimizer_only", f"optim={own.optim}"]
+    # Of a model below the threshold the largest parameter is compressed all the same.
+    least = min(4096, max(param.numel() for param in model.parameters()) - 1)
+    config: Any = ["preset=optimizer_only", f"optim={own.optim}", f"optim.min_elements={least}"]
     if isinstance(own.optim, dict):
-        config = {"preset": "exact", "optim": own.optim}
+        config = {"preset": "exact", "optim": {**own.optim, "min_elements": least}}
     return memtrain.wrap(model, optimizer, config)
 
 

@@ -110,6 +110,32 @@ def convolutions(act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     )
 
 
+class RandomFeatures(nn.Module):
+    """Fixed features of an image, of which a linear layer after them learns a convex problem.
+
+    Args:
+        inputs: Pixels of an image.
+        count: So many features: ReLUs of random sums of pixels; the pixels where it is `inputs`.
+            Their sum does not grow with it, so that one rate serves all.
+    """
+
+    sums: Tensor
+
+    def __init__(self, inputs: int, count: int) -> None:
+        super().__init__()
+        sums = torch.randn(inputs, count) * inputs**0.5 / count
+        self.register_buffer("sums", torch.eye(inputs) if count == inputs else sums)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [n, ...] to features [n, count]."""
+        return torch.relu(x.flatten(1) @ self.sums)
+
+
+def logistic(count: int) -> nn.Sequential:
+    """Logistic regression of 8 x 8 digits: so many features, times ten classes."""
+    return nn.Sequential(RandomFeatures(64, count), nn.Linear(count, 10, bias=False))
+
+
 def gpt(layers: int, width: int, context: int) -> GPT:
     """A byte-level decoder with four heads, or one for 64 channels."""
     return GPT(layers=layers, width=width, heads=max(4, width // 64), context=context)
@@ -286,6 +312,10 @@ TASKS = {
     "digits_gelu": Task(digits, partial(convolutions, nn.GELU), 1e-3, 150, 16, 0.01),
     "digits_silu": Task(digits, partial(convolutions, nn.SiLU), 1e-3, 150, 16, 0.01),
     "digits_selu": Task(digits, partial(convolutions, nn.SELU), 1e-3, 150, 16, 0.01),
+    **{
+        f"logistic_{n}": Task(digits, partial(logistic, n), 1e-2, 300, 16, 0.0)
+        for n in (64, 512, 4096, 32768)
+    },
     "vit": Task(digits, partial(vit, 8, 2, 64, 3), 1e-3, 150, 32, 0.05),
     "gpt": Task(partial(stdlib, sequence=64), partial(gpt, 3, 128, 64), 2e-3, 400, 8, 0.1),
     "encoder": Task(partial(docstrings, tokens=32), encoder, 1e-4, 200, 8, 0.01),

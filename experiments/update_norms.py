@@ -2,11 +2,13 @@
 
     python -m experiments.update_norms            seeds 0, 1 and 2 into outputs/update_norms.csv
     python -m experiments.update_norms seeds=0 output=FILE
+    python -m experiments.update_norms tasks=logistic_64,digits variants=lion,lion_8bit,lion_4bit
 
-Float32 AdamW trains `gpt_short`. At each step every variant is given the same weights and
-gradients, and would change the weights so much: its change over float32's, in length, and the
-cosine between them, over all weights at once, without weight decay. A line of the file is the mean
-over some steps.
+The first variant, by default float32 AdamW, trains a task, by default `gpt_short`. At each step
+every variant is given the same weights and gradients, and would change the weights so much: its
+change over the first one's, in length, and the cosine between them, over all weights at once,
+without weight decay. A line of the file, to which each call adds, is the mean over some steps. Of
+Lion, whose changes are signs, a cosine of 1 - 2 s says that a share s of the signs is another.
 """
 
 import csv
@@ -76,58 +78,65 @@ class Beside:
         return torch.cat([(own - param).double().reshape(-1) for own, param in pairs])
 
 
-def measure(seed: int, names: Sequence[str] = NAMES, steps: int = 200) -> list[dict[str, Any]]:
-    """Train `gpt_short` with float32 states and look at the others beside it.
+def measure(
+    name: str, seed: int, names: Sequence[str] = NAMES, steps: int = 200
+) -> list[dict[str, Any]]:
+    """Train a task with the first variant and look at the others beside it.
 
     Args:
+        name: Of `experiments.tasks.TASKS`.
         seed: Of the data and the weights.
-        names: Of `VARIANTS`, `fp32` first.
+        names: Of `VARIANTS`.
         steps: So many.
 
     Returns:
         Lines of the file.
     """
-    task = TASKS["gpt_short"]
+    task = TASKS[name]
     source = task.source(seed)
     models = []
     for _ in (None, *names):
         torch.manual_seed(seed)
         models.append(task.model())
-    leader = made(VARIANTS["fp32"], models[0], task.lr, task.weight_decay)[1]
+    leading = VARIANTS[names[0]]
+    leader = made(leading, models[0], task.lr, task.weight_decay)[1]
     others = {
-        name: made(VARIANTS[name], model, task.lr, 0.0)
-        for name, model in zip(names, models[1:], strict=True)
+        other: made(VARIANTS[other], model, task.lr, 0.0)
+        for other, model in zip(names, models[1:], strict=True)
     }
     beside = Beside(models[0], leader, others, names[0])
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         return source.batch("train", step, task.batch)
 
-    descend(models[0], beside, batch, peak=task.lr, steps=steps)
+    descend(models[0], beside, batch, peak=task.lr * leading.rate, steps=steps)
     lines = []
-    for name in names[1:]:
+    for other in names[1:]:
         for first, last in WINDOWS:
-            seen = [step[name] for step in beside.found[first - 1 : last]]
+            seen = [step[other] for step in beside.found[first - 1 : last]]
             if not seen:
                 continue
             ratio, cosine = (sum(values) / len(seen) for values in zip(*seen, strict=True))
-            key = {"task": "gpt_short", "seed": seed, "variant": name}
+            key = {"task": name, "seed": seed, "variant": other}
             where = {"first_step": first, "last_step": first + len(seen) - 1}
             lines.append({**key, **where, "ratio": f"{ratio:.4f}", "cosine": f"{cosine:.4f}"})
     return lines
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and write the file; the exit status."""
+    """Measure and add to the file; the exit status."""
     given = dict(item.split("=", 1) for item in arguments)
     output = Path(given.get("output", "outputs/update_norms.csv"))
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", newline="", encoding="utf-8") as file:
+    names = given.get("variants", ",".join(NAMES)).split(",")
+    with output.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for seed in given.get("seeds", "0,1,2").split(","):
-            writer.writerows(measure(int(seed)))
-            file.flush()
+        if not file.tell():
+            writer.writeheader()
+        for name in given.get("tasks", "gpt_short").split(","):
+            for seed in given.get("seeds", "0,1,2").split(","):
+                writer.writerows(measure(name, int(seed), names))
+                file.flush()
     return 0
 
 

@@ -7,9 +7,12 @@ import torch
 
 import memtrain
 from experiments.__main__ import CONFIGS, main
-from experiments.optimizer_states import STUDY, VARIANTS, train
+from experiments.optimizer_states import STUDY, VARIANTS, made, train
 from experiments.study import descend
 from experiments.sweep import SweepTrainConfig
+from experiments.tasks import logistic
+from experiments.update_norms import measure
+from memtrain.optim import state_bytes
 from memtrain.training.settings import compose, from_mapping
 
 
@@ -80,3 +83,17 @@ def test_states_that_begin_anew_are_those_of_a_first_step():
         return optimizer.state[weight]["step"].item()
 
     assert (last(0), last(2)) == (3, 1)
+
+
+def test_a_model_below_the_threshold_is_compressed():
+    model, optimizer = made(VARIANTS["lion_4bit"], logistic(64), 1e-2, 0.0)
+    model(torch.randn(2, 8, 8)).sum().backward()
+    optimizer.step()
+    assert state_bytes(optimizer) == 640 // 2 + 4 * 640 // 128
+
+
+def test_signs_that_codes_change_are_counted():
+    names = ["lion", "lion_8bit", "lion_4bit"]
+    rows = measure("logistic_64", 0, names, steps=12)
+    fine, coarse = (float(row["cosine"]) for row in rows if row["last_step"] == 12)
+    assert 0.5 < coarse < fine < 1.0
