@@ -16,7 +16,7 @@ from memtrain.audit.peak.timeline import Timeline
 from memtrain.audit.peak.training_step import StepOptions, check_batch
 
 WHAT = ("batch", "seq")
-GROWTH = 32
+GROWTH = 8
 """While all sizes fit, the next one tried is at most so many times the last one larger."""
 
 
@@ -108,10 +108,13 @@ def search(peak: Callable[[int], int], memory: int, most: int) -> int:
             break
         slope = (peak(high) - peak(low)) / max(1, high - low)
         reach = int(min((memory - peak(fits)) / slope, over)) if slope > 0 else over
-        # Every third guess is the middle: a bent curve would else be followed in small steps.
-        ahead = (over - fits) // 2 if turn % 3 == 0 else reach
-        # A size far beyond the memory takes long to simulate.
-        ahead = ahead if over <= most else min(ahead, GROWTH * fits)
+        # A bent curve would be followed in small steps; a size far beyond the memory takes long to
+        # simulate.
+        third = turn % 3 == 0
+        if over <= most:
+            ahead = (over - fits) // 2 if third else reach
+        else:
+            ahead = min(max(reach, fits) if third else reach, GROWTH * fits)
         guess = min(fits + max(1, ahead), over - 1)
         low, high = fits, guess
         fits, over = (guess, over) if peak(guess) <= memory else (fits, guess)

@@ -86,4 +86,4 @@ def test_search_does_not_leap_where_the_peak_does_not_grow_yet():
         return max(1000, 100 * size)
 
     assert search(peak, 2000, 4096) == 20
-    assert max(tried) <= 2 + 32 * 2
+    assert max(tried) <= 9 * 20
