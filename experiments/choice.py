@@ -7,9 +7,9 @@
     python -m experiments.choice --table              means and 95% intervals of what is done
     python -m experiments.choice --plot               the same, loss against peak, as a PNG
 
-Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place of each task's own,
-`baseline=WAY` of the table's differences (plain), and `curves=FILE`, into which each step's loss
-goes of what the call trains; `--plot curves=FILE` draws them.
+Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place of each task's own
+(`steps=N,M`: runs of both), `baseline=WAY` of the table's differences (plain), and `curves=FILE`,
+into which each step's loss goes of what the call trains; `--plot curves=FILE` draws them.
 `checkpointing` is torch's around each repeated block; of a task without such blocks it is `plain`.
 `adam8bit` and `adam4bit` need bitsandbytes and torchao.
 """
@@ -110,9 +110,13 @@ def train(
     inputs, targets = batch(0)
     loss = partial(_loss, targets=targets.flatten())
     timeline = measure(model, optimizer, inputs, way.config, StepOptions(loss=loss))
+    adapt = None
     if way.config is not None:
         model, optimizer = memtrain.wrap(model, optimizer, way.config)
-    losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps)
+        plan = memtrain.plan_of(model)
+        if plan.bits is not None and plan.config.activations.sensitivity == "passes":
+            adapt = memtrain.adapter(model).step
+    losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps, adapt=adapt)
     row = quality(validate(model, source), losses) | {
         "peak_mib": timeline.peak.nbytes / 2**20,
         "saved_mib": max(moment.parts.get(SAVED, 0) for moment in timeline.moments) / 2**20,

@@ -1,8 +1,9 @@
-"""Saved activations of few bits, trained to the end: ActNN's 2 bits, and 4x4 patches.
+"""Saved activations of few bits, trained to the end: ActNN's 2 bits, GACT's, and 4x4 patches.
 
     python -m experiments.few_bits                    every way and seed on digits; the same call
                                                       goes on where it stopped
-    python -m experiments.few_bits variants=plain,actnn_l3 steps=2400
+    python -m experiments.few_bits tasks=gpt lr=1e-3 variants=plain,actnn_l3,gact4 steps=50,400
+                                                      runs of 50 steps, and runs of 400
     python -m experiments.few_bits --table            means and 95% intervals of what is done
 
 Other keys are those of `experiments.choice`. The optimizer is float32 AdamW throughout. Patches and
@@ -30,6 +31,8 @@ WAYS = {
     "actnn_l2": Way("actnn_l2"),
     "actnn_l3": Way("actnn_l3"),
     "actnn_l3_uniform": Way(["preset=actnn_l3", "activations.adapt_interval=1000000"]),
+    "gact4": Way("gact4"),
+    "gact2": Way(["preset=gact4", "activations.average_bits=2"]),
     "patch_nearest": _maps("patch", rounding="nearest"),
     "patch_stochastic": _maps("patch", rounding="stochastic"),
     "group16_2bit": _maps("group", bits=2, group_size=16),

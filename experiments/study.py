@@ -114,6 +114,7 @@ def descend(
     peak: float,
     steps: int,
     reset: int = 0,
+    adapt: Callable[[Callable[[], object]], object] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Train so many steps.
 
@@ -124,6 +125,7 @@ def descend(
         peak: The highest learning rate, after 20 steps of warm-up.
         steps: So many.
         reset: After so many the optimizer's states begin anew, again and again; 0: never.
+        adapt: Called before each step with its forward and backward, untimed: GACT's measurements.
 
     Returns:
         Each step's loss, and its processor time in seconds.
@@ -139,6 +141,8 @@ def descend(
             else:
                 group["lr"] = rate
         given = batch(step)
+        if adapt:
+            adapt(lambda given=given: loss_of(model, given).backward())
         started = time.process_time()
         optimizer.zero_grad()
         loss = loss_of(model, given)
@@ -214,8 +218,9 @@ class Study(NamedTuple):
         cells = []
         for seed, name, variant in product(seeds, tasks, variants):  # complete seeds first
             task = TASKS[name]
-            rate, steps = float(given.get("lr", task.lr)), int(given.get("steps", task.steps))
-            cells.append((name, variant, seed, rate, steps))
+            rate = float(given.get("lr", task.lr))
+            for steps in given.get("steps", str(task.steps)).split(","):
+                cells.append((name, variant, seed, rate, int(steps)))
         self.run(cells, output, curves)
         return 0
 

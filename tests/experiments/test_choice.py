@@ -39,6 +39,19 @@ def test_patches_and_groups_hold_equal_bytes():
     assert patch == group16 == group32 < group256 < 1.01 * patch
 
 
+def test_gact_measures_while_it_is_trained(monkeypatch):
+    kept = []
+
+    def keep(model, source):
+        kept.append(memtrain.plan_of(model).bits)
+        return 0.0, 0.0
+
+    monkeypatch.setattr(choice, "validate", keep)
+    few_bits.STUDY.train("digits", "gact4", 0, 1e-3, 2)
+    assert kept[0].calls == 2
+    assert len(set(kept[0].widths.values())) > 1  # by need
+
+
 def test_a_volume_is_segmented():
     source = volumes(8, 4, 2, seed=0)
     inputs, targets = source.batch("train", 0, 2)

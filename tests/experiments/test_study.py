@@ -26,6 +26,13 @@ def test_curves_are_kept_of_what_is_trained(tmp_path, capsys):
     assert curves.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_of_several_lengths_are_lines_of_their_own(tmp_path):
+    output = tmp_path / "runs.csv"
+    call = ["tasks=digits", "variants=fp32", "seeds=0", "steps=1,2", f"output={output}"]
+    assert STUDY.main(call) == 0
+    assert [row["steps"] for row in read(output)] == ["1", "2"]
+
+
 def test_a_mean_is_told_at_the_step_that_completes_it():
     assert smoothed([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
     assert smoothed([1.0, 2.0, 6.0], 3) == [3.0]
