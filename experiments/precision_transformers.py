@@ -58,7 +58,7 @@ COLUMNS = {
     "fp8_layers": ".0f",
     "halved": ".0f",
 }
-"""What a trained model tells, and the formats of its means over seeds."""
+"""Columns that a trained model tells, and the formats of their means over seeds."""
 
 
 def told(way: Way, model: nn.Module) -> Row:
