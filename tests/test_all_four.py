@@ -85,7 +85,10 @@ def test_the_plan_tells_bytes_of_weights_and_gradients():
     split = optimizer.inner
     held = storage_nbytes([*model.parameters(), *split.corrections.values()])
     assert held == sum(row.planned for row in weights.values())
-    only = memtrain.make_plan(make(), optimizer, {"weights": "bf16"})
+    with pytest.raises(TypeError, match="has compressed states already"):
+        memtrain.make_plan(make(), optimizer, {"weights": "bf16"})
+    model = make()
+    only = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), {"weights": "bf16"})
     assert entries(only, "gradient")["0.weight"].planned == 2 * 8192
 
 
