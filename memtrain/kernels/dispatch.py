@@ -18,6 +18,7 @@ BACKENDS = ("reference", "triton", "cpu")
 # A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
 forced: str | None = None
 """The backend that `backend` forces now."""
+_for_cuda = False
 
 
 @contextmanager
@@ -49,6 +50,28 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         forced = previous
+
+
+@contextmanager
+def standing_for_cuda() -> Iterator[None]:
+    """Take tensors, inside the block, for CUDA's where a size depends on it: a step is predicted.
+
+    Example:
+        >>> with standing_for_cuda():
+        ...     is_for_cuda(torch.ones(2))
+        True
+    """
+    global _for_cuda
+    before, _for_cuda = _for_cuda, True
+    try:
+        yield
+    finally:
+        _for_cuda = before
+
+
+def is_for_cuda(x: Tensor) -> bool:
+    """Whether `x` is on CUDA, or stands for such a tensor; `choose` goes by where it is."""
+    return _for_cuda or x.is_cuda
 
 
 @cache

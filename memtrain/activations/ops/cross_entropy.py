@@ -24,12 +24,13 @@ from memtrain.activations.ops.autograd import (
 from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
 from memtrain.compressors import Compressor, Key
 from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.kernels.group import softmax_gradient
 
 REDUCTIONS = ("mean", "sum", "none")
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _PIECE = 2**22  # elements that are worked on at once
-_PIECE_CUDA = 2**26  # where launches cost
+_PIECE_CUDA = 2**26  # where launches cost; a step predicted for CUDA has them too
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -119,7 +120,8 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     classes = _narrow(target.masked_fill(target == options[0], -1), x.shape[ctx.dim])
     # Torch's own value comes of the rows' losses: these can be worked on by pieces.
     usual = weight is None and not options[2] and x.dim() == 2 and x.is_contiguous()
-    ctx.rows = max(1, _piece(x) // x.shape[ctx.dim]) if usual else len(x)
+    ctx.piece = _PIECE_CUDA if is_for_cuda(x) else _PIECE
+    ctx.rows = max(1, ctx.piece // x.shape[ctx.dim]) if usual else len(x)
     if usual and len(x) > ctx.rows:
         loss, payloads = _by_pieces(x, target, options, ctx.rows, wide, compressor, key)
     else:
@@ -148,23 +150,19 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     scale, classes = scale.unsqueeze(ctx.dim), classes.unsqueeze(ctx.dim)
     if len(payloads) == 1:
         part = decompress(payloads[0], ctx.compressor)
-        _to_gradient(part, scale, classes, ctx.dim, smoothing)
+        _to_gradient(ctx, part, scale, classes)
         return part.to(ctx.dtype), None, None
     dx = scale.new_empty(ctx.shape, dtype=ctx.dtype)
     for place in _differing(len(payloads)):
         part = decompress(payloads[place], ctx.compressor)
         rows = slice(place * ctx.rows, place * ctx.rows + len(part))
-        _to_gradient(part, scale[rows], classes[rows], ctx.dim, smoothing)
+        _to_gradient(ctx, part, scale[rows], classes[rows])
         dx[rows] = part
         del part  # before the next is made
     return dx, None, None
 
 
 _cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backward, tensors=3)
-
-
-def _piece(x: Tensor) -> int:
-    return _PIECE_CUDA if x.is_cuda else _PIECE
 
 
 def _is_one_pass(ctx: Any, payloads: Sequence[Payload], scale: Tensor) -> bool:
@@ -240,10 +238,11 @@ def _loss(
     return (1 - smoothing) * loss + smooth * (smoothing / saved.shape[dim])
 
 
-def _to_gradient(x: Tensor, scale: Tensor, classes: Tensor, dim: int, smoothing: float) -> None:
+def _to_gradient(ctx: Any, x: Tensor, scale: Tensor, classes: Tensor) -> None:
     """Turn a log-softmax into the gradient of the logits, in place, a piece at a time."""
+    dim, smoothing = ctx.dim, ctx.options[2]
     each = smoothing / x.shape[dim]
-    rows = max(1, _piece(x) // max(1, x[:1].numel())) if dim else x.shape[0]
+    rows = max(1, ctx.piece // max(1, x[:1].numel())) if dim else x.shape[0]
     for part, s, c in zip(*(t.split(rows) for t in (x, scale, classes)), strict=True):
         # Halves are rounded once, when all is done; for wider ones `wide` is `part` itself.
         wide = part if part.dtype == torch.float64 else part.float()

@@ -1,12 +1,14 @@
 """CUDA forms of the functions that save other tensors on CUDA than on the CPU.
 
 Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on the CPU. Under
-`CudaForms` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose.
+`as_on_cuda` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose, and
+memtrain's own work in pieces as large as there.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from memtrain.audit.peak.timeline import Phase
+from memtrain.kernels.dispatch import standing_for_cuda
 
 UNIT = 512
 """torch's CUDA allocator hands out multiples of so many bytes (kMinBlockSize)."""
@@ -64,16 +67,23 @@ def workspaces(device: str) -> dict[Phase, int]:
     return {"forward": one, "backward": 2 * one, "step": 2 * one}
 
 
-class CudaForms(TorchFunctionMode):
-    """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does.
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Run forwards inside the block as a CUDA device does.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
-        >>> with CudaForms():
+        >>> with as_on_cuda():
         ...     y = torch.nn.functional.dropout(x, 0.5)
         >>> y.grad_fn.name()
         'NativeDropoutBackward0'
     """
+    with standing_for_cuda(), _CudaForms():
+        yield
+
+
+class _CudaForms(TorchFunctionMode):
+    """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one torch function."""

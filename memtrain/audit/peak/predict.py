@@ -136,7 +136,7 @@ def _predicted(
             leaving = LeavingCopies()
             optimizer.copies = lambda param: leaving
         compile_alike(model, parts)
-        corrections = cuda.CudaForms if on_cuda else nullcontext
+        corrections = cuda.as_on_cuda if on_cuda else nullcontext
         holds = nothing_inside if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
@@ -255,7 +255,7 @@ def check_device(model: nn.Module, options: StepOptions) -> None:
 @contextmanager
 def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
     """Enter what a forward on fake tensors runs under: autocast, and the CUDA forms."""
-    corrections = cuda.CudaForms() if options.on_cuda(model) else nullcontext()
+    corrections = cuda.as_on_cuda() if options.on_cuda(model) else nullcontext()
     with corrections, options.autocasting("cpu"):
         yield
 

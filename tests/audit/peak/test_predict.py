@@ -285,7 +285,8 @@ def test_the_allocators_peak_is_the_predicted_one(name):
     assert predicted.peak.nbytes - held == pytest.approx(measured.allocated, rel=0.03, abs=held)
 
 
-def test_pieces_of_a_cross_entropy_are_told_by_few(monkeypatch):
+@pytest.mark.parametrize(("device", "size"), [(None, "_PIECE"), ("cuda", "_PIECE_CUDA")])
+def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
     """All pieces but the first and the last two are alike: peaks and bytes are those of all."""
     labels = torch.zeros(1000, dtype=torch.long)  # pieces of 64 rows, the last one of 40
 
@@ -295,8 +296,8 @@ def test_pieces_of_a_cross_entropy_are_told_by_few(monkeypatch):
 
     model = WithLoss(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
     optimizer = torch.optim.AdamW(model.parameters())
-    options = StepOptions(loss=lambda y: y)
-    monkeypatch.setattr(cross_entropy, "_PIECE", 64 * 512)
+    options = StepOptions(loss=lambda y: y, device=device)
+    monkeypatch.setattr(cross_entropy, size, 64 * 512)
 
     def told():
         timeline = predict(model, optimizer, torch.ones(1000, 32), "balanced", options)
@@ -307,5 +308,5 @@ def test_pieces_of_a_cross_entropy_are_told_by_few(monkeypatch):
     few = told()
     monkeypatch.setattr(cross_entropy, "_differing", range)
     assert few == told()
-    monkeypatch.setattr(cross_entropy, "_PIECE", 1000 * 512)
+    monkeypatch.setattr(cross_entropy, size, 1000 * 512)
     assert few[-1] < told()[-1] - 2**20  # a log-softmax of 2 MB
