@@ -40,6 +40,7 @@ class Copy(NamedTuple):
 
     find: Callable[[], Tensor | None]  # None once it is gone: its payload may be there still
     storage: int
+    held: StorageWeakRef  # else another storage may take the number when the source is gone
     layout: Layout
     key: Memory | None
     witness: Tensor  # of changes to the source, and of its dtype
@@ -51,7 +52,9 @@ class Copy(NamedTuple):
         """A copy that `again` just made of `x` alone; `x` is referred to weakly."""
         witness = x.detach()
         witness.data = x.new_empty(0)
-        return cls(weakref.ref(x), storage_id(x), *memory_of(x), witness, x._version, again)
+        held = StorageWeakRef(x.untyped_storage())
+        own = *memory_of(x), witness, x._version
+        return cls(weakref.ref(x), storage_id(x), held, *own, again)
 
 
 class _Memory:

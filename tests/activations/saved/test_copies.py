@@ -6,6 +6,8 @@ from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.cache import Copy
+from memtrain.activations.saved.origin import storage_id
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
 from memtrain.kernels.dispatch import backend
@@ -178,3 +180,42 @@ def test_triton_quantises_queries_keys_and_values_where_they_lie(monkeypatch):
     assert three == 3
     assert shapes[len(shapes) // 2 :].count(((48 * WIDTH,), True)) >= 3
     assert torch.equal(*results)
+
+
+class Scores(nn.Module):
+    """Attention's scores as Bart's kin write them: a copy's source is gone once it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        queries, keys = self.heads(self.queries(x)), self.heads(self.keys(x))
+        return torch.bmm(queries, keys.transpose(1, 2)).square().sum()
+
+    @staticmethod
+    def heads(x):
+        return (x / 4).view(4, -1, 4, WIDTH // 4).transpose(1, 2).reshape(16, -1, WIDTH // 4)
+
+
+def test_a_copy_whose_source_is_gone_is_not_given_another_s_payload():
+    torch.manual_seed(0)
+    model, x = Scores(), torch.randn(BATCH, WIDTH)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    intercept(model, Group(bits=8))
+    for _ in range(3):
+        model.zero_grad()
+        model(x).backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.nn.functional.cosine_similarity(p.grad.ravel(), grad.ravel(), dim=0) > 0.99
+
+
+def test_no_storage_takes_the_number_of_a_copy_s_source():
+    x = torch.ones(BATCH)
+    copy = Copy.of(x, torch.clone)
+    del x
+    others = [torch.ones(BATCH) for _ in range(100)]
+    assert copy.storage not in map(storage_id, others)
