@@ -27,6 +27,7 @@ from benchmarks import (
     presets,
     pretrained,
     promises,
+    row_pieces,
     seeds,
     sizes,
 )
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         presets,
         pretrained,
         promises,
+        row_pieces,
         seeds,
         sizes,
     )

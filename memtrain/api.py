@@ -17,7 +17,15 @@ from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.peers import read_by
 from memtrain.optim.states.shards import in_zero
-from memtrain.optim.wrappers.apply import apply, check, check_release, check_removable, remove
+from memtrain.optim.wrappers.apply import (
+    apply,
+    check,
+    check_release,
+    check_removable,
+    has_large_gradients,
+    remove,
+    rows_of,
+)
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
@@ -124,19 +132,9 @@ def wrap(
     check(model, plan.config)
     if not isinstance(cfg, Plan | Config):  # these may be a planner's, which chose otherwise
         check_release(plan.config)
-    interception, handles = None, []
+    handles = []
     rounding = ForwardRounding(plan.precision, NO_RULE) if plan.precision is not None else None
-    if plan.intercepts:
-        interception = Interception(
-            model,
-            plan.choose_activation,
-            options=plan.options,
-            seed=plan.config.seed,
-            on_saved=plan.record,
-            rounding=rounding,
-            compresses=plan.compresses,
-        )
-        interception.saved.watch = _watch(model, plan)
+    interception = _interception(model, plan, rounding)
     if plan.state_rules:
         names = {p: name for name, p in model.named_parameters()}
         choose = _ChooseState(plan, names, WeakRef(model))
@@ -152,6 +150,8 @@ def wrap(
     sums = sum_compressor(plan.config)
     optimizer, weights, added = apply(model, optimizer, plan.config, sums)
     handles += added
+    if interception is not None:
+        interception.make_in_rows(rows_of(model, optimizer))
     if rounding is not None:
         handles += rounding.scaler.attach(optimizer)
     setattr(model, ATTRIBUTE, Wrapped(plan, interception, weights, handles))
@@ -221,6 +221,25 @@ def _holder(optimizer: Any) -> Any:
             "inside: call memtrain.wrap before accelerator.prepare"
         )
     return optimizer
+
+
+def _interception(
+    model: nn.Module, plan: Plan, rounding: ForwardRounding | None
+) -> Interception | None:
+    """What watches a model's forwards; None where nothing is done to them."""
+    if not plan.intercepts and not has_large_gradients(model, plan.config):
+        return None
+    interception = Interception(
+        model,
+        plan.choose_activation,
+        options=plan.options,
+        seed=plan.config.seed,
+        on_saved=plan.record,
+        rounding=rounding,
+        compresses=plan.compresses,
+    )
+    interception.saved.watch = _watch(model, plan)
+    return interception
 
 
 def _watch(model: nn.Module, plan: Plan) -> ActnnSensitivity | None:

@@ -41,6 +41,7 @@ from memtrain.activations.intercept.running_again import (
     dropping,
 )
 from memtrain.activations.ops.call import Call
+from memtrain.activations.ops.in_rows import Owner
 from memtrain.activations.saved.expected import Running
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
@@ -151,6 +152,14 @@ class Interception:
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
         self.recompute.attach()
+
+    def make_in_rows(self, owner: Owner | None) -> None:
+        """Let linear layers and embeddings leave gradients of their weights to be made in pieces.
+
+        Args:
+            owner: Knows which weights'; None: no one's. Of ops that are rounded, no one's either.
+        """
+        self.executor.rows = owner if self.rounding is None else None
 
     def detach(self) -> None:
         """Take the hooks off again; payloads in living graphs stay valid."""
@@ -402,7 +411,8 @@ class Interception:
         """Begin an outermost forward; its arguments, where they are changed."""
         saves = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saves or self._may_round())
-        idles = rounds or (self.executor.options.low is not None and self._may_round())
+        watches = self.executor.options.low is not None or self.executor.rows is not None
+        idles = rounds or (watches and self._may_round())
         given = (args, kwargs)
         if self.rounding is not None and rounds:
             given = self.rounding.begin(self.model, name, args, kwargs)

@@ -75,7 +75,7 @@ def autograd_function(
         try:
             return backward(ctx, *grads) + constants
         except RuntimeError as error:
-            if any(map(_is_batched, grads)):
+            if any(map(is_batched, grads)):
                 raise RuntimeError(
                     f"memtrain's {name} takes one gradient at a time: leave is_grads_batched=True, "
                     f"jacobian's vectorize=True or vmap around the backward out, or {_EXCEPTION}"
@@ -101,7 +101,7 @@ def autograd_function(
     return apply if tensors == 1 else apply_to_many
 
 
-def _is_batched(grad: Tensor | None) -> bool:
+def is_batched(grad: Tensor | None) -> bool:
     """Whether a gradient stands for many, by either of torch's two vmaps."""
     return grad is not None and "Batched" in repr(torch._C._dispatch_keys(grad))
 

@@ -67,6 +67,16 @@ def is_whole(entry: Entry) -> bool:
     return whole and not any(tensor.data_ptr() % 16 for tensor in tensors)
 
 
+def rows_together(entry: Entry) -> int:
+    """Rows that hold whole programs of both passes: those of `Launch.rows` are multiples of them.
+
+    Args:
+        entry: Its gradient's address is not read.
+    """
+    cols, alone = entry.matrix[1], Launch.elements(entry._replace(grad=entry.param))
+    return math.lcm(first_pass.ROWS.value, alone // math.gcd(alone, cols))
+
+
 def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
     """A launch for entries that are alike; of its tables only what has changed travels.
 
@@ -112,9 +122,9 @@ class Launch:
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
         self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
+        count = self.elements(first) // size
         states, second = len(first.codecs), self._reduce_form["SECOND"]
-        count = kernels.blocks(first.bits, is_whole(first)) * 128 // size
-        self._each = count * size  # elements of a program of the update
+        self._each = self.elements(first)
         self._update_form = {"COUNT": count, "HALF": size // 2}
         if first.bits == lloyd_max.BITS:
             self._update_form |= {name: self._reduce_form[name] for name in ("MASTER", "WHOLE")}
@@ -128,6 +138,31 @@ class Launch:
                 first.bits, second, is_whole(first), first.param.itemsize < 4
             )
         self._programs = self._count_programs()
+
+    @staticmethod
+    def elements(entry: Entry) -> int:
+        """Elements of a program of the update."""
+        return kernels.blocks(entry.bits, is_whole(entry)) * 128
+
+    def rows(self, name: str, begin: int, piece: Tensor) -> Tensor:
+        """Programs of a pass, `reduce` or `update`, over some rows of the one entry.
+
+        Args:
+            name: The pass.
+            begin: The first row, a multiple of `rows_together`.
+            piece: The gradient of these rows, contiguous. Kernels are told where the first row of
+                all would be.
+        """
+        (entry,) = self.entries
+        cols = entry.matrix[1]
+        piece = piece.clone() if piece.data_ptr() % 16 else piece
+        end = begin + len(piece)
+        place = self._table[0, table_triton.G.value]
+        place.fill_(piece.data_ptr() - begin * cols * piece.itemsize)
+        if name == "update":
+            return self._programs[name][begin * cols // self._each : -(-end * cols // self._each)]
+        across, down = -(-cols // 128), first_pass.ROWS.value
+        return self._programs[name][begin // down * across : -(-end // down) * across]
 
     def renew(self, entries: list[Entry]) -> None:
         """For another step of entries that hold the same tensors, but for gradients."""
@@ -183,11 +218,15 @@ class Launch:
     def _like(self) -> tuple[Tensor, Tensor]:
         return self.entries[0].param, self.entries[0].grad
 
-    def reduce(self) -> None:
-        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
+    def reduce(self, some: Tensor | None = None) -> None:
+        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others.
+
+        Args:
+            some: Programs of `rows`; all by default.
+        """
         if self.form not in ROWS_AND_COLUMNS:
             return
-        reduce = self._programs["reduce"]
+        reduce = self._programs["reduce"] if some is None else some
         launch(
             first_pass._reduce_kernel,
             (len(reduce),),
@@ -256,9 +295,13 @@ class Launch:
         flat = rank1.inverse(torch.cat(scales))
         torch._foreach_copy_(targets, list(flat.split([t.numel() for t in scales])))
 
-    def update(self) -> None:
-        """Pass 2: decode, update, encode."""
-        update = self._programs["update"]
+    def update(self, some: Tensor | None = None) -> None:
+        """Pass 2: decode, update, encode.
+
+        Args:
+            some: Programs of `rows`, after the last of which `keep` is called; all by default.
+        """
+        update = self._programs["update"] if some is None else some
         of_two_bits = self.entries[0].bits == lloyd_max.BITS
         launch(
             two_bits._update_kernel if of_two_bits else kernels._update_kernel,
@@ -268,10 +311,15 @@ class Launch:
             *self._like(),
             **self._update_form,
         )
+        if some is None:
+            self.keep()
+
+    def keep(self) -> None:
+        """After the passes: new scales, and roots, into the states."""
         if self.form == "rank1":
             scales = [entry.states[1]["scale"] for entry in self.entries]
             torch._foreach_copy_(scales, [*map(_kept_scale, self.entries, self._vectors)])
-        if of_two_bits:
+        if self.entries[0].bits == lloyd_max.BITS:
             kept = [entry.states[0][name] for entry in self.entries for name in ("row", "col")]
             roots = [vectors[name] for vectors in self._vectors for name in ("row_inv", "col_old")]
             torch._foreach_copy_(kept, roots)

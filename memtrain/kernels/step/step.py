@@ -352,12 +352,19 @@ def run_table(table: Tensor, scalars: Sequence[Scalars | Tensor]) -> None:
         table: Of `cpu_table`.
         scalars: Of each entry.
     """
+    held = point_to_scalars(table, scalars)
+    cpu.call("mt_step", table, len(table))
+    del held
+
+
+def point_to_scalars(table: Tensor, scalars: Sequence[Scalars | Tensor]) -> Tensor:
+    """Write the addresses of scalars into a table of `cpu_table`; what is returned holds them."""
     different = {id(one): one for one in scalars}  # mostly one for all
     places = {kept: k * SCALARS for k, kept in enumerate(different)}
     stacked = update_rules.stacked([*different.values()], table.device)
     offsets = [places[id(one)] for one in scalars] if len(different) > 1 else 0
     table.numpy()[:, SCALARS_FIELD] = stacked.data_ptr() + np.array(offsets)
-    cpu.call("mt_step", table, len(table))
+    return stacked
 
 
 def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:

@@ -15,9 +15,10 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels import cpu
-from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step import cuda_graph, row_pieces
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.step import Entry, fused_step, has_kernel
 from memtrain.kernels.step.update_rules import Number, Scalars, on_device
@@ -30,7 +31,13 @@ from memtrain.optim.states.compressed_states import (
     refuse_sparse,
 )
 from memtrain.optim.states.moment_stalls import Sample
-from memtrain.optim.states.shards import local, local_gradient, shard_of, sharded_like
+from memtrain.optim.states.shards import (
+    is_sharded,
+    local,
+    local_gradient,
+    shard_of,
+    sharded_like,
+)
 from memtrain.optim.states.untraced import untraced
 
 _CPU = torch.device("cpu")
@@ -64,6 +71,7 @@ class FusedStates(CompressedStates):
     """Whether each parameter's state has a counter of steps."""
     _masters: Mapping[Tensor, MasterWeight] = {}
     _guards: Mapping[Tensor, Tensor] = {}
+    _pieces: Mapping[Tensor, RowPieces] = {}
 
     def __init_subclass__(cls) -> None:
         """Refuse names of states whose sign is not known: it decides their codebook."""
@@ -121,14 +129,16 @@ class FusedStates(CompressedStates):
         *,
         masters: Mapping[Tensor, MasterWeight] | None = None,
         guards: Mapping[Tensor, Tensor] | None = None,
+        pieces: Mapping[Tensor, RowPieces] | None = None,
     ) -> Iterator[None]:
         """Let steps inside the block read what stands beside parameters.
 
         Args:
             masters: Are read in the place of these parameters, and written.
             guards: Where one of them is not finite, its parameter and states are left as they are.
+            pieces: Are read in the place of these parameters' gradients.
         """
-        given = {"_masters": masters, "_guards": guards}
+        given = {"_masters": masters, "_guards": guards, "_pieces": pieces}
         given = {name: value for name, value in given.items() if value is not None}
         vars(self).update(given)
         try:
@@ -185,14 +195,19 @@ class FusedStates(CompressedStates):
         for group in self.param_groups:
             self.check(group)
         masters = {param for param, master in self._masters.items() if master.any}
+        masters |= self._pieces.keys()  # a stand-in tells nothing
         watched, moments = None, []
         if not cuda_graph.capturing():
             watched = self._watch.before(self.param_groups, masters)
             moments = self._moments() if self._watch.looks else []
         if not self._step_again():
             entries = [entry for group in self.param_groups for entry in self._entries(group)]
-            _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
-            self._keep_table(entries)
+            apart = [entry for entry in entries if entry.param in self._pieces]
+            for entry in apart:
+                row_pieces.step(entry, self._pieces[entry.param])
+            if not apart:
+                _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
+                self._keep_table(entries)
         self._watch.after(watched)
         for param, one, exact in moments:
             self._watch.moments.add(one, exact, self.state[param][one.name])
@@ -218,7 +233,8 @@ class FusedStates(CompressedStates):
     def _step_again(self) -> bool:
         """Step as before, where all but gradients and scalars is as it was; returns whether."""
         again: StepAgain | None = self.__dict__.pop("_again", None)
-        plain = not self._masters and not self._guards and not cpu.is_dataless()
+        beside = self._masters or self._guards or self._pieces
+        plain = not beside and not cpu.is_dataless()
         if again is None or not plain or any(g.get("capturable") for g in self.param_groups):
             return False
         names = [self.state_names(group) for group in self.param_groups]
@@ -274,6 +290,23 @@ class FusedStates(CompressedStates):
         own = real_view(local(param))
         grad, shard = real_view(local_gradient(param)), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master, guard)
+
+    def rows_at_once(self, param: Tensor, nbytes: int) -> int:
+        """Rows of the pieces in which a step may take a parameter's gradient; 0: only whole.
+
+        Args:
+            param: Of a group.
+            nbytes: Of a piece at most, where whole blocks are no more.
+        """
+        for group in self.param_groups:
+            if any(param is own for own in group["params"]):
+                _, codecs = self._kept_as(param, self.state_names(group))
+                if codecs is None or is_sharded(param) or param.is_complex():
+                    return 0
+                # Neither gradient nor scalars are read.
+                entry = Entry(param, param, ({},) * len(codecs), codecs, self.rule, param)
+                return row_pieces.rows_at_once(entry, nbytes)
+        return 0
 
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]

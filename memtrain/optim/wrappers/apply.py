@@ -13,6 +13,7 @@ from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
 from memtrain.optim.wrappers.release import ReleaseGradients, check_complex, follow_ddp
+from memtrain.optim.wrappers.row_gradients import RowGradients
 from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
 from memtrain.optim.wrappers.wrapper import WeakRef
 
@@ -21,7 +22,9 @@ KEEP, RELEASE, CPU = "keep", "release", "cpu"
 
 def check_release(config: Any) -> None:
     """Raise ValueError for options of released gradients where they are kept: silent no-ops."""
-    for name, nothing in (("clip", "none"), ("loss_scale", 1.0)):
+    default = type(config.release)()
+    for name in ("clip", "loss_scale", "gradient_bytes"):
+        nothing = getattr(default, name)
         value = getattr(config.release, name)
         if config.gradients == KEEP and value != nothing:
             raise ValueError(
@@ -127,11 +130,28 @@ def _around(
             limit=own.limit,
             loss_scale=own.loss_scale,
             skip_nonfinite=own.skip_nonfinite,
+            gradient_bytes=own.gradient_bytes,
             accumulate=own.accumulate,
             sums=sums,
             seed=config.seed,
         )
     return optimizer
+
+
+def has_large_gradients(model: nn.Module, config: Any) -> bool:
+    """Whether a model has weights whose gradients may be made in pieces."""
+    nbytes = config.release.gradient_bytes
+    if config.gradients != RELEASE or nbytes is None:
+        return False
+    return any(param.dim() == 2 and param.nbytes > nbytes for param in model.parameters())
+
+
+def rows_of(model: nn.Module, optimizer: Optimizer) -> WeakRef[RowGradients] | None:
+    """Who makes gradients in pieces, to be asked by uses of a model's weights; None: no one."""
+    if not isinstance(optimizer, ReleaseGradients):
+        return None
+    large = any(optimizer.rows_at_once(param) for param in model.parameters())
+    return WeakRef(optimizer.rows) if large else None
 
 
 def check_removable(optimizer: Optimizer, config: Any) -> None:

@@ -14,17 +14,22 @@ from memtrain.compressors.base import GRADIENT_SUM, Compressor
 from memtrain.compressors.registry import check_seat
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step.row_pieces import Make, RowPieces
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import local
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
 from memtrain.optim.wrappers.late_norms import LateNorm
+from memtrain.optim.wrappers.row_gradients import RowGradients
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
 """How gradients may be clipped; `ReleaseGradients` says what each does."""
 
+PIECE = 2**26
+"""Bytes of a piece of a gradient: less than the largest of a layer, where pieces matter."""
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -73,6 +78,9 @@ class ReleaseGradients(OptimizerWrapper):
         skip_nonfinite: Whether to look for NaN and Inf. On CUDA the host reads all norms at once,
             when the step ends; a fused optimizer's kernels read each where it lies, before they
             update. Other optimizers cannot: the host waits for each of their gradients.
+        gradient_bytes: Under `wrap`, a weight of a linear layer or an embedding whose gradient
+            takes more is stepped from pieces of its rows, made one by one (`RowGradients`): of
+            `PIECE` bytes, and of so many at most. None: from the whole.
         accumulate: Backward passes that make a step.
         sums: The compressor of gradients that are added up.
         seed: Feeds the stochastic rounding of sums.
@@ -81,8 +89,8 @@ class ReleaseGradients(OptimizerWrapper):
         ValueError: If a value is not allowed.
 
     Memory:
-        Gradients: the largest single one, for its update, and a smallest. Under DDP the buckets
-        stay: all of them.
+        Gradients: the largest single one, or piece of one, for its update, and a smallest. Under
+        DDP the buckets stay: all of them.
         With `accumulate` above 1: 1.016 bytes per parameter between the passes.
         With `global_norm` all gradients, in their dtype; sums of several passes in float32.
 
@@ -109,14 +117,18 @@ class ReleaseGradients(OptimizerWrapper):
         limit: float = 1.0,
         loss_scale: float = 1.0,
         skip_nonfinite: bool = True,
+        gradient_bytes: int | None = None,
         accumulate: int = 1,
         sums: Compressor = BUFFER,
         seed: int = 0,
     ) -> None:
-        _check_options(clip, limit, loss_scale, accumulate)
+        _check_options(clip, limit, loss_scale, accumulate, gradient_bytes)
         check_seat(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
+        self.gradient_bytes = gradient_bytes
+        self.rows = RowGradients(WeakRef(self))
+        """Asked by the uses of weights whose gradients may be made in pieces."""
         self._sums = GradientSums(accumulate, seed, sums)
         self.norm: float | None = None
         """Global norm of the last whole step's gradients, before clipping; None if not measured."""
@@ -178,6 +190,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._squares = 0.0
         self._attach()
         self._sums.advance()
+        self.rows.forget()
         self.advance()
         self.tell_schedulers()
         return loss
@@ -211,6 +224,7 @@ class ReleaseGradients(OptimizerWrapper):
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self.rows.detach()
         return self.release_inner()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -239,11 +253,12 @@ class ReleaseGradients(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
-        runtime |= {"_late": [], "_waiting": [], "after": None}
+        runtime |= {"_late": [], "_waiting": [], "after": None, "rows": None}
         return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.rows = RowGradients(WeakRef(self))
         self._attach()
 
     @property
@@ -255,6 +270,11 @@ class ReleaseGradients(OptimizerWrapper):
     def _defers(self) -> bool:
         """Whether this norm is but for the whole step's, which is made or skipped by that."""
         return self._pass == "measure" or self.clip == "global_norm"
+
+    @property
+    def _clips_by_own_norm(self) -> bool:
+        """Without a norm of the last step, or after one without gradients, `previous` does too."""
+        return self.clip == "parameter" or (self.clip == "previous" and not self.norm)
 
     def _attach(self) -> None:
         """Hooks on every parameter that is trained and has none yet."""
@@ -284,6 +304,37 @@ class ReleaseGradients(OptimizerWrapper):
                 param.grad = None
 
     @torch.no_grad()
+    def on_rows(self, param: Tensor, make: Make) -> None:
+        """A backward's gradient is complete, and can be made in pieces: update."""
+        self.refuse_replaced(self._handles)
+        measure = late_norms.norm_of if self._measures else None
+        self._update(param, RowPieces(make, param, self.rows_at_once(param), measure))
+        for hook in self._other_hooks(param):
+            hook(param)
+
+    def rows_at_once(self, param: Tensor) -> int:
+        """Rows of the pieces in which a parameter's gradient may come; 0: as a whole only."""
+        nbytes = self.gradient_bytes
+        if nbytes is None or param.nbytes <= nbytes or param not in self._handles:
+            return 0
+        if self.accumulate > 1 or self.clip == "global_norm" or self.would_watch(param):
+            return 0  # a sum, a gradient that waits and a witness are whole
+        inner = getattr(self.inner, "inner", self.inner)  # of split weights
+        if param in self._bucketed or not isinstance(inner, FusedStates):
+            return 0
+        return inner.rows_at_once(param, min(nbytes, PIECE))
+
+    def is_watched(self, param: Tensor) -> bool:
+        """Whether hooks of others read the gradient that a parameter has accumulated."""
+        return not all(
+            getattr(hook, "reads_no_gradient", False) for hook in self._other_hooks(param)
+        )
+
+    def _other_hooks(self, param: Tensor) -> list[Callable[[Tensor], Any]]:
+        hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        return [hook for number, hook in hooks.items() if number != self._handles[param].id]
+
+    @torch.no_grad()
     def on_reduced(self, param: Tensor, grad: Tensor) -> None:
         """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
         self._update(param, grad)
@@ -302,13 +353,16 @@ class ReleaseGradients(OptimizerWrapper):
         return self._witness is None and self.would_watch(param)
 
     @torch.no_grad()
-    def _update(self, param: Tensor, grad: Tensor) -> None:
+    def _update(self, param: Tensor, grad: Tensor | RowPieces) -> None:
         """Clip and apply one gradient."""
         cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
         self._check(param)
         if self.before is not None and self.before():
             self.before = None
         self._done.add(param)
+        if isinstance(grad, RowPieces):
+            self._update_in_rows(param, grad)
+            return
         norm = late_norms.norm_of(grad) if self._measures else 0.0
         if isinstance(norm, Tensor):
             self._late.append(LateNorm(param, norm, late_norms.count_of(self.state, param)))
@@ -323,6 +377,21 @@ class ReleaseGradients(OptimizerWrapper):
         elif self._pass != "measure":
             self._apply(param, grad, norm)
 
+    def _update_in_rows(self, param: Tensor, grad: RowPieces) -> None:
+        """As `_update`: the norm becomes known as the pieces are gone through."""
+        count = late_norms.count_of(self.state, param)
+        if self._pass == "measure" or self._clips_by_own_norm:
+            grad.know_norm()
+        if self._pass != "measure":
+            self._apply(param, grad, 0.0 if grad.norm is None else grad.norm)
+        if grad.norm is None:
+            return
+        one = LateNorm(param, grad.norm, count)
+        if grad.norm.device.type in late_norms.LATE:
+            self._late.append(one)
+        else:
+            self._count(one, grad.norm.item())
+
     def _apply_waiting(self) -> None:
         """Apply what `global_norm` has kept, or skip the step."""
         waiting, self._waiting = self._waiting, []
@@ -335,16 +404,24 @@ class ReleaseGradients(OptimizerWrapper):
         while waiting:
             self._apply(*waiting.pop(0), norm)
 
-    def _apply(self, param: Tensor, grad: Tensor, norm: float | Tensor) -> None:
+    def _apply(self, param: Tensor, grad: Tensor | RowPieces, norm: float | Tensor) -> None:
         guard = norm if isinstance(norm, Tensor) else None
         factor = self._clip_factor(norm if guard is None else guard.double() / self.loss_scale)
         factor = factor / self.loss_scale
-        if isinstance(factor, Tensor) or factor != 1.0:
-            widened = isinstance(self.inner, OptimizerWrapper) and not grad.is_complex()
-            grad = (grad.float() if widened else grad) * factor
-        if self.clip == "value":
-            grad = grad.clamp(-self.limit, self.limit)
-        self.step_targets([Target(param, param, grad, guard)])
+        scales = isinstance(factor, Tensor) or factor != 1.0
+        widened = scales and isinstance(self.inner, OptimizerWrapper) and not param.is_complex()
+
+        def clipped(grad: Tensor) -> Tensor:
+            grad = grad.float() if widened else grad
+            grad = grad * factor if scales else grad
+            return grad.clamp(-self.limit, self.limit) if self.clip == "value" else grad
+
+        if isinstance(grad, RowPieces):
+            grad.changed(clipped, torch.float32 if widened else param.dtype)
+            target = Target(param, param, grad)
+        else:
+            target = Target(param, param, clipped(grad), guard)
+        self.step_targets([target])
         if self.after is not None:
             self.after(param)
 
@@ -352,13 +429,17 @@ class ReleaseGradients(OptimizerWrapper):
         """Read the norms that devices have still, in one wait for each; count what was skipped."""
         late, self._late = self._late, []
         values = late_norms.read([one.norm for one in late])
-        for (param, _, count), value in zip(late, values, strict=True):
-            norm = value / self.loss_scale
-            if math.isfinite(norm) or self._defers:
-                self._squares += norm * norm
-            else:
-                self.skipped += 1
-                late_norms.set_count(self.state, param, count)
+        for one, value in zip(late, values, strict=True):
+            self._count(one, value)
+
+    def _count(self, one: LateNorm, value: float) -> None:
+        """Count a norm, or an update that was skipped for it."""
+        norm = value / self.loss_scale
+        if math.isfinite(norm) or self._defers:
+            self._squares += norm * norm
+        else:
+            self.skipped += 1
+            late_norms.set_count(self.state, one.param, one.count)
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
@@ -381,8 +462,7 @@ class ReleaseGradients(OptimizerWrapper):
             return self._factor
         if self.clip not in ("parameter", "previous"):
             return 1.0
-        # Without a norm of the last step, or after one without gradients: this gradient's own.
-        known = norm if self.clip == "parameter" or not self.norm else self.norm
+        known = norm if self._clips_by_own_norm else self.norm or 0.0
         factor = self.limit / (known + _TINY)
         return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
 
@@ -489,8 +569,12 @@ def _hook_buckets(release: "ReleaseGradients", ddp: Any) -> None:
     ddp.register_comm_hook(None, reduce_then_update)
 
 
-def _check_options(clip: str, limit: float, loss_scale: float, accumulate: int) -> None:
+def _check_options(
+    clip: str, limit: float, loss_scale: float, accumulate: int, gradient_bytes: int | None
+) -> None:
     """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
+    if gradient_bytes is not None and gradient_bytes < 1:
+        raise ValueError(f"gradient_bytes={gradient_bytes} is out of range; allowed: at least 1")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} is out of range; allowed: at least 1")
     if accumulate > 1 and clip == "two_pass":

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.compressors.base import Key
 from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
@@ -346,6 +347,8 @@ class SplitWeights(OptimizerWrapper):
         param, leaf, grad, _ = target
         if not isinstance(self.inner, FusedStates) or param not in self.corrections:
             return False
+        if isinstance(grad, RowPieces):
+            return True
         return leaf is param and param.grad is not None and (grad is None or grad is param.grad)
 
     def _step_fused(self, targets: Sequence[Target]) -> None:
@@ -357,7 +360,8 @@ class SplitWeights(OptimizerWrapper):
             self._drop_stale(param)
             masters[param] = self._kept_master(param)
         with inner.reading(masters=masters):
-            super().step_targets([target._replace(grad=None) for target in targets])
+            own = [t if isinstance(t.grad, RowPieces) else t._replace(grad=None) for t in targets]
+            super().step_targets(own)
         for param in masters:
             torch.autograd.graph.increment_version(param)  # kernels write past autograd
             self._versions[param] = param._version
@@ -372,7 +376,7 @@ class SplitWeights(OptimizerWrapper):
     def _enter(self, target: Target) -> Target:
         param = target.param
         grad = param.grad if target.grad is None else target.grad
-        if param not in self.corrections or grad is None:
+        if param not in self.corrections or grad is None or isinstance(grad, RowPieces):
             return target
         return with_leaf(param, self.master(param), grad.float(), target.guard)
 

@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from memtrain.kernels.step.row_pieces import RowPieces, stand_in
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
@@ -45,8 +46,9 @@ class Target(NamedTuple):
     param: Tensor
     leaf: Tensor
     """A leaf with `.grad`; the parameter itself, or its float32 master."""
-    grad: Tensor | None = None
-    """Used in place of `leaf.grad`; its dtype may differ where masters are stepped."""
+    grad: Tensor | RowPieces | None = None
+    """Used in place of `leaf.grad`; its dtype may differ where masters are stepped. In pieces only
+    for who says so by `FusedStates.rows_at_once`."""
     guard: Tensor | None = None
     """On the parameter's device: where it is not finite, nothing is stepped."""
 
@@ -94,7 +96,6 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
     if not fused:  # it would ask nobody
         targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
     targets = [_in_own_dtype(target) for target in targets]
-    guards = {target.leaf: target.guard for target in targets if target.guard is not None}
     places = {target.param: target for target in targets}
     whole = optimizer.param_groups
     groups = []
@@ -107,7 +108,7 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
             optimizer.state[leaf] = optimizer.state.pop(param)
     optimizer.param_groups = [alone for alone, _ in groups]
     try:
-        with optimizer.reading(guards=guards) if fused else nullcontext():
+        with _reading(optimizer, targets) if fused else nullcontext():
             raw_step(optimizer)
     finally:
         optimizer.param_groups = whole
@@ -118,9 +119,26 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
         group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
 
 
+@contextmanager
+def _reading(optimizer: FusedStates, targets: Sequence[Target]) -> Iterator[None]:
+    """Let a step inside the block read guards, and gradients in pieces."""
+    guards = {target.leaf: target.guard for target in targets if target.guard is not None}
+    pieces = {t.leaf: t.grad for t in targets if isinstance(t.grad, RowPieces)}
+    for leaf in pieces:
+        leaf.grad = stand_in(leaf)
+    try:
+        with optimizer.reading(guards=guards, pieces=pieces):
+            yield
+    finally:
+        for leaf in pieces:
+            leaf.grad = None
+
+
 def _in_own_dtype(target: Target) -> Target:
     param, _, grad, guard = target
-    return target if grad is None else with_leaf(param, param.detach(), grad.to(param.dtype), guard)
+    if grad is None or isinstance(grad, RowPieces):
+        return target
+    return with_leaf(param, param.detach(), grad.to(param.dtype), guard)
 
 
 class OptimizerWrapper(Optimizer):

@@ -148,14 +148,14 @@ MT_INLINE void add_squares(const Scalars& s, const float* h, const float* g, con
   }
 }
 
-// Pass 1 of factored: row means into the state, column sums of these rows into `partial`.
+// Pass 1 of factored: row means into the state, column sums of these rows of one chunk into `partial`.
 template <bool kPlain>
 inline void reduce_factored(const StepTask& t, int64_t begin, int64_t end) {
   const Scalars s = splat_all(t.scalars);
   float* partial = t.partial + begin / t.chunk * t.cols;
   float* row = static_cast<float*>(t.state[1].data);
   float g_part[kPart], p_part[kPart];
-  std::fill(partial, partial + t.cols, 0.0f);
+  if (begin % t.chunk == 0) std::fill(partial, partial + t.cols, 0.0f);  // else a piece goes on
   for (int64_t i = begin; i < end; ++i) {
     F sum = {};
     double rest = 0;

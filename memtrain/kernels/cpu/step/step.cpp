@@ -87,6 +87,15 @@ static void place_scratch(StepTask& t, float* at) {
   }
 }
 
+// What rank-1 and 2 bits have in scratch until the step's end, into the state.
+static void keep_scratch(const StepTask& t) {
+  if (t.bits == 2) {
+    std::copy(t.ratio, t.ratio + t.rows, portable::old_rows(t));
+    std::copy(t.col_next, t.col_next + t.cols, portable::old_columns(t));
+  }
+  if (t.second == kRank1) std::copy(t.next, t.next + t.rows + side(t), t.state[1].scale);
+}
+
 static void cut(std::vector<Item>& items, int64_t task, int64_t n, int64_t chunk, bool first_pass) {
   for (int64_t i = 0; i < n; i += chunk)
     items.push_back({task, i, std::min(n, i + chunk), first_pass});
@@ -118,6 +127,12 @@ static std::vector<Item> make_items(const std::vector<StepTask>& tasks, std::ato
   return items;
 }
 
+static void update(const StepTask& task, int64_t begin, int64_t end) {
+  if (task.rule == kAdamW && task.bits == 4) MT_DISPATCH(update_adamw4(task, begin, end));
+  else if (task.bits == 2) MT_DISPATCH(update_adamw2(task, begin, end));
+  else update_blocks(task, begin, end);
+}
+
 static void work(std::vector<StepTask>& tasks, const std::vector<Item>& items,
                  std::atomic<int64_t>* left, std::atomic<size_t>& next) {
   Column column;
@@ -127,9 +142,7 @@ static void work(std::vector<StepTask>& tasks, const std::vector<Item>& items,
     std::atomic<int64_t>& waited = left[item.task];
     if (!item.first_pass) {
       while (waited.load(std::memory_order_acquire) != 0) std::this_thread::yield();
-      if (task.rule == kAdamW && task.bits == 4) MT_DISPATCH(update_adamw4(task, item.begin, item.end));
-      else if (task.bits == 2) MT_DISPATCH(update_adamw2(task, item.begin, item.end));
-      else update_blocks(task, item.begin, item.end);
+      update(task, item.begin, item.end);
       continue;
     }
     MT_DISPATCH(reduce(task, item.begin, item.end, column));
@@ -161,11 +174,56 @@ MT_EXPORT void mt_step(const int64_t* table, int64_t n, int64_t threads) {
   std::atomic<size_t> next{0};
   const int64_t crew = std::max<int64_t>(1, std::min(threads, elements / 32768));
   parallel_for(crew, 1, crew, [&](int64_t, int64_t) { work(tasks, items, left.get(), next); });
-  for (StepTask& t : tasks) {
-    if (t.bits == 2) {
-      std::copy(t.ratio, t.ratio + t.rows, portable::old_rows(t));
-      std::copy(t.col_next, t.col_next + t.cols, portable::old_columns(t));
-    }
-    if (t.second == kRank1) std::copy(t.next, t.next + t.rows + side(t), t.state[1].scale);
+  for (const StepTask& t : tasks) keep_scratch(t);
+}
+
+// The same step of one parameter whose gradient is given a few rows at a time, pass by pass
+// (contract: kernels/step/row_pieces.py). `held` is the task between the calls: a StepTask and its
+// scratch, of `mt_rows_bytes` bytes, on a whole cache line.
+MT_EXPORT void mt_rows_bytes(const int64_t* table, int64_t* bytes, int64_t) {
+  using namespace memtrain;
+  StepTask t;
+  __builtin_memcpy(static_cast<Row*>(&t), table, sizeof(Row));
+  *bytes = static_cast<int64_t>(sizeof(float)) * (lines(sizeof(StepTask) / sizeof(float) + 1) + plan_scratch(t));
+}
+
+MT_EXPORT void mt_rows_begin(const int64_t* table, void* held, int64_t) {
+  using namespace memtrain;
+  StepTask& t = *new (held) StepTask;
+  __builtin_memcpy(static_cast<Row*>(&t), table, sizeof(Row));
+  plan_scratch(t);
+  place_scratch(t, static_cast<float*>(held) + lines(sizeof(StepTask) / sizeof(float) + 1));
+}
+
+// `g`: where the gradient's first row would be, if all rows lay before and after these. `first`:
+// whether this is pass 1.
+MT_EXPORT void mt_rows_pass(void* held, const void* g, int64_t first, int64_t begin, int64_t end, int64_t threads) {
+  using namespace memtrain;
+  StepTask& t = *static_cast<StepTask*>(held);
+  t.g = static_cast<const float*>(g);
+  const bool by_rows = first && t.second == kFactored;  // all else goes by blocks
+  const int64_t unit = by_rows ? t.cols : t.block(), chunk = first ? t.chunk : kItem;
+  std::vector<Item> items;
+  for (int64_t i = begin * t.cols / unit, last = (end * t.cols + unit - 1) / unit; i < last;) {
+    const int64_t next = std::min(last, (i / chunk + 1) * chunk);
+    items.push_back({0, i, next, first != 0});
+    i = next;
   }
+  const int64_t crew = std::max<int64_t>(1, std::min(threads, (end - begin) * t.cols / 32768));
+  parallel_for(static_cast<int64_t>(items.size()), 1, crew, [&](int64_t from, int64_t to) {
+    Column column;
+    for (int64_t i = from; i < to; ++i) {
+      if (first) MT_DISPATCH(reduce(t, items[i].begin, items[i].end, column));
+      else update(t, items[i].begin, items[i].end);
+    }
+  });
+}
+
+MT_EXPORT void mt_rows_scales(void* held, int64_t) {
+  using namespace memtrain;
+  MT_DISPATCH(finalize_scales(*static_cast<StepTask*>(held)));
+}
+
+MT_EXPORT void mt_rows_end(void* held, int64_t) {
+  memtrain::keep_scratch(*static_cast<memtrain::StepTask*>(held));
 }
