@@ -144,14 +144,25 @@ def compare(case: Case, cfg: Any, seed: int = 0, *, predict: bool = True) -> Row
 
 def step(case: Case, own: list[Tensor], seed: int) -> tuple[int, dict[str, Tensor]]:
     """Bytes that a forward leaves alive, and the gradients; the model is left as it was."""
-    state = {name: value.clone() for name, value in case.model.state_dict().items()}
-    case.model.zero_grad()
+    held: list[int] = []
+
+    def metered() -> Tensor:
+        nbytes, loss = saved_nbytes(case.loss, exclude=own)
+        held.append(nbytes)
+        return loss
+
+    found = gradients(case.model, metered, seed)
+    return held[0], found
+
+
+def gradients(model: nn.Module, loss: Callable[[], Tensor], seed: int) -> dict[str, Tensor]:
+    """The gradients of one forward and backward; the model is left as it was."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.zero_grad()
     torch.manual_seed(seed)
-    nbytes, loss = saved_nbytes(case.loss, exclude=own)
-    loss.backward()
-    case.model.load_state_dict(state)
-    named = case.model.named_parameters()
-    return nbytes, {name: p.grad.clone() for name, p in named if p.grad is not None}
+    loss().backward()
+    model.load_state_dict(state)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _loss_nbytes(case: Case) -> int:
