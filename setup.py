@@ -9,6 +9,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CPU = Path("memtrain/kernels/cpu")
+CALLS = CPU / "calls.cpp"  # the one file that knows Python, of which it asks the stable ABI alone
 
 
 def included_by(made):
@@ -25,7 +26,7 @@ def is_newer(made, sources):
 
 
 class BuildPlainLibrary(build_ext):
-    """A C library without a Python ABI tag: one build serves every Python and torch."""
+    """Libraries without a Python ABI tag: one build serves every Python and torch."""
 
     def get_ext_filename(self, fullname):
         return str(Path(*fullname.split("."))) + ".so"
@@ -59,31 +60,40 @@ class AnyPythonsWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2] if built else "any"
 
 
+# No contraction and no reassociation: the results equal the reference bit for bit.
+OPTIONS = [
+    "-O3",
+    "-g0",
+    "-MMD",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wno-psabi",  # vectors never cross a library boundary
+]
+
 setup(
     ext_modules=[
         Extension(
             "memtrain.kernels.cpu.libmemtrain",
-            sources=sorted(str(path) for path in CPU.rglob("*.cpp")),
+            sources=sorted(str(path) for path in CPU.rglob("*.cpp") if path != CALLS),
             include_dirs=[str(CPU)],
             depends=sorted(str(path) for path in CPU.rglob("*.h")),
-            # No contraction and no reassociation: the results equal the reference bit for bit.
-            extra_compile_args=[
-                "-O3",
-                "-g0",
-                "-MMD",
-                "-std=c++17",
-                "-ffp-contract=off",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                "-fvisibility=hidden",
-                "-pthread",
-                "-Wall",
-                "-Wno-psabi",  # vectors never cross a library boundary
-            ],
+            extra_compile_args=OPTIONS,
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,
-        )
+        ),
+        Extension(
+            "memtrain.kernels.cpu.calls",
+            sources=[str(CALLS)],
+            extra_compile_args=OPTIONS,
+            language="c++",
+            optional=True,
+        ),
     ],
     cmdclass={"build_ext": BuildPlainLibrary, "bdist_wheel": AnyPythonsWheel},
 )

@@ -44,7 +44,8 @@ def collect_env() -> dict[str, str]:
     found["torch"] = str(torch.__version__)
     found["cpu capability"] = torch.backends.cpu.get_cpu_capability()
     found["cpu threads"] = str(torch.get_num_threads())
-    found["C++ kernels"] = "yes" if cpu.library() is not None else "no: the reference serves"
+    called = "yes" if cpu.calls is not None else "yes, called by ctypes"
+    found["C++ kernels"] = called if cpu.library() is not None else "no: the reference serves"
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     found["cuda"] = f"{torch.version.cuda or '-'}: {', '.join(devices) or 'no device'}"
     return found

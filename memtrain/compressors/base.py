@@ -1,13 +1,15 @@
 """The protocol of compressors: a frozen value that turns a tensor into a payload and back."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from memtrain.kernels.cpu import calls
 
 if TYPE_CHECKING:
     from memtrain.kernels.norm.norm import Codes
@@ -16,18 +18,17 @@ if TYPE_CHECKING:
 _MASK = (1 << 64) - 1
 
 
-def _mixed(state: int, fields: Iterable[int]) -> int:
+def _mixed_here(*fields: int) -> int:
+    state = 0
     for field in fields:
         state = (state + field + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state
+    return state - (1 << 64) if state >> 63 else state
 
 
-@lru_cache(maxsize=4096)
-def _mixed_site(seed: int, site: int) -> int:
-    return _mixed(0, (seed, site))
+_mixed = _mixed_here if calls is None else calls.mixed
 
 
 class Key(NamedTuple):
@@ -51,10 +52,7 @@ class Key(NamedTuple):
             >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
             True
         """
-        seed, site, *rest = self
-        state = _mixed_site(seed, site)  # those two stay from step to step
-        state = _mixed(state, rest)
-        return state - (1 << 64) if state >> 63 else state
+        return (_mixed_here if is_compiling() else _mixed)(*self)  # no one can trace the other
 
 
 class Packed(NamedTuple):

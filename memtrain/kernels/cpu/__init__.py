@@ -11,6 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+try:
+    from memtrain.kernels.cpu import calls
+except ImportError:  # not built, or for another kind of Python: `ctypes` calls the library
+    calls = None
+
 PATH = Path(__file__).with_name("libmemtrain.so")
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtype -> its number in the kernels' arguments, as halves.h has it."""
@@ -89,6 +94,9 @@ def function(name: str, kinds: str) -> Callable[..., None]:
         The function; tensors whose addresses it is given must outlive the call.
     """
     found = getattr(library(), name)
+    if calls is not None:
+        address = ctypes.cast(found, ctypes.c_void_p).value or 0
+        return calls.function(address, len(kinds) + 1)
     types = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
     found.argtypes = [*map(types.__getitem__, kinds), ctypes.c_int64]
     return found
