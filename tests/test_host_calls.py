@@ -12,6 +12,7 @@ import pytest
 
 import memtrain
 from benchmarks.host import Step
+from memtrain.kernels import cpu
 
 HOME = str(Path(memtrain.__file__).parent)
 
@@ -47,6 +48,7 @@ def of_a_layer():
     return {part: three[part] - two[part] for part in two}
 
 
-@pytest.mark.parametrize(("part", "most"), [("forward", 303), ("backward", 123), ("step", 24)])
+@pytest.mark.parametrize(("part", "most"), [("forward", 270), ("backward", 74), ("step", 24)])
 def test_calls_of_a_layer_do_not_grow(of_a_layer, part, most):
-    assert of_a_layer[part] <= most
+    keys = 7 if part == "forward" and cpu.calls is None else 0  # mixed in Python
+    assert of_a_layer[part] <= most + keys

@@ -190,7 +190,11 @@ def inlined_call(
     run_untraced(call)  # a frame itself where an op between two graphs saves
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))
-    return fx.GraphModule(nn.Module(), graph)
+    module = fx.GraphModule(nn.Module(), graph)
+    # Past torch's layers around a graph, which take ten times as long as it takes to hold a tensor;
+    # compilers read the graph. Each graph has a class of its own.
+    type(module).__call__ = staticmethod(call)
+    return module
 
 
 def static_inputs() -> list[int]:

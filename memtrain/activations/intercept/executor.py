@@ -141,6 +141,11 @@ class Executor(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_compiling():  # a compiled part of the forward that is being traced
             return func(*args, **kwargs)
+        known = self.saved.replaced.get((self.module, func))
+        if known is not None and not self.idle and is_grad_enabled():
+            y = self._replace_again(known, args, kwargs)
+            if y is not None:
+                return y
         name, saves = _traits(func)
         if saves <= self._passed:
             return func(*args, **kwargs)
@@ -169,21 +174,17 @@ class Executor(TorchFunctionMode):
         if self.idle or name in SAVE_NOTHING or not is_grad_enabled():
             return func(*args, **kwargs)
         if is_replaced(name):
-            known = self.saved.replaced.get((self.module, name))
-            if known is not None:
-                y = self._replace_again(known, args, kwargs)
-                if y is not None:
-                    return y
             call = recognise(name, args, kwargs, self.options)
             if call is not None:
                 chosen = self.compressor(call)
                 if chosen is not None and call.accepts(chosen):
                     y = self.replace(call, chosen)
-                    if call.again is not None and self.saved.replays:
+                    replays = self.saved.replays and self.options.low is None
+                    if call.again is not None and replays:
                         form = _form(call.x, args, kwargs)
                         site = Site(self.module, call.op, call.tensor)
                         again = Replaced(form, call.again, chosen, site)
-                        self.saved.replaced[self.module, name] = again
+                        self.saved.replaced[self.module, func] = again
                     return y
                 name = call.op
         name = _op_name(name, args)
@@ -243,9 +244,9 @@ class Executor(TorchFunctionMode):
         """As `replace`, of a call alike to one that was replaced before; None where it is not."""
         form, run, compressor, site = known
         x = args[0] if args else None
-        if type(x) is not Tensor or foreign(x):
+        if type(x) is not Tensor or foreign(x) or _form(x, args, kwargs) != form:
             return None
-        if _form(x, args, kwargs) != form or top_hooks() != self.saved.hook:
+        if top_hooks() != self.saved.hook:
             return None
         self.saved.expectations.watch()
         key = self.saved.key(site)

@@ -2,14 +2,15 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._C import _is_any_autocast_enabled
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
@@ -48,6 +49,7 @@ from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
 from memtrain.activations.saved.site import OTHER_THREAD, Op, Record, Site
 from memtrain.compressors import Keep
 
+_T = TypeVar("_T")
 _ONE_AGAIN = threading.RLock()  # modules on two devices may run again at once
 _CALL_BITS = 16  # of the number of a site's payload within one run of a module
 
@@ -117,6 +119,7 @@ class Interception:
         self._clear()
 
     def _clear(self) -> None:
+        self._own = OwnTensors(self.model)
         self._path: list[_Running] = []
         self._outer: tuple[str, saved_tensors_hooks | None] | None = None
         self._depth = 0  # of the path when the interception was turned on
@@ -127,7 +130,7 @@ class Interception:
 
     def __getstate__(self) -> dict[str, object]:
         # of a forward that runs now
-        runtime = ("_path", "_outer", "_depth", "_thread", "_runs", "_spare")
+        runtime = ("_own", "_path", "_outer", "_depth", "_thread", "_runs", "_spare")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -290,7 +293,7 @@ class Interception:
         given: Sequence[Any] = (),
     ) -> None:
         """Begin a checkpointed module's run, of which the second is given the module and leaves."""
-        own = [] if module is None else [*own_tensors(module)]
+        own = [] if module is None else OwnTensors(module).find()
         form = None
         if own and not saved.defers and self.executor.options.low is None and not self.compiled:
             form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
@@ -298,7 +301,7 @@ class Interception:
         inputs = [x for x in given if isinstance(x, Tensor) and (kept or not x.requires_grad)]
         saved.choose, saved.draws, saved.step = first.choose, first.draws, first.step
         saved.begin(
-            {storage_id(x) for x in own},
+            own,
             {storage_id(x) for x in inputs},
             record=False,
             form=form,
@@ -501,22 +504,18 @@ class Interception:
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
-        own = own_tensors(self.model)
+        own = self._own.find()
         self.trained = sum([x.requires_grad for x in own])
         form = None
         if self.rounding is None and self.executor.options.low is None and not self.compiled:
             form = self.trained, _is_any_autocast_enabled()
-        parameters = {storage_id(x) for x in own}
         inputs = {storage_id(x) for x in given}
         self._runs = {}
-        self.saved.begin(parameters, inputs, record=name not in self._recorded, form=form)
+        self.saved.begin(own, inputs, record=name not in self._recorded, form=form)
         self._depth = len(self._path)
         is_copy = module is not self.model and module is not self.model.get_submodule(name)
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
         pack, unpack = self.graphs.hooks(given)
-        for hook in (pack, unpack):
-            if isinstance(hook, fx.GraphModule):
-                _call_at_once(hook)
         self.saved.hook, self.saved.surprised = pack, self.executor.step_back
         hooks = saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
@@ -551,29 +550,31 @@ class Interception:
             self.on_saved(records)
 
 
-def own_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, some perhaps twice: `model.parameters()` names each as it goes."""
-    modules, seen = [model], {model}
-    found: list[Tensor | None] = []
-    for module in modules:
-        if module._parameters:
-            found += module._parameters.values()
-        if module._buffers:
-            found += module._buffers.values()
-        if module._modules:
-            new = [x for x in module._modules.values() if x is not None and x not in seen]
-            seen.update(new)
-            modules += new
-    return [x for x in found if x is not None]
+class OwnTensors:
+    """A model's parameters and buffers, some perhaps twice.
 
-
-def _call_at_once(graph: fx.GraphModule) -> None:
-    """Let calls of a graph of one call reach its function, past torch's layers around a graph.
-
-    They take ten times as long as it takes to hold a tensor; compilers read the graph.
+    `model.parameters()` names each as it goes; here the modules are walked again only where they
+    are others than before.
     """
-    (call,) = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    type(graph).__call__ = staticmethod(call)  # each graph has a class of its own
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._inside: list[nn.Module | None] = []  # their submodules
+
+    def find(self) -> list[Tensor]:
+        """Those that are there now."""
+        modules = self._modules
+        if not modules or self._inside != _values([module._modules for module in modules]):
+            modules = self._modules = [*self._model.modules()]
+            self._inside = _values([module._modules for module in modules])
+        held = [module._parameters for module in modules]
+        held += [module._buffers for module in modules if module._buffers]
+        return [x for x in _values(held) if x is not None]
+
+
+def _values(dicts: Sequence[Mapping[str, _T]]) -> list[_T]:
+    return [*chain.from_iterable([each.values() for each in dicts])]
 
 
 run_untraced(Interception._before, Interception._after)

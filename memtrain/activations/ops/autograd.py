@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from memtrain.activations.saved.flatten import Layout, flatten, layout_of
 from memtrain.activations.saved.handles import check_version, tensor_of
 from memtrain.compressors import Compressor, Key, Packed
+from memtrain.kernels.dispatch import is_ordinary
 
 Payload = tuple[Packed, Layout | None]
 """A compressed tensor, and its layout where it was flattened."""
@@ -177,7 +178,8 @@ def decompress(payload: Payload, compressor: Compressor) -> Tensor:
 def output_again(y: Tensor) -> Callable[[], Tensor] | None:
     """A function that computes an op's output again from the payload that the op saved, or None.
 
-    An op allows it by setting `ctx.output`, a function of what `saved_compressed` returns.
+    An op allows it by setting `ctx.output`, a function of what `saved_compressed` returns. Where it
+    sets `ctx.bound`, that is called for x while calls are ordinary, with the payload's tensors.
 
     Args:
         y: The op's result.
@@ -189,17 +191,21 @@ def output_again(y: Tensor) -> Callable[[], Tensor] | None:
     # belong to another graph (of `y.detach()`), or have its turn later.
     (payload,), others = saved_payloads(node)
     versions = [0 if t is None else t._version for t in others]
-    return partial(_output_again, node.output, payload, node.compressor, others, versions)
+    bound = getattr(node, "bound", None)
+    return partial(_output_again, node.output, payload, node.compressor, bound, others, versions)
 
 
 def _output_again(
     output: Callable[..., Tensor],
     payload: Payload,
     compressor: Compressor,
+    bound: Callable[..., Tensor] | None,
     others: list[Any],
     versions: list[int],
 ) -> Tensor:
     for t, version in zip(others, versions, strict=True):
-        if t is not None:
+        if t is not None and t._version != version:
             check_version(t, version)
+    if bound is not None and is_ordinary():
+        return output(bound(*payload[0].tensors.values()), *others)
     return output(decompress(payload, compressor), *others)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled
@@ -20,7 +20,8 @@ from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels import dispatch
-from memtrain.kernels.norm import norm
+from memtrain.kernels.dispatch import is_ordinary
+from memtrain.kernels.norm import channel_norm, norm
 from memtrain.kernels.norm.channel_norm import Channels
 from memtrain.kernels.norm.norm import Codes
 
@@ -162,9 +163,18 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
-    ctx.normalized, ctx.output = shape, _layer_norm_output
+    ctx.normalized, ctx.output, ctx.bound = shape, _layer_norm_output, None
     codes = compressor.group_codes(key)
     if codes is not None:
+        bound = None
+        if type(x) is Tensor and is_ordinary() and x.is_contiguous():
+            bound = _bound_rows(x.shape, x.dtype, x.device, len(shape), compressor)
+        if bound is not None:
+            y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+            parts = bound.quantize(x, mean, rstd, codes.seed)
+            ctx.compressor, ctx.payloads, ctx.bound = compressor, bound.payloads, bound.dequantize
+            ctx.save_for_backward(*parts, rstd, weight, bias)
+            return y
         y = _fused(ctx, x, shape, weight, bias, eps, compressor, codes, centred=True)
         if y is not None:
             return y
@@ -190,7 +200,11 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         found = _fused_backward(ctx, grad, centred=True)
         if found is not None:
             return found
-    x_hat, (rstd, weight, bias) = saved_compressed(ctx)
+    if ctx.bound is not None and is_ordinary():
+        codes, bounds, rstd, weight, bias = ctx.saved_tensors
+        x_hat = ctx.bound(codes, bounds)
+    else:
+        x_hat, (rstd, weight, bias) = saved_compressed(ctx)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
     mixed = x_hat.is_cuda or (like is not None and like.dtype != x_hat.dtype)
@@ -400,6 +414,38 @@ def _save_row_codes(
         return False
     where = _rows(rows, x.numel() // rows)
     return save_codes(ctx, x, statistics, where, compressor, codes, *others)
+
+
+class _BoundRows(NamedTuple):
+    """What to do with tensors of one form on the CPU: what the form tells is found once."""
+
+    quantize: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    dequantize: Callable[[Tensor, Tensor], Tensor]
+    payloads: list[tuple[Any, ...]]
+    """As of `save_payloads`."""
+
+
+@lru_cache(maxsize=1024)
+def _bound_rows(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, dims: int, compressor: Compressor
+) -> _BoundRows | None:
+    """The kernels of codes of rows, where `_save_row_codes` serves contiguous plain tensors.
+
+    Of float32: statistics of 16-bit tensors are as narrow as these where their weights are.
+    """
+    codes, columns = compressor.group_codes(Key()), math.prod(shape[-dims:])
+    if device.type != "cpu" or dtype != torch.float32 or codes is None or not columns:
+        return None
+    if columns % codes.group_size == 0:  # `_fused` serves
+        return None
+    rows = shape.numel() // columns
+    x = torch.empty((), dtype=dtype, device=device).expand(shape)
+    kernels = compressor.kernels(x, shape)
+    where = _rows(rows, columns)
+    if kernels is None or not rows or not channel_norm.fits(x, where, codes.group_size):
+        return None
+    payload = compressor.parts, shape, dtype, layout_of(torch.empty(shape, device="meta"))
+    return _BoundRows(channel_norm.bound(dtype, where, codes), kernels[1], [payload])
 
 
 @lru_cache(maxsize=1024)

@@ -5,14 +5,17 @@ the one before has asked.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, steps_of
-from memtrain.compressors import Compressor, Packed
+from memtrain.compressors import Compressor
 from memtrain.kernels.dispatch import is_ordinary
+
+if TYPE_CHECKING:
+    from memtrain.activations.saved.handles import Shared
 
 
 class Bound(NamedTuple):
@@ -58,15 +61,12 @@ class Bound(NamedTuple):
         rows = self.rows
         return self.compress(x if rows is None else x.as_strided(*rows).contiguous(), seed)
 
-    def unpack(self, packed: Packed, compressor: Compressor) -> Tensor:
-        """The tensor of a payload of the same elements, in its shape and memory order.
-
-        Args:
-            packed: The payload.
-            compressor: Of the save that it was made for.
-        """
-        if compressor == self.compressor and is_ordinary():
+    def read(self, shared: "Shared") -> Tensor:
+        """The tensor of a payload of the same elements, in this shape and memory order."""
+        packed, made_by = shared.packed, shared.compressor
+        own = made_by is self.compressor or made_by == self.compressor
+        if own and is_ordinary():
             x = self.decompress(*packed.tensors.values())
         else:
-            x = compressor.decompress(packed._replace(shape=self.stored))
+            x = made_by.decompress(packed._replace(shape=self.stored))
         return x if self.inverse is None else x.permute(self.inverse)

@@ -13,14 +13,15 @@ from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_o
 from memtrain.activations.saved.handles import Compressed, Shared
 from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.site import Site
-from memtrain.compressors import Compressor, Keep, Key, Packed
+from memtrain.compressors import Compressor, Key, Packed
 
 SHARED = "shared with an earlier save"
 
 Source = Callable[[], Tensor]
 Again = Callable[[Tensor], Tensor]
 _Place = tuple[object, ...]  # equal for the same elements in the same memory order
-_Payload = tuple[int, Callable[[], Shared | None]]  # the version of what it was made of
+# How it was made (a compressor, with a form where that is shaped), of which version, and itself.
+_Payload = tuple[object, int, Callable[[], Shared | None]]
 
 
 class Save(NamedTuple):
@@ -60,23 +61,42 @@ class Copy(NamedTuple):
 class _Memory:
     """Payloads and sources of the elements at one place of a storage, which no other takes."""
 
-    __slots__ = ("copy", "latest", "output", "payloads", "storage")
+    __slots__ = ("copy", "output", "payloads", "storage")
 
     def __init__(self, storage: StorageWeakRef) -> None:
         self.storage = storage
-        self.payloads: dict[object, _Payload] = {}  # by compressor, and form where that is shaped
-        self.latest = _NO_PAYLOAD  # whatever the compressor
+        self.payloads: list[_Payload] = []  # of one version, the latest last
         self.output: tuple[int, Source | None, str] = _NO_OUTPUT
-        self.copy: tuple[int, Copy | None] = (-1, None)
+        self.copy: tuple[int, Copy | None] = _NO_COPY
 
     def payload(self, form: object, version: int) -> Shared | None:
-        """The payload of these elements as they are at this version, if it is there still."""
-        then, known = self.payloads.get(form, _NO_PAYLOAD)
+        """The payload of these elements as they are at this version, if it is there still.
+
+        Args:
+            form: The compressor, and the tensor's form where that is `shaped`.
+            version: The tensor's.
+        """
+        for made_as, then, known in self.payloads:
+            if then == version and (made_as is form or made_as == form):
+                return known()
+        return None
+
+    def latest(self, version: int) -> Shared | None:
+        """The latest one, whatever the compressor."""
+        if not self.payloads:
+            return None
+        _, then, known = self.payloads[-1]
         return known() if then == version else None
 
+    def hold(self, form: object, version: int, shared: Shared) -> None:
+        """Let `payload` find one that was made; it is not kept alive."""
+        held = self.payloads
+        held[:] = [one for one in held if one[1] == version and one[2]() is not None]
+        held.append((form, version, weakref.ref(shared)))
 
-_NO_PAYLOAD: _Payload = (-1, lambda: None)
+
 _NO_OUTPUT: tuple[int, None, str] = (-1, None, "")
+_NO_COPY: tuple[int, None] = (-1, None)
 
 
 class PayloadCache:
@@ -155,7 +175,7 @@ class PayloadCache:
         shared = Shared(packed, compressor, layout)
         if memory is None:
             memory = self._known[place] = _Memory(StorageWeakRef(storage))
-        memory.payloads[form] = memory.latest = (version, weakref.ref(shared))
+        memory.hold(form, version, shared)
         content = shared.content if layout is None else partial(shared.seen_as, layout)
         return Compressed(shared, content, witness, witness._version), planned, "", ""
 
@@ -180,19 +200,22 @@ class PayloadCache:
             if memory.copy[0] == version:
                 return None
             shared = memory.payload(compressor, version)
-        if bound is None or isinstance(compressor, Keep):
+        if bound is None:
             return None
         if shared is None:
             bytes_of = x.untyped_storage()
             if bound.nbytes >= bytes_of.nbytes():
                 return None
+            made_by = bound.compressor
             parts = bound.pack(x, key(site).bits())
-            tensors = dict(zip(compressor.parts, parts, strict=True))
-            shared = Shared(Packed(tensors, bound.stored, x.dtype), bound.compressor, layout)
+            tensors = dict(zip(made_by.parts, parts, strict=True))
+            shared = Shared(Packed(tensors, bound.stored, x.dtype), made_by, layout)
             if memory is None:
                 memory = self._known[place] = _Memory(StorageWeakRef(bytes_of))
-            memory.payloads[compressor] = memory.latest = (version, weakref.ref(shared))
-        return Compressed(shared, partial(shared.read, bound), x, version)
+                memory.payloads = [(compressor, version, weakref.ref(shared))]
+            else:
+                memory.hold(compressor, version, shared)
+        return Compressed(shared, partial(bound.read, shared), x, version)
 
     def _serves(self, copy: Copy, save: Save, compressor: Compressor, *, derive: bool) -> bool:
         """Whether the source's payload, or a new one, is no larger than the copy's own."""
@@ -231,8 +254,7 @@ class PayloadCache:
         memory = self._known.get((storage_id(x), memory_of(x)[1], x.dtype))
         if memory is None:
             return None
-        then, known = memory.latest
-        shared = known() if then == x._version else None
+        shared = memory.latest(x._version)
         if shared is not None:
             return shared.tensor
         then, source, _ = memory.output

@@ -71,10 +71,10 @@ def restore(flat: Tensor, layout: Layout) -> Tensor:
         layout: Of the same call.
 
     Returns:
-        A view of `flat`.
+        A view of `flat`, or itself.
     """
     stored, inverse, expanded = steps_of(layout)
-    x = flat.view(stored)
+    x = flat if flat.shape == stored else flat.view(stored)
     x = x if inverse is None else x.permute(inverse)
     return x.expand(layout.shape) if expanded else x
 

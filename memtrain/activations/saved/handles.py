@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.activations.saved.bound import Bound
 from memtrain.activations.saved.flatten import Layout, restore, steps_of
 from memtrain.activations.saved.site import Op
 from memtrain.compressors import Compressor, Packed
@@ -27,7 +26,9 @@ class KeptTensor(NamedTuple):
             RuntimeError: If it has since been changed in place: the check that autograd makes by
                 itself where no hooks are.
         """
-        check_version(self.tensor if self.witness is None else self.witness, self.version)
+        witness = self.tensor if self.witness is None else self.witness
+        if witness._version != self.version:
+            check_version(witness, self.version)
         return self.tensor
 
 
@@ -46,10 +47,6 @@ class Shared:
     def tensor(self) -> Tensor:
         """The tensor that was saved first, in its shape and memory order."""
         return tensor_of(self.packed, self.compressor, self.layout)
-
-    def read(self, bound: Bound) -> Tensor:
-        """The tensor as one of the form of `bound`, of the same elements."""
-        return bound.unpack(self.packed, self.compressor)
 
     def seen_as(self, layout: Layout) -> Tensor:
         """The tensor as one that was saved with another layout, of the same elements."""
@@ -93,7 +90,8 @@ class Compressed(NamedTuple):
             RuntimeError: If the tensor has since been changed in place. The payload would give the
                 old values, but plain PyTorch refuses, and so do we.
         """
-        check_version(self.witness, self.version)
+        if self.witness._version != self.version:
+            check_version(self.witness, self.version)
         if torch.is_grad_enabled():  # a backward that is differentiated again
             with torch.no_grad():
                 return self.content()

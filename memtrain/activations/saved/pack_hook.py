@@ -1,8 +1,10 @@
 """Decides what autograd holds in place of each saved tensor: the pack hook of a forward."""
 
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from memtrain.activations.saved.expected import (
     Expectations,
     Expected,
     Settled,
+    look_of,
 )
 from memtrain.activations.saved.fit import FLOATS, RECURRENT, fit, needless
 from memtrain.activations.saved.flatten import memory_of
@@ -109,7 +112,7 @@ class SavedTensors:
         self.expectations = Expectations()
         self._settled: dict[tuple[Any, ...], Settled] = {}
         self._settled_by: Choose | None = None  # made these choices; None: this forward makes them
-        self.replaced: dict[tuple[str, str], Replaced] = {}
+        self.replaced: dict[tuple[str, Any], Replaced] = {}
         """Ops that were replaced, by module and function, where choices are settled."""
         self._numbers: dict[Site, int] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what witnesses hold
@@ -137,6 +140,9 @@ class SavedTensors:
         self._kept: dict[int, StorageWeakRef] = {}  # storages that a KeptTensor holds
         # number and hold of storages whose bytes are in a record
         self._counted: dict[int, tuple[int, StorageWeakRef]] = {}
+        # Ids of parameters and buffers. One that was replaced meanwhile may have left its id to
+        # another tensor, which is then kept as it is.
+        self._own: set[int] = set()
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
 
@@ -152,7 +158,7 @@ class SavedTensors:
 
     def begin(
         self,
-        parameters: set[int],
+        own: Sequence[Tensor],
         inputs: set[int],
         *,
         record: bool,
@@ -162,7 +168,7 @@ class SavedTensors:
         """Start a forward pass.
 
         Args:
-            parameters: Storage ids of parameters and buffers: never touched.
+            own: Parameters and buffers: never touched.
             inputs: Storage ids of the model's own inputs: they stay alive anyway.
             record: Whether to record what is saved.
             form: Of what is equal for forwards whose modules save alike where they are called
@@ -171,7 +177,9 @@ class SavedTensors:
         """
         self._reset()
         self._first_call = first_call
-        self._parameters, self._inputs = parameters, inputs
+        self._inputs = inputs
+        self._parameters = {storage_id(x) for x in own}
+        self._own = {id(x) for x in own if type(x) in PLAIN}
         self._recorded = [] if record else None
         told = self.watch is not None or self.exact is not None or self.defers
         by = None if record or told else self.choose
@@ -225,6 +233,8 @@ class SavedTensors:
         """
         due = self.expectations.due
         if due is not None and self.op is None and op is None and not self.shell:
+            if id(x) in self._own:
+                return KeptTensor(x.detach(), x._version)
             return self._pack_expected(x, due)
         replaced = self.op is not None and self.op.replaced and op is None
         if self.shell or (replaced and self._recorded is None):
@@ -293,8 +303,14 @@ class SavedTensors:
         if storage in self._parameters and type(x) in PLAIN:
             return KeptTensor(x.detach(), x._version)
         expected = next(due, None)
-        usual = type(x) is Tensor and storage > 0 and not x.is_neg()
-        if expected is None or not usual or not expected.fits(x):
+        if (
+            expected is None
+            or type(x) is not Tensor
+            or storage <= 0
+            or x.is_neg()
+            or expected.look != look_of(x)
+            or not _calls_from(expected, sys._getframe(2))
+        ):
             self.expectations.watch()
             if self.surprised is not None:
                 self.surprised()
@@ -546,6 +562,14 @@ BETWEEN.update(
 
 
 _NO_WEIGHT: tuple[None, int, Source, int] = (None, -1, torch.Tensor, 0)
+
+
+def _calls_from(expected: Expected, frame: FrameType | None) -> bool:
+    """Whether the instruction that calls an op, in this frame or below ours, is expected."""
+    code = expected.code
+    while frame is not None and frame.f_code is not code:  # to ask first if it is ours takes longer
+        frame = frame.f_back if frame.f_code in BETWEEN else None
+    return frame is not None and frame.f_lasti == expected.instruction
 
 
 def _cast_of(source: Tensor, x: Tensor) -> Copy | None:

@@ -92,11 +92,26 @@ def channel_norm_quantize(
         ([[170]], [[-1.0, 1.0]])
     """
     if x.dtype in cpu.FLOAT_TYPES and is_plain_cpu(x) and not cpu.is_dataless():
-        bits, group_size, seed, stochastic, wide = codes
-        quantizer = _quantizer(x.dtype, where, bits, group_size, stochastic, wide)
-        return quantizer(x, mean, rstd, seed)
+        return bound(x.dtype, where, codes)(x, mean, rstd, codes.seed)
     run = _quantize if is_plain(x) else _quantize_op
     return run(x, mean, rstd, *where, *codes)
+
+
+def bound(
+    dtype: torch.dtype, where: Channels, codes: Codes
+) -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]:
+    """`channel_norm_quantize` of plain tensors of one form on the CPU: it serves while ordinary.
+
+    Args:
+        dtype: Of the input.
+        where: As for `channel_norm_quantize`.
+        codes: The same; the seed does nothing.
+
+    Returns:
+        `(x, mean, rstd, seed)` -> codes and bounds.
+    """
+    bits, group_size, _, stochastic, wide = codes
+    return _quantizer(dtype, where, bits, group_size, stochastic, wide)
 
 
 def channel_norm_backward(  # noqa: PLR0913 (a tensor's places, and a payload's)

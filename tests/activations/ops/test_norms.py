@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.ops import layer_norm as layer_norms
 from memtrain.activations.ops import norm_calls
 from memtrain.activations.ops.batch_norm import batch_norm, group_norm, instance_norm
 from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
@@ -272,15 +273,18 @@ def test_rows_of_any_length_are_quantised_from_their_statistics(name, monkeypatc
 
     monkeypatch.setattr(channel_norm, "channel_norm_quantize", counted)
     compressor = Group(bits=8, group_size=32, bounds="fp32", rounding="nearest")
-    for fits in (True, False):
+    for bound, fits in ((True, True), (False, True), (False, False)):
+        if not bound:
+            monkeypatch.setattr(layer_norms, "_bound_rows", lambda *a: None)
         if not fits:
             monkeypatch.setattr(channel_norm, "fits", lambda *a: False)
         mine, t = copy.deepcopy(module), x.clone().requires_grad_()
         y = run.ours(mine, t, compressor=compressor)
         assert torch.equal(y, module(x))
         results.append(gradients(y, grad, t, mine))
-        assert len(calls) == 1
-    for one, two in zip(*results, strict=True):
+        assert len(calls) == (not bound)
+    assert all(map(torch.equal, *results[:2]))
+    for one, two in zip(*results[1:], strict=True):
         scale = grad.abs().max().item() * 30 * max(1.0, two.abs().max().item())
         assert (one - two).abs().max() <= scale * 8 / 255
 
