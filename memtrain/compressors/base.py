@@ -170,7 +170,8 @@ class Compressor(Protocol):
         """Functions of `compress` and `decompress` for tensors like `x`; None: there are none.
 
         Args:
-            x: A plain dense tensor; those alike have its shape, strides, dtype and device.
+            x: A plain dense tensor, or a matrix with gaps between its rows; those alike have its
+                shape, strides, dtype and device.
             shape: Of what `decompress` returns: as many elements.
 
         Returns:

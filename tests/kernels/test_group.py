@@ -179,6 +179,20 @@ def test_twin_equals_reference_for_every_seed(name, seed):
     assert torch.equal(codes, expected)
 
 
+@pytest.mark.skipif(cpu.library() is None, reason="of the C++ library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [2, 5])
+# More groups than are brought together at a time; groups of parts of rows; a last one not whole.
+@pytest.mark.parametrize(("rows", "columns", "size"), [(101, 96, 8), (33, 64, 128), (7, 100, 64)])
+def test_rows_with_gaps_between_them_are_as_their_copy(rows, columns, size, bits, dtype):
+    whole = torch.randn(rows, 3 * columns).to(dtype)
+    for x in (whole[:, :columns], whole[:, columns : 2 * columns]):
+        quantize, _, _ = group.kernels_of(x, bits, size, True, False, x.shape)
+        packed = group.group_quantize(x.contiguous(), bits, size, 3)
+        assert all(map(torch.equal, quantize(x, 3), packed))
+    assert group.kernels_of(whole.t(), bits, size, True, False, whole.shape) is None
+
+
 def test_threads_do_not_change_the_result():
     x = torch.randn(300_000)
     threads = torch.get_num_threads()

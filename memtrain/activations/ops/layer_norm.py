@@ -168,7 +168,7 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     if codes is not None:
         bound = None
         if type(x) is Tensor and is_ordinary() and x.is_contiguous():
-            bound = _bound_rows(x.shape, x.dtype, x.device, len(shape), compressor)
+            bound = _bound_rows(x, len(shape), compressor)
         if bound is not None:
             y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
             parts = bound.quantize(x, mean, rstd, codes.seed)
@@ -425,27 +425,35 @@ class _BoundRows(NamedTuple):
     """As of `save_payloads`."""
 
 
-@lru_cache(maxsize=1024)
-def _bound_rows(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, dims: int, compressor: Compressor
-) -> _BoundRows | None:
+_BOUND: dict[Any, _BoundRows | None] = {}
+_FORMS = 1024
+
+
+def _bound_rows(x: Tensor, dims: int, compressor: Compressor) -> _BoundRows | None:
+    """What `_bind_rows` gave for the first tensor of this form."""
+    form = x.shape, x.dtype, x.device, dims, compressor
+    if form not in _BOUND:
+        if len(_BOUND) >= _FORMS:  # shapes that vary collect without end
+            _BOUND.clear()
+        _BOUND[form] = _bind_rows(x.detach(), dims, compressor)
+    return _BOUND[form]
+
+
+def _bind_rows(x: Tensor, dims: int, compressor: Compressor) -> _BoundRows | None:
     """The kernels of codes of rows, where `_save_row_codes` serves contiguous plain tensors.
 
     Of float32: statistics of 16-bit tensors are as narrow as these where their weights are.
     """
-    codes, columns = compressor.group_codes(Key()), math.prod(shape[-dims:])
-    if device.type != "cpu" or dtype != torch.float32 or codes is None or not columns:
+    codes, columns = compressor.group_codes(Key()), math.prod(x.shape[-dims:])
+    if x.dtype != torch.float32 or codes is None or not x.numel():
         return None
     if columns % codes.group_size == 0:  # `_fused` serves
         return None
-    rows = shape.numel() // columns
-    x = torch.empty((), dtype=dtype, device=device).expand(shape)
-    kernels = compressor.kernels(x, shape)
-    where = _rows(rows, columns)
-    if kernels is None or not rows or not channel_norm.fits(x, where, codes.group_size):
+    kernels, where = compressor.kernels(x, x.shape), _rows(x.numel() // columns, columns)
+    if kernels is None or not channel_norm.fits(x, where, codes.group_size):
         return None
-    payload = compressor.parts, shape, dtype, layout_of(torch.empty(shape, device="meta"))
-    return _BoundRows(channel_norm.bound(dtype, where, codes), kernels[1], [payload])
+    payload = compressor.parts, x.shape, x.dtype, layout_of(x)
+    return _BoundRows(channel_norm.bound(x.dtype, where, codes), kernels[1], [payload])
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@ A small tensor's kernel takes less time than the functions that lead to it, each
 the one before has asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,11 +24,10 @@ class Bound(NamedTuple):
     compressor: Compressor
     """With groups for this shape."""
     compress: Callable[[Tensor, int], tuple[Tensor, ...]]
+    """The payload's tensors, in the order of the compressor's `parts`."""
     decompress: Callable[..., Tensor]
     nbytes: int
     """Of a payload."""
-    rows: tuple[Sequence[int], Sequence[int]] | None
-    """Sizes and strides that the tensor is seen with, where there are gaps between its rows."""
     stored: torch.Size
     """The shape in memory order."""
     inverse: list[int] | None
@@ -52,14 +51,8 @@ class Bound(NamedTuple):
         if flat.data_ptr() != x.data_ptr():  # neither dense nor rows: it was copied
             return None
         stored, inverse, _ = steps_of(layout)
-        kernels = compressor.kernels(flat.contiguous(), stored)
-        rows = None if flat.is_contiguous() else (flat.size(), flat.stride())
-        return None if kernels is None else cls(compressor, *kernels, rows, stored, inverse)
-
-    def pack(self, x: Tensor, seed: int) -> tuple[Tensor, ...]:
-        """The payload's tensors, in the order of the compressor's `parts`."""
-        rows = self.rows
-        return self.compress(x if rows is None else x.as_strided(*rows).contiguous(), seed)
+        kernels = compressor.kernels(flat, stored)
+        return None if kernels is None else cls(compressor, *kernels, stored, inverse)
 
     def read(self, shared: "Shared") -> Tensor:
         """The tensor of a payload of the same elements, in this shape and memory order."""

@@ -207,7 +207,7 @@ class PayloadCache:
             if bound.nbytes >= bytes_of.nbytes():
                 return None
             made_by = bound.compressor
-            parts = bound.pack(x, key(site).bits())
+            parts = bound.compress(x, key(site).bits())
             tensors = dict(zip(made_by.parts, parts, strict=True))
             shared = Shared(Packed(tensors, bound.stored, x.dtype), made_by, layout)
             if memory is None:

@@ -284,7 +284,7 @@ def kernels_of(
     They serve while `dispatch.is_ordinary()`; None where another kernel does.
 
     Args:
-        x: Dense, its elements read as they lie in memory.
+        x: Dense, its elements read as they lie in memory; or a matrix with gaps between its rows.
         bits: As for `group_quantize`.
         group_size: As for `group_quantize`.
         stochastic: As for `group_quantize`.
@@ -299,9 +299,14 @@ def kernels_of(
     if x.dtype not in _READ or not is_plain_cpu(x):
         return None
     _check(bits, group_size, x.dtype)
+    name, kinds, rows = "mt_group_quantize", "pippiiiiii", ()
+    if not x.is_contiguous():
+        if x.dim() != 2 or x.stride(1) != 1:
+            return None
+        name, kinds, rows = f"{name}_rows", f"{kinds}ii", (x.shape[1], x.stride(0))
     n, dtype, kept, is_bf16 = x.numel(), x.dtype, _bounds_dtype(wide), int(x.dtype == _READ[1])
     n_groups, width = (n + group_size - 1) // group_size, group_size * bits // 8
-    to_codes = cpu.function("mt_group_quantize", "pippiiiiii")
+    to_codes = cpu.function(name, kinds)
     to_values = cpu.function("mt_group_dequantize", "ppipiiii")
 
     # Sizes one by one: torch takes twice as long to read them of a tuple.
@@ -309,7 +314,7 @@ def kernels_of(
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
         bounds = x.new_empty(n_groups, 2, dtype=kept)
         places = x.data_ptr(), is_bf16, codes.data_ptr(), bounds.data_ptr(), wide
-        to_codes(*places, n, bits, group_size, seed, stochastic, torch.get_num_threads())
+        to_codes(*places, n, bits, group_size, seed, stochastic, *rows, torch.get_num_threads())
         return codes, bounds
 
     def dequantize(codes: Tensor, bounds: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def test_what_is_bound_is_what_the_compressor_does(name):
     bound = Bound.of(x, layout, place, code)
     packed = code.compress(flatten(x, layout, rows=place)[0], key=Key(seed=3))
     assert bound is not None
-    parts = bound.pack(x, Key(seed=3).bits())
+    parts = bound.compress(x, Key(seed=3).bits())
     assert all(map(torch.equal, parts, packed.tensors.values()))
     assert bound.nbytes == packed.nbytes
     whole = tensor_of(packed, code, layout)

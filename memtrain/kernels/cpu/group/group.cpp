@@ -294,6 +294,34 @@ void over_groups(const Job& job, int64_t threads, const Range& range) {
                });
 }
 
+// Elements `first` to `first + count` of a matrix of rows that begin `stride` elements apart.
+static void gather(const Job& job, int64_t columns, int64_t stride, int64_t first, int64_t count,
+                   uint8_t* to) {
+  const int64_t bytes = job.bf16 ? 2 : 4;
+  const auto* x = static_cast<const uint8_t*>(job.x);
+  while (count > 0) {
+    const int64_t column = first % columns, taken = std::min(columns - column, count);
+    std::memcpy(to, x + (first / columns * stride + column) * bytes, taken * bytes);
+    to += taken * bytes, first += taken, count -= taken;
+  }
+}
+
+// As `quantize_range` of such a matrix, which is never there as a whole without its gaps.
+static void quantize_rows(const Job& job, int64_t columns, int64_t stride, int64_t begin,
+                          int64_t end, float* buffer, uint8_t* codes) {
+  const int64_t bytes = job.bf16 ? 2 : 4, together = std::max<int64_t>(8192 / job.size, 2) & ~1;
+  std::vector<uint8_t> held(std::min(together, end - begin) * job.size * bytes);
+  for (int64_t g = begin; g < end; g += together) {
+    const int64_t last = std::min(g + together, end), first = g * job.size;
+    Job part = job;
+    part.n = std::min(last * job.size, job.n);
+    gather(job, columns, stride, first, part.n - first, held.data());
+    const uintptr_t before = static_cast<uintptr_t>(first * bytes);
+    part.x = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(held.data()) - before);
+    quantize_range(part, g, last, buffer, codes);
+  }
+}
+
 void quantize_tile(const float* x, int64_t begin, int64_t n, const Quantizer& to, float* buffer,
                    uint8_t* scratch) {
   const uintptr_t before = static_cast<uintptr_t>(begin * to.size) * sizeof(float);
@@ -324,6 +352,18 @@ MT_EXPORT void mt_group_quantize(const void* x, int64_t bf16, uint8_t* codes, vo
   memtrain::Job job{x, nullptr, codes, bounds, bf16 != 0, wide != 0, stochastic != 0,
                     n, bits, group_size, static_cast<uint64_t>(seed)};
   memtrain::over_groups(job, threads, memtrain::quantize_range);
+}
+
+// As `mt_group_quantize` of a matrix of `columns` columns whose rows begin `stride` elements apart.
+MT_EXPORT void mt_group_quantize_rows(const void* x, int64_t bf16, uint8_t* codes, void* bounds,
+                                      int64_t wide, int64_t n, int64_t bits, int64_t group_size,
+                                      int64_t seed, int64_t stochastic, int64_t columns,
+                                      int64_t stride, int64_t threads) {
+  memtrain::Job job{x, nullptr, codes, bounds, bf16 != 0, wide != 0, stochastic != 0,
+                    n, bits, group_size, static_cast<uint64_t>(seed)};
+  memtrain::over_groups(job, threads, [&](const memtrain::Job& all, auto... range) {
+    memtrain::quantize_rows(all, columns, stride, range...);
+  });
 }
 
 MT_EXPORT void mt_group_dequantize(const uint8_t* codes, const void* bounds, int64_t wide,
