@@ -1,6 +1,7 @@
 """Builds the optional C++ kernels; everything else is in pyproject.toml."""
 
 import os
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from setuptools.command.build_ext import build_ext
 
 CPU = Path("memtrain/kernels/cpu")
 CALLS = CPU / "calls.cpp"  # the one file that knows Python, of which it asks the stable ABI alone
+STAMPED = CPU / "isa.cpp"  # tells what the library was built of
 
 
 def included_by(made):
@@ -37,9 +39,15 @@ class BuildPlainLibrary(build_ext):
     def build_extension(self, ext):
         compile_always = self.compiler.compile
 
+        digest = runpy.run_path(str(CPU / "sources.py"))["digest"]()
+
         def compile_one(source, **options):
             (made,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
-            if is_newer(Path(made), [*included_by(Path(made)), source, __file__]):
+            read = [*included_by(Path(made)), source, __file__]
+            if Path(source) == STAMPED:
+                read += [*ext.sources, *ext.depends]
+                options["macros"] = [("MT_SOURCES", f'"{digest}"')]
+            if is_newer(Path(made), read):
                 return [made]
             return compile_always([source], **options)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from memtrain.kernels.cpu.sources import digest
+
 try:
     from memtrain.kernels.cpu import calls
 except ImportError:  # not built, or for another kind of Python: `ctypes` calls the library
@@ -46,16 +48,28 @@ def is_dataless() -> bool:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded C++ library, or None (with one warning) where it was not built."""
-    if not PATH.exists():
-        warnings.warn(
-            "memtrain's C++ kernels were not built (no compiler at install time); the pure-torch "
-            "reference serves CPU tensors, many times slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return ctypes.CDLL(str(PATH))
+    """The loaded C++ library, or None (with one warning) where it was not built of its sources."""
+    loaded = ctypes.CDLL(str(PATH)) if PATH.exists() else None
+    if loaded is not None and digest() in ("", _built_of(loaded)):
+        return loaded
+    why = "not built (no compiler at install time)"
+    if loaded is not None:
+        why = "built of other sources than those beside them (`make kernels` builds them again)"
+    warnings.warn(
+        f"memtrain's C++ kernels were {why}; the pure-torch reference serves CPU tensors, many "
+        "times slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _built_of(loaded: ctypes.CDLL) -> str:
+    tells = getattr(loaded, "mt_sources", None)
+    if tells is None:
+        return "an older library's"
+    tells.restype = ctypes.c_char_p
+    return tells().decode()
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
