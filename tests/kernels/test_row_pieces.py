@@ -75,12 +75,12 @@ def tensors(entry):
     return [*found, *(x for x in [entry.master.correction] if x is not None)]
 
 
-def step_in_pieces(entry, nbytes, measure=None):
+def step_in_pieces(entry, nbytes, measure=None, place=torch.clone):
     seen, whole = [], entry.grad
 
     def make(begin, end):
         seen.append((begin, end))
-        return whole[begin:end].clone()
+        return place(whole[begin:end])
 
     pieces = RowPieces(make, entry.param, rows_at_once(entry, nbytes), measure)
     pieces.changed(lambda piece: piece, whole.dtype)
@@ -88,11 +88,11 @@ def step_in_pieces(entry, nbytes, measure=None):
     return seen, pieces
 
 
-def check(form, master, shape, nbytes, dtype=None, measure=None):
+def check(form, master, shape, nbytes, dtype=None, measure=None, place=torch.clone):
     whole = entry_of(form, master, shape, dtype)
     apart = copy.deepcopy(whole)
     fused_step([whole])
-    seen, _ = step_in_pieces(apart, nbytes, measure)
+    seen, _ = step_in_pieces(apart, nbytes, measure, place)
     assert len(set(seen)) > 1
     for one, other in zip(tensors(apart), tensors(whole), strict=True):
         assert torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
@@ -114,6 +114,15 @@ RANK1 = FORMS["rank-1"][1][1]
 def test_triton_pieces_equal_the_whole():
     with backend("triton"):
         check("factored", "bf16+sr", (260, 16), 1)
+
+
+def off_16_bytes(piece):
+    return torch.cat([piece.new_zeros(1), piece.flatten()])[1:].view(piece.shape)
+
+
+def test_triton_pieces_may_lie_anywhere():
+    with backend("triton"):
+        check("factored", "float32", (260, 16), 1, place=off_16_bytes)
 
 
 @pytest.mark.nightly

@@ -150,12 +150,11 @@ class Launch:
         Args:
             name: The pass.
             begin: The first row, a multiple of `rows_together`.
-            piece: The gradient of these rows, contiguous. Kernels are told where the first row of
-                all would be.
+            piece: The gradient of these rows, contiguous, on 16 bytes; it is not kept alive.
+                Kernels are told where the first row of all would be.
         """
         (entry,) = self.entries
         cols = entry.matrix[1]
-        piece = piece.clone() if piece.data_ptr() % 16 else piece
         end = begin + len(piece)
         place = self._table[0, table_triton.G.value]
         place.fill_(piece.data_ptr() - begin * cols * piece.itemsize)

@@ -219,6 +219,7 @@ class _TritonPasses(_Passes):
 
     def reduce(self, begin: int, piece: Tensor) -> None:
         """Pass 1."""
+        piece = _aligned(piece)  # a copy is to live until the kernel is launched
         self._launch.reduce(self._launch.rows("reduce", begin, piece))
 
     def refused(self) -> bool:
@@ -231,8 +232,14 @@ class _TritonPasses(_Passes):
 
     def update(self, begin: int, piece: Tensor) -> None:
         """Pass 2."""
+        piece = _aligned(piece)
         self._launch.update(self._launch.rows("update", begin, piece))
 
     def end(self) -> None:
         """After the passes."""
         self._launch.keep()
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    """The piece where Triton's kernels may read it: they assume 16 bytes."""
+    return piece.clone() if piece.data_ptr() % 16 else piece
