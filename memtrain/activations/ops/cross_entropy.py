@@ -121,6 +121,8 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     # Torch's own value comes of the rows' losses: these can be worked on by pieces.
     usual = weight is None and not options[2] and x.dim() == 2 and x.is_contiguous()
     ctx.piece = _PIECE_CUDA if is_for_cuda(x) else _PIECE
+    codes = compressor.group_codes(Key())
+    ctx.fits = codes is not None and softmax_gradient.fits(x, codes.group_size)
     ctx.rows = max(1, ctx.piece // x.shape[ctx.dim]) if usual else len(x)
     if usual and len(x) > ctx.rows:
         loss, payloads = _by_pieces(x, target, options, ctx.rows, wide, compressor, key)
@@ -167,10 +169,9 @@ _cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backwa
 
 def _is_one_pass(ctx: Any, payloads: Sequence[Payload], scale: Tensor) -> bool:
     """Whether a kernel serves: min/max groups of a matrix in row-major order."""
-    codes, layout = ctx.compressor.group_codes(Key()), payloads[0][1]
+    layout = payloads[0][1]
     return (
-        codes is not None
-        and softmax_gradient.fits(scale, codes.group_size)
+        ctx.fits
         and layout is not None
         and (layout.order, layout.expanded) == ((0, 1), (False, False))
         and ctx.dtype in softmax_gradient.DTYPES

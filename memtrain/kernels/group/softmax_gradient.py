@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, is_for_cuda, is_plain, register
 from memtrain.kernels.group import group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -13,17 +13,19 @@ def fits(x: Tensor, group_size: int) -> bool:
     """Whether one kernel makes the gradient, in less time than the composition.
 
     Args:
-        x: The gradient that arrives: its device counts.
+        x: The logits: their device counts.
         group_size: Of the codes.
 
     Returns:
-        True where Triton serves and groups are whole eights.
+        True where Triton serves, or would on the device that `x` stands for, and groups are whole
+        eights.
 
     Example:
         >>> fits(torch.ones(2), 256), fits(torch.ones(2).to("meta"), 256)
         (False, False)
     """
-    return choose(x) == "triton" and group_size % 8 == 0
+    stands_in = is_for_cuda(x) and not x.is_cuda
+    return (stands_in or choose(x) == "triton") and group_size % 8 == 0
 
 
 def softmax_gradient(  # noqa: PLR0913 (a payload's, and a loss's)

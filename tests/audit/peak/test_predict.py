@@ -336,3 +336,27 @@ def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
     assert few == told()
     monkeypatch.setattr(cross_entropy, size, 1000 * 512)
     assert few[-1] < told()[-1] - 2**20  # a log-softmax of 2 MB
+
+
+def test_a_cuda_step_makes_a_cross_entropys_gradient_in_one_kernel(monkeypatch):
+    """Triton's reads the codes; a CPU decompresses a piece of the log-softmax."""
+    labels = torch.zeros(64, dtype=torch.long)
+
+    class WithLoss(nn.Linear):
+        def forward(self, x):
+            return F.cross_entropy(super().forward(x), labels)
+
+    model = WithLoss(32, 4096)
+    optimizer = torch.optim.SGD(model.parameters())
+    for size in ("_PIECE", "_PIECE_CUDA"):
+        monkeypatch.setattr(cross_entropy, size, 32 * 4096)  # half of the logits
+
+    def most(device):
+        options = StepOptions(loss=lambda y: y, device=device)
+        moments = predict(model, optimizer, torch.ones(64, 32), "balanced", options).moments
+        found = [m.parts.get("temporaries", 0) for m in moments if m.phase == "backward"]
+        return max(found)
+
+    logits = 64 * 4096 * 4
+    assert most("cuda") < 1.1 * logits  # their gradient
+    assert most("cpu") > 1.4 * logits
