@@ -140,8 +140,9 @@ class SavedTensors:
         self._kept: dict[int, StorageWeakRef] = {}  # storages that a KeptTensor holds
         # number and hold of storages whose bytes are in a record
         self._counted: dict[int, tuple[int, StorageWeakRef]] = {}
-        # Ids of parameters and buffers. One that was replaced meanwhile may have left its id to
-        # another tensor, which is then kept as it is.
+        # Parameters and buffers, and numbers of theirs. One that the forward replaces is held, else
+        # it would leave its numbers to another tensor, which would be kept as it is.
+        self._held: Sequence[Tensor] = ()
         self._own: set[int] = set()
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
@@ -177,7 +178,7 @@ class SavedTensors:
         """
         self._reset()
         self._first_call = first_call
-        self._inputs = inputs
+        self._held, self._inputs = own, inputs
         self._parameters = {storage_id(x) for x in own}
         self._own = {id(x) for x in own if type(x) in PLAIN}
         self._recorded = [] if record else None

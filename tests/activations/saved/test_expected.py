@@ -1,6 +1,7 @@
 """Saves that are expected, so that no one watches the ops: as if each had been watched."""
 
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved import expected
 from memtrain.activations.saved.op_names import calls
+from memtrain.activations.saved.origin import storage_id
 from memtrain.compressors import Group
 
 
@@ -152,3 +154,28 @@ def test_an_exception_leaves_no_expectations():
     assert not interception.saved.expectations._known
     model(x).sum().backward()
     assert interception.saved.expectations._known
+
+
+class Averaging(nn.Module):
+    """Replaces its buffer, and makes many tensors as large: has one taken the buffer's number?"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(32, 16))
+
+    def forward(self, x):
+        number, self.before = storage_id(self.mean), weakref.ref(self.mean)
+        self.mean = self.mean / 2
+        many = [self.linear(x) for _ in range(64)]
+        self.taken = number in map(storage_id, many)
+        return torch.stack(many).tanh()
+
+
+def test_a_buffer_that_is_replaced_keeps_its_number_to_the_end():
+    model, x = Averaging(), torch.randn(32, 16)
+    attached(model)
+    for _ in range(3):
+        model(x).sum().backward()
+        assert not model.taken
+        assert model.before() is None
