@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import is_not
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -564,8 +565,10 @@ class OwnTensors:
 
     def find(self) -> list[Tensor]:
         """Those that are there now."""
-        modules = self._modules
-        if not modules or self._inside != _values([module._modules for module in modules]):
+        modules, known = self._modules, self._inside
+        inside = _values([module._modules for module in modules])
+        # Whether they are the same, not equal: what `==` means is theirs to say.
+        if not modules or len(inside) != len(known) or any(map(is_not, inside, known)):
             modules = self._modules = [*self._model.modules()]
             self._inside = _values([module._modules for module in modules])
         held = [module._parameters for module in modules]
