@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch import Tensor
 from memtrain.kernels.cpu.sources import digest
 
 try:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # its objects are laid out otherwise
+        raise ImportError("calls.so is built for a Python with a global interpreter lock")
     from memtrain.kernels.cpu import calls
 except ImportError:  # not built, or for another kind of Python: `ctypes` calls the library
     calls = None
