@@ -226,7 +226,7 @@ def _holder(optimizer: Any) -> Any:
 def _interception(
     model: nn.Module, plan: Plan, rounding: ForwardRounding | None
 ) -> Interception | None:
-    """What watches a model's forwards; None where nothing is done to them."""
+    """The interception of a model's forwards; None where nothing is done to them."""
     if not plan.intercepts and not has_large_gradients(model, plan.config):
         return None
     interception = Interception(

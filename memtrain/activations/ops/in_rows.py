@@ -86,7 +86,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _weight_gradient(ctx: Any, grad: Tensor, make: Make) -> Tensor:
-    """What a backward returns for the weight: zeros where the gradient is to come in pieces."""
+    """The weight's gradient, or zeros in its place where it is to come in pieces."""
     rows = None if is_batched(grad) else ctx.owner()
     stand_in = None if rows is None else rows.defer(ctx.weight, make)
     return make(0, len(ctx.weight)) if stand_in is None else stand_in

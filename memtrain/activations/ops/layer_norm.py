@@ -417,7 +417,7 @@ def _save_row_codes(
 
 
 class _BoundRows(NamedTuple):
-    """What to do with tensors of one form on the CPU: what the form tells is found once."""
+    """Kernels for tensors of one form on the CPU: what the form tells is found once."""
 
     quantize: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor], Tensor]
@@ -430,7 +430,7 @@ _FORMS = 1024
 
 
 def _bound_rows(x: Tensor, dims: int, compressor: Compressor) -> _BoundRows | None:
-    """What `_bind_rows` gave for the first tensor of this form."""
+    """The kernels that `_bind_rows` gave for the first tensor of this form."""
     form = x.shape, x.dtype, x.device, dims, compressor
     if form not in _BOUND:
         if len(_BOUND) >= _FORMS:  # shapes that vary collect without end

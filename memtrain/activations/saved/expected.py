@@ -188,5 +188,5 @@ def made_by(x: Tensor) -> type:
 
 
 def look_of(x: Tensor) -> tuple[Any, ...]:
-    """What of a tensor is to be equal where a save is the expected one."""
+    """Form of a tensor: equal where a save is the expected one."""
     return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad

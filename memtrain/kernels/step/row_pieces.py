@@ -17,7 +17,7 @@ from memtrain.kernels.step.step import Entry, cpu_table, fits, point_to_scalars
 Make = Callable[[int, int], Tensor]
 """First row, and the row after the last -> these rows of a gradient: [rows, columns]."""
 Use = Callable[[int, Tensor], None]
-"""What is done with a piece, given its first row."""
+"""A piece's first row, and the piece -> nothing: its use."""
 Measure = Callable[[Tensor], float | Tensor]
 """The norm of a piece."""
 _LINE = 64  # bytes

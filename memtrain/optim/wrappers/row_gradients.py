@@ -97,7 +97,7 @@ class RowGradients:
         return deferred.stand_in
 
     def _take(self, weight: Tensor, backward: int) -> list[_Deferred]:
-        """What was deferred in a backward, and is so no more."""
+        """Those that were deferred in a backward, and are so no more."""
         own = self._deferred.pop(weight, [])
         if left := [one for one in own if one.backward != backward]:
             self._deferred[weight] = left
