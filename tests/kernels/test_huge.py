@@ -112,7 +112,7 @@ def test_patches_of_more_than_two_to_the_31_are_refused():
 
 def signatures(source):
     source = re.sub(r"//[^\n]*", "", source)
-    return re.findall(r"MT_EXPORT\s+\w+\s+(mt_\w+)\(([^)]*)\)\s*\{", source)
+    return re.findall(r"MT_EXPORT\s+[\w* ]+\s(mt_\w+)\(([^)]*)\)\s*\{", source)
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cpp")), ids=lambda path: path.stem)
