@@ -158,8 +158,7 @@ class Sizes:
         row: Row = {"family": self.family, "way": self.way, "memory_gib": gib}
         row |= {"largest": name, "parameters": self.parameters(name), "peak_nbytes": peak}
         row["reference"] = reference
-        if self.way != PLANNED:  # a search of plans for each batch takes too long
-            row["batch"] = search(partial(self.peak, reference), memory, MOST)
+        row["batch"] = search(partial(self.peak, reference), memory, MOST)
         return row | {"device_predicted": STEP.device}
 
     def _parameters(self, name: str) -> int:
