@@ -72,10 +72,7 @@ class Expectations:
         self._known: dict[Any, list[Expected]] = {}
         self._told: dict[Any, list[Expected]] = {}
         self._watched: set[str] = set()
-        # Of a module: how it was called last under this form, and what it then saves.
-        self._last: dict[str, tuple[Any, list[Expected]]] = {}
         self._form: Any = None
-        self._last_form: Any = None
         self.module = ""
         """The module that runs now."""
         self.due: Iterator[Expected] | None = None
@@ -85,8 +82,6 @@ class Expectations:
     def begin(self, form: Any) -> None:
         """Begin a forward; without a form nothing is expected, nor told."""
         self.end(whole=False)
-        if form != self._last_form:
-            self._last, self._last_form = {}, form
         self._form = form
 
     def end(self, *, whole: bool) -> None:
@@ -103,7 +98,6 @@ class Expectations:
         self._known.clear()
         self._told.clear()
         self._watched.clear()
-        self._last.clear()
 
     def call(self, module: str, training: bool, args: Any, kwargs: Any) -> Running:
         """Come to the own code of a module that is called."""
@@ -111,22 +105,6 @@ class Expectations:
         self.due, self._saves = None, None
         if self._form is None or module in self._watched:
             return None
-        look, x = None, args[0] if len(args) == 1 and not kwargs else None
-        if type(x) is Tensor:  # to compare with the call before takes less than to find it
-            look = training, x.shape, x.stride(), x.dtype, x.requires_grad
-            last = self._last.get(module)
-            if last is not None and last[0] == look:
-                self.due = iter(last[1])
-                return self.due
-        known = self._find(module, training, args, kwargs)
-        if known is not None:
-            self.due = iter(known)
-            if look is not None:
-                self._last[module] = look, known
-        return self.due or self._saves
-
-    def _find(self, module: str, training: bool, args: Any, kwargs: Any) -> list[Expected] | None:
-        """The saves of an earlier call that was alike; None: this one tells its own."""
         looks: list[Any] = [self._form, module, training]
         for x in (*args, *kwargs.values()):  # what its saves are likely to depend on
             if isinstance(x, Tensor):
@@ -135,9 +113,11 @@ class Expectations:
                 looks.append(x)
         call = tuple(looks)
         known = self._known.get(call)
-        if known is None and call not in self._told:
+        if known is not None:
+            self.due = iter(known)
+        elif call not in self._told:
             self._saves = self._told[call] = []
-        return known
+        return self.due or self._saves
 
     def resume(self, module: str, running: Running) -> None:
         """Come back to a module's own code."""

@@ -141,7 +141,7 @@ def _around(
 def has_large_gradients(model: nn.Module, config: Any) -> bool:
     """Whether a model has weights whose gradients may be made in pieces."""
     nbytes = config.release.gradient_bytes
-    if config.gradients != RELEASE or nbytes is None:
+    if config.gradients != RELEASE or nbytes is None or config.optim.device == CPU:
         return False
     return any(param.dim() == 2 and param.nbytes > nbytes for param in model.parameters())
 
