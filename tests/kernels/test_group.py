@@ -99,7 +99,7 @@ def test_twin_equals_reference(name, bits, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_instruction_set_equals_the_reference(level, dtype, bits):
-    for size in (128, 256, 384, 80):
+    for size in (128, 256, 384, 8, 24, 64, 80, 96, 136):
         x = (torch.randn(9 * size + 5) * 3).to(dtype)
         x[size + 3], x[3 * size], x[5 * size : 6 * size] = torch.nan, torch.inf, -0.0
         x[6 * size : 7 * size] *= 5e-40  # subnormal

@@ -1,5 +1,5 @@
-// Group quantisation with AVX-512, from numbers to packed bytes. Whole groups of whole 128s only;
-// results as in group.cpp. Their bounds: min_max_avx512.h.
+// Group quantisation with AVX-512, from numbers to packed bytes. Whole groups only; results as in
+// group.cpp. Their bounds: min_max_avx512.h.
 #pragma once
 
 #include "packing/codes.h"
@@ -12,13 +12,15 @@
 namespace memtrain::avx512 {
 namespace {
 
-// -- what the dtypes differ in: thirty-two positions as two registers, or sixteen as one ----------
+// -- what the dtypes differ in: thirty-two positions as two registers, or some of sixteen as one --
 
 struct Floats {
   using T = float;
   static constexpr bool kInterleaved = false;
-  MT_INLINE void load(const T* x, __m512 (&to)[1]) { to[0] = _mm512_loadu_ps(x); }
-  MT_INLINE void load(const T* x, __m512 (&to)[2]) {
+  MT_INLINE void load(const T* x, __mmask16 some, __m512 (&to)[1]) {
+    to[0] = _mm512_maskz_loadu_ps(some, x);
+  }
+  MT_INLINE void load(const T* x, __mmask16, __m512 (&to)[2]) {
     to[0] = _mm512_loadu_ps(x), to[1] = _mm512_loadu_ps(x + 16);
   }
   MT_INLINE __m512 half_less(__m512 x, __m512 base) {
@@ -29,12 +31,12 @@ struct Floats {
 struct Bfloats {
   using T = uint16_t;
   static constexpr bool kInterleaved = true;
-  MT_INLINE void load(const T* x, __m512 (&to)[1]) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  MT_INLINE void load(const T* x, __mmask16 some, __m512 (&to)[1]) {
+    const __m256i half = _mm256_maskz_loadu_epi16(some, x);
     to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
   // The even ones and the odd: a shift and a mask widen them.
-  MT_INLINE void load(const T* x, __m512 (&to)[2]) {
+  MT_INLINE void load(const T* x, __mmask16, __m512 (&to)[2]) {
     const __m512i both = _mm512_loadu_si512(x);
     to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-0x10000)));
@@ -45,19 +47,18 @@ struct Bfloats {
   }
 };
 
-MT_INLINE void store_bytes(uint8_t* to, __m512i codes) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(codes));
-}
-
-// The lowest bytes of all lanes of registers that F filled.
-template <typename F>
-MT_INLINE void store_bytes(uint8_t* to, const __m512i* codes, int registers) {
-  if (F::kInterleaved && registers == 2) {
+// The lowest bytes of all lanes of two registers that F filled, or of some of one.
+template <typename F, int N>
+MT_INLINE void store_bytes(uint8_t* to, __mmask16 some, const __m512i (&codes)[N]) {
+  if (N == 1) {
+    _mm_mask_storeu_epi8(to, some, _mm512_cvtepi32_epi8(codes[0]));
+  } else if (F::kInterleaved) {
     const __m512i low = _mm512_set1_epi32(0xFF), odd = _mm512_slli_epi32(codes[1], 8);
     const __m512i both = _mm512_ternarylogic_epi32(low, codes[0], odd, 0xCA);  // a ? b : c
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(both));
   } else {
-    for (int i = 0; i < registers; ++i) store_bytes(to + 16 * i, codes[i]);
+    for (int i = 0; i < N; ++i)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * i), _mm512_cvtepi32_epi8(codes[i]));
   }
 }
 
@@ -129,15 +130,15 @@ MT_INLINE __m512i encode(__m512 x, __m512i draws, const Group& group, const Plac
   return _mm512_cvttps_epi32(t);
 }
 
-// 16 * N positions of slice S of a group, and of the slices after it, which share their counters.
-// Adds the codes to `word`; a lane of the packed words is one slice or more.
+// 16 * N positions of slice S of a group (if these are 16, `some` of them), and of the slices after
+// it, which share their counters. Adds the codes to `word`; a lane of the packed words is one slice or more.
 template <int kBits, typename F, bool kStochastic, bool kInside, int N, bool kShared, int S = 0>
 MT_INLINE void encode_slices(const typename F::T* x, int64_t slice, const __m512i (*draws)[4],
-                             const Group& group, const Places& p, int64_t ahead,
-                             __m512i (*word)[N]) {
+                             const Group& group, const Places& p, __mmask16 some,
+                             int64_t ahead, __m512i (*word)[N]) {
   constexpr int kSlices = 8 / lanes_of(kBits), kLane = S / kSlices;
   __m512 number[N];
-  F::load(x, number);
+  F::load(x, some, number);
   for (size_t line = 0; line < sizeof(number) / 4 * sizeof(*x); line += 64)
     _mm_prefetch(reinterpret_cast<const char*>(x + ahead) + line, _MM_HINT_T1);
 #pragma GCC unroll 2
@@ -152,19 +153,20 @@ MT_INLINE void encode_slices(const typename F::T* x, int64_t slice, const __m512
   }
   if constexpr (S < 7)
     encode_slices<kBits, F, kStochastic, kInside, N, kShared, S + 1>(x + slice, slice, draws, group,
-                                                                     p, ahead, word);
+                                                                     p, some, ahead, word);
 }
 
 template <int kBits, typename F, bool kStochastic, bool kInside, int N>
 MT_INLINE void encode_positions(const typename F::T* x, uint8_t* out, int64_t size,
                                 const __m512i (*draws)[4], const Group& group, const Places& p,
-                                int64_t ahead) {
+                                __mmask16 some, int64_t ahead) {
   constexpr int kLanes = lanes_of(kBits), kSlices = 8 / kLanes, kBytes = kLanes * kBits / 8;
   static_assert(kLanes * kBits <= 32, "a word has 32 bits");
   constexpr bool kShared = F::kInterleaved && N == 2 && kBytes == 1;  // one word of both registers
   const int64_t slice = size / 8, width = size / kLanes;
   __m512i word[kSlices][N];
-  encode_slices<kBits, F, kStochastic, kInside, N, kShared>(x, slice, draws, group, p, ahead, word);
+  encode_slices<kBits, F, kStochastic, kInside, N, kShared>(x, slice, draws, group, p, some, ahead,
+                                                            word);
 #pragma GCC unroll 8
   for (int h = 0; h < kSlices; ++h)
 #pragma GCC unroll 4
@@ -176,7 +178,7 @@ MT_INLINE void encode_positions(const typename F::T* x, uint8_t* out, int64_t si
       } else {
         __m512i bytes[N];
         for (int i = 0; i < N; ++i) bytes[i] = _mm512_srli_epi32(word[h][i], 8 * b);
-        store_bytes<F>(to, bytes, N);
+        store_bytes<F>(to, some, bytes);
       }
     }
 }
@@ -200,12 +202,13 @@ struct Block {
   Group group[kTogether];
 };
 
-// 16 * N positions of group `k` and the next one, from `c` on in each slice: where both are there
-// and the first one's number is even, they share their draws.
+// Up to 16 * N positions of group `k` and the next one, from `c` on in each slice: where both are
+// there and the first one's number is even, they share their draws.
 template <int kBits, typename F, bool kStochastic, bool kInside, int N>
 MT_INLINE void encode_pair(const Block<F>& b, int64_t k, int64_t c, const Places& p,
                            const Encoding& e) {
   const int64_t slice = b.size / 8, number = b.first + k;
+  const auto some = static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<uint32_t>(slice - c)));
   __m512i draws[N][4];
   if (kStochastic)
     draw_positions<F, N>(static_cast<uint32_t>(number / 2 * slice + c), e.keys, draws);
@@ -218,7 +221,7 @@ MT_INLINE void encode_pair(const Block<F>& b, int64_t k, int64_t c, const Places
     const auto* x = b.x + k * b.size + c;
     uint8_t* out = b.out + k * slice * kBits + c;
     encode_positions<kBits, F, kStochastic, kInside, N>(x, out, b.size, draws, b.group[k], p,
-                                                        e.ahead);
+                                                        some, e.ahead);
   }
 }
 
@@ -229,14 +232,13 @@ __attribute__((noinline)) void encode_block(const Block<F>& b, const Places& p, 
     int64_t c = 0;
     for (; c + 32 <= slice; c += 32)
       encode_pair<kBits, F, kStochastic, kInside, 2>(b, k, c, p, e);
-    if (!kInside && c < slice) encode_pair<kBits, F, kStochastic, kInside, 1>(b, k, c, p, e);
+    if (!kInside)
+      for (; c < slice; c += 16) encode_pair<kBits, F, kStochastic, kInside, 1>(b, k, c, p, e);
   }
 }
 
 // Words of 5 and 7 bits are too long.
-bool can_encode(int64_t size, int64_t bits) {
-  return mt_isa() >= 2 && size % 128 == 0 && bits != 5 && bits != 7;
-}
+bool can_encode(int64_t bits) { return mt_isa() >= 2 && bits != 5 && bits != 7; }
 
 template <int kBits, typename F, bool kStochastic>
 void encode_groups(const typename F::T* x, uint8_t* out, void* bounds, bool wide, int64_t size,

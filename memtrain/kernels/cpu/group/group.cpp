@@ -227,7 +227,7 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
   const int64_t size = job.size, bits = job.bits;
   const float levels = static_cast<float>((1 << bits) - 1);
 #ifdef MT_X86
-  if (avx512::can_encode(size, bits)) begin = quantize_whole(job, begin, end);
+  if (avx512::can_encode(bits)) begin = quantize_whole(job, begin, end);
 #endif
   for (int64_t g = begin; g < end; ++g) {
     const float* x = load_group(job, g, buffer);
@@ -241,8 +241,10 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
       std::memset(codes, 0, size);
     else if (size % 256 == 0)
       encode<32>(x, codes, size, g, e);
-    else
+    else if (size % 128 == 0)
       encode<16>(x, codes, size, g, e);
+    else
+      encode<8>(x, codes, size, g, e);
     const int64_t left = job.n - g * size;
     if (left < size) std::memset(codes + left, 0, size - left);
 #define MT_PACK(B) pack_group<B>(codes, out, size)
@@ -265,7 +267,7 @@ MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t en
     const int64_t at = g * size, n = std::min(job.n - at, size);
     float* to = static_cast<float*>(job.y) + at;
 #ifdef MT_X86
-    if (n == size && avx512::can_decode(size, bits)) {
+    if (n == size && avx512::can_decode(bits)) {
       if (job.bf16)
         avx512::decode_bfloats(in, static_cast<uint16_t*>(job.y) + at, size, bits, base, step);
       else

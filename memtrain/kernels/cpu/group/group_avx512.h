@@ -1,5 +1,4 @@
-// Group dequantisation with AVX-512: levels from a table in a register. Groups of whole 128s only;
-// results as in group.cpp. Quantisation: encode_avx512.h.
+// Group dequantisation with AVX-512: levels from a table in a register. Results as in group.cpp. Quantisation: encode_avx512.h.
 #pragma once
 
 #include "common.h"
@@ -27,13 +26,12 @@ MT_INLINE void decode_bits(const uint8_t* in, T* out, int64_t size, __m512 value
   constexpr int kLanes = lanes_of(kBits), kBytes = kLanes * kBits / 8;
   const int64_t width = size / kLanes;
   const __m512i table = sizeof(T) == 2 ? to_bfloat(values) : _mm512_castps_si512(values);
-  for (int64_t c = 0; c < width; c += 16) {
+  const auto positions = [&](int64_t c, __mmask16 some) __attribute__((always_inline)) {
     __m512i word = _mm512_setzero_si512();
 #pragma GCC unroll 3
     for (int k = 0; k < kBytes; ++k) {
-      const auto* from = reinterpret_cast<const __m128i*>(in + k * width + c);
-      const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
-      word = _mm512_or_si512(word, _mm512_slli_epi32(wide, 8 * k));
+      const __m128i bytes = _mm_maskz_loadu_epi8(some, in + k * width + c);
+      word = _mm512_or_si512(word, _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 8 * k));
     }
 #pragma GCC unroll 8
     for (int l = 0; l < kLanes; ++l) {
@@ -42,16 +40,18 @@ MT_INLINE void decode_bits(const uint8_t* in, T* out, int64_t size, __m512 value
       const __m512i value = _mm512_permutexvar_epi32(index, table);
       T* to = out + l * width + c;
       if constexpr (sizeof(T) == 2)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(value));
+        _mm256_mask_storeu_epi16(to, some, _mm512_cvtepi32_epi16(value));
       else
-        _mm512_storeu_si512(to, value);
+        _mm512_mask_storeu_epi32(to, some, value);
     }
-  }
+  };
+  int64_t c = 0;
+  for (; c + 16 <= width; c += 16) positions(c, 0xFFFF);
+  if (c < width)
+    positions(c, static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<uint32_t>(width - c))));
 }
 
-bool can_decode(int64_t size, int64_t bits) {
-  return mt_isa() >= 2 && size % 128 == 0 && bits <= 4;
-}
+bool can_decode(int64_t bits) { return mt_isa() >= 2 && bits <= 4; }
 
 template <typename T>
 MT_INLINE void decode_group(const uint8_t* in, T* out, int64_t size, int64_t bits, float base,

@@ -1,5 +1,5 @@
 // The bounds of groups with AVX-512, up to sixteen groups at a time, and what encoding needs to
-// know of them. Whole groups of whole 128s only; results as in group.cpp.
+// know of them. Whole groups only; results as in group.cpp.
 #pragma once
 
 #include "common.h"
@@ -48,17 +48,22 @@ MT_INLINE __m512 reduce_each(const __m512* v) {
 MT_INLINE bool lanes_min_max(const float* x, int64_t size, __m512& lo, __m512& hi) {
   __m512 los[4], his[4], zero[4];  // x * 0 is NaN where x is Inf or NaN
   for (int k = 0; k < 4; ++k) {
-    los[k] = his[k] = _mm512_loadu_ps(x);
+    los[k] = his[k] = _mm512_set1_ps(x[0]);
     zero[k] = _mm512_setzero_ps();
   }
-  for (int64_t i = 0; i < size; i += 64)
+  const auto take = [&](int k, __m512 v) __attribute__((always_inline)) {
+    los[k] = _mm512_min_ps(v, los[k]);
+    his[k] = _mm512_max_ps(v, his[k]);
+    zero[k] = _mm512_fmadd_ps(v, _mm512_setzero_ps(), zero[k]);
+  };
+  int64_t i = 0;
+  for (; i + 64 <= size; i += 64)
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      const __m512 v = _mm512_loadu_ps(x + i + 16 * k);
-      los[k] = _mm512_min_ps(v, los[k]);
-      his[k] = _mm512_max_ps(v, his[k]);
-      zero[k] = _mm512_fmadd_ps(v, _mm512_setzero_ps(), zero[k]);
-    }
+    for (int k = 0; k < 4; ++k) take(k, _mm512_loadu_ps(x + i + 16 * k));
+  for (; i < size; i += 16) {
+    const auto some = static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<uint32_t>(size - i)));
+    take(0, _mm512_mask_loadu_ps(los[0], some, x + i));
+  }
   lo = _mm512_min_ps(_mm512_min_ps(los[0], los[1]), _mm512_min_ps(los[2], los[3]));
   hi = _mm512_max_ps(_mm512_max_ps(his[0], his[1]), _mm512_max_ps(his[2], his[3]));
   const __m512 sum =
@@ -90,14 +95,21 @@ MT_INLINE __m512i key_of(__m512i bits) {
 // numbers with every bit turned over: their order is turned around, so that these are the least.
 MT_INLINE __m512i lanes_keys(const uint16_t* x, int64_t size) {
   __m512i los[2], his[2];
-  for (int k = 0; k < 2; ++k) los[k] = his[k] = key_of(_mm512_loadu_si512(x + 32 * k));
-  for (int64_t i = 64; i < size; i += 64)
+  const __m512i first = _mm512_set1_epi16(static_cast<int16_t>(x[0]));
+  for (int k = 0; k < 2; ++k) los[k] = his[k] = key_of(first);
+  const auto take = [&](int k, __m512i bits) __attribute__((always_inline)) {
+    const __m512i key = key_of(bits);
+    los[k] = _mm512_min_epi16(key, los[k]);
+    his[k] = _mm512_max_epi16(key, his[k]);
+  };
+  int64_t i = 0;
+  for (; i + 64 <= size; i += 64)
 #pragma GCC unroll 2
-    for (int k = 0; k < 2; ++k) {
-      const __m512i key = key_of(_mm512_loadu_si512(x + i + 32 * k));
-      los[k] = _mm512_min_epi16(key, los[k]);
-      his[k] = _mm512_max_epi16(key, his[k]);
-    }
+    for (int k = 0; k < 2; ++k) take(k, _mm512_loadu_si512(x + i + 32 * k));
+  for (; i < size; i += 32) {
+    const uint32_t left = static_cast<uint32_t>(size - i);
+    take(0, _mm512_mask_loadu_epi16(first, _bzhi_u32(~0u, left), x + i));
+  }
   const __m512i low = _mm512_min_epi16(los[0], los[1]), high = _mm512_max_epi16(his[0], his[1]);
   const __m512i over = _mm512_xor_si512(low, _mm512_set1_epi32(-1));
   return _mm512_max_epi16(_mm512_inserti64x4(high, _mm512_castsi512_si256(over), 1),
