@@ -18,7 +18,7 @@ BACKENDS = ("reference", "triton", "cpu")
 # A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
 forced: str | None = None
 """The backend that `backend` forces now."""
-_for_cuda = False
+_simulated: str | None = None  # the type of the device of the step that is simulated now
 
 
 @contextmanager
@@ -53,25 +53,37 @@ def backend(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def standing_for_cuda() -> Iterator[None]:
-    """Take tensors, inside the block, for CUDA's where a size depends on it: a step is predicted.
+def simulating(device: str | None = None) -> Iterator[None]:
+    """Take what runs inside the block for a training step without data: only sizes count.
+
+    Its tensors are fake, on the CPU whichever device they stand for. What would write to them in
+    place, or read an address, is left out; what depends on the device goes by the simulated one.
+
+    Args:
+        device: The type of the device that the step is simulated for: `"cpu"` or `"cuda"`. None:
+            that of the block around this one, else `"cpu"`. Tensors on CUDA are CUDA's anyway.
 
     Example:
-        >>> with standing_for_cuda():
-        ...     is_for_cuda(torch.ones(2))
-        True
+        >>> with simulating("cuda"), simulating():
+        ...     is_simulated(), is_for_cuda(torch.ones(2))
+        (True, True)
     """
-    global _for_cuda
-    before, _for_cuda = _for_cuda, True
+    global _simulated
+    before, _simulated = _simulated, device or _simulated or "cpu"
     try:
         yield
     finally:
-        _for_cuda = before
+        _simulated = before
+
+
+def is_simulated() -> bool:
+    """Whether this is inside a block of `simulating`."""
+    return _simulated is not None
 
 
 def is_for_cuda(x: Tensor) -> bool:
-    """Whether `x` is on CUDA, or stands for such a tensor; `choose` goes by where it is."""
-    return _for_cuda or x.is_cuda
+    """Whether `x` is on CUDA, or stands in a simulated step for a tensor that is."""
+    return _simulated == "cuda" or x.is_cuda
 
 
 @cache
@@ -97,6 +109,24 @@ def choose(x: Tensor) -> str:
     if x.is_cpu and cpu.library() is not None:
         return "cpu"
     return "reference"
+
+
+def backend_of(x: Tensor) -> str:
+    """The backend that serves a call on what `x` stands for, which `choose` tells of `x` itself.
+
+    Args:
+        x: The call's main tensor, perhaps of a simulated step.
+
+    Returns:
+        `"triton"` in a step that is simulated for CUDA, whether triton is installed here or not;
+        else `choose(x)`.
+
+    Example:
+        >>> with simulating("cuda"):
+        ...     backend_of(torch.ones(2))
+        'triton'
+    """
+    return "triton" if forced is None and _simulated == "cuda" else choose(x)
 
 
 def is_plain(x: Tensor) -> bool:

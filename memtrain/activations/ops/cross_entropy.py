@@ -23,8 +23,7 @@ from memtrain.activations.ops.autograd import (
 )
 from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
 from memtrain.compressors import Compressor, Key
-from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import is_for_cuda
+from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.kernels.group import softmax_gradient
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -181,7 +180,7 @@ def _is_one_pass(ctx: Any, payloads: Sequence[Payload], scale: Tensor) -> bool:
 
 def _differing(count: int) -> Sequence[int]:
     """Pieces that are worked on: without data all are alike but the first and the last two."""
-    return [0, *range(max(1, count - 2), count)] if cpu.is_dataless() else range(count)
+    return [0, *range(max(1, count - 2), count)] if is_simulated() else range(count)
 
 
 def _by_pieces(

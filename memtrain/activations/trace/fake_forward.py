@@ -36,7 +36,7 @@ from memtrain.activations.trace.repeats import (
 from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 from memtrain.compressors import Compressor, Keep
-from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import simulating
 from memtrain.optim.wrappers.weights import cast_inputs
 
 
@@ -133,8 +133,7 @@ def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
     )
     args, kwargs = call_arguments(batch)
     one_row = one_sequence_per_row(kwargs)
-    dataless = cpu.without_data()
-    with _fake_mode(model) as fake, RnnWorkspaces(), dataless, torch.enable_grad(), one_row:
+    with _fake_mode(model) as fake, RnnWorkspaces(), simulating(), torch.enable_grad(), one_row:
         state = {
             name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())
@@ -165,7 +164,7 @@ def _of_graphs(
     records: list[Record] = []
     named = {name: (dtypes or {}).get(x) for name, x in model.named_parameters()}
     copies = fake_copies(model, None, batch)
-    with copies as (model, _, batch), cpu.without_data(), torch.enable_grad():
+    with copies as (model, _, batch), simulating(), torch.enable_grad():
         for name, parameter in model.named_parameters():
             parameter.data = _converted(parameter, named[name]).data
         args, kwargs = call_arguments(batch)

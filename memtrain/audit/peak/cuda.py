@@ -1,14 +1,13 @@
 """CUDA forms of the functions that save other tensors on CUDA than on the CPU.
 
 Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on the CPU. Under
-`as_on_cuda` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose, and
-memtrain's own work in pieces as large as there.
+`CudaForms` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose;
+memtrain's own ask `kernels.dispatch` for which device they are simulated.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from memtrain.audit.peak.timeline import Phase
-from memtrain.kernels.dispatch import standing_for_cuda
 
 UNIT = 512
 """torch's CUDA allocator hands out multiples of so many bytes (kMinBlockSize)."""
@@ -67,23 +65,16 @@ def workspaces(device: str) -> dict[Phase, int]:
     return {"forward": one, "backward": 2 * one, "step": 2 * one}
 
 
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Run forwards inside the block as a CUDA device does.
+class CudaForms(TorchFunctionMode):
+    """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
-        >>> with as_on_cuda():
+        >>> with CudaForms():
         ...     y = torch.nn.functional.dropout(x, 0.5)
         >>> y.grad_fn.name()
         'NativeDropoutBackward0'
     """
-    with standing_for_cuda(), _CudaForms():
-        yield
-
-
-class _CudaForms(TorchFunctionMode):
-    """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one torch function."""

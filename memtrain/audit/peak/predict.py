@@ -45,7 +45,7 @@ from memtrain.audit.peak.training_step import (
     wants_closure,
 )
 from memtrain.audit.peak.unfold import FoldedRecorder
-from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import simulating
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.wrappers.host_copies import LeavingCopies
 from memtrain.optim.wrappers.host_states import HostStates
@@ -126,7 +126,7 @@ def _predicted(
     with (
         explain_fake_errors(model),
         copies as (model, optimizer, batch),
-        cpu.without_data(),
+        simulating("cuda" if on_cuda else "cpu"),
     ):
         if on_cuda:
             _use_foreach(optimizer)
@@ -136,7 +136,7 @@ def _predicted(
             leaving = LeavingCopies()
             optimizer.copies = lambda param: leaving
         compile_alike(model, parts)
-        corrections = cuda.as_on_cuda if on_cuda else nullcontext
+        corrections = cuda.CudaForms if on_cuda else nullcontext
         holds = nothing_inside if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
@@ -254,9 +254,10 @@ def check_device(model: nn.Module, options: StepOptions) -> None:
 
 @contextmanager
 def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
-    """Enter what a forward on fake tensors runs under: autocast, and the CUDA forms."""
-    corrections = cuda.as_on_cuda() if options.on_cuda(model) else nullcontext()
-    with corrections, options.autocasting("cpu"):
+    """Enter what a forward on fake tensors runs under: its device, the CUDA forms, and autocast."""
+    on_cuda = options.on_cuda(model)
+    corrections = cuda.CudaForms() if on_cuda else nullcontext()
+    with simulating("cuda" if on_cuda else "cpu"), corrections, options.autocasting("cpu"):
         yield
 
 

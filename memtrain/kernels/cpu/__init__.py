@@ -4,8 +4,7 @@ import ctypes
 import struct
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -24,29 +23,6 @@ except ImportError:  # not built, or for another kind of Python: `ctypes` calls 
 PATH = Path(__file__).with_name("libmemtrain.so")
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtype -> its number in the kernels' arguments, as halves.h has it."""
-
-_dataless = False
-
-
-@contextmanager
-def without_data() -> Iterator[None]:
-    """Inside the block kernels that write in place do nothing: fake tensors have no data.
-
-    Example:
-        >>> with without_data():
-        ...     call("a kernel that there is not")
-    """
-    global _dataless
-    before, _dataless = _dataless, True
-    try:
-        yield
-    finally:
-        _dataless = before
-
-
-def is_dataless() -> bool:
-    """Whether this is inside a `without_data` block."""
-    return _dataless
 
 
 @cache
@@ -87,8 +63,6 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
     Raises:
         RuntimeError: If the library was not built.
     """
-    if _dataless:
-        return
     lib = library()
     if lib is None:
         raise RuntimeError(f"the C++ library with {name!r} was not built")

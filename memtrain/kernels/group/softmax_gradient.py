@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from memtrain.kernels.dispatch import choose, is_for_cuda, is_plain, register
+from memtrain.kernels.dispatch import backend_of, choose, is_plain, register
 from memtrain.kernels.group import group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,15 +17,13 @@ def fits(x: Tensor, group_size: int) -> bool:
         group_size: Of the codes.
 
     Returns:
-        True where Triton serves, or would on the device that `x` stands for, and groups are whole
-        eights.
+        True where Triton serves, and groups are whole eights.
 
     Example:
         >>> fits(torch.ones(2), 256), fits(torch.ones(2).to("meta"), 256)
         (False, False)
     """
-    stands_in = is_for_cuda(x) and not x.is_cuda
-    return (stands_in or choose(x) == "triton") and group_size % 8 == 0
+    return backend_of(x) == "triton" and group_size % 8 == 0
 
 
 def softmax_gradient(  # noqa: PLR0913 (a payload's, and a loss's)

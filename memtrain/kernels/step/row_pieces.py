@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose
+from memtrain.kernels.dispatch import choose, is_simulated
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, Codec
 from memtrain.kernels.step.step import Entry, cpu_table, fits, point_to_scalars
 
@@ -128,7 +128,7 @@ def step(entry: Entry, pieces: RowPieces) -> None:
     Memory:
         A piece, and what `fused_step` holds for the call.
     """
-    if cpu.is_dataless():
+    if is_simulated():
         passes = _Passes(entry, pieces)
     else:
         passes = (_CpuPasses if choose(entry.param) == "cpu" else _TritonPasses)(entry, pieces)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose
+from memtrain.kernels.dispatch import choose, is_simulated
 from memtrain.kernels.floats.rounding import draws
 from memtrain.kernels.strides import is_dense
 
@@ -150,7 +150,7 @@ def split(
         from memtrain.kernels.step import split_triton
 
         split_triton.split(source, low, lost, seed=seed, stochastic=stochastic)
-    else:
+    elif not is_simulated():
         numbers = (weight.numel(), _bits(correction), seed, int(stochastic))
         cpu.call("mt_split", source, low, lost, *numbers)
     if low is not weight:
@@ -193,7 +193,7 @@ def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
         from memtrain.kernels.step import split_triton
 
         split_triton.merge(low, lost, master)
-    else:
+    elif not is_simulated():
         cpu.call("mt_merge", low, lost, master, weight.numel(), _bits(correction))
     return master
 

@@ -14,7 +14,7 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
-from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step import cuda_graph, row_pieces
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.kernels.step.cuda_graph import GraphTables
@@ -217,7 +217,7 @@ class FusedStates(CompressedStates):
     def _moments(self) -> list[tuple[Tensor, Sample, Tensor]]:
         """Samples of moments in blocks, and what this step makes of them before it rounds them."""
         found = []
-        for group in () if cpu.is_dataless() else self.param_groups:
+        for group in () if is_simulated() else self.param_groups:
             names, scalars = self.state_names(group), self.scalars(group, 2.0)
             for param in group["params"]:
                 grad = param.grad
@@ -234,7 +234,7 @@ class FusedStates(CompressedStates):
         """Step as before, where all but gradients and scalars is as it was; returns whether."""
         again: StepAgain | None = self.__dict__.pop("_again", None)
         beside = self._masters or self._guards or self._pieces
-        plain = not beside and not cpu.is_dataless()
+        plain = not beside and not is_simulated()
         if again is None or not plain or any(g.get("capturable") for g in self.param_groups):
             return False
         names = [self.state_names(group) for group in self.param_groups]
@@ -251,7 +251,7 @@ class FusedStates(CompressedStates):
 
     def _keep_table(self, entries: Sequence[Entry]) -> None:
         """Keep the table of a step for those that are as it."""
-        if self._masters or self._guards or cpu.is_dataless():
+        if self._masters or self._guards or is_simulated():
             return
         if StepAgain.serves(entries, self.param_groups):
             names = [self.state_names(group) for group in self.param_groups]
@@ -361,7 +361,7 @@ class FusedStates(CompressedStates):
         if not self.counts:
             return [2.0 if self.state.get(param) else 1.0 for param in params]
         steps = [self._counter(param, _CPU) for param in params]
-        if cpu.is_dataless():  # it counts nothing
+        if is_simulated():  # it counts nothing
             return [1.0] * len(steps)
         if steps:
             torch._foreach_add_(steps, 1)
@@ -420,7 +420,7 @@ class FusedStates(CompressedStates):
 
 
 def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
-    if not cpu.is_dataless():  # the kernels' tables hold addresses, which fake tensors have not
+    if not is_simulated():  # the kernels' tables hold addresses, which fake tensors have not
         fused_step(entries, tables)
 
 
@@ -440,7 +440,7 @@ def real_view(x: Tensor) -> Tensor:
 
 def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
     for param in params:
-        if param.grad is not None and param.is_meta and not cpu.is_dataless():
+        if param.grad is not None and param.is_meta and not is_simulated():
             raise RuntimeError(
                 f"{owner} requires all the params to hold data, got one of shape "
                 f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
@@ -451,7 +451,7 @@ def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
 def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
     """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
     dtype, shape, device = moment_dtype(param), local(param).shape, param.device
-    zeros = torch.empty if cpu.is_dataless() else torch.zeros  # fake tensors take long to fill
+    zeros = torch.empty if is_simulated() else torch.zeros  # fake tensors take long to fill
     if compressor.is_identity:
         return sharded_like(zeros(shape, dtype=dtype, device=device), param)
     if compressor.zeros_from_zeros and (parts := _parts(compressor, shape, dtype)) is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from memtrain.compressors.base import Keep
-from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -140,7 +140,7 @@ class CompressedOptimizer(CompressedStates):
             _refuse_broken(inner, group)
             _refuse_no_eps(inner, group)
         watched = self._watch.before(self.param_groups)
-        looks = self._watch.looks and not cpu.is_dataless()
+        looks = self._watch.looks and not is_simulated()
         for group in self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
             # advances (a counter, a running sum) moves once, not once per parameter.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.kernels import cpu
+from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states.moment_stalls import MomentStalls
 from memtrain.optim.states.shards import local
 
@@ -43,7 +43,7 @@ class StallWatch:
             self.moments.begin(self.steps)
         if self.warned or self._looked == self.steps or not (counts or self.looks):
             return None
-        if cpu.is_dataless():  # nothing moves on fake tensors
+        if is_simulated():  # nothing moves on fake tensors
             return None
         halves = [
             (param.numel(), k, param, float(group.get("lr", 1.0)))

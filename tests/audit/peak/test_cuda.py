@@ -17,7 +17,7 @@ def saved_bytes(forward, x):
         found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), cuda.as_on_cuda():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), cuda.CudaForms():
         y = forward(x)
     older = {t.untyped_storage()._cdata for t in (x, y)}
     return sum(size for key, size in found.items() if key not in older), y
@@ -52,7 +52,7 @@ def test_attention_is_one_kernel_on_cuda_with_dropout_and_mask_too(dropout):
 def test_autocast_keeps_on_cuda_in_float32_what_it_keeps_there():
     x = torch.ones(4, 32, requires_grad=True)
     weight = torch.ones(32, 32)
-    with cuda.as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
+    with cuda.CudaForms(), torch.autocast("cpu", torch.bfloat16):
         low = F.linear(x, weight)
         found = {
             "linear": low,
