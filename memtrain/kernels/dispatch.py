@@ -18,7 +18,8 @@ BACKENDS = ("reference", "triton", "cpu")
 # A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
 forced: str | None = None
 """The backend that `backend` forces now."""
-_simulated: str | None = None  # the type of the device of the step that is simulated now
+simulated_device: str | None = None
+"""The type of the device of the step that `simulating` simulates now."""
 
 
 @contextmanager
@@ -68,22 +69,22 @@ def simulating(device: str | None = None) -> Iterator[None]:
         ...     is_simulated(), is_for_cuda(torch.ones(2))
         (True, True)
     """
-    global _simulated
-    before, _simulated = _simulated, device or _simulated or "cpu"
+    global simulated_device
+    before, simulated_device = simulated_device, device or simulated_device or "cpu"
     try:
         yield
     finally:
-        _simulated = before
+        simulated_device = before
 
 
 def is_simulated() -> bool:
     """Whether this is inside a block of `simulating`."""
-    return _simulated is not None
+    return simulated_device is not None
 
 
 def is_for_cuda(x: Tensor) -> bool:
     """Whether `x` is on CUDA, or stands in a simulated step for a tensor that is."""
-    return _simulated == "cuda" or x.is_cuda
+    return simulated_device == "cuda" or x.is_cuda
 
 
 @cache
@@ -126,7 +127,7 @@ def backend_of(x: Tensor) -> str:
         ...     backend_of(torch.ones(2))
         'triton'
     """
-    return "triton" if forced is None and _simulated == "cuda" else choose(x)
+    return "triton" if forced is None and simulated_device == "cuda" else choose(x)
 
 
 def is_plain(x: Tensor) -> bool:
@@ -189,6 +190,8 @@ _LIBRARY = torch.library.Library("memtrain", "FRAGMENT")
 
 INSIDE: dict[str, Callable[..., int]] = {}
 """Name of an op -> bytes that it holds on the CPU besides its arguments and results."""
+INSIDE_CUDA: dict[str, Callable[..., int]] = {}
+"""The same of its Triton form."""
 
 
 def register(
@@ -196,6 +199,7 @@ def register(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     inside: Callable[..., int] | None = None,
+    inside_cuda: Callable[..., int] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
     """Register an op `memtrain::<name>`, so that FakeTensorMode and torch.compile see it.
@@ -206,6 +210,7 @@ def register(
         fake: Returns empty tensors of the right shapes and dtypes, and reads no data.
         inside: Bytes that the implementation holds on the CPU while it runs, and then frees, given
             its arguments; without it: none to speak of. Predicted peaks count them.
+        inside_cuda: The same of its Triton form.
         tags: What compilers are told of it.
 
     Returns:
@@ -216,8 +221,9 @@ def register(
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"memtrain::{name}", fake, lib=_LIBRARY)
-    if inside is not None:
-        INSIDE[f"memtrain::{name}"] = inside
+    for held, known in ((inside, INSIDE), (inside_cuda, INSIDE_CUDA)):
+        if held is not None:
+            known[f"memtrain::{name}"] = held
     return getattr(torch.ops.memtrain, name)
 
 

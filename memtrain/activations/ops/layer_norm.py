@@ -196,7 +196,9 @@ _NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if grad.is_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
+    # Elsewhere no kernel serves; a call to ask would cost more than the question.
+    on_cuda = grad.is_cuda or dispatch.simulated_device == "cuda"
+    if on_cuda or dispatch.forced:
         found = _fused_backward(ctx, grad, centred=True)
         if found is not None:
             return found
@@ -207,7 +209,7 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x_hat, (rstd, weight, bias) = saved_compressed(ctx)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
-    mixed = x_hat.is_cuda or (like is not None and like.dtype != x_hat.dtype)
+    mixed = on_cuda or (like is not None and like.dtype != x_hat.dtype)
     statistics = standard(rstd, torch.float32 if mixed else x_hat.dtype)
     dx, dw, db = _NORM_BACKWARD(
         grad, x_hat, ctx.normalized, *statistics, weight, bias, ctx.needs_input_grad[:3]
@@ -265,7 +267,7 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if grad.is_cuda or dispatch.forced:
+    if grad.is_cuda or dispatch.simulated_device == "cuda" or dispatch.forced:
         found = _fused_backward(ctx, grad, centred=False)
         if found is not None:
             return found[:2]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memtrain.audit.peak import onednn
-from memtrain.kernels.dispatch import INSIDE
+from memtrain.kernels.dispatch import INSIDE, INSIDE_CUDA
 
 Held = Callable[[Any, Any, Any], int]
 """Arguments, keyword arguments and result -> bytes."""
@@ -42,6 +42,22 @@ def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if held is not None:
         return held(args, kwargs, result)
     own = INSIDE.get(name)
+    return 0 if own is None else own(*args, **kwargs)
+
+
+def held_on_cuda(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that an op on CUDA holds likewise: memtrain's own, where they declare it.
+
+    Args:
+        func: An op, as a dispatch mode is given it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        result: What it returned.
+
+    Returns:
+        Bytes; 0 of torch's ops, of which nothing is known.
+    """
+    own = INSIDE_CUDA.get(func._schema.name)
     return 0 if own is None else own(*args, **kwargs)
 
 

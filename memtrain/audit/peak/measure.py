@@ -19,8 +19,8 @@ from memtrain.api import unwrap, wrap
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import weight_tensors
 from memtrain.audit.peak import cuda
-from memtrain.audit.peak.held_inside import held_inside
-from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
+from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
+from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import Timeline, replay
 from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
 from memtrain.audit.process_memory import resident_nbytes, restart_resident_peak
@@ -91,7 +91,7 @@ def measure(
             step = partial(run_step, model, optimizer, batch, options)
             step()
             peak = _allocated(step, snapshot) if on_cuda else 0
-            inside = nothing_inside if on_cuda else held_inside
+            inside = held_on_cuda if on_cuda else held_inside
             recorder = StorageRecorder(model, inside=inside, apart=on_cuda)
             watched = not on_cuda and restart_resident_peak()
             record_step(model, optimizer, batch, options, recorder)

@@ -33,8 +33,8 @@ from memtrain.activations.trace.repeats import (
 )
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import cuda
-from memtrain.audit.peak.held_inside import held_inside
-from memtrain.audit.peak.recorder import StorageRecorder, nothing_inside
+from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
+from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import NOTHING, Event, Timeline, replay
 from memtrain.audit.peak.training_step import (
     StepOptions,
@@ -72,9 +72,9 @@ def predict(
     Forward, backward and the optimizer's step run under `FakeTensorMode`, with the hooks that
     `wrap` puts on a model, from the states that a step before has left and without gradients.
     What an op allocates inside itself and frees before it returns is what its code declares
-    (`held_inside`; on CUDA it is not seen). What of the model is compiled is compiled for the
-    copies, and its graphs run op by op: what they hold between forward and backward is what a real
-    run holds; temporaries are more, as no ops are fused.
+    (`held_inside`; on CUDA torch's own ops declare nothing). What of the model is compiled is
+    compiled for the copies, and its graphs run op by op: what they hold between forward and
+    backward is what a real run holds; temporaries are more, as no ops are fused.
 
     Args:
         model: Real, or built under a `FakeTensorMode`; not changed. Compiled or not.
@@ -137,7 +137,7 @@ def _predicted(
             optimizer.copies = lambda param: leaving
         compile_alike(model, parts)
         corrections = cuda.CudaForms if on_cuda else nullcontext
-        holds = nothing_inside if on_cuda else held_inside
+        holds = held_on_cuda if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
             with first:  # assigns automatic widths too

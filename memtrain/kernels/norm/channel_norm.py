@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
+from memtrain.kernels.dispatch import backend_of, choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
 
@@ -51,7 +51,7 @@ def fits(x: Tensor, where: Channels, group_size: int) -> bool:
         >>> fits(x, Channels(1, 2, 3, 16), 256), fits(x.double(), Channels(1, 2, 3, 16), 256)
         (True, False)
     """
-    known = choose(x) in ("cpu", "triton") and x.dtype in cpu.FLOAT_TYPES
+    known = backend_of(x) in ("cpu", "triton") and x.dtype in cpu.FLOAT_TYPES
     runs = where.middle > 1 or where.inner >= 16
     return known and runs and group_size % 8 == 0 and x.numel() > 0
 

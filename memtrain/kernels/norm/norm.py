@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, copies, is_plain, register
+from memtrain.kernels.dispatch import backend_of, choose, copies, is_plain, register
 from memtrain.kernels.group import group
 
 LANES = 32
@@ -25,6 +25,9 @@ MAX_BACKWARD_ROW = 8192
 """The longest row, filled up to a power of two of groups, that a backward's program holds."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PROGRAMS = 512
+"""Of a backward, at most; each has at least `_ROWS_EACH` rows."""
+_ROWS_EACH = 16
 
 
 class Codes(NamedTuple):
@@ -59,7 +62,7 @@ def fits(x: Tensor, size: int, group_size: int) -> bool:
     whole = 0 < size <= MAX_ROW and size % group_size == 0 and group_size % 8 == 0
     if not whole or x.numel() == 0 or not x.is_contiguous():
         return False
-    return x.dtype in _KNOWN.get(choose(x), ())
+    return x.dtype in _KNOWN.get(backend_of(x), ())
 
 
 def fits_backward(dy: Tensor, size: int, group_size: int) -> bool:
@@ -79,7 +82,7 @@ def fits_backward(dy: Tensor, size: int, group_size: int) -> bool:
         False
     """
     whole = size > 0 and size % group_size == 0 and group_size % 8 == 0
-    if not whole or dy.numel() == 0 or dy.dtype not in _DTYPES or choose(dy) != "triton":
+    if not whole or dy.numel() == 0 or dy.dtype not in _DTYPES or backend_of(dy) != "triton":
         return False
     width, groups = ((n - 1).bit_length() for n in (group_size // 8, size // group_size))
     return 8 << (width + groups) <= MAX_BACKWARD_ROW
@@ -235,6 +238,19 @@ def _norm(
     return y if out is y else y.copy_(out), rstd, packed, bounds
 
 
+def rows_each(rows: int) -> int:
+    """Rows that a program of Triton's backward takes, one after the other.
+
+    Args:
+        rows: Of the norm's input.
+
+    Example:
+        >>> rows_each(100), rows_each(100_000)
+        (16, 196)
+    """
+    return max(_ROWS_EACH, -(-rows // _PROGRAMS))
+
+
 def _flat(parameter: Tensor) -> Tensor:
     return parameter.detach().reshape(-1).float()
 
@@ -355,6 +371,18 @@ def _backward(
     return dx, *sums
 
 
+def _held_on_cuda(
+    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
+) -> int:
+    """Bytes: sums of each program and of all beside the results, and copies of what is given."""
+    size, centred = dy.numel() // max(1, rstd.numel()), options[2]
+    programs = -(-rstd.numel() // rows_each(rstd.numel()))
+    sums = (programs + 1) * (2 if centred else 1) * size * 4
+    cast = 0 if weight is None else copies(weight, torch.float32)
+    given = (dy, codes, bounds, rstd)
+    return sums + cast + sum(x.nbytes for x in given if not x.is_contiguous())
+
+
 _norm_op = register(
     "norm_quantize(Tensor x, int size, Tensor? weight, Tensor? bias, float eps, bool centred,"
     " bool narrow, int bits, int group_size, int seed, bool stochastic, bool wide)"
@@ -368,4 +396,5 @@ _backward_op = register(
     " int group_size, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
     _empty_gradients,
+    inside_cuda=_held_on_cuda,
 )

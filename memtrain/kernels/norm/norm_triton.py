@@ -17,6 +17,7 @@ from memtrain.kernels.group.group_triton import (
     load_codes,
     rounded,
 )
+from memtrain.kernels.norm.norm import rows_each
 
 
 @triton.jit
@@ -203,8 +204,8 @@ def backward(dy, codes, bounds, rstd, weight, dx, bits, group_size, centred):
     """Writes dx; returns the gradients of weight and bias."""
     rows, size = rstd.numel(), dy.numel() // rstd.numel()
     wide, bf16 = bounds.dtype == torch.float32, dx.dtype == torch.bfloat16
-    rows_each = max(16, triton.cdiv(rows, 512))
-    programs = triton.cdiv(rows, rows_each)
+    each = rows_each(rows)
+    programs = triton.cdiv(rows, each)
     sums = rstd.new_empty(programs, 2 if centred else 1, size)
     launch(
         _backward_kernel,
@@ -217,7 +218,7 @@ def backward(dy, codes, bounds, rstd, weight, dx, bits, group_size, centred):
         dx.view(torch.int16) if bf16 else dx,
         sums,
         rows,
-        rows_each,
+        each,
         size,
         CENTRED=centred,
         WEIGHT=weight is not None,

@@ -6,7 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from memtrain.audit.peak import StepOptions, cuda
+from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
 from memtrain.audit.peak.predict import predict
+from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.kernels.dispatch import backend
+from memtrain.kernels.group import group
+from memtrain.kernels.norm import norm
 
 
 def saved_bytes(forward, x):
@@ -99,6 +104,48 @@ def test_a_workspace_follows_the_devices_capability_and_the_environment(monkeypa
     assert forward("cuda:sm_90") == forward("cuda:sm_90", (8, 0)) == 32 * 2**20
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8:4096:2")
     assert forward(capability=(9, 0)) == forward() == (16 * 8 + 4096 * 2) * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norms_backward_on_cuda_is_one_kernel_by_hand(form, dtype):
+    rows, size = 640, 512
+    model = nn.Sequential(nn.Linear(size, size, bias=False), form(size)).to(dtype)
+    batch = torch.ones(rows, size, dtype=dtype)
+    optimizer, options = torch.optim.SGD(model.parameters()), StepOptions(device="cuda")
+    timeline = predict(model, optimizer, batch, "balanced", options)
+    most = max(m.nbytes - m.parts["workspaces"] - m.parts.get("allocator rounding", 0)
+               for m in timeline.moments if m.label.startswith("backward of 1 /"))  # fmt: skip
+    parameters = len([*model[1].parameters()])  # the weight, and a layer norm's bias
+    codes = rows * size // 2 + 4 * rows * size // 128 + 4 * rows  # 4 bits, bounds, deviations
+    sums = 4 * (rows // 16 + 1) * parameters * size  # of each program's 16 rows, and of all
+    cast = 0 if dtype == torch.float32 else 4 * size  # of the weight
+    gradients = 4 * parameters * size  # in float32, whatever the dtype
+    # The batch, dx, and the sum's gradient, which is one number, laid out in rows.
+    tensors = 3 * batch.nbytes + 2 * dtype.itemsize
+    weights = sum(p.nbytes for p in model.parameters())
+    assert most == weights + tensors + codes + sums + cast + gradients
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("rows", [5, 640, 9000])
+@pytest.mark.parametrize("strided", [False, True])
+def test_tritons_backward_of_a_norm_holds_what_it_declares(strided, rows, centred, monkeypatch):
+    norm_triton = pytest.importorskip("memtrain.kernels.norm.norm_triton")
+    monkeypatch.setattr(norm_triton, "launch", lambda *given, **options: None)
+    dy = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    payload, rstd = group.group_quantize(dy.float(), 4, 64), torch.ones(rows)
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    given = (dy.t().contiguous().t() if strided else dy, *payload, rstd, weight, 4, 64, centred)
+    recorder = StorageRecorder(nn.Identity())
+    with backend("triton"), recorder:
+        result = norm._backward(*given, torch.bfloat16)
+    alive = torch.tensor([delta for _, delta, _, _ in recorder.events]).cumsum(0)
+    held = held_on_cuda(torch.ops.memtrain.norm_backward.default, given, {}, result)
+    assert alive[-1] == dy.nbytes + 4 * 64 * (2 if centred else 1)
+    assert held == alive.max() - alive[-1] > 0
+    assert held_on_cuda(torch.ops.aten.mul.Tensor, (dy, payload[0]), {}, dy) == 0
+    assert held_inside(torch.ops.memtrain.norm_backward.default, given, {}, result) == 0
 
 
 class Dropping(nn.Module):
