@@ -34,13 +34,27 @@ def test_both_ways_pass_the_same_arguments(bits, monkeypatch):
 
 
 @compiled
+def test_an_integer_is_passed_by_its_64_bits(monkeypatch):
+    x, codes = torch.randn(3, 128), []
+    for way in (cpu.calls, None):
+        monkeypatch.setattr(cpu, "calls", way)
+        cpu.function.cache_clear()
+        quantize, _, _ = group.kernels_of(x, 4, 128, True, False, x.shape)
+        codes += [quantize(x, seed)[0] for seed in (2**63 + 5, 5 - 2**63, 2**64 - 1, -1)]
+    cpu.function.cache_clear()
+    assert all(torch.equal(codes[0], same) for same in (codes[1], codes[4], codes[5]))
+    assert all(torch.equal(codes[2], same) for same in (codes[3], codes[6], codes[7]))
+
+
+@compiled
 def test_calls_with_other_arguments_are_refused():
     call = cpu.calls.function(0, 2)
     with pytest.raises(TypeError, match="3 arguments; allowed: 2"):
         call(1, 2, 3)
     with pytest.raises(TypeError):
         call(1.5, 2)
-    with pytest.raises(OverflowError):
-        call(2**63, 0)
+    for more in (2**64, -(2**63) - 1):
+        with pytest.raises(OverflowError, match=f"{more}; allowed: integers of 64 bits"):
+            call(more, 0)
     with pytest.raises(ValueError, match="21 arguments; allowed: up to 20"):
         cpu.calls.function(0, 21)

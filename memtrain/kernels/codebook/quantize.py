@@ -18,7 +18,7 @@ from memtrain.kernels import cpu
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import choose, copies, register
 from memtrain.kernels.packing import bits as bitpack
-from memtrain.kernels.random.philox import uniform_blocks
+from memtrain.kernels.random.philox import signed, uniform_blocks
 
 MATRIX_BLOCK = 128  # of the layout of a matrix's codes; there is no scale per block
 MAX_TRITON_BLOCK = 16384  # a program holds a whole block
@@ -43,11 +43,15 @@ def quantize_blocks(
         x: Any shape and device; float32, or any float type (converted).
         book: The codebook.
         block_size: Elements per scale, a multiple of 8.
-        seed: 64 bits for stochastic rounding, see `encode`; None rounds to the nearest.
+        seed: 64 bits, signed or not, for stochastic rounding, see `encode`; None rounds to the
+            nearest.
 
     Returns:
         codes: uint8, [n_blocks, block_size * bits / 8], packed as `bits.pack` says.
         scale: float32, [n_blocks].
+
+    Raises:
+        ValueError: If `seed` has more than 64 bits.
 
     Memory:
         bits / 8 + 4 / block_size bytes per element, plus the padding of the last block.
@@ -60,7 +64,7 @@ def quantize_blocks(
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 2.2.
     """
-    return _quantize_blocks_op(x, *book, block_size, seed)
+    return _quantize_blocks_op(x, *book, block_size, None if seed is None else signed(seed))
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: int) -> Tensor:
@@ -94,12 +98,15 @@ def quantize_matrix(
         row: Reciprocals of the rows' scales (`inverse`), float32, 0 where rows have none.
         col: Reciprocals of the columns' scales, alike.
         book: The codebook.
-        seed: 64 bits for stochastic rounding (see `encode`); None rounds to the nearest, ties to
-            the lower index.
+        seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to the
+            nearest, ties to the lower index.
 
     Returns:
         uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says; what is
         missing in the last one has the code of 0.
+
+    Raises:
+        ValueError: If `seed` has more than 64 bits.
 
     Memory:
         bits / 8 bytes per element.
@@ -109,7 +116,7 @@ def quantize_matrix(
         >>> quantize_matrix(x, row, col, Codebook("Linear", 8, False))[0, :6].tolist()
         [255, 255, 255, 127, 127, 127]
     """
-    return _quantize_matrix_op(x, row, col, *book, seed)
+    return _quantize_matrix_op(x, row, col, *book, None if seed is None else signed(seed))
 
 
 def dequantize_matrix(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:

@@ -42,6 +42,24 @@ void forget(PyObject* capsule) {
   delete static_cast<Function*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
+// The 64 bits of an integer, signed or not; of a longer one `ctypes` would pass some.
+bool word_of(PyObject* given, Word* word) {
+  *word = PyLong_AsLongLong(given);
+  if (*word != -1 || PyErr_Occurred() == nullptr) return true;
+  if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) return false;
+  PyErr_Clear();
+  const uint64_t whole = PyLong_AsUnsignedLongLong(given);
+  if (PyErr_Occurred() == nullptr) {
+    *word = static_cast<Word>(whole);
+    return true;
+  }
+  if (PyErr_ExceptionMatches(PyExc_OverflowError) != 0) {
+    PyErr_Clear();
+    PyErr_Format(PyExc_OverflowError, "%S; allowed: integers of 64 bits, signed or not", given);
+  }
+  return false;
+}
+
 PyObject* call(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   const auto* function = static_cast<Function*>(PyCapsule_GetPointer(capsule, nullptr));
   if (function == nullptr) return nullptr;
@@ -50,8 +68,7 @@ PyObject* call(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   }
   Word values[MOST];
   for (Py_ssize_t i = 0; i < count; ++i) {
-    values[i] = PyLong_AsLongLong(given[i]);
-    if (values[i] == -1 && PyErr_Occurred() != nullptr) return nullptr;
+    if (!word_of(given[i], &values[i])) return nullptr;
   }
   Py_BEGIN_ALLOW_THREADS;
   function->invoke(function->address, values);

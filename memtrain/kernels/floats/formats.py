@@ -151,7 +151,7 @@ class FloatFormat:
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides.
-            seed: 64 bits, of stochastic rounding.
+            seed: 64 bits, signed or not, of stochastic rounding.
 
         Returns:
             Like `x`. NaN stays NaN and -0 stays -0. Where float16 or bfloat16 hold less than the
@@ -198,7 +198,7 @@ class FloatFormat:
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides.
-            seed: 64 bits, of stochastic rounding.
+            seed: 64 bits, signed or not, of stochastic rounding.
 
         Returns:
             uint8, or int16 (the code's bits) if there are over 8; the shape of `x`.

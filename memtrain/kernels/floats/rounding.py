@@ -73,7 +73,7 @@ def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor,
     Args:
         x: float32, bfloat16 or float16, any shape and strides.
         layout: The format.
-        seed: 64 bits, of stochastic rounding; equal seeds give equal results.
+        seed: 64 bits, signed or not, of stochastic rounding; equal seeds give equal results.
 
     Returns:
         y: Like `x`, strides too where it is dense.
@@ -81,6 +81,7 @@ def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor,
 
     Raises:
         TypeError: If `x` is of another dtype.
+        ValueError: If `seed` has more than 64 bits.
 
     Memory:
         One tensor like `x`.
@@ -95,7 +96,7 @@ def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor,
     """  # noqa: E501
     _check(x, DTYPES)
     run = _round if is_plain(x) else _round_op
-    return run(x, layout, seed)
+    return run(x, layout, philox.signed(seed))
 
 
 def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
@@ -104,13 +105,14 @@ def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
     Args:
         x: As there; without overlapping elements.
         layout: The format.
-        seed: 64 bits, of stochastic rounding.
+        seed: 64 bits, signed or not, of stochastic rounding.
 
     Returns:
         int64, []: how many elements overflowed.
 
     Raises:
         TypeError: If `x` is of another dtype.
+        ValueError: If `seed` has more than 64 bits.
 
     Example:
         >>> x = torch.tensor([1.0625, 31.0])
@@ -119,7 +121,7 @@ def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
     """
     _check(x, DTYPES)
     run = _round_inplace if is_plain(x) else _round_inplace_op
-    return run(x, layout, seed)
+    return run(x, layout, philox.signed(seed))
 
 
 def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
     Args:
         x: float32, bfloat16 or float16, any shape and strides.
         layout: The format.
-        seed: 64 bits, of stochastic rounding.
+        seed: 64 bits, signed or not, of stochastic rounding.
 
     Returns:
         codes: uint8, or int16 (the code's bits) where the width is over 8; the shape of `x`,
@@ -139,6 +141,7 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
 
     Raises:
         TypeError: If `x` is of another dtype.
+        ValueError: If `seed` has more than 64 bits.
 
     Memory:
         1 or 2 bytes per element.
@@ -149,7 +152,7 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
     """
     _check(x, DTYPES)
     run = _encode if is_plain(x) else _encode_op
-    return run(x, layout, seed)
+    return run(x, layout, philox.signed(seed))
 
 
 def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float32) -> Tensor:

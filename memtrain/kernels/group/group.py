@@ -49,7 +49,7 @@ def group_quantize(
             is not contiguous is copied.
         bits: Bits per code, 1 to 8.
         group_size: Elements per group, a multiple of 8, from 8 to 16384.
-        seed: 64 bits; equal seeds give equal codes.
+        seed: 64 bits, signed or not; equal seeds give equal codes.
         stochastic: Whether to round stochastically, else to nearest.
         wide: Whether the bounds are float32, else bfloat16.
 
@@ -59,7 +59,7 @@ def group_quantize(
 
     Raises:
         TypeError: If `x` is not of a float dtype named above.
-        ValueError: If `bits` or `group_size` is out of range.
+        ValueError: If `bits`, `group_size` or `seed` is out of range.
 
     Memory:
         bits / 8 + 4 / group_size bytes per element (bfloat16 bounds), the last group whole.
@@ -73,6 +73,7 @@ def group_quantize(
         Chen et al., ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
         Training, ICML 2021, arXiv:2104.14129.
     """
+    seed = philox.signed(seed)
     if x.dtype in _READ and is_plain_cpu(x):
         return _quantizer(bits, group_size, stochastic, wide, x.dtype)(x.contiguous(), seed)
     run = _quantize if is_plain(x) else _quantize_op

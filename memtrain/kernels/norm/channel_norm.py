@@ -17,6 +17,7 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend_of, choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
+from memtrain.kernels.random.philox import signed
 
 
 class Channels(NamedTuple):
@@ -78,7 +79,7 @@ def channel_norm_quantize(
 
     Raises:
         TypeError: If a dtype is another one.
-        ValueError: If a size does not fit.
+        ValueError: If a size does not fit, or the seed of `codes` has more than 64 bits.
 
     Memory:
         bits / 8 + 4 / group_size bytes per element.
@@ -91,10 +92,12 @@ def channel_norm_quantize(
         >>> codes.tolist(), bounds.tolist()  # 0, 1, 0, 1, ...
         ([[170]], [[-1.0, 1.0]])
     """
+    bits, group_size, seed, *how = codes
+    seed = signed(seed)
     if x.dtype in cpu.FLOAT_TYPES and is_plain_cpu(x):
-        return bound(x.dtype, where, codes)(x, mean, rstd, codes.seed)
+        return bound(x.dtype, where, codes)(x, mean, rstd, seed)
     run = _quantize if is_plain(x) else _quantize_op
-    return run(x, mean, rstd, *where, *codes)
+    return run(x, mean, rstd, *where, bits, group_size, seed, *how)
 
 
 def bound(

@@ -15,6 +15,7 @@ from torch import Tensor
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend_of, choose, copies, is_plain, register
 from memtrain.kernels.group import group
+from memtrain.kernels.random.philox import signed
 
 LANES = 32
 """A row's sums are this many running sums, which are then added by halves."""
@@ -124,7 +125,7 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
 
     Raises:
         TypeError: If `x` is of another dtype.
-        ValueError: If a size does not fit.
+        ValueError: If a size does not fit, or the seed of `codes` has more than 64 bits.
 
     Memory:
         bits / 8 + 4 / group_size bytes per element, 4 per row, and y.
@@ -136,7 +137,9 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
         ([[-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]], [1.0])
     """
     run = _norm if is_plain(x) else _norm_op
-    return run(x, size, weight, bias, eps, centred, narrow, *codes)
+    bits, group_size, seed, *how = codes
+    options = (eps, centred, narrow, bits, group_size, signed(seed), *how)
+    return run(x, size, weight, bias, *options)
 
 
 def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)

@@ -39,7 +39,7 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
         x: [outer, rows, columns, inner], contiguous, float32, bfloat16, float16 or float64
             (rounded to float32 first). A map is [rows, columns]; `inner` is 1 for NCHW and the
             number of channels for NHWC.
-        seed: 64 bits; equal seeds give equal codes.
+        seed: 64 bits, signed or not; equal seeds give equal codes.
         stochastic: Whether to round stochastically, else to nearest.
 
     Returns:
@@ -47,7 +47,8 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
 
     Raises:
         TypeError: If `x` is not of a float dtype named above.
-        ValueError: If `x` is not of four dimensions, or has more than 2**31 patches.
+        ValueError: If `x` is not of four dimensions, or has more than 2**31 patches; if `seed` has
+            more than 64 bits.
 
     Memory:
         8 bytes per patch: half a byte per element where 4 divides rows and columns.
@@ -62,6 +63,7 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
         Liu Liu, 4x4 Patch Tensor Compression, 2020; CCV_NNC_COMPRESSION_LSSC in
         github.com/liuliu/ccv, whose rounding is against levels that are not the decoded ones.
     """
+    seed = philox.signed(seed)
     return (_quantize if is_plain(x) else _quantize_op)(x, seed, stochastic)
 
 

@@ -8,6 +8,26 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 
 
+def signed(seed: int) -> int:
+    """A seed as the signed integer of its 64 bits, which kernels take.
+
+    Args:
+        seed: 64 bits, signed or not.
+
+    Raises:
+        ValueError: If it has more bits.
+
+    Example:
+        >>> signed(-1), signed(2**64 - 1), signed(7)
+        (-1, -1, 7)
+    """
+    if -(2**63) <= seed < 2**63:
+        return seed
+    if 0 < seed < 2**64:
+        return seed - 2**64
+    raise ValueError(f"seed={seed}; allowed: integers of 64 bits, from -2**63 to 2**64 - 1")
+
+
 def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words for each counter: the stream of `tl.randint4x(seed, counter)`.
 
@@ -18,6 +38,9 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Returns:
         Four int64 tensors of the counter's shape, values in [0, 2**32).
 
+    Raises:
+        ValueError: If the seed has more than 64 bits.
+
     Example:
         >>> [hex(int(word)) for word in philox(torch.tensor(0), 0)]
         ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -25,6 +48,7 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Reference:
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
     """
+    seed = signed(seed)
     c0 = counter & _MASK
     c1 = c2 = c3 = torch.zeros_like(c0)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK

@@ -8,6 +8,7 @@ from torch import Tensor
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import choose, is_simulated
 from memtrain.kernels.floats.rounding import draws
+from memtrain.kernels.random.philox import signed
 from memtrain.kernels.strides import is_dense
 
 WEIGHTS = (torch.bfloat16, torch.float16)
@@ -31,6 +32,7 @@ class MasterWeight(NamedTuple):
     """As `split` takes it."""
     stochastic: bool = False
     seed: int = 0
+    """64 bits, signed, as `Key.bits` gives."""
     tick: Tensor | None = None
     """int64, one element, on the device: mixed into the seed, so that graphs draw anew."""
     block: int = 0
@@ -114,12 +116,13 @@ def split(
         master: float32, any shape.
         weight: bfloat16 or float16, of the master's shape; written.
         correction: int8, int16 or None, of the master's shape; written.
-        seed: 64 bits, of stochastic rounding; equal seeds give equal weights.
+        seed: 64 bits, signed or not, of stochastic rounding; equal seeds give equal weights.
         stochastic: Whether to round stochastically; without a correction and in bfloat16 only.
 
     Raises:
         TypeError: If a dtype is not one named above.
-        ValueError: If shapes differ, or stochastic rounding is asked for where there is none.
+        ValueError: If shapes differ, or stochastic rounding is asked for where there is none; if
+            `seed` has more than 64 bits.
 
     Memory:
         2 bytes per element, and 0, 1 or 2 of correction.
@@ -136,6 +139,7 @@ def split(
         Kahan's correction).
     """
     _check(master, weight, correction)
+    seed = signed(seed)
     if stochastic and (correction is not None or weight.dtype != torch.bfloat16):
         raise ValueError("stochastic=True needs a bfloat16 weight without a correction")
     backend = _backend(weight)
