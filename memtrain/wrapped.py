@@ -95,16 +95,18 @@ class ModelState:
 
 
 class Untrained:
-    """A hook before steps that tells, once, of parameters of later modules that nothing steps.
+    """A hook before steps that tells of parameters that nothing steps.
 
-    An adapter that is added after `wrap` is such a module, until `add_param_group` gets its own.
-    What was in no group at `wrap` already is the user's choice.
+    It warns, once, of those of later modules: of an adapter that is added after `wrap`, say, until
+    `add_param_group` gets its own. What stands in the place of a parameter that `wrap` saw in a
+    group is an error: `load_state_dict(assign=True)` leaves the optimizer with parameters that are
+    no one's, and nothing would be trained. What was in no group at `wrap` is the user's choice.
 
     Args:
         model: What `wrap` wrapped; it is not kept alive.
         optimizer: The one that was given.
-        interception: Of the model, if any: it knows when to look again. Without it only the first
-            step looks.
+        interception: Of the model, if any: it knows when parameters are others than before. Without
+            it only the model's first one tells.
     """
 
     def __init__(
@@ -114,31 +116,52 @@ class Untrained:
         left_out = _trained_by_nobody(model, optimizer)
         self._names = {name for name, _ in left_out}  # sharding replaces them
         self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
-        self._looked_at: int | None = None
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        self._stepped = {name for name, param in model.named_parameters() if param in held}
+        self._looked_at: list[int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_params": {}}  # a copy has no model either
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """The hook."""
-        now = 0 if self._interception is None else self._interception.trained
+        model, interception = self._model(), self._interception
+        if model is None:
+            return
+        first = id(next(model.parameters(), None))  # known before a closure's forward, too
+        now = [first] if interception is None else [first, *interception.trained]
         if now == self._looked_at:
             return
-        model, self._looked_at = self._model(), now
-        found = [] if model is None else _trained_by_nobody(model, optimizer)
+        found = _trained_by_nobody(model, optimizer)
         found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
         names = [name for name, _ in found]
-        if not names or in_zero(param for _, param in found):
+        if in_zero(param for _, param in found):
+            names = []
+        replaced = [name for name in names if name in self._stepped]
+        if replaced:
+            raise RuntimeError(
+                f"{_listed(replaced)}: not what memtrain.wrap was given, as after "
+                "load_state_dict(assign=True), and in no group of the optimizer, so that no step "
+                "changes it; allowed: load_state_dict without assign, or memtrain.wrap after it, "
+                "with an optimizer of the new parameters. Of a part of the model that was put in "
+                "another's place: optimizer.add_param_group, or requires_grad_(False)"
+            )
+        self._looked_at = now
+        if not names:
             return
         self._names.update(names)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
-            f"{', '.join(names[:3])}{more}: added after memtrain.wrap, and in no group of the "
+            f"{_listed(names)}: added after memtrain.wrap, and in no group of the "
             "optimizer, so that no step changes them; call optimizer.add_param_group with them, "
             "or requires_grad_(False)",
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _trained_by_nobody(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:

@@ -78,3 +78,59 @@ def test_a_later_modules_activations_are_compressed():
     optimizer.add_param_group({"params": [*added.parameters()]})
     assert saved_nbytes(lambda: model(x), exclude=[x])[0] - before < 0.5 * plain
     train(model, optimizer)
+
+
+WAYS = {
+    "kept": "balanced",
+    "released": "all_four",
+    "on the host": ["preset=all_four", "optim.device=cpu"],
+    "without hooks on modules": ["preset=optimizer_only", "gradients=release"],
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_others_were_assigned_over_are_an_error(way, steps_before):
+    model = network()
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), WAYS[way])
+    for _ in range(steps_before):
+        train(model, optimizer)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    model.load_state_dict(state)
+    train(model, optimizer)  # copied into the parameters: as ever
+    model.load_state_dict(state, assign=True)
+    for _ in range(2):  # until it is mended
+        with pytest.raises(RuntimeError, match=r"0\.weight, .* and 1 more: not what .*assign=True"):
+            train(model, optimizer)
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+def test_a_part_that_was_put_in_anothers_place_is_trained_once_it_has_a_group():
+    model = network()
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
+    train(model, optimizer)
+    model[2] = nn.Linear(128, 64)
+    with pytest.raises(RuntimeError, match=r"^2\.weight, 2\.bias: not what memtrain\.wrap"):
+        train(model, optimizer)
+    optimizer.add_param_group({"params": [*model[2].parameters()]})
+    before = model[2].weight.detach().clone()
+    train(model, optimizer)
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_a_step_that_runs_its_closure_itself_sees_what_was_assigned():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {"preset": "all_four", "release": {"clip": "two_pass"}}
+    model, optimizer = memtrain.wrap(model, optimizer, config)
+    x = torch.randn(256, 64)
+
+    def closure():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    model.load_state_dict({name: v.clone() for name, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="assign=True"):
+        optimizer.step(closure)

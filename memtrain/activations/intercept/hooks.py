@@ -102,8 +102,8 @@ class Interception:
         """Whether a training forward has run here, or a compiled one has been seen to."""
         self.compiled = False
         """Whether a part of a forward was compiled, for modes that were on."""
-        self.trained = 0
-        """Tensors of the model that required gradients in the last forward that was seen."""
+        self.trained: list[int] = []
+        """The `id` of each tensor of the model that required gradients in the last forward seen."""
         if rounding is not None:
             rounding.attach(self.saved)
         self.recompute = Recompute(
@@ -506,10 +506,10 @@ class Interception:
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
         own = self._own.find()
-        self.trained = sum([x.requires_grad for x in own])
+        self.trained = [*map(id, [x for x in own if x.requires_grad])]
         form = None
         if self.rounding is None and self.executor.options.low is None and not self.compiled:
-            form = self.trained, _is_any_autocast_enabled()
+            form = len(self.trained), _is_any_autocast_enabled()
         inputs = {storage_id(x) for x in given}
         self._runs = {}
         self.saved.begin(own, inputs, record=name not in self._recorded, form=form)
