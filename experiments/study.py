@@ -5,7 +5,6 @@ stopped. Differences are told from a baseline, seed by seed, with a 95% interval
 """
 
 import csv
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,18 +19,19 @@ from torch import Tensor, nn
 
 from experiments import curves_plot
 from experiments.pareto_plot import Point, draw
+from experiments.seeds import Seeds, by_run, difference, interval, mean, paired, table
 from experiments.tasks import TASKS
 from memtrain.training.batches import loss_of
 from memtrain.training.data import Images, Text
 from memtrain.training.run import learning_rate
 
 Row = dict[str, Any]
-Seeds = dict[str, dict[str, str]]
-"""Seed -> a line of the file."""
 Cell = tuple[str, str, int, float, int]
 """A run: its task, variant, seed, learning rate and steps."""
 KEY = ("task", "variant", "seed", "lr", "steps")
 """The columns that tell runs apart, in the order of `Study.train`'s arguments."""
+_RUN = ("task", "lr", "steps")
+"""Those of what variants are compared in."""
 LOSS = "validation_loss"
 LOSSES = "losses"
 """The column of a file of curves, and what a run's line leaves out: the loss of each step."""
@@ -257,41 +257,40 @@ class Study(NamedTuple):
         """
         means = self._means
         heads = ["task", "lr", "variant", "seeds", *means, f"minus {self.baseline}", "beaten by"]
-        lines = [f"| {' | '.join(heads).replace('_', ' ')} |", f"|{' --- |' * len(heads)}"]
-        for (task, lr, steps), variants in _by_cell(rows).items():
-            for variant, seeds in variants.items():
-                minus = interval(_paired(seeds, variants.get(self.baseline, {})))
-                beaten = [name for name in variants if self._beats(variants[name], seeds)]
-                cells = [
-                    f"{task}, {steps} steps",
-                    lr,
-                    variant,
-                    str(len(seeds)),
-                    *(f"{_mean(seeds, name):{form}}" for name, form in means.items()),
-                    f"{minus[0]:+.4f} +- {minus[1]:.4f}" if minus and minus != (0, 0) else "",
-                    ", ".join(beaten),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-        return lines
+        told = [
+            (
+                f"{task}, {steps} steps",
+                lr,
+                variant,
+                str(len(seeds)),
+                *(f"{mean(seeds, name):{form}}" for name, form in means.items()),
+                difference(seeds, variants.get((self.baseline,), {}), LOSS),
+                ", ".join(name for (name,), one in variants.items() if self._beats(one, seeds)),
+            )
+            for (task, lr, steps), variants in by_run(rows, _RUN, ["variant"]).items()
+            for (variant,), seeds in variants.items()
+        ]
+        return table([head.replace("_", " ") for head in heads], told)
 
     def _beats(self, one: Seeds, other: Seeds) -> bool:
-        mine, theirs = ([_mean(seeds, name) for name in self.costs] for seeds in (one, other))
+        mine, theirs = ([mean(seeds, name) for name in self.costs] for seeds in (one, other))
         cheaper = mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
-        differences = _paired(one, other)
+        differences = paired(one, other, LOSS)
         return cheaper and bool(differences) and statistics.mean(differences) <= 0
 
     def points(self, rows: Sequence[dict[str, str]]) -> dict[str, list[Point]]:
         """Title of a task -> its variants' points of the plot."""
         found: dict[str, list[Point]] = {}
-        for (task, _, steps), variants in _by_cell(rows).items():
+        for (task, _, steps), variants in by_run(rows, _RUN, ["variant"]).items():
+            plain = variants.get((self.baseline,), {})
             found[f"{task}, {steps} steps"] = [
                 Point(
                     variant,
-                    _mean(seeds, self.costs[0]),
-                    _mean(seeds, LOSS),
-                    (interval(_paired(seeds, variants.get(self.baseline, {}))) or (0, 0))[1],
+                    mean(seeds, self.costs[0]),
+                    mean(seeds, LOSS),
+                    (interval(paired(seeds, plain, LOSS)) or (0, 0))[1],
                 )
-                for variant, seeds in variants.items()
+                for (variant,), seeds in variants.items()
             ]
         return found
 
@@ -321,38 +320,6 @@ class Runs:
     def train(self) -> int:
         """Train those that the file does not hold; how many."""
         return self.study.run(self.cells, self.output)
-
-
-_T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 1.96)
-"""Student's t by degrees of freedom; from 10 on the normal distribution's."""
-
-
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Mean, and half of the 95% interval; none for fewer than two values, NaN where a run left."""
-    if len(values) < 2:
-        return None
-    if not all(map(math.isfinite, values)):
-        return math.nan, math.nan
-    width = _T95[min(len(values) - 1, 10)] * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values), width
-
-
-def _by_cell(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], dict[str, Seeds]]:
-    """Task, learning rate and steps -> variant -> seed -> line."""
-    found: dict[tuple[str, str, str], dict[str, Seeds]] = {}
-    for row in rows:
-        variants = found.setdefault((row["task"], row["lr"], row["steps"]), {})
-        variants.setdefault(row["variant"], {})[row["seed"]] = row
-    return found
-
-
-def _paired(one: Seeds, other: Seeds) -> list[float]:
-    """Differences of the loss, seed by seed."""
-    return [float(row[LOSS]) - float(other[s][LOSS]) for s, row in one.items() if s in other]
-
-
-def _mean(seeds: Seeds, name: str) -> float:
-    return statistics.mean(float(row[name]) for row in seeds.values())
 
 
 def read(output: Path) -> list[dict[str, str]]:

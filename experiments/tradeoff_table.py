@@ -4,20 +4,20 @@
 of `python -m experiments precision_...` will do, several too.
 """
 
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.study import interval, read
+from experiments.seeds import by_run, difference, mean, table
+from experiments.study import read
 
 _RUN = ("family", "width", "steps", "lr")
 _CELL = ("assignment", "ratio", "promotion")
 
 
-def table(rows: Sequence[dict[str, str]]) -> list[str]:
+def tradeoff_table(rows: Sequence[dict[str, str]]) -> list[str]:
     """Tell means over seeds, and the difference from fp32 with its 95% interval.
 
     Args:
@@ -31,39 +31,29 @@ def table(rows: Sequence[dict[str, str]]) -> list[str]:
         >>> uniform = {**run, "assignment": "uniform", "ratio": "1.0", "promotion": "False"}
         >>> rows = [{**uniform, "seed": str(s), "accuracy": str(a)} for s, a in ((0, 0.5), (1, 0.6))]
         >>> rows += [{**row, "assignment": "fp32", "accuracy": "0.7"} for row in rows]
-        >>> table(rows)[2]
+        >>> tradeoff_table(rows)[2]
         '| a, width 1, 8 steps of 0.1 | uniform, no promotion | 0.900 | 2 | 0.5500 | -0.1500 +- 0.6353 |'
     """  # noqa: E501
-    runs: dict[tuple[str, ...], dict[tuple[str, ...], dict[str, dict[str, str]]]] = {}
-    for row in rows:
-        cells = runs.setdefault(tuple(row[name] for name in _RUN), {})
-        cells.setdefault(tuple(row[name] for name in _CELL), {})[row["seed"]] = row
-    heads = ("run", "assignment", "low-precision ratio", "seeds", "accuracy", "minus fp32")
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for (family, width, steps, lr), cells in runs.items():
+    told: list[tuple[str, ...]] = []
+    for (family, width, steps, lr), cells in by_run(rows, _RUN, _CELL).items():
         fp32 = next((seeds for cell, seeds in cells.items() if cell[0] == "fp32"), {})
         for (assignment, ratio, promotion), seeds in cells.items():
-            paired = [
-                float(row["accuracy"]) - float(fp32[seed]["accuracy"])
-                for seed, row in seeds.items()
-                if seed in fp32
-            ]
-            minus = interval(paired) if assignment != "fp32" else None
             of = f" {ratio}" if assignment in ("size_ordered", "increasing", "random") else ""
             without = "" if assignment == "fp32" or promotion == "True" else ", no promotion"
-            told = (
+            row = (
                 f"{family}, width {width}, {steps} steps of {lr}",
                 f"{assignment}{of}{without}",
-                f"{statistics.mean(float(row['low_ratio']) for row in seeds.values()):.3f}",
+                f"{mean(seeds, 'low_ratio'):.3f}",
                 str(len(seeds)),
-                f"{statistics.mean(float(row['accuracy']) for row in seeds.values()):.4f}",
-                f"{minus[0]:+.4f} +- {minus[1]:.4f}" if minus else "",
+                f"{mean(seeds, 'accuracy'):.4f}",
+                difference(seeds, fp32, "accuracy"),
             )
-            lines.append(f"| {' | '.join(told)} |")
-    return lines
+            told.append(row)
+    heads = ("run", "assignment", "low-precision ratio", "seeds", "accuracy", "minus fp32")
+    return table(heads, told)
 
 
 if __name__ == "__main__":
     Console(soft_wrap=True, highlight=False, markup=False).print(
-        "\n".join(table([row for path in sys.argv[1:] for row in read(Path(path))]))
+        "\n".join(tradeoff_table([row for path in sys.argv[1:] for row in read(Path(path))]))
     )

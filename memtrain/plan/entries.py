@@ -332,20 +332,12 @@ def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Ite
         if not state and not param.requires_grad:
             continue
         site = f"{names.get(param, number)} / {title} / "
-        if "step" in (state or _first_names(optimizer, param, group)):
+        if "step" in (state or optimizer.plain_names(param, group) or ()):
             nbytes = getattr(state.get("step"), "nbytes", counter_dtype().itemsize)
             yield PlanEntry(f"{site}step", "state", nbytes, nbytes, reason=NO_COUNTER)
         for row in rows[param]:
             why = row.reason.removeprefix("kept: ") or f"its optimizer's: {row.compressor!r}"
             yield PlanEntry(site + row.state, "state", row.nbytes, row.nbytes, reason=why)
-
-
-def _first_names(
-    optimizer: optim.CompressedStates, param: Tensor, group: dict[str, Any]
-) -> Collection[str]:
-    if isinstance(optimizer, optim.FusedStates):
-        return ("step",) if optimizer.counts else ()
-    return optimizer.plain_names(param, group) or ()
 
 
 def _reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:

@@ -160,7 +160,7 @@ class FusedStates(CompressedStates):
 
     def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str]:
         """As `CompressedStates.plain_names`."""
-        return self.names
+        return (*self.names, "step") if self.counts else self.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its options and the compressors of its states are checked."""
@@ -398,8 +398,7 @@ class FusedStates(CompressedStates):
 
     def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""
-        counter = ("step",) if self.counts else ()
-        missing = [name for name in (*self.names, *counter) if name not in values]
+        missing = [name for name in self.plain_names(param, {}) if name not in values]
         if values and missing:
             raise ValueError(
                 f"the states of a parameter of shape {tuple(param.shape)} lack {missing}; "
