@@ -131,20 +131,20 @@ def frame_compiler() -> Callable[..., Any] | None:
         return None
 
 
-def compile_frame_by(compiler: Callable[..., Any], pack: Any, unpack: Any) -> None:
+def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any] | None = None) -> None:
     """Give the frame that is traced now to another compiler.
 
     Args:
         compiler: Called with what torch's own would be.
-        pack: The frame is as one that is traced under these hooks, so that caches of whole
-            compilations pass it over.
-        unpack: The other one.
+        hooks: The frame is as one that is traced under these, so that caches of whole compilations
+            pass it over. None: as it is.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output: Any = InstructionTranslator.current_tx().output
-    with saved_tensors_hooks(pack, unpack):
-        output.saved_tensors_hooks_subgraph_names = getattr(output, _INSTALL)()
+    if hooks is not None:
+        with saved_tensors_hooks(*hooks):
+            output.saved_tensors_hooks_subgraph_names = getattr(output, _INSTALL)()
     output.compiler_fn = compiler
 
 

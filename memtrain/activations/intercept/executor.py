@@ -1,7 +1,7 @@
 """Executes the ops of a forward: replaced, or as they are with their saved tensors packed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled, nn
@@ -384,6 +384,29 @@ BETWEEN.update(
     function.__code__
     for function in (Executor.__torch_function__, Executor._run, Executor._run_op, Executor._hook)
 )
+
+
+def run_unwatched(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph whose ops are not watched when it runs: its saves have been seen to.
+
+    A mode is asked about each op that a graph calls as a function.
+
+    Args:
+        graph: As AOTAutograd makes it.
+    """
+
+    @wraps(graph)
+    def run(*args: Any) -> Any:
+        mode = _get_current_function_mode()
+        if not isinstance(mode, Executor) or mode.rounding is not None or mode.options.low:
+            return graph(*args)
+        mode.step_aside()
+        try:
+            return graph(*args)
+        finally:
+            mode.step_back()
+
+    return run
 
 
 def _form(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

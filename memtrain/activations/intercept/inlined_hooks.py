@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept import compiler_internals as internals
+from memtrain.activations.intercept.executor import run_unwatched
 from memtrain.activations.intercept.graph_saves import GraphSaves
 from memtrain.activations.intercept.graph_sites import GraphSites
 from memtrain.activations.intercept.reentrancy import top_hooks
@@ -114,20 +115,36 @@ class CompiledGraphs:
         """Compress what the graph saves that is traced now, though no forward began outside of it.
 
         It is not told of which module: equal modules run one graph, as long as nothing that was
-        read while it was traced tells them apart.
+        read while it was traced tells them apart. Where a forward did begin, the hooks are there;
+        what is left is that the graph's ops need no one to watch them.
         """
-        if top_hooks() is not None:  # ours, or another's: `hooks` has seen to it
-            return
         compiler = internals.frame_compiler()
+        if hasattr(compiler, "_memtrain"):
+            return
+        if top_hooks() is not None:  # ours, or another's: `hooks` has seen to it
+            if compiler is not None:
+                internals.compile_frame_by(self._beside(compiler))
+            return
         if compiler is None:
             self.why = UNSUPPORTED
-            return
-        if hasattr(compiler, "_memtrain"):
             return
         pack, unpack = self.hooks()
         internals.configure(self._before)
         if self._modules is not None:
-            internals.compile_frame_by(self._around(compiler), pack, unpack)
+            internals.compile_frame_by(self._around(compiler), (pack, unpack))
+
+    def _beside(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiler of a graph, of which no one watches the ops that it runs."""
+
+        @wraps(compiler)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            before = len(self._open)
+            graph = compiler(*args, **kwargs)
+            hooked = len(self._open) > before  # else its ops save by hooks that are told of each
+            return run_unwatched(graph) if hooked else graph
+
+        vars(inner)["_memtrain"] = True
+        return inner
 
     def _around(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
         """The compiler of a graph, with our hooks for it to inline."""

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import memtrain
 from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import compiler_internals
+from memtrain.activations.intercept.executor import Executor
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import COMPRESSORS, Group, Integers
@@ -201,6 +202,24 @@ def test_a_graph_holds_no_more_than_the_eager_forward_and_errs_no_more(autocast)
     assert (found[2] - found[0]).norm() <= (found[1] - found[0]).norm()
     reasons = {row.reason for row in memtrain.plan_of(models[2]).entries("activation")}
     assert "made of parameters and buffers alone" not in reasons  # a weight's copy is cast again
+
+
+@pytest.mark.parametrize(("backend", "watched"), [("aot_eager", False), ("eager", True)])
+def test_ops_of_a_graph_are_watched_where_no_hook_of_it_is_inlined(monkeypatch, backend, watched):
+    model, x, seen = wrapped(Model())[0], tokens(), []
+    model.compile(backend=backend)
+    for _ in range(2):
+        model(x).sum().backward()
+    called = Executor.__torch_function__
+
+    def note(self, func, *args):
+        seen.append(func)
+        return called(self, func, *args)
+
+    monkeypatch.setattr(Executor, "__torch_function__", note)
+    y = model(x)
+    assert (len(seen) > 12) == watched  # the model's ops; the loss is not among them
+    assert held(y, *model.parameters(), *model.buffers()) < planned(model)[1] / 3
 
 
 def test_attention_without_a_scale_is_an_op_of_its_own_whose_output_is_held_once():
