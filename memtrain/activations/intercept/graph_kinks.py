@@ -101,7 +101,7 @@ def keep_answers(forward: Graph, backward: Graph, kinks: dict[int, Kink]) -> Non
     """
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
     for node in calls(forward, torch.ops.memtrain.compress_saved.default):
-        key: Any = node.args[4]
+        key: Any = node.args[2]
         kink = kinks.get(-key[1])
         if kink is None:
             continue
@@ -109,9 +109,9 @@ def keep_answers(forward: Graph, backward: Graph, kinks: dict[int, Kink]) -> Non
         node.replace_input_with(other, kink.answer)
         erase_unread(forward, other)
         (bits,) = (inputs[part.name] for part in node.users)
-        form, value = _form(kink), kink.asked.meta["val"]
+        value = kink.asked.meta["val"]
         op = torch.ops.memtrain.decompress_saved.default
-        given = ([bits], form.compressor, [*value.shape], form.order, form.expanded, torch.bool)
+        given = ([bits], _form(kink), [*value.shape], torch.bool)
         with backward.inserting_before(kink.asked):
             again = backward.create_node("call_function", op, given)
         again.meta["val"] = value
@@ -119,7 +119,7 @@ def keep_answers(forward: Graph, backward: Graph, kinks: dict[int, Kink]) -> Non
         erase_unread(backward, kink.asked)
 
 
-def _form(kink: Kink) -> payload_ops.Form:
+def _form(kink: Kink) -> str:
     x = kink.asked.meta["val"]
     layout = layout_of(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
     return payload_ops.form_of(Mask(), layout, Mask.parts)

@@ -22,14 +22,14 @@ from memtrain.activations.intercept.graph_sites import nbytes_of
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.pack_hook import SIDE_RATIO
 
-Held = tuple[payload_ops.Form, Sequence[int]]
+Held = tuple[str, Sequence[int]]
 """How a recomputed tensor is held, and the key for its random bits."""
 
 NEAR = 1
 """Products at most between two readers for which a tensor is not idle: it is about to be read."""
 aten = torch.ops.aten
-_COMPRESS = torch.ops.memtrain.compress_saved.default
-_DECOMPRESS = torch.ops.memtrain.decompress_saved.default
+_COMPRESS = payload_ops.compress_op.default
+_DECOMPRESS = payload_ops.decompress_op.default
 
 
 def compress_recomputed(graph: Graph, choose: Callable[[Node, list[Node]], Held | None]) -> None:
@@ -120,9 +120,7 @@ class _Idle:
         held = choose(root, readers)
         if held is None:
             return False
-        form, key = held
-        args = (root, form.compressor, form.order, form.expanded, key)
-        op = self._node(root.next, f"{root.name}_held", _COMPRESS, args)
+        op = self._node(root.next, f"{root.name}_held", _COMPRESS, (root, *held))
         parts = [(op, number) for number in range(len(op.meta["val"]))]
         self.payloads[root] = [self._node(op.next, f"{op.name}_part", getitem, at) for at in parts]
         return True
@@ -140,9 +138,8 @@ class _Idle:
             args, kwargs = map_arg((args, kwargs), lambda one: inputs.get(one, one))
         elif target is not _DECOMPRESS:
             x, parts = node.meta["val"], self.payloads[node]
-            _, compressor, order, expanded, *_ = parts[0].all_input_nodes[0].args
-            target = _DECOMPRESS
-            args = (parts, compressor, [*x.shape], order, expanded, x.dtype)
+            _, form, _ = parts[0].all_input_nodes[0].args
+            target, args = _DECOMPRESS, (parts, form, [*x.shape], x.dtype)
         new = self._node(reader, f"{node.name}_again", target, args, kwargs)
         new.meta = {**node.meta, "val": new.meta["val"]}
         self.again[node] = new

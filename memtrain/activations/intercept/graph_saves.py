@@ -48,7 +48,7 @@ DERIVATIVE_BITS = 2
 class _Payload(NamedTuple):
     """The payload that a compressor makes of a tensor."""
 
-    form: payload_ops.Form
+    form: str
     nbytes: int
     parts: int
     """Tensors."""

@@ -4,7 +4,7 @@ A small tensor's kernel takes less time than the functions that lead to it, each
 the one before has asked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -59,7 +59,11 @@ class Bound(NamedTuple):
         packed, made_by = shared.packed, shared.compressor
         own = made_by is self.compressor or made_by == self.compressor
         if own and is_ordinary():
-            x = self.decompress(*packed.tensors.values())
-        else:
-            x = made_by.decompress(packed._replace(shape=self.stored))
+            return self.decompressed(packed.tensors.values())
+        x = made_by.decompress(packed._replace(shape=self.stored))
+        return x if self.inverse is None else x.permute(self.inverse)
+
+    def decompressed(self, parts: Iterable[Tensor]) -> Tensor:
+        """The tensor of the parts of a payload that `compress` made, while calls are ordinary."""
+        x = self.decompress(*parts)
         return x if self.inverse is None else x.permute(self.inverse)

@@ -8,54 +8,89 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.activations.saved.flatten import Layout, flatten, restore
+from memtrain.activations.saved.bound import Bound
+from memtrain.activations.saved.flatten import Layout, flatten, memory_of, restore
 from memtrain.compressors import Compressor, Key, Packed
-from memtrain.kernels.dispatch import register
+from memtrain.kernels.dispatch import is_ordinary, register
 
 
-class Form(NamedTuple):
-    """How graphs hold a saved tensor: what the two ops are given besides tensors."""
+class _Form(NamedTuple):
+    """How graphs hold a saved tensor."""
 
-    compressor: str
-    """Its text, which is its number in this process: see `form_of`."""
-    order: tuple[int, ...]
+    compressor: Compressor
+    names: tuple[str, ...]  # of the payload's tensors
+    order: tuple[int, ...]  # as in `flatten.Layout`; no strides: sizes may be symbolic
     expanded: tuple[bool, ...]
-    """As in `flatten.Layout`; strides are not kept, so that sizes may be symbolic."""
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        return Layout(tuple(shape), self.order, self.expanded)
+
+    def stored(self, shape: Sequence[int]) -> int:
+        """Elements of a shape without the dimensions that are stored once."""
+        numel = 1
+        for size, once in zip(shape, self.expanded, strict=True):
+            numel = numel if once else numel * size
+        return numel
 
 
-_COMPRESSORS: dict[str, tuple[Compressor, tuple[str, ...]]] = {}  # and the payload's names
-_COUNTERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_RUNS: "weakref.WeakKeyDictionary[Any, _Run]" = weakref.WeakKeyDictionary()
+_FORMS: dict[str, _Form] = {}
+_COUNTERS: dict[int, "_Counter"] = {}  # of objects that are alive
+_BOUND: dict[tuple[Any, ...], Bound | None] = {}  # by what the ops are given
+_UNKNOWN: Any = object()
+BOUND = 2**12
+"""Forms of tensors at most of which the ops remember the kernels."""
 _NUMBERS = count(1)
 
 
-class _Run(NamedTuple):
-    """One run of a graph that compresses."""
+class _Counter:
+    """An object whose `step` counts forwards, and the run of a graph that compresses."""
 
-    graph: int
-    step: int
-    """Of every key in it."""
-    places: set[int]
-    """Of the ops that have run."""
+    __slots__ = ("forwards", "graph", "places", "step")
+
+    def __init__(self, forwards: "weakref.ref[Any]") -> None:
+        self.forwards = forwards
+        self.graph = 0  # none
+        self.step = 0  # of every key in the run
+        self.places: set[int] = set()  # of the ops that have run
+
+    def step_of(self, graph: int, place: int) -> int:
+        """The count as it was when the graph's run began; whichever op runs first adds one to it.
+
+        A compiler orders the ops as it likes, and not always alike: none may be told by its order.
+        """
+        forwards = self.forwards()
+        if forwards is None:
+            return 0
+        goes_on = self.graph == graph and self.step + 1 == forwards.step
+        if not goes_on or place in self.places:
+            self.graph, self.step, self.places = graph, forwards.step, set()
+            forwards.step += 1
+        self.places.add(place)
+        return self.step
 
 
-def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> Form:
-    """Make a compressor known to the ops of this process.
+def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str:
+    """The text by which graphs know how they hold a saved tensor; the ops know what it stands for.
 
     Args:
-        compressor: A frozen value: graphs hold its text.
-        layout: Of the saved tensor.
+        compressor: A frozen value.
+        layout: Of the saved tensor; its shape does not count.
         names: Of its payload's tensors.
     """
-    _COMPRESSORS[repr(compressor)] = (compressor, tuple(names))
-    return Form(repr(compressor), layout.order, layout.expanded)
+    form = _Form(compressor, tuple(names), layout.order, layout.expanded)
+    once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
+    text = f"{compressor!r} of dimensions {[*layout.order]}, {once} of them expanded"
+    _FORMS[text] = form
+    return text
 
 
 def counter_of(forwards: Any) -> int:
     """The number by which graphs know an object whose `step` counts forwards; held weakly."""
-    known = next((number for number, one in _COUNTERS.items() if one is forwards), None)
-    number = next(_NUMBERS) if known is None else known
-    _COUNTERS[number] = forwards
+    known = [number for number, one in _COUNTERS.copy().items() if one.forwards() is forwards]
+    if known:
+        return known[0]
+    number = next(_NUMBERS)
+    _COUNTERS[number] = _Counter(weakref.ref(forwards, lambda _: _COUNTERS.pop(number, None)))
     return number
 
 
@@ -64,7 +99,7 @@ def graph_number() -> int:
     return next(_NUMBERS)
 
 
-def compress(x: Tensor, form: Form, key: Sequence[int]) -> list[Tensor]:
+def compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
     """The payload's tensors, as one op.
 
     Args:
@@ -74,114 +109,94 @@ def compress(x: Tensor, form: Form, key: Sequence[int]) -> list[Tensor]:
             equal graphs round differently from one forward to the next; then the number of the
             graph, and the op's own in it.
     """
-    return _compress_op(x, form.compressor, form.order, form.expanded, key)
+    return compress_op(x, form, key)
 
 
 def decompress(
-    parts: Sequence[Tensor], form: Form, shape: Sequence[Any], dtype: torch.dtype
+    parts: Sequence[Tensor], form: str, shape: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
     """The saved tensor again, as one op, dense in the memory order that it had."""
-    return _decompress_op(parts, form.compressor, shape, form.order, form.expanded, dtype)
+    return decompress_op(parts, form, shape, dtype)
 
 
-def _compress(
-    x: Tensor,
-    compressor: str,
-    order: Sequence[int],
-    expanded: Sequence[bool],
-    key: Sequence[int],
-) -> list[Tensor]:
+def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
     seed, site, number, graph, place = key
-    forwards = _COUNTERS.get(number)
-    step = 0 if forwards is None else _step(forwards, graph, place)
-    return _payload(x, compressor, order, expanded, Key(seed, site, step))
+    counter = _COUNTERS.get(number)
+    step = 0 if counter is None else counter.step_of(graph, place)
+    own = Key(seed, site, step)
+    if is_ordinary():
+        given = form, x.shape, x.stride(), x.dtype, x.device
+        bound = _BOUND.get(given, _UNKNOWN)
+        if bound is _UNKNOWN:
+            bound = _bind(given, x, _FORMS[form])
+        if bound is not None:
+            return [*bound.compress(x, own.bits())]
+    return _payload(x, form, own)
 
 
-def _step(forwards: Any, graph: int, place: int) -> int:
-    """The counter as it was when the graph's run began; whichever op runs first adds one to it.
-
-    A compiler orders the ops as it likes, and not always alike: none may be told by its order.
-    """
-    run = _RUNS.get(forwards)
-    goes_on = run is not None and (run.graph, run.step + 1) == (graph, forwards.step)
-    if run is None or not goes_on or place in run.places:
-        run = _RUNS[forwards] = _Run(graph, forwards.step, set())
-        forwards.step += 1
-    run.places.add(place)
-    return run.step
+def _bind(given: tuple[Any, ...], x: Tensor, form: _Form) -> Bound | None:
+    """Find the kernels for tensors like `x`, and remember them for ops that are given the same."""
+    if len(_BOUND) >= BOUND:  # shapes that vary would collect without end
+        _BOUND.clear()
+    bound = Bound.of(x, form.layout(x.shape), memory_of(x)[1], form.compressor)
+    _BOUND[given] = bound
+    return bound
 
 
-def _compress_fake(
-    x: Tensor,
-    compressor: str,
-    order: Sequence[int],
-    expanded: Sequence[bool],
-    key: Sequence[int],
-) -> list[Tensor]:
-    return _payload(x, compressor, order, expanded, Key())
+def _compress_fake(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
+    return _payload(x, form, Key())
 
 
-def _payload(
-    x: Tensor, compressor: str, order: Sequence[int], expanded: Sequence[bool], key: Key
-) -> list[Tensor]:
-    chosen, _ = _COMPRESSORS[compressor]
-    if not chosen.shaped:
-        x, _ = flatten(x, Layout(tuple(x.shape), tuple(order), tuple(expanded)))
-    return [*chosen.compress(x, key=key).tensors.values()]
+def _payload(x: Tensor, form: str, key: Key) -> list[Tensor]:
+    held = _FORMS[form]
+    if not held.compressor.shaped:
+        x, _ = flatten(x, held.layout(x.shape))
+    return [*held.compressor.compress(x, key=key).tensors.values()]
 
 
 def _decompress(
-    parts: Sequence[Tensor],
-    compressor: str,
-    shape: Sequence[int],
-    order: Sequence[int],
-    expanded: Sequence[bool],
-    dtype: torch.dtype,
+    parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    chosen, names = _COMPRESSORS[compressor]
-    tensors = dict(zip(names, parts, strict=True))
-    if chosen.shaped:
-        return chosen.decompress(Packed(tensors, torch.Size(shape), dtype))
-    numel = torch.Size([_stored(shape, expanded)])
-    flat = chosen.decompress(Packed(tensors, numel, dtype))
-    return restore(flat, Layout(tuple(shape), tuple(order), tuple(expanded)))
+    given = None
+    if is_ordinary():
+        given = form, tuple(shape), dtype, parts[0].device
+        bound = _BOUND.get(given)
+        if bound is not None:
+            return bound.decompressed(parts)
+    held = _FORMS[form]
+    tensors = dict(zip(held.names, parts, strict=True))
+    if held.compressor.shaped:
+        return held.compressor.decompress(Packed(tensors, torch.Size(shape), dtype))
+    numel = torch.Size([held.stored(shape)])
+    flat = held.compressor.decompress(Packed(tensors, numel, dtype))
+    x = restore(flat, held.layout(shape))
+    if given is not None and given not in _BOUND:
+        _bind(given, x, held)
+    return x
 
 
 def _decompress_fake(
-    parts: Sequence[Tensor],
-    compressor: str,
-    shape: Sequence[int],
-    order: Sequence[int],
-    expanded: Sequence[bool],
-    dtype: torch.dtype,
+    parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    if _COMPRESSORS[compressor][0].shaped:
-        return _decompress(parts, compressor, shape, order, expanded, dtype)
+    held = _FORMS[form]
+    if held.compressor.shaped:
+        return _decompress(parts, form, shape, dtype)
     # Not by the compressor: its `shape.numel()` would make one number of a symbolic size.
-    flat = parts[0].new_empty([_stored(shape, expanded)], dtype=dtype)
-    return restore(flat, Layout(tuple(shape), tuple(order), tuple(expanded)))
-
-
-def _stored(shape: Sequence[int], expanded: Sequence[bool]) -> int:
-    """Elements of a shape without the dimensions that are stored once."""
-    numel = 1
-    for size, once in zip(shape, expanded, strict=True):
-        numel = numel if once else numel * size
-    return numel
+    flat = parts[0].new_empty([held.stored(shape)], dtype=dtype)
+    return restore(flat, held.layout(shape))
 
 
 # Random bits depend on a counter of the host's: a CUDA graph would repeat those of its capture.
 _HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 
-_compress_op = register(
-    "compress_saved(Tensor x, str compressor, int[] order, bool[] expanded, int[] key) -> Tensor[]",
+compress_op = register(
+    "compress_saved(Tensor x, str form, int[] key) -> Tensor[]",
     _compress,
     _compress_fake,
     tags=_HOST,
 )
-_decompress_op = register(
-    "decompress_saved(Tensor[] parts, str compressor, SymInt[] shape, int[] order,"
-    " bool[] expanded, ScalarType dtype) -> Tensor",
+decompress_op = register(
+    "decompress_saved(Tensor[] parts, str form, SymInt[] shape, ScalarType dtype) -> Tensor",
     _decompress,
     _decompress_fake,
 )

@@ -290,14 +290,14 @@ def kernels_of(
         group_size: As for `group_quantize`.
         stochastic: As for `group_quantize`.
         wide: As for `group_quantize`.
-        shape: Of what `dequantize` returns.
+        shape: Of what `dequantize` returns: one dimension or more.
 
     Returns:
         quantize: `(tensor like x, seed)` -> codes and bounds.
         dequantize: `(codes, bounds)` -> the tensor, contiguous.
         nbytes: Of codes and bounds.
     """
-    if x.dtype not in _READ or not is_plain_cpu(x):
+    if x.dtype not in _READ or not is_plain_cpu(x) or not shape:
         return None
     _check(bits, group_size, x.dtype)
     name, kinds, rows = "mt_group_quantize", "pippiiiiii", ()
