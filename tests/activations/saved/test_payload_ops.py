@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.flatten import flatten
 from memtrain.compressors import Group
+from memtrain.kernels.dispatch import backend
 
 
 class Forwards(SimpleNamespace):
@@ -47,3 +49,35 @@ def test_a_run_that_broke_off_does_not_reach_into_the_next():
     found = codes(forwards, graph, [2, 0, 1])
     assert forwards.step == 8
     assert torch.equal(found, codes(Forwards(step=7), graph, [0, 1, 2]))
+
+
+VIEWS = {
+    "dense": lambda x: x,
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "third of a projection": lambda x: x.repeat(1, 1, 3)[..., 64:128].unflatten(2, (4, 16)),
+    "expanded": lambda x: x[:, :1].expand(-1, 9, -1),
+    "strided": lambda x: x[:, ::2],
+    "one number": lambda x: x[0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize(
+    "compressor", [Group(bits=2), Group(whole_rows=True), Group(bits=8, bounds="fp32")], ids=repr
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_kernels_that_are_remembered_make_what_the_compressor_makes(view, dtype, compressor):
+    x = VIEWS[view](torch.randn(2, 9, 64).to(dtype))
+    compressor = compressor.for_saved(x.shape)
+    form = payload_ops.form_of(compressor, flatten(x)[1], compressor.parts)
+    key = 3, 5, 0, 0, 0
+    with backend("reference"):
+        parts = payload_ops.compress(x, form, key)
+        expected = payload_ops.decompress(parts, form, x.shape, dtype)
+    for _ in range(3):  # the first finds the kernels
+        found = payload_ops.compress(x, form, key)
+        assert all(map(torch.equal, found, parts))
+        again = payload_ops.decompress(parts, form, x.shape, dtype)
+        assert torch.equal(again, expected)
+        assert again.stride() == expected.stride()
