@@ -24,8 +24,8 @@ from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import Timeline, replay
 from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
 from memtrain.audit.process_memory import resident_nbytes, restart_resident_peak
+from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.optim.states.first_step import inner_optimizer
-from memtrain.optim.wrappers.release import random_state, set_random_state
 
 
 def measure(

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
+from memtrain.optim.wrappers.buckets import follow_ddp
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
-from memtrain.optim.wrappers.release import ReleaseGradients, check_complex, follow_ddp
+from memtrain.optim.wrappers.release import ReleaseGradients, check_complex
 from memtrain.optim.wrappers.row_gradients import RowGradients
 from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
 from memtrain.optim.wrappers.wrapper import WeakRef

@@ -19,14 +19,9 @@ from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers.host_copies import HostCopies, copies_of, host_work
-from memtrain.optim.wrappers.release import (
-    ReleaseGradients,
-    Witness,
-    call_on_gradient,
-    refuse_changes,
-    refuse_scaler,
-)
+from memtrain.optim.wrappers.release import ReleaseGradients, call_on_gradient, refuse_scaler
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
+from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 
 IN_FLIGHT = 4

@@ -1,10 +1,9 @@
 """Gradient release: each weight is updated inside backward, as its gradient arrives."""
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,10 @@ from memtrain.optim.states.shards import local
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
+from memtrain.optim.wrappers.buckets import hook_buckets
 from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.row_gradients import RowGradients
+from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
@@ -211,7 +212,7 @@ class ReleaseGradients(OptimizerWrapper):
                 "hold all gradients anyway; accumulate in its no_sync(), with accumulate=1"
             )
         self.follows = True
-        _hook_buckets(self, ddp)
+        hook_buckets(self, ddp)
         held = set(ddp.parameters())
         self._bucketed |= {param for param in self.params() if param in held}
 
@@ -489,84 +490,11 @@ class ReleaseGradients(OptimizerWrapper):
             self._pass = ""
 
 
-class Witness(NamedTuple):
-    """A gradient that was applied, to be compared with the parameter's own at the step's end."""
-
-    param: Tensor
-    grad: Tensor
-    version: int | None = None  # None where it is a copy
-
-    def changed(self) -> bool:
-        """Whether the gradient is another one by now."""
-        now = self.param.grad
-        if now is None:
-            return False
-        if self.version is None:
-            return not torch.allclose(now.to(self.grad), self.grad, 0.0, 0.0, equal_nan=True)
-        return now is not self.grad or local(now)._version != self.version
-
-
-def refuse_changes(witness: Witness | None) -> None:
-    """Raise RuntimeError if the gradient that stayed shows that gradients were changed."""
-    if witness is not None and witness.changed():
-        raise RuntimeError(
-            "gradients were changed between backward and step() (clip_grad_norm_, "
-            "clip_grad_value_ or the like), but with gradients=release they had been applied "
-            "and freed by then, unchanged: set release.clip to value, parameter, previous or "
-            "two_pass and release.limit in the config, and leave that call out; or use "
-            "gradients=keep"
-        )
-
-
 def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
     """Tell the optimizer that a gradient is complete: a hook on each parameter."""
     optimizer = release()
     if optimizer is not None:
         optimizer.on_gradient(param)
-
-
-def follow_ddp(release: WeakRef[Any], module: Any, args: Any) -> None:
-    """Let updates follow DDP's all-reduce once the model is found in it: a forward pre-hook.
-
-    Args:
-        release: To a `ReleaseGradients`.
-        module: The model.
-        args: Of its forward.
-    """
-    optimizer = release()
-    if optimizer is None or optimizer.follows or not torch.distributed.is_available():
-        return
-    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    if ddp is not None:
-        optimizer.follow(ddp)
-
-
-def _hook_buckets(release: "ReleaseGradients", ddp: Any) -> None:
-    """Register a communication hook that updates after each bucket's all-reduce.
-
-    Args:
-        release: Is not kept alive.
-        ddp: A DistributedDataParallel without a communication hook.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    own = weakref.ref(release)
-
-    def update(bucket: Any, reduced: Any) -> Tensor:
-        buffer = reduced.value()[0] if isinstance(reduced.value(), list) else reduced.value()
-        release = own()
-        if release is not None:
-            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                release.on_reduced(param, grad)
-        return buffer
-
-    # DDP checks these annotations.
-    def reduce_then_update(
-        group: Any, bucket: torch.distributed.GradBucket
-    ) -> torch.futures.Future[Tensor]:
-        return allreduce_hook(group, bucket).then(lambda done: update(bucket, done))
-
-    ddp.register_comm_hook(None, reduce_then_update)
 
 
 def _check_options(

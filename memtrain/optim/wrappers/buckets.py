@@ -1,0 +1,52 @@
+"""Released gradients under DistributedDataParallel: updates follow each bucket's all-reduce."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memtrain.optim.wrappers.wrapper import WeakRef
+
+
+def follow_ddp(release: WeakRef[Any], module: Any, args: Any) -> None:
+    """Let updates follow DDP's all-reduce once the model is found in it: a forward pre-hook.
+
+    Args:
+        release: To a `ReleaseGradients`.
+        module: The model.
+        args: Of its forward.
+    """
+    optimizer = release()
+    if optimizer is None or optimizer.follows or not torch.distributed.is_available():
+        return
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if ddp is not None:
+        optimizer.follow(ddp)
+
+
+def hook_buckets(release: Any, ddp: Any) -> None:
+    """Register a communication hook that updates after each bucket's all-reduce.
+
+    Args:
+        release: A `ReleaseGradients`; it is not kept alive.
+        ddp: A DistributedDataParallel without a communication hook.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    own = WeakRef(release)
+
+    def update(bucket: Any, reduced: Any) -> Tensor:
+        buffer = reduced.value()[0] if isinstance(reduced.value(), list) else reduced.value()
+        release = own()
+        if release is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                release.on_reduced(param, grad)
+        return buffer
+
+    # DDP checks these annotations.
+    def reduce_then_update(
+        group: Any, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        return allreduce_hook(group, bucket).then(lambda done: update(bucket, done))
+
+    ddp.register_comm_hook(None, reduce_then_update)
