@@ -99,7 +99,7 @@ def test_twin_equals_reference(name, bits, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_instruction_set_equals_the_reference(level, dtype, bits):
-    for size in (128, 256, 384, 8, 24, 64, 80, 96, 136):
+    for size in (128, 256, 384, 8, 24, 32, 40, 64, 80, 96, 136):
         x = (torch.randn(9 * size + 5) * 3).to(dtype)
         x[size + 3], x[3 * size], x[5 * size : 6 * size] = torch.nan, torch.inf, -0.0
         x[6 * size : 7 * size] *= 5e-40  # subnormal
@@ -118,6 +118,22 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
                     cpu.call("mt_limit_isa", 2)
             for reference, kernel in zip(*results, strict=True):
                 assert equal(reference, kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+def test_short_groups_side_by_side_equal_the_reference(dtype, bits):
+    # A register holds the slices of four groups of 32, of three of 40, of two of 64; a block is of
+    # sixteen groups, the last one of seven, and the last group is not whole.
+    for size in (8, 16, 32, 40, 48, 64):
+        x = (torch.randn(39 * size + 3) * 3).to(dtype)
+        x[2 * size + 1], x[17 * size], x[33 * size : 34 * size] = torch.nan, -torch.inf, 1.0
+        for stochastic in (True, False):
+            results = []
+            for name in ("reference", "cpu"):
+                with backend(name):
+                    results.append(group.group_quantize(x, bits, size, SEED, stochastic))
+            assert all(equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

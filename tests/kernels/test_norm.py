@@ -16,7 +16,15 @@ FORMS = {
     "llama": {"centred": False, "narrow": True},
 }
 every_form = pytest.mark.parametrize("form", FORMS)
-SIZES = [(5, 768, 256), (1, 8, 8), (7, 24, 8), (3, 520, 104), (2, 4096, 256), (0, 256, 256)]
+SIZES = [
+    (5, 768, 256),
+    (1, 8, 8),
+    (7, 24, 8),
+    (3, 520, 104),
+    (5, 200, 40),
+    (2, 4096, 256),
+    (0, 256, 256),
+]
 
 
 def example(rows, size, dtype, offset=3.0):

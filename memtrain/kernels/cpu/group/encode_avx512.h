@@ -12,15 +12,18 @@
 namespace memtrain::avx512 {
 namespace {
 
-// -- what the dtypes differ in: thirty-two positions as two registers, or some of sixteen as one --
+// -- what the dtypes differ in: thirty-two positions as two registers, or sixteen as one ----------
 
 struct Floats {
   using T = float;
+  using Sixteen = __m512;  // as they lie in memory
   static constexpr bool kInterleaved = false;
-  MT_INLINE void load(const T* x, __mmask16 some, __m512 (&to)[1]) {
-    to[0] = _mm512_maskz_loadu_ps(some, x);
+  MT_INLINE Sixteen none() { return _mm512_setzero_ps(); }
+  MT_INLINE Sixteen load(Sixteen others, __mmask16 some, const T* x) {
+    return _mm512_mask_loadu_ps(others, some, x);
   }
-  MT_INLINE void load(const T* x, __mmask16, __m512 (&to)[2]) {
+  MT_INLINE __m512 widened(Sixteen x) { return x; }
+  MT_INLINE void load(const T* x, __m512 (&to)[2]) {
     to[0] = _mm512_loadu_ps(x), to[1] = _mm512_loadu_ps(x + 16);
   }
   MT_INLINE __m512 half_less(__m512 x, __m512 base) {
@@ -30,13 +33,17 @@ struct Floats {
 
 struct Bfloats {
   using T = uint16_t;
+  using Sixteen = __m256i;
   static constexpr bool kInterleaved = true;
-  MT_INLINE void load(const T* x, __mmask16 some, __m512 (&to)[1]) {
-    const __m256i half = _mm256_maskz_loadu_epi16(some, x);
-    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  MT_INLINE Sixteen none() { return _mm256_setzero_si256(); }
+  MT_INLINE Sixteen load(Sixteen others, __mmask16 some, const T* x) {
+    return _mm256_mask_loadu_epi16(others, some, x);
+  }
+  MT_INLINE __m512 widened(Sixteen x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
   }
   // The even ones and the odd: a shift and a mask widen them.
-  MT_INLINE void load(const T* x, __mmask16, __m512 (&to)[2]) {
+  MT_INLINE void load(const T* x, __m512 (&to)[2]) {
     const __m512i both = _mm512_loadu_si512(x);
     to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-0x10000)));
@@ -47,17 +54,57 @@ struct Bfloats {
   }
 };
 
-// The lowest bytes of all lanes of two registers that F filled, or of some of one.
-template <typename F, int N>
-MT_INLINE void store_bytes(uint8_t* to, __mmask16 some, const __m512i (&codes)[N]) {
-  if (N == 1) {
-    _mm_mask_storeu_epi8(to, some, _mm512_cvtepi32_epi8(codes[0]));
-  } else if (F::kInterleaved) {
+// What the lanes of a register have: positions of one group's slice, the first few or all ...
+struct Run {
+  __mmask16 some;
+};
+
+// ... or all positions, few, of the same slice of P groups, one group after the other.
+template <int P>
+struct Runs {
+  __mmask16 of[P];         // each group's lanes; none of one that is not there
+  int64_t numbers, bytes;  // from one group to the next, less the lanes between them
+};
+
+template <typename F>
+MT_INLINE void load(const typename F::T* x, const Run& run, __m512 (&to)[1]) {
+  to[0] = F::widened(F::load(F::none(), run.some, x));
+}
+
+template <typename F>
+MT_INLINE void load(const typename F::T* x, const Run&, __m512 (&to)[2]) {
+  F::load(x, to);
+}
+
+template <typename F, int P>
+MT_INLINE void load(const typename F::T* x, const Runs<P>& runs, __m512 (&to)[1]) {
+  auto found = F::none();
+#pragma GCC unroll 4
+  for (int k = 0; k < P; ++k) found = F::load(found, runs.of[k], x + k * runs.numbers);
+  to[0] = F::widened(found);
+}
+
+// The lowest bytes of the lanes of one register, or of all lanes of two that F filled.
+template <typename F>
+MT_INLINE void store_bytes(uint8_t* to, const Run& run, const __m512i (&codes)[1]) {
+  _mm_mask_storeu_epi8(to, run.some, _mm512_cvtepi32_epi8(codes[0]));
+}
+
+template <typename F, int P>
+MT_INLINE void store_bytes(uint8_t* to, const Runs<P>& runs, const __m512i (&codes)[1]) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(codes[0]);
+#pragma GCC unroll 4
+  for (int k = 0; k < P; ++k) _mm_mask_storeu_epi8(to + k * runs.bytes, runs.of[k], bytes);
+}
+
+template <typename F>
+MT_INLINE void store_bytes(uint8_t* to, const Run&, const __m512i (&codes)[2]) {
+  if (F::kInterleaved) {
     const __m512i low = _mm512_set1_epi32(0xFF), odd = _mm512_slli_epi32(codes[1], 8);
     const __m512i both = _mm512_ternarylogic_epi32(low, codes[0], odd, 0xCA);  // a ? b : c
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(both));
   } else {
-    for (int i = 0; i < N; ++i)
+    for (int i = 0; i < 2; ++i)
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * i), _mm512_cvtepi32_epi8(codes[i]));
   }
 }
@@ -108,6 +155,23 @@ MT_INLINE void set_group(Group& group, float base, float inverse, const Places& 
                    _mm512_mul_ps(_mm512_loadu_ps(p.power), _mm512_set1_ps(inverse)));
 }
 
+MT_INLINE __m512 base_of(const Group& group) { return _mm512_set1_ps(group.base); }
+
+MT_INLINE __m512 inverse_of(const Group& group, const Places&, int place) {
+  return _mm512_set1_ps(group.inverse[place]);
+}
+
+// The same of the groups of `Runs`, lane by lane.
+struct Lanes {
+  __m512 base, inverse;
+};
+
+MT_INLINE __m512 base_of(const Lanes& lanes) { return lanes.base; }
+
+MT_INLINE __m512 inverse_of(const Lanes& lanes, const Places& p, int place) {
+  return _mm512_mul_ps(_mm512_set1_ps(p.power[place]), lanes.inverse);
+}
+
 // (draw + 0.5) / 2**16 at a place, exactly.
 template <bool kUpper>
 MT_INLINE __m512 uniform(__m512i word, const Places& p, int place) {
@@ -120,25 +184,26 @@ MT_INLINE __m512 uniform(__m512i word, const Places& p, int place) {
 
 // How sixteen numbers are encoded. Where all of a group's are `kInside` its bounds, a code of up to
 // 4 bits needs no limits: it is below 2**bits by more than the roundings.
-template <typename F, bool kStochastic, bool kInside, bool kUpper>
-MT_INLINE __m512i encode(__m512 x, __m512i draws, const Group& group, const Places& p, int place) {
+template <typename F, bool kStochastic, bool kInside, bool kUpper, typename G>
+MT_INLINE __m512i encode(__m512 x, __m512i draws, const G& group, const Places& p, int place) {
   const __m512 u = kStochastic ? uniform<kUpper>(draws, p, place) : _mm512_set1_ps(p.half[place]);
-  const __m512 above = F::half_less(x, _mm512_set1_ps(group.base));
-  __m512 t = _mm512_add_ps(_mm512_mul_ps(above, _mm512_set1_ps(group.inverse[place])), u);
+  const __m512 above = F::half_less(x, base_of(group));
+  __m512 t = _mm512_add_ps(_mm512_mul_ps(above, inverse_of(group, p, place)), u);
   if (!kInside)
     t = _mm512_max_ps(_mm512_min_ps(t, _mm512_set1_ps(p.most[place])), _mm512_setzero_ps());
   return _mm512_cvttps_epi32(t);
 }
 
-// 16 * N positions of slice S of a group (if these are 16, `some` of them), and of the slices after
-// it, which share their counters. Adds the codes to `word`; a lane of the packed words is one slice or more.
-template <int kBits, typename F, bool kStochastic, bool kInside, int N, bool kShared, int S = 0>
+// 16 * N positions of slice S of a group, or of `Runs` of groups, and of the slices after it, which
+// share their counters. Adds the codes to `word`; a lane of the packed words is one slice or more.
+template <int kBits, typename F, bool kStochastic, bool kInside, int N, bool kShared, int S = 0,
+          typename G, typename R>
 MT_INLINE void encode_slices(const typename F::T* x, int64_t slice, const __m512i (*draws)[4],
-                             const Group& group, const Places& p, __mmask16 some,
-                             int64_t ahead, __m512i (*word)[N]) {
+                             const G& group, const Places& p, const R& run, int64_t ahead,
+                             __m512i (*word)[N]) {
   constexpr int kSlices = 8 / lanes_of(kBits), kLane = S / kSlices;
   __m512 number[N];
-  F::load(x, some, number);
+  load<F>(x, run, number);
   for (size_t line = 0; line < sizeof(number) / 4 * sizeof(*x); line += 64)
     _mm_prefetch(reinterpret_cast<const char*>(x + ahead) + line, _MM_HINT_T1);
 #pragma GCC unroll 2
@@ -153,19 +218,19 @@ MT_INLINE void encode_slices(const typename F::T* x, int64_t slice, const __m512
   }
   if constexpr (S < 7)
     encode_slices<kBits, F, kStochastic, kInside, N, kShared, S + 1>(x + slice, slice, draws, group,
-                                                                     p, some, ahead, word);
+                                                                     p, run, ahead, word);
 }
 
-template <int kBits, typename F, bool kStochastic, bool kInside, int N>
+template <int kBits, typename F, bool kStochastic, bool kInside, int N, typename G, typename R>
 MT_INLINE void encode_positions(const typename F::T* x, uint8_t* out, int64_t size,
-                                const __m512i (*draws)[4], const Group& group, const Places& p,
-                                __mmask16 some, int64_t ahead) {
+                                const __m512i (*draws)[4], const G& group, const Places& p,
+                                const R& run, int64_t ahead) {
   constexpr int kLanes = lanes_of(kBits), kSlices = 8 / kLanes, kBytes = kLanes * kBits / 8;
   static_assert(kLanes * kBits <= 32, "a word has 32 bits");
   constexpr bool kShared = F::kInterleaved && N == 2 && kBytes == 1;  // one word of both registers
   const int64_t slice = size / 8, width = size / kLanes;
   __m512i word[kSlices][N];
-  encode_slices<kBits, F, kStochastic, kInside, N, kShared>(x, slice, draws, group, p, some, ahead,
+  encode_slices<kBits, F, kStochastic, kInside, N, kShared>(x, slice, draws, group, p, run, ahead,
                                                             word);
 #pragma GCC unroll 8
   for (int h = 0; h < kSlices; ++h)
@@ -178,7 +243,7 @@ MT_INLINE void encode_positions(const typename F::T* x, uint8_t* out, int64_t si
       } else {
         __m512i bytes[N];
         for (int i = 0; i < N; ++i) bytes[i] = _mm512_srli_epi32(word[h][i], 8 * b);
-        store_bytes<F>(to, some, bytes);
+        store_bytes<F>(to, run, bytes);
       }
     }
 }
@@ -208,7 +273,7 @@ template <int kBits, typename F, bool kStochastic, bool kInside, int N>
 MT_INLINE void encode_pair(const Block<F>& b, int64_t k, int64_t c, const Places& p,
                            const Encoding& e) {
   const int64_t slice = b.size / 8, number = b.first + k;
-  const auto some = static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<uint32_t>(slice - c)));
+  const Run run{static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<uint32_t>(slice - c)))};
   __m512i draws[N][4];
   if (kStochastic)
     draw_positions<F, N>(static_cast<uint32_t>(number / 2 * slice + c), e.keys, draws);
@@ -221,8 +286,41 @@ MT_INLINE void encode_pair(const Block<F>& b, int64_t k, int64_t c, const Places
     const auto* x = b.x + k * b.size + c;
     uint8_t* out = b.out + k * slice * kBits + c;
     encode_positions<kBits, F, kStochastic, kInside, N>(x, out, b.size, draws, b.group[k], p,
-                                                        some, e.ahead);
+                                                        run, e.ahead);
   }
+}
+
+// P pairs of groups of short slices: `k`, whose number is even, is the first of them. A pair's draws
+// follow those of the pair before.
+template <int kBits, typename F, bool kStochastic, int P>
+MT_INLINE void encode_pairs(const Block<F>& b, int64_t k, const Places& p, const Encoding& e) {
+  const int64_t slice = b.size / 8, bytes = slice * kBits;
+  __m512i draws[1][4];
+  if (kStochastic) draw<1>(static_cast<uint32_t>((b.first + k) / 2 * slice), e.keys, draws);
+  for (int odd = 0; odd < 2; ++odd, ++k) {
+    if (kStochastic && odd)
+      for (auto& words : draws[0]) words = _mm512_ror_epi32(words, 8);
+    Runs<P> runs{{}, 2 * b.size - slice, 2 * bytes - slice};
+    Lanes lanes{_mm512_setzero_ps(), _mm512_setzero_ps()};
+#pragma GCC unroll 4
+    for (int j = 0; j < P; ++j) {
+      const Group& group = b.group[std::min<int64_t>(k + 2 * j, b.count - 1)];
+      const uint32_t own = k + 2 * j < b.count ? ((1u << slice) - 1) << j * slice : 0;
+      runs.of[j] = static_cast<__mmask16>(own);
+      lanes.base = _mm512_mask_mov_ps(lanes.base, runs.of[j], base_of(group));
+      lanes.inverse = _mm512_mask_mov_ps(lanes.inverse, runs.of[j], inverse_of(group, p, 0));
+    }
+    encode_positions<kBits, F, kStochastic, false, 1>(b.x + k * b.size, b.out + k * bytes, b.size,
+                                                      draws, lanes, p, runs, e.ahead);
+  }
+}
+
+// As `encode_block` of groups whose slices fit a register P times.
+template <int kBits, typename F, bool kStochastic, int P>
+__attribute__((noinline)) void encode_short(const Block<F>& b, const Places& p, const Encoding& e) {
+  int64_t k = b.first % 2;
+  if (k) encode_pair<kBits, F, kStochastic, false, 1>(b, 0, 0, p, e);
+  for (; k < b.count; k += 2 * P) encode_pairs<kBits, F, kStochastic, P>(b, k, p, e);
 }
 
 template <int kBits, typename F, bool kStochastic, bool kInside>
@@ -244,6 +342,7 @@ template <int kBits, typename F, bool kStochastic>
 void encode_groups(const typename F::T* x, uint8_t* out, void* bounds, bool wide, int64_t size,
                    int64_t begin, int64_t end, Encoding e) {
   const int64_t bytes = size / 8 * kBits, width = wide ? 8 : 4;
+  const int64_t fit = 128 / size;  // groups whose slices a register has room for
   Places places = places_of(kBits);
   asm("" : "+m"(places));  // for all that GCC knows, other numbers now
   // What is encoded is still in the nearest cache.
@@ -262,6 +361,12 @@ void encode_groups(const typename F::T* x, uint8_t* out, void* bounds, bool wide
     const uint32_t all = (1u << count) - 1;
     if (kLimitless && size % 256 == 0 && (s.inside & all) == all)
       encode_block<kBits, F, kStochastic, kLimitless>(block, places, e);
+    else if (fit >= 4)
+      encode_short<kBits, F, kStochastic, 4>(block, places, e);
+    else if (fit == 3)
+      encode_short<kBits, F, kStochastic, 3>(block, places, e);
+    else if (fit == 2)
+      encode_short<kBits, F, kStochastic, 2>(block, places, e);
     else
       encode_block<kBits, F, kStochastic, false>(block, places, e);
     for (int k = 0; k < count; ++k)

@@ -43,11 +43,12 @@ MT_INLINE __m512 reduce_each(const __m512* v) {
   return Op::of(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
 }
 
-// A group's minima and maxima, and whether all its numbers are finite. Four runs side by side hide
-// each other's waits.
+// A group's minima and maxima, and whether all its numbers are finite. Runs side by side hide each
+// other's waits.
+template <int N>
 MT_INLINE bool lanes_min_max(const float* x, int64_t size, __m512& lo, __m512& hi) {
-  __m512 los[4], his[4], zero[4];  // x * 0 is NaN where x is Inf or NaN
-  for (int k = 0; k < 4; ++k) {
+  __m512 los[N], his[N], zero[N];  // x * 0 is NaN where x is Inf or NaN
+  for (int k = 0; k < N; ++k) {
     los[k] = his[k] = _mm512_set1_ps(x[0]);
     zero[k] = _mm512_setzero_ps();
   }
@@ -57,32 +58,41 @@ MT_INLINE bool lanes_min_max(const float* x, int64_t size, __m512& lo, __m512& h
     zero[k] = _mm512_fmadd_ps(v, _mm512_setzero_ps(), zero[k]);
   };
   int64_t i = 0;
-  for (; i + 64 <= size; i += 64)
+  for (; i + 16 * N <= size; i += 16 * N)
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) take(k, _mm512_loadu_ps(x + i + 16 * k));
+    for (int k = 0; k < N; ++k) take(k, _mm512_loadu_ps(x + i + 16 * k));
   for (; i < size; i += 16) {
     const auto some = static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<uint32_t>(size - i)));
     take(0, _mm512_mask_loadu_ps(los[0], some, x + i));
   }
-  lo = _mm512_min_ps(_mm512_min_ps(los[0], los[1]), _mm512_min_ps(los[2], los[3]));
-  hi = _mm512_max_ps(_mm512_max_ps(his[0], his[1]), _mm512_max_ps(his[2], his[3]));
-  const __m512 sum =
-      _mm512_add_ps(_mm512_add_ps(zero[0], zero[1]), _mm512_add_ps(zero[2], zero[3]));
-  return _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) == 0;
+  for (int together = N / 2; together; together /= 2)
+#pragma GCC unroll 2
+    for (int k = 0; k < together; ++k) {
+      los[k] = _mm512_min_ps(los[k], los[k + together]);
+      his[k] = _mm512_max_ps(his[k], his[k + together]);
+      zero[k] = _mm512_add_ps(zero[k], zero[k + together]);
+    }
+  lo = los[0], hi = his[0];
+  return _mm512_cmp_ps_mask(zero[0], zero[0], _CMP_UNORD_Q) == 0;
 }
 
-MT_INLINE MinMax min_max_of(const float* x, int64_t size, int count) {
+template <int N>
+MT_INLINE MinMax min_max_in_runs(const float* x, int64_t size, int count) {
   __m512 los[kTogether], his[kTogether];
   MinMax found;
   found.finite = 0;
   for (int g = 0; g < kTogether; ++g)
     if (g < count)
       found.finite |=
-          static_cast<__mmask16>(lanes_min_max(x + g * size, size, los[g], his[g]) << g);
+          static_cast<__mmask16>(lanes_min_max<N>(x + g * size, size, los[g], his[g]) << g);
     else
       los[g] = his[g] = _mm512_setzero_ps();
   found.lo = reduce_each<Smaller>(los), found.hi = reduce_each<Larger>(his);
   return found;
+}
+
+MT_INLINE MinMax min_max_of(const float* x, int64_t size, int count) {
+  return size < 64 ? min_max_in_runs<1>(x, size, count) : min_max_in_runs<4>(x, size, count);
 }
 
 // Sixteen-bit integers in the order of the bfloat16s with these bits, and back.
