@@ -58,9 +58,10 @@ class Bound(NamedTuple):
         """The tensor of a payload of the same elements, in this shape and memory order."""
         packed, made_by = shared.packed, shared.compressor
         own = made_by is self.compressor or made_by == self.compressor
-        if own and is_ordinary():
-            return self.decompressed(packed.tensors.values())
-        x = made_by.decompress(packed._replace(shape=self.stored))
+        if own and is_ordinary():  # as `decompressed`, without a call more
+            x = self.decompress(*packed.tensors.values())
+        else:
+            x = made_by.decompress(packed._replace(shape=self.stored))
         return x if self.inverse is None else x.permute(self.inverse)
 
     def decompressed(self, parts: Iterable[Tensor]) -> Tensor:
