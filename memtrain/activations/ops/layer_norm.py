@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, is_autocast_enabled
 
 from memtrain.activations.ops.autograd import (
+    Payload,
     autograd_function,
+    decompress,
     save_compressed,
     save_payloads,
-    saved_compressed,
     saved_payloads,
 )
 from memtrain.activations.ops.batch_norm import save_codes, standard
@@ -196,17 +197,18 @@ _NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Elsewhere no kernel serves; a call to ask would cost more than the question.
     on_cuda = grad.is_cuda or dispatch.simulated_device == "cuda"
-    if on_cuda or dispatch.forced:
-        found = _fused_backward(ctx, grad, centred=True)
-        if found is not None:
-            return found
     if ctx.bound is not None and is_ordinary():
         codes, bounds, rstd, weight, bias = ctx.saved_tensors
         x_hat = ctx.bound(codes, bounds)
     else:
-        x_hat, (rstd, weight, bias) = saved_compressed(ctx)
+        saved = saved_payloads(ctx)  # once: what ran again for this backward gives it once
+        if on_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
+            found = _fused_backward(ctx, grad, saved, centred=True)
+            if found is not None:
+                return found
+        (payload,), (rstd, weight, bias) = saved
+        x_hat = decompress(payload, ctx.compressor)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
     mixed = on_cuda or (like is not None and like.dtype != x_hat.dtype)
@@ -267,11 +269,13 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    saved = saved_payloads(ctx)
     if grad.is_cuda or dispatch.simulated_device == "cuda" or dispatch.forced:
-        found = _fused_backward(ctx, grad, centred=False)
+        found = _fused_backward(ctx, grad, saved, centred=False)
         if found is not None:
             return found[:2]
-    x_hat, (rstd, weight) = saved_compressed(ctx)
+    (payload,), (rstd, weight) = saved
+    x_hat = decompress(payload, ctx.compressor)
     dtype, grad, x_hat = x_hat.dtype, _wide(grad), _wide(x_hat)
     dx = dw = None
     if weight is not None and ctx.needs_input_grad[1]:
@@ -361,9 +365,11 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     return y
 
 
-def _fused_backward(ctx: Any, dy: Tensor, *, centred: bool) -> tuple[Tensor | None, ...] | None:
+def _fused_backward(
+    ctx: Any, dy: Tensor, saved: tuple[list[Payload], list[Any]], *, centred: bool
+) -> tuple[Tensor | None, ...] | None:
     """The gradients of input, weight and bias in one pass; None where no kernel serves."""
-    ((packed, layout),), (rstd, weight, *bias) = saved_payloads(ctx)
+    ((packed, layout),), (rstd, weight, *bias) = saved
     codes = ctx.compressor.group_codes(Key())
     size = dy.numel() // max(1, rstd.numel())
     if codes is None or not norm.fits_backward(dy, size, codes.group_size):

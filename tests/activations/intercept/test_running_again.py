@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
 from memtrain.config.sources import ActivationRule, Activations, Config
+from memtrain.kernels.dispatch import backend
 
 LOSSY = [
     ActivationRule(op="gelu", compressor={"name": "derivative"}),
@@ -126,6 +128,23 @@ def test_the_exact_twin_is_plain_training(patterns, rules):
     for _ in range(2):
         assert same(gradients(model, passes=2), gradients(plain, passes=2))
     assert same(model.buffers(), plain.buffers())
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_no_whole_groups_ask_once_for_what_they_saved(norm):
+    """As on CUDA, where a kernel is tried for the backward that serves whole groups only."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(50, 50), norm(50)), nn.Linear(50, 50))
+    model, x, cfg = copy.deepcopy(plain), torch.randn(256, 50), config(["0"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    predicted = predict(model, optimizer, x, cfg, StepOptions(device="cuda"))
+    assert predicted.peak.phase == "backward"
+    memtrain.wrap(model, optimizer, cfg)
+    with backend("reference"):
+        model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    ours, exact = ([p.grad for p in one.parameters()] for one in (model, plain))
+    assert 0.98 < cosine(ours, exact) < 1
 
 
 def test_the_value_is_exact_and_evaluation_is_as_it_was():
