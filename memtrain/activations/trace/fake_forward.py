@@ -23,6 +23,7 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
+from memtrain.activations.trace.fake_results import RealResults
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
 from memtrain.activations.trace.repeats import (
     RepeatedBlocks,
@@ -33,7 +34,6 @@ from memtrain.activations.trace.repeats import (
     shortened,
     unlike,
 )
-from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 from memtrain.compressors import Compressor, Keep
 from memtrain.kernels.dispatch import simulating
@@ -133,7 +133,7 @@ def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
     )
     args, kwargs = call_arguments(batch)
     one_row = one_sequence_per_row(kwargs)
-    with _fake_mode(model) as fake, RnnWorkspaces(), simulating(), torch.enable_grad(), one_row:
+    with _fake_mode(model) as fake, RealResults(), simulating(), torch.enable_grad(), one_row:
         state = {
             name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
             for name, x in (*model.named_parameters(), *model.named_buffers())

@@ -1,48 +1,9 @@
 """Workspace that oneDNN's LSTM keeps for its backward, of which fake tensors know nothing."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 GATES = 4  # of an LSTM's cell
 _PAGE, _LINE, _ALIAS = 4096, 64, 1024
-
-
-class RnnWorkspaces(TorchDispatchMode):
-    """Gives the fake result of `aten.mkldnn_rnn_layer` a workspace of its real size.
-
-    torch runs each layer and direction of an `nn.LSTM` on the CPU by it, in float32; what other
-    dtypes and other cells save are tensors of torch's own, of right sizes.
-
-    Example:
-        >>> from torch._subclasses import FakeTensorMode
-        >>> with FakeTensorMode(), RnnWorkspaces():
-        ...     lstm = torch.nn.LSTM(16, 16)
-        ...     y, _ = lstm(torch.zeros(4, 4, 16))
-        >>> sum(t.nbytes for t in y.grad_fn._raw_saved_workspace) if False else y.shape
-        torch.Size([4, 4, 16])
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op."""
-        return with_workspace(func, args, func(*args, **(kwargs or {})))
-
-
-def with_workspace(func: Any, args: Any, result: Any) -> Any:
-    """Give an op's fake result, where it is `aten.mkldnn_rnn_layer`'s, a workspace of its size.
-
-    Args:
-        func: The op, as a dispatch mode is given it.
-        args: Its arguments.
-        result: What it returned.
-    """
-    if func is not LAYER:
-        return result
-    output, hidden, cell, workspace = result
-    return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
 
 
 def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
@@ -61,6 +22,7 @@ def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
         Bytes.
 
     Example:
+        >>> import torch
         >>> rnn_workspace_nbytes(torch.empty(4, 4, 64), torch.empty(64, 16))
         53248
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept.compiler_internals import run_untraced
 from memtrain.activations.trace.compiled_parts import running_node
-from memtrain.activations.trace.rnn_workspace import with_workspace
+from memtrain.activations.trace.fake_results import as_real
 from memtrain.audit.live_storages import storages
 from memtrain.audit.peak.timeline import (
     NO_STORAGE,
@@ -105,7 +105,7 @@ class StorageRecorder(TorchDispatchMode):
             return 0.5 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
         if self._fake:
-            result = with_workspace(func, args, result)
+            result = as_real(func, args, result)
         made = list(storages(tree_leaves(result)))
         if any(storage._cdata not in self._numbers for storage in made):
             made = self._without_older(made, func, (args, kwargs))

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import memtrain.kernels
-from memtrain.activations.trace.rnn_workspace import RnnWorkspaces
+from memtrain.activations.trace.fake_results import RealResults
 from memtrain.audit.peak import held_inside, predict
 
 tracker = pytest.importorskip("benchmarks.tracker")
@@ -237,5 +237,5 @@ def test_the_workspace_of_an_lstm_has_its_real_size(sizes):
         return lstm(x)[0].grad_fn._saved_result3.nbytes
 
     real = workspace()
-    with FakeTensorMode(), RnnWorkspaces():
+    with FakeTensorMode(), RealResults():
         assert workspace() == real > 0

@@ -1,0 +1,68 @@
+"""Results of ops on fake tensors as they are on real ones, where torch's fake forms differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtrain.activations.trace.rnn_workspace import rnn_workspace_nbytes
+from memtrain.kernels.dispatch import is_for_cuda
+
+_HALVES = (torch.float16, torch.bfloat16)
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_GROUP_NORM = torch.ops.aten.native_group_norm.default
+# Norm -> where among its arguments its parameters and running statistics are.
+_NORMS = {
+    torch.ops.aten.native_batch_norm.default: slice(1, 5),
+    torch.ops.aten.native_layer_norm.default: slice(2, 4),
+    _GROUP_NORM: slice(1, 3),
+}
+
+
+class RealResults(TorchDispatchMode):
+    """Gives fake results the sizes and dtypes that they have on real tensors: see `as_real`.
+
+    Example:
+        >>> from torch._subclasses import FakeTensorMode
+        >>> with FakeTensorMode(), RealResults():
+        ...     x, weight = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(8)
+        ...     _, mean, _ = torch.native_layer_norm(x, [8], weight, None, 1e-5)
+        >>> mean.dtype
+        torch.float32
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op."""
+        return as_real(func, args, func(*args, **(kwargs or {})))
+
+
+def as_real(func: Any, args: Any, result: Any) -> Any:
+    """An op's fake result, mended where torch's fake form differs from its kernels.
+
+    oneDNN's LSTM keeps a workspace for its backward, of no bytes in the fake form (torch runs each
+    layer and direction of an `nn.LSTM` on the CPU by it, in float32). A norm of 16-bit numbers
+    whose parameters are in float32 has statistics in float32, in the fake form in 16 bits; on CUDA
+    batch and layer norms have whatever their parameters are.
+
+    Args:
+        func: The op, as a dispatch mode is given it.
+        args: Its arguments.
+        result: What it returned.
+    """
+    if func is _LSTM:
+        output, hidden, cell, workspace = result
+        return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
+    if func in _NORMS and args[0].dtype in _HALVES:
+        wide = is_for_cuda(args[0]) and func is not _GROUP_NORM
+        if wide or _is_mixed(args[0], args[_NORMS[func]]):
+            y, *statistics = result
+            return y, *(t.new_empty(t.shape, dtype=torch.float32) for t in statistics)
+    return result
+
+
+def _is_mixed(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+    """As torch's `is_mixed_type`: whether the first of the parameters has another dtype."""
+    first = next((p for p in parameters if p is not None), x)
+    return first.dtype != x.dtype

@@ -1,0 +1,66 @@
+"""Fake results of ops, as real ones are."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from memtrain.activations.trace.fake_results import RealResults
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
+from memtrain.audit.peak.training_step import StepOptions
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def batch(x, weight, running):
+    mean = None if running is None else torch.zeros(8, dtype=running)
+    var = None if running is None else torch.ones(8, dtype=running)
+    return torch.native_batch_norm(x, weight, weight, mean, var, True, 0.1, 1e-5)
+
+
+def group(x, weight, running):
+    return torch.native_group_norm(x, weight, weight, 4, 8, 25, 2, 1e-5)
+
+
+def layer(x, weight, running):
+    return torch.native_layer_norm(x.transpose(1, 3).contiguous(), [8], weight, weight, 1e-5)
+
+
+@pytest.mark.parametrize("norm", [batch, group, layer])
+@pytest.mark.parametrize(
+    ("own", "weights", "running"),
+    [
+        (own, weights, running)
+        for own in HALVES
+        for weights, running in product((own, torch.float32, None), repeat=2)
+    ],
+    ids=str,
+)
+def test_statistics_of_norms_have_their_dtype(norm, own, weights, running):
+    def results():
+        weight = None if weights is None else torch.ones(8, dtype=weights)
+        return [
+            (t.shape, t.dtype) for t in norm(torch.zeros(4, 8, 5, 5, dtype=own), weight, running)
+        ]
+
+    try:
+        real = results()
+    except RuntimeError:  # torch refuses these dtypes side by side
+        pytest.skip("no such norm")
+    with FakeTensorMode(), RealResults():
+        assert results() == real
+
+
+def test_a_network_of_batch_norms_under_autocast_peaks_where_it_is_said_to():
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, options = torch.randn(4, 3, 32, 32), StepOptions(autocast=torch.bfloat16)
+    given = model, optimizer, x, "balanced", options
+    predicted, measured = predict(*given).peak, measure(*given).peak
+    assert (predicted.label, predicted.nbytes) == (measured.label, measured.nbytes)
