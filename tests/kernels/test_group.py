@@ -123,16 +123,18 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 def test_short_groups_side_by_side_equal_the_reference(dtype, bits):
-    # A register holds the slices of four groups of 32, of three of 40, of two of 64; a block is of
-    # sixteen groups, the last one of seven, and the last group is not whole.
+    # A register holds the slices of four groups of 32, of three of 40, of two of 64; blocks are of
+    # sixteen groups, of 512 back; the last one is of seven, and the last group is not whole.
     for size in (8, 16, 32, 40, 48, 64):
-        x = (torch.randn(39 * size + 3) * 3).to(dtype)
+        x = (torch.randn(519 * size + 3) * 3).to(dtype)
         x[2 * size + 1], x[17 * size], x[33 * size : 34 * size] = torch.nan, -torch.inf, 1.0
         for stochastic in (True, False):
             results = []
             for name in ("reference", "cpu"):
                 with backend(name):
-                    results.append(group.group_quantize(x, bits, size, SEED, stochastic))
+                    packed = group.group_quantize(x, bits, size, SEED, stochastic)
+                    back = group.group_dequantize(*packed, bits, size, x.numel(), dtype)
+                results.append((*packed, back))
             assert all(equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -290,8 +290,8 @@ MT_INLINE void encode_pair(const Block<F>& b, int64_t k, int64_t c, const Places
   }
 }
 
-// P pairs of groups of short slices: `k`, whose number is even, is the first of them. A pair's draws
-// follow those of the pair before.
+// P pairs of groups of short slices: `k`, whose number is even, is the first of them. A pair's
+// draws follow those of the pair before.
 template <int kBits, typename F, bool kStochastic, int P>
 MT_INLINE void encode_pairs(const Block<F>& b, int64_t k, const Places& p, const Encoding& e) {
   const int64_t slice = b.size / 8, bytes = slice * kBits;

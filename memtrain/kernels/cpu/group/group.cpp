@@ -252,6 +252,32 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
   }
 }
 
+#ifdef MT_X86
+// All short groups but a last one that is not whole; returns where the rest begins.
+static int64_t dequantize_short(const Job& job, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = 512;
+  const int64_t size = job.size, bits = job.bits;
+  const float levels = static_cast<float>((1 << bits) - 1);
+  float base[kBlock], step[kBlock];
+  end = std::max(begin, std::min(end, job.n / size));
+  for (int64_t g = begin; g < end; g += kBlock) {
+    const int64_t count = std::min(kBlock, end - g);
+    for (int64_t k = 0; k < count; ++k) {
+      const Group b = load_bounds(job, g + k);
+      base[k] = 0.5f * b.lo, step[k] = b.half_step(levels);
+    }
+    const uint8_t* in = job.codes + g * (size / 8 * bits);
+    if (job.bf16)
+      avx512::decode_short(in, static_cast<uint16_t*>(job.y) + g * size, size, bits, count, base,
+                           step);
+    else
+      avx512::decode_short(in, static_cast<float*>(job.y) + g * size, size, bits, count, base,
+                           step);
+  }
+  return end;
+}
+#endif
+
 MT_INLINE void narrow(const float* __restrict x, uint16_t* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat(x[i]);
 }
@@ -260,6 +286,10 @@ MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t en
                                        uint8_t*) {
   const int64_t size = job.size, bits = job.bits;
   const float levels = static_cast<float>((1 << bits) - 1);
+#ifdef MT_X86
+  const bool fast = avx512::can_decode(bits);
+  if (fast && size <= avx512::kShort) begin = dequantize_short(job, begin, end);
+#endif
   for (int64_t g = begin; g < end; ++g) {
     const Group b = load_bounds(job, g);
     const float base = 0.5f * b.lo, step = b.half_step(levels);
@@ -267,7 +297,7 @@ MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t en
     const int64_t at = g * size, n = std::min(job.n - at, size);
     float* to = static_cast<float*>(job.y) + at;
 #ifdef MT_X86
-    if (n == size && avx512::can_decode(bits)) {
+    if (n == size && fast) {
       if (job.bf16)
         avx512::decode_bfloats(in, static_cast<uint16_t*>(job.y) + at, size, bits, base, step);
       else
