@@ -13,7 +13,7 @@ from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.optim.states import in_groups
-from memtrain.optim.states.shards import in_zero
+from memtrain.optim.states.shards import in_zero, is_sharded
 from memtrain.optim.wrappers.apply import KEEP
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 from memtrain.plan.plan import Plan
@@ -97,10 +97,10 @@ class ModelState:
 class Untrained:
     """A hook before steps that tells of parameters that nothing steps.
 
-    It warns, once, of those of later modules: of an adapter that is added after `wrap`, say, until
-    `add_param_group` gets its own. What stands in the place of a parameter that `wrap` saw in a
-    group is an error: `load_state_dict(assign=True)` leaves the optimizer with parameters that are
-    no one's, and nothing would be trained. What was in no group at `wrap` is the user's choice.
+    It warns, once, of those that are in no group: of an adapter that is added after `wrap`, say,
+    until `add_param_group` gets its own. Where no parameter in any group is the model's any more
+    it is an error: `load_state_dict(assign=True)` leaves the optimizer with parameters that are no
+    one's, and nothing would be trained. What was in no group at `wrap` is the user's choice.
 
     Args:
         model: What `wrap` wrapped; it is not kept alive.
@@ -116,8 +116,6 @@ class Untrained:
         left_out = _trained_by_nobody(model, optimizer)
         self._names = {name for name, _ in left_out}  # sharding replaces them
         self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        self._stepped = {name for name, param in model.named_parameters() if param in held}
         self._looked_at: list[int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,23 +133,23 @@ class Untrained:
         found = _trained_by_nobody(model, optimizer)
         found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
         names = [name for name, _ in found]
-        if in_zero(param for _, param in found):
-            names = []
-        replaced = [name for name in names if name in self._stepped]
-        if replaced:
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        elsewhere = held.isdisjoint(model.parameters())
+        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, held))):
+            names = []  # the model's are made of those that are stepped
+        if names and held and elsewhere:
             raise RuntimeError(
-                f"{_listed(replaced)}: not what memtrain.wrap was given, as after "
-                "load_state_dict(assign=True), and in no group of the optimizer, so that no step "
-                "changes it; allowed: load_state_dict without assign, or memtrain.wrap after it, "
-                "with an optimizer of the new parameters. Of a part of the model that was put in "
-                "another's place: optimizer.add_param_group, or requires_grad_(False)"
+                f"{_listed(names)}: in no group of the optimizer, whose parameters are none of the "
+                "model's any more, as after load_state_dict(assign=True), so that a step would "
+                "change nothing; allowed: load_state_dict without assign, or memtrain.wrap after "
+                "it, with an optimizer of the new parameters"
             )
         self._looked_at = now
         if not names:
             return
         self._names.update(names)
         warnings.warn(
-            f"{_listed(names)}: added after memtrain.wrap, and in no group of the "
+            f"{_listed(names)}: added after memtrain.wrap, or taken out, and in no group of the "
             "optimizer, so that no step changes them; call optimizer.add_param_group with them, "
             "or requires_grad_(False)",
             RuntimeWarning,
