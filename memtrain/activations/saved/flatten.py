@@ -29,7 +29,7 @@ def flatten(
 
     Args:
         x: Any strided tensor.
-        layout: Its layout, where that is known.
+        layout: Its layout, where that is known; of another one, a copy in that memory order.
         rows: Its `memory_of`, where equal runs with equal gaps between them, such as the third that
             queries take of a projection's output, are wanted as they lie: a view [runs, elements of
             a run].
@@ -47,7 +47,7 @@ def flatten(
         (1, 3)
     """
     layout = layout or layout_of(x)
-    if x.is_contiguous():
+    if x.is_contiguous() and layout.order == (*range(x.dim()),):
         return x.view(-1), layout
     for dim, once in enumerate(layout.expanded):
         if once:

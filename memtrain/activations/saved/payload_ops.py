@@ -80,6 +80,8 @@ def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str
     form = _Form(compressor, tuple(names), layout.order, layout.expanded)
     once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
     text = f"{compressor!r} of dimensions {[*layout.order]}, {once} of them expanded"
+    if _FORMS.get(text) != form:  # a class that was defined again may have other kernels
+        _BOUND.clear()
     _FORMS[text] = form
     return text
 
@@ -135,12 +137,23 @@ def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
 
 
 def _bind(given: tuple[Any, ...], x: Tensor, form: _Form) -> Bound | None:
-    """Find the kernels for tensors like `x`, and remember them for ops that are given the same."""
+    """Find the kernels for tensors like `x`, and remember them for ops that are given the same.
+
+    None where it does not lie in memory as when the graph was traced (a fake kernel of the user's
+    told other strides): the payload has the order that the graph knows.
+    """
     if len(_BOUND) >= BOUND:  # shapes that vary would collect without end
         _BOUND.clear()
-    bound = Bound.of(x, form.layout(x.shape), memory_of(x)[1], form.compressor)
+    layout, (own, place) = form.layout(x.shape), memory_of(x)
+    traced = _order(own) == _order(layout) and own.expanded == layout.expanded
+    bound = Bound.of(x, layout, place, form.compressor) if traced else None
     _BOUND[given] = bound
     return bound
+
+
+def _order(layout: Layout) -> list[int]:
+    """The order of dimensions in memory, without those of size 1, which may be anywhere."""
+    return [dim for dim in layout.order if layout.shape[dim] != 1]
 
 
 def _compress_fake(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
