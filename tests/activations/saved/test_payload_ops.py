@@ -1,5 +1,6 @@
 """The two ops of compiled graphs: their random bits, whatever order a compiler runs them in."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -100,3 +101,24 @@ def test_a_tensor_that_lies_otherwise_than_when_it_was_traced_comes_back(traced,
         parts = payload_ops.compress(x, form, (0, 0, 0, 0, 0))
         again = payload_ops.decompress(parts, form, x.shape, x.dtype)
         assert (again - x).abs().max() < 0.1
+
+
+def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels():
+    def defined(sign):
+        @dataclass(frozen=True)
+        class Signed(Group):
+            def kernels(self, x, shape):
+                quantize, dequantize, nbytes = super().kernels(x, shape)
+                return quantize, lambda *parts: sign * dequantize(*parts), nbytes
+
+            def decompress(self, packed):
+                return sign * super().decompress(packed)
+
+        return Signed(bits=8)
+
+    x = torch.ones(64, 64)
+    for sign in (1.0, -1.0):
+        form = payload_ops.form_of(defined(sign), flatten(x)[1], Group.parts)
+        for _ in range(2):
+            parts = payload_ops.compress(x, form, (0, 0, 0, 0, 0))
+            assert torch.equal(payload_ops.decompress(parts, form, x.shape, x.dtype), sign * x)
