@@ -26,6 +26,7 @@ from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.fake_results import RealResults
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
 from memtrain.activations.trace.repeats import (
+    Irregular,
     RepeatedBlocks,
     expanded,
     inside,
@@ -95,9 +96,7 @@ def trace(
         try:
             found = _traced(model, batch, choose, options, dtypes, rounding, runs, choices)
             records = expanded(found, runs)
-        except Exception:
-            if not runs:
-                raise
+        except Irregular:
             runs = []  # each block for itself
             continue
         finer = unlike(runs, choices, choose)

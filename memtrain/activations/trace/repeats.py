@@ -111,8 +111,9 @@ def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[None
         runs: Of its blocks.
 
     Raises:
-        Irregular: At the end of the block, if the second and the last block of a run were not
-            given tensors of the same kind.
+        Irregular: From whatever is raised inside the block while blocks are left out, as code that
+            counts on all of them may raise anything. At the end of the block, if the second and
+            the last block of a run were not given tensors of the same kind.
     """
     whole: dict[nn.Module, Any] = {}
     given: dict[str, Any] = {}
@@ -138,7 +139,8 @@ def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[None
         block, enter = model.get_submodule(path), partial(look, path)
         handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
     try:
-        yield
+        with _laid_to(runs):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -146,6 +148,18 @@ def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[None
     for _, second, last in (run.kept for run in runs):
         if second not in given or given[second] != given.get(last):
             raise Irregular(f"{second} and {last} are not given alike")
+
+
+@contextmanager
+def _laid_to(runs: Sequence[RepeatedBlocks]) -> Iterator[None]:
+    """Raise `Irregular` from whatever is raised inside the block, if runs leave blocks out."""
+    try:
+        yield
+    except Exception as error:
+        if not runs:
+            raise
+        left_out = ", ".join(path for run in runs for path in run.dropped)
+        raise Irregular(f"fails without {left_out}") from error
 
 
 def _kept_children(

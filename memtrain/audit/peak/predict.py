@@ -1,8 +1,8 @@
 """The peak of a training step, before anything runs."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -24,6 +24,7 @@ from memtrain.activations.saved.site import RECOMPUTE, Site
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.repeats import (
+    Irregular,
     RepeatedBlocks,
     inside,
     refined,
@@ -120,8 +121,30 @@ def predict(
 def _predicted(
     model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, options: StepOptions
 ) -> Timeline:
-    on_cuda = options.on_cuda(model)
     model, parts = compiled_parts(model)
+    if not parts:  # graphs are not shortened
+        with suppress(Irregular):
+            return _simulated(model, {}, optimizer, batch, cfg, options, fold=True)
+    # Copied anew: a step that ended half-way has left the copies half-way.
+    return _simulated(model, parts, optimizer, batch, cfg, options, fold=False)
+
+
+def _simulated(
+    model: nn.Module,
+    parts: Mapping[str, Any],
+    optimizer: Optimizer,
+    batch: Any,
+    cfg: Any,
+    options: StepOptions,
+    *,
+    fold: bool,
+) -> Timeline:
+    """Simulate a step of new copies, perhaps through three of identical blocks only.
+
+    Raises:
+        Irregular: With `fold`, if the step cannot be told from these blocks.
+    """
+    on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
     with (
         explain_fake_errors(model),
@@ -152,8 +175,7 @@ def _predicted(
             inside=holds,
             apart=on_cuda,
         )
-        whole = bool(parts)  # graphs are not shortened
-        events, categories = _folded(model, optimizer, batch, options, make, whole=whole)
+        events, categories = _folded(model, optimizer, batch, options, make, fold=fold)
     if not on_cuda:
         return replay(events, categories)
     held = cuda.workspaces(options.device or "cuda")
@@ -167,25 +189,19 @@ def _folded(
     options: StepOptions,
     make: Callable[[], FoldedRecorder],
     *,
-    whole: bool,
+    fold: bool,
 ) -> tuple[list[Event], list[str]]:
     """Events and categories of a step whose identical blocks are run three times at most."""
     wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
-    runs = [] if whole or wants_closure(optimizer) else _runs(model, optimizer, wrapped)
+    runs = _runs(model, optimizer, wrapped) if fold and not wants_closure(optimizer) else []
     while True:
         recorder = make()
         recorder.fold(model, runs, partial(_owned, optimizer))
-        try:
-            with _asked(wrapped) as choices, shortened(model, runs):
-                trained = record_step(model, optimizer, batch, options, recorder)
-            # The first step gave states to every parameter: those without a gradient have none.
-            recorder.adopt(_states(optimizer, trained | recorder.like(trained)), NOTHING)
-            events = recorder.unfolded()
-        except Exception:
-            if not runs:
-                raise
-            runs = []  # each block for itself
-            continue
+        with _asked(wrapped) as choices, shortened(model, runs):
+            trained = record_step(model, optimizer, batch, options, recorder)
+        # The first step gave states to every parameter: those without a gradient have none.
+        recorder.adopt(_states(optimizer, trained | recorder.like(trained)), NOTHING)
+        events = recorder.unfolded()
         finer = None if wrapped is None else unlike(runs, choices, wrapped.plan.choose_activation)
         if finer is None:
             return events

@@ -8,7 +8,7 @@ from torch import nn
 
 from memtrain.activations.trace import fake_forward, repeats
 from memtrain.activations.trace.repeats import repeated_blocks
-from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak import StepOptions, unfold
 from memtrain.audit.peak.predict import predict
 from memtrain.plan.plan import make_plan
 from memtrain.planner import cost_model
@@ -148,3 +148,54 @@ def test_released_gradients_of_half_precision_weights_are_predicted():
     model.bfloat16()
     cfg = {"preset": "all_four", "weights": "keep"}
     assert predict(model, optimizer, X.bfloat16(), cfg).peak.nbytes
+
+
+class Noting(Net):
+    """Notes the blocks that its forward passes through."""
+
+    ran = None
+
+    def forward(self, x):
+        self.ran = [*self.h]
+        return super().forward(x)
+
+
+class Preconditioned(torch.optim.SGD):
+    """Reads what the forward has noted of each block, halfway through a step."""
+
+    def __init__(self, model, needs):
+        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.needs, self.stepping = model, needs, False
+
+    def step(self, closure=None):
+        if self.stepping:
+            raise RuntimeError("the step before has not ended")
+        self.stepping = True
+        super().step(closure)
+        if self.model.ran is not None and len(self.model.ran) < self.needs:
+            raise KeyError(f"{self.needs} blocks")
+        self.stepping = False
+
+
+def test_a_step_that_fails_without_all_blocks_is_begun_anew_on_new_copies(whole):
+    model = Noting(6)
+    optimizer = Preconditioned(model, 6)
+    assert predict(model, optimizer, X) == whole(lambda: predict(model, optimizer, X))
+    assert not optimizer.stepping
+    with pytest.raises(KeyError, match="7 blocks"):  # the model's own, not the half-done step's
+        predict(model, Preconditioned(model, 7), X)
+
+
+@pytest.mark.parametrize("where", [(fake_forward, "expanded"), (unfold.FoldedRecorder, "unfolded")])
+def test_only_what_runs_without_all_blocks_may_fail(where, monkeypatch):
+    model, optimizer = made(Net)
+    own, calls = getattr(*where), []
+
+    def broken(*args):
+        calls.append(1)
+        return 1 / 0 if len(calls) == 1 else own(*args)
+
+    monkeypatch.setattr(*where, broken)
+    plan = make_plan(model, optimizer, "balanced")
+    with pytest.raises(ZeroDivisionError):
+        plan.trace(model, X) if where[0] is fake_forward else predict(model, optimizer, X)
