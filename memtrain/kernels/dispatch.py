@@ -1,5 +1,6 @@
 """Which of the three backends serves a call: `reference`, `triton` or `cpu`."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -18,8 +19,20 @@ BACKENDS = ("reference", "triton", "cpu")
 # A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
 forced: str | None = None
 """The backend that `backend` forces now."""
-simulated_device: str | None = None
-"""The type of the device of the step that `simulating` simulates now."""
+
+
+class _Simulation(threading.local):
+    """The step that each thread simulates: others train meanwhile.
+
+    A backward of tensors on the CPU, as simulated ones are, runs in the thread that calls it.
+    """
+
+    def __init__(self) -> None:
+        self.device: str | None = None  # Dynamo guards what an instance has, not what its class has
+
+
+simulation = _Simulation()
+"""Its `device` is the type of the device of the step that this thread simulates now."""
 
 
 @contextmanager
@@ -55,7 +68,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def simulating(device: str | None = None) -> Iterator[None]:
-    """Take what runs inside the block for a training step without data: only sizes count.
+    """Take what this thread runs inside the block for a step without data: only sizes count.
 
     Its tensors are fake, on the CPU whichever device they stand for. What would write to them in
     place, or read an address, is left out; what depends on the device goes by the simulated one.
@@ -69,22 +82,22 @@ def simulating(device: str | None = None) -> Iterator[None]:
         ...     is_simulated(), is_for_cuda(torch.ones(2))
         (True, True)
     """
-    global simulated_device
-    before, simulated_device = simulated_device, device or simulated_device or "cpu"
+    before = simulation.device
+    simulation.device = device or before or "cpu"
     try:
         yield
     finally:
-        simulated_device = before
+        simulation.device = before
 
 
 def is_simulated() -> bool:
     """Whether this is inside a block of `simulating`."""
-    return simulated_device is not None
+    return simulation.device is not None
 
 
 def is_for_cuda(x: Tensor) -> bool:
     """Whether `x` is on CUDA, or stands in a simulated step for a tensor that is."""
-    return simulated_device == "cuda" or x.is_cuda
+    return x.is_cuda or simulation.device == "cuda"
 
 
 @cache
@@ -127,7 +140,7 @@ def backend_of(x: Tensor) -> str:
         ...     backend_of(torch.ones(2))
         'triton'
     """
-    return "triton" if forced is None and simulated_device == "cuda" else choose(x)
+    return "triton" if forced is None and simulation.device == "cuda" else choose(x)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels import dispatch
-from memtrain.kernels.dispatch import is_ordinary
+from memtrain.kernels.dispatch import is_for_cuda, is_ordinary
 from memtrain.kernels.norm import channel_norm, norm
 from memtrain.kernels.norm.channel_norm import Channels
 from memtrain.kernels.norm.norm import Codes
@@ -197,12 +197,13 @@ _NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    on_cuda = grad.is_cuda or dispatch.simulated_device == "cuda"
+    on_cuda = False  # what is bound is a CPU's
     if ctx.bound is not None and is_ordinary():
         codes, bounds, rstd, weight, bias = ctx.saved_tensors
         x_hat = ctx.bound(codes, bounds)
     else:
         saved = saved_payloads(ctx)  # once: what ran again for this backward gives it once
+        on_cuda = is_for_cuda(grad)
         if on_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
             found = _fused_backward(ctx, grad, saved, centred=True)
             if found is not None:
@@ -270,7 +271,7 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved = saved_payloads(ctx)
-    if grad.is_cuda or dispatch.simulated_device == "cuda" or dispatch.forced:
+    if is_for_cuda(grad) or dispatch.forced:
         found = _fused_backward(ctx, grad, saved, centred=False)
         if found is not None:
             return found[:2]
