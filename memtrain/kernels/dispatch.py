@@ -27,12 +27,14 @@ class _Simulation(threading.local):
     A backward of tensors on the CPU, as simulated ones are, runs in the thread that calls it.
     """
 
-    def __init__(self) -> None:
-        self.device: str | None = None  # Dynamo guards what an instance has, not what its class has
+    def __init__(self) -> None:  # Dynamo guards what an instance has, not what its class has
+        self.device: str | None = None
+        self.on_host = False
 
 
 simulation = _Simulation()
-"""Its `device` is the type of the device of the step that this thread simulates now."""
+"""`device`: the type of the device of the step that this thread simulates now; `on_host`: whether
+what runs now is work of the host beside it, on tensors in its own memory."""
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def is_simulated() -> bool:
 
 def is_for_cuda(x: Tensor) -> bool:
     """Whether `x` is on CUDA, or stands in a simulated step for a tensor that is."""
-    return x.is_cuda or simulation.device == "cuda"
+    return x.is_cuda or (simulation.device == "cuda" and not simulation.on_host)
 
 
 @cache
@@ -140,7 +142,9 @@ def backend_of(x: Tensor) -> str:
         ...     backend_of(torch.ones(2))
         'triton'
     """
-    return "triton" if forced is None and simulation.device == "cuda" else choose(x)
+    if forced is None and simulation.device == "cuda" and not simulation.on_host:
+        return "triton"
+    return choose(x)
 
 
 def is_plain(x: Tensor) -> bool:

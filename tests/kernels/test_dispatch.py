@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from memtrain.kernels.dispatch import backend_of, is_for_cuda, is_simulated, simulating
 from memtrain.optim import AdamW4bit
+from memtrain.optim.wrappers.host_copies import host_work
 
 
 @pytest.fixture
@@ -51,6 +52,16 @@ def test_the_backward_of_a_simulated_step_is_simulated():
         y.register_hook(lambda grad: found.append(is_for_cuda(grad)))
         y.sum().backward()
     assert found == [True, True]
+
+
+def test_the_hosts_own_work_is_for_no_device():
+    with simulating("cuda"):
+        with host_work():
+            assert not is_for_cuda(torch.ones(2))
+            assert backend_of(torch.ones(2)) != "triton"
+            with host_work(on_host=False):
+                assert is_for_cuda(torch.ones(2))
+        assert is_for_cuda(torch.ones(2))
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels.dispatch import backend
+from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.step.codecs import EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.kernels.step.row_pieces import RowPieces, rows_at_once, step
 from memtrain.kernels.step.split import PLAIN, MasterWeight
@@ -171,3 +171,17 @@ def test_what_no_kernel_takes_in_pieces_is_whole():
     assert rows_at_once(entry._replace(param=entry.param.view(600, 16, 16)), 2**16) == 0
     with backend("reference"):
         assert rows_at_once(entry, 2**16) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cols", [256, 384, 640, 1000])
+def test_a_step_that_is_simulated_for_cuda_has_tritons_pieces(form, cols):
+    entry = entry_of(form, "bf16", (600, cols))
+    with simulating("cuda"):  # triton need not be there
+        found = rows_at_once(entry, 2**10)
+    assert found >= 256
+    with simulating():
+        assert rows_at_once(entry, 2**10) < found
+    pytest.importorskip("triton")
+    with backend("triton"):
+        assert rows_at_once(entry, 2**10) == found

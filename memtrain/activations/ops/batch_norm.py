@@ -24,6 +24,7 @@ from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.ops.spatial import memory_format_of
 from memtrain.activations.saved.flatten import layout_of, restore
 from memtrain.compressors import Compressor, Key, Packed
+from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.kernels.norm import channel_norm
 from memtrain.kernels.norm.channel_norm import Channels
 from memtrain.kernels.norm.norm import Codes
@@ -208,7 +209,7 @@ def _group_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     n, c = x.shape[:2]
     ctx.sizes = (n, c, x[0, 0].numel() if n and c else 0, groups)
     # As torch does it: CPU kernels know channels-last, CUDA's do not.
-    on_cpu = x.device.type == "cpu"
+    on_cpu = x.is_cpu and not is_for_cuda(x)
     x = x.contiguous(memory_format=memory_format_of(x) if on_cpu else torch.contiguous_format)
     y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
     if _save_channel_codes(ctx, x, (mean, rstd), weight, bias, compressor, key, groups=groups):

@@ -10,6 +10,7 @@ from torch import Tensor
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, is_lossy
 from memtrain.kernels.derivative import derivative
+from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.kernels.packing.pack import BLOCK, pack_mask
 from memtrain.kernels.strides import in_order, is_dense, memory_order
 
@@ -30,12 +31,13 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 def _dropout_forward(ctx: Any, x: Tensor, p: float) -> Tensor:
     x = x if is_dense(x) else x.clone()
     # Each device draws as its own F.dropout does, so the random stream is plain PyTorch's.
-    if x.is_cuda:
+    on_cuda = is_for_cuda(x)
+    if on_cuda:
         y, mask = torch.native_dropout(x, p, True)
     else:
         y, mask = None, torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     flat = mask if mask.is_contiguous() else memory_order(mask)
-    packed, factor = pack_mask(flat), _factor(p, x.dtype, x.device.type)
+    packed, factor = pack_mask(flat), _factor(p, x.dtype, on_cuda)
     ctx.save_for_backward(packed)
     ctx.scaling = factor, x.shape, x.stride()
     return _scaled(x, packed, factor) if y is None else y
@@ -68,9 +70,9 @@ def _scaled(x: Tensor, packed: Tensor, factor: float) -> Tensor:
 
 
 @cache
-def _factor(p: float, dtype: torch.dtype, device: str) -> float:
+def _factor(p: float, dtype: torch.dtype, on_cuda: bool) -> float:
     """1 / (1 - p) as torch rounds it: CUDA's kernels compute in float32, the CPU in the dtype."""
-    if device == "cuda":
+    if on_cuda:
         return 1 / (1 - p)
     return float(torch.tensor(1.0, dtype=dtype, device="cpu") / (1 - p))
 

@@ -66,7 +66,7 @@ def workspaces(device: str) -> dict[Phase, int]:
 
 
 class CudaForms(TorchFunctionMode):
-    """Runs dropout, attention and what autocast keeps in float32 as a CUDA device does.
+    """Runs dropout, attention, group norms and what autocast keeps in float32 as CUDA does.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
@@ -157,8 +157,18 @@ class _FusedAttention(torch.autograd.Function):
         return result
 
 
+def _group_norm(input: Any, num_groups: int, *given: Any, **options: Any) -> Any:
+    """A copy in rows, which is saved: CUDA's kernels know no channels-last, the CPU's do."""
+    if not isinstance(input, Tensor) or input.is_contiguous():
+        return None
+    wide = _widened(input) if torch.is_autocast_enabled("cpu") else input
+    with CudaForms():
+        return torch.group_norm(wide.contiguous(), num_groups, *given, **options)
+
+
 CUDA_FORMS: Mapping[str, Callable[..., Any]] = {
     "dropout": _dropout,
+    "group_norm": _group_norm,
     "scaled_dot_product_attention": _attention,
 }
 """Name of a torch function -> its CUDA form; None from it: as on the CPU."""

@@ -16,6 +16,7 @@ from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.program_sizes import COLS, ROWS, elements, factored_vectors, is_whole
 from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, Sums, table_row
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked
 from memtrain.kernels.step.update_rules_triton import EXACT
@@ -44,37 +45,6 @@ def alike(entry: Entry) -> Hashable:
     p, on_device = entry.param, isinstance(entry.scalars, Tensor)
     kind = entry.rule, entry.bits, entry.form, entry.master.form
     return p.device, p.dtype, entry.grad.dtype, kind, on_device, is_whole(entry)
-
-
-def is_whole(entry: Entry) -> bool:
-    """Whether the kernels may load 16 bytes at once: aligned tensors, rows of whole blocks.
-
-    Example:
-        >>> from memtrain.kernels.step.update_rules import sgd
-        >>> p, h = torch.ones(64), sgd(lr=1.0, momentum=0.0)
-        >>> is_whole(Entry(p, p, (), (), "sgd", h)), is_whole(Entry(p[:7], p[:7], (), (), "sgd", h))
-        (True, False)
-    """
-    rows, cols = entry.matrix
-    if entry.form in ROWS_AND_COLUMNS:
-        # A block lies in one row; and a vector of columns follows one of rows.
-        whole = cols % entry.codecs[0].block == 0 and rows % 4 == 0
-    else:
-        whole = rows * cols % 16 == 0
-    tensors = [entry.param, entry.grad, *(x for state in entry.states for x in state.values())]
-    if entry.master.correction is not None:
-        tensors.append(entry.master.correction)
-    return whole and not any(tensor.data_ptr() % 16 for tensor in tensors)
-
-
-def rows_together(entry: Entry) -> int:
-    """Rows that hold whole programs of both passes: those of `Launch.rows` are multiples of them.
-
-    Args:
-        entry: Its gradient's address is not read.
-    """
-    cols, alone = entry.matrix[1], Launch.elements(entry._replace(grad=entry.param))
-    return math.lcm(first_pass.ROWS.value, alone // math.gcd(alone, cols))
 
 
 def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
@@ -122,9 +92,9 @@ class Launch:
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
         self._reduce_form["WHOLE"] = is_whole(first)
         size = first.codecs[0].block if first.codecs else 128
-        count = self.elements(first) // size
+        self._each = elements(first)
+        count = self._each // size
         states, second = len(first.codecs), self._reduce_form["SECOND"]
-        self._each = self.elements(first)
         self._update_form = {"COUNT": count, "HALF": size // 2}
         if first.bits == lloyd_max.BITS:
             self._update_form |= {name: self._reduce_form[name] for name in ("MASTER", "WHOLE")}
@@ -138,11 +108,6 @@ class Launch:
                 first.bits, second, is_whole(first), first.param.itemsize < 4
             )
         self._programs = self._count_programs()
-
-    @staticmethod
-    def elements(entry: Entry) -> int:
-        """Elements of a program of the update."""
-        return kernels.blocks(entry.bits, is_whole(entry)) * 128
 
     def rows(self, name: str, begin: int, piece: Tensor) -> Tensor:
         """Programs of a pass, `reduce` or `update`, over some rows of the one entry.
@@ -160,7 +125,7 @@ class Launch:
         place.fill_(piece.data_ptr() - begin * cols * piece.itemsize)
         if name == "update":
             return self._programs[name][begin * cols // self._each : -(-end * cols // self._each)]
-        across, down = -(-cols // 128), first_pass.ROWS.value
+        across, down = -(-cols // COLS), ROWS
         return self._programs[name][begin // down * across : -(-end // down) * across]
 
     def renew(self, entries: list[Entry]) -> None:
@@ -209,7 +174,7 @@ class Launch:
         sizes = [entry.matrix for entry in self.entries]
         counts = {"update": [-(-rows * cols // self._each) for rows, cols in sizes]}
         if self.form in ROWS_AND_COLUMNS:
-            counts["reduce"] = [-(-rows // 256) * -(-cols // 128) for rows, cols in sizes]
+            counts["reduce"] = [-(-rows // ROWS) * -(-cols // COLS) for rows, cols in sizes]
         if self.form == "factored":
             counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
         return {name: programs(tuple(each), self.device) for name, each in counts.items()}
@@ -368,11 +333,7 @@ def _factored_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
     """Partial sums, and the ratios of rows."""
     found = []
     for entry in entries:
-        (rows, cols), like = entry.matrix, entry.states[1]["row"]
-        parts = {"row_new": -(-cols // 128) * rows, "col_new": -(-rows // 256) * cols}
-        sizes = {**parts, "row_inv": rows}
-        if entry.bits == lloyd_max.BITS:
-            sizes |= {"row_old": rows, "col_old": cols, "col_inv": cols}
+        like, sizes = entry.states[1]["row"], factored_vectors(entry)
         found.append({name: like.new_empty(size) for name, size in sizes.items()})
     return found
 

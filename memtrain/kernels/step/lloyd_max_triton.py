@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook import lloyd_max
+from memtrain.kernels.step.program_sizes import blocks
 from memtrain.kernels.step.split_triton import DRAWN, block_order, draws, ticked, write_weight
-from memtrain.kernels.step.step_triton import blocks, first_elements, inputs
+from memtrain.kernels.step.step_triton import first_elements, inputs
 from memtrain.kernels.step.table_triton import (
     COL_INV,
     COL_OLD,

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_simulated
+from memtrain.kernels.dispatch import backend_of, choose, is_for_cuda, is_simulated
+from memtrain.kernels.step import program_sizes
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, Codec
 from memtrain.kernels.step.step import Entry, cpu_table, fits, point_to_scalars
 
@@ -99,13 +100,11 @@ def rows_at_once(entry: Entry, nbytes: int) -> int:
     rows, cols = entry.matrix
     if entry.param.dim() != 2 or entry.shard is not None or not fits(entry) or not rows * cols:
         return 0
-    backend = choose(entry.param)
+    backend = backend_of(entry.param)
     if backend == "reference":
         return 0
     if backend == "triton":
-        from memtrain.kernels.step import launch  # Triton is optional
-
-        multiple = launch.rows_together(entry)
+        multiple = program_sizes.rows_together(entry)
     else:
         block = entry.codecs[0].block if entry.codecs else Codec().block
         multiple = block // math.gcd(block, cols)
@@ -129,7 +128,7 @@ def step(entry: Entry, pieces: RowPieces) -> None:
         A piece, and what `fused_step` holds for the call.
     """
     if is_simulated():
-        passes = _Passes(entry, pieces)
+        passes = (_LatePasses if is_for_cuda(entry.param) else _Passes)(entry, pieces)
     else:
         passes = (_CpuPasses if choose(entry.param) == "cpu" else _TritonPasses)(entry, pieces)
     if entry.form in ROWS_AND_COLUMNS:
@@ -208,8 +207,19 @@ class _CpuPasses(_Passes):
         cpu.call("mt_rows_end", self._held)
 
 
-class _TritonPasses(_Passes):
-    """The Triton kernels'. They read the norm where it lies, and nothing waits."""
+class _LatePasses(_Passes):
+    """Passes whose kernels read the norm where it lies, and nothing waits."""
+
+    def __init__(self, entry: Entry, pieces: RowPieces) -> None:
+        pass
+
+    def refused(self) -> bool:
+        """Kernels see."""
+        return False
+
+
+class _TritonPasses(_LatePasses):
+    """The Triton kernels'."""
 
     def __init__(self, entry: Entry, pieces: RowPieces) -> None:
         from memtrain.kernels.step import launch  # Triton is optional
@@ -221,10 +231,6 @@ class _TritonPasses(_Passes):
         """Pass 1."""
         piece = _aligned(piece)  # a copy is to live until the kernel is launched
         self._launch.reduce(self._launch.rows("reduce", begin, piece))
-
-    def refused(self) -> bool:
-        """Kernels see."""
-        return False
 
     def finalize(self) -> None:
         """Between the passes."""

@@ -12,6 +12,7 @@ from memtrain.kernels.step.codecs_triton import (
     write_codes,
     write_scale,
 )
+from memtrain.kernels.step.program_sizes import blocks
 from memtrain.kernels.step.split_triton import (
     DRAWN,
     block_order,
@@ -252,22 +253,6 @@ def _half(
     if SECOND == RANK1:
         v = v * scaling
     return m, v
-
-
-def blocks(bits: int, whole: bool) -> int:
-    """Blocks of 128 of a program of the update: what all its elements share is found once.
-
-    Twice as many where the registers are there for 32 elements a thread.
-
-    Args:
-        bits: Of the codes; 32 where states are numbers, 0 without any.
-        whole: Whether all is aligned.
-
-    Example:
-        >>> blocks(4, True), blocks(4, False), blocks(0, True)
-        (32, 16, 16)
-    """
-    return 32 if whole and bits else 16
 
 
 def update_options(bits: int, second: int, whole: bool, narrow: bool) -> dict[str, int]:

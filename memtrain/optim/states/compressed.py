@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from memtrain.compressors.base import Keep
-from memtrain.kernels.dispatch import is_simulated
+from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -217,7 +217,8 @@ def _refuse_broken(inner: Optimizer, group: dict[str, Any]) -> None:
     if not (isinstance(inner, SGD) and group["fused"] and group["momentum"]):
         return
     for param in group["params"]:
-        if param.is_cpu and param.grad is not None and param.dtype in (torch.bfloat16, torch.half):
+        halves = param.grad is not None and param.dtype in (torch.bfloat16, torch.half)
+        if halves and param.is_cpu and not is_for_cuda(param):
             raise ValueError(
                 f"torch's SGD(fused=True) with momentum gives a {param.dtype} parameter on a CPU "
                 "random numbers; allowed there: fused=False"

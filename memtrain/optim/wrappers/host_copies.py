@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, Protocol
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memtrain.kernels.dispatch import simulation
+
 AT_ONCE = 2
 """Gradients whose way to the host may be unfinished when another one starts."""
-
-
-_working: ContextVar[bool] = ContextVar("_working", default=False)
 
 
 @contextmanager
@@ -25,16 +23,16 @@ def host_work(on_host: bool = True) -> Iterator[None]:
     Args:
         on_host: Or that it does not: what the host's work calls back.
     """
-    token = _working.set(on_host)
+    before, simulation.on_host = simulation.on_host, on_host
     try:
         yield
     finally:
-        _working.reset(token)
+        simulation.on_host = before
 
 
 def is_host_work() -> bool:
     """Whether what is allocated now lies in host memory: fake tensors of a device do not say."""
-    return _working.get()
+    return simulation.on_host
 
 
 class HostCopies(Protocol):

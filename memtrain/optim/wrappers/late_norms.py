@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.optim.states.shards import is_sharded
 
-LATE = ("cuda",)
-"""Types of devices whose norms are read when the step ends, all at once."""
 PIECE = 2**22
 """Elements of a 16-bit gradient on a CPU that are added up at once: torch casts them to float32."""
 
@@ -23,6 +22,11 @@ class LateNorm(NamedTuple):
     norm: Tensor
     count: Tensor | float | None
     """Of the parameter's steps before; None where it had no states."""
+
+
+def is_late(norm: Tensor) -> bool:
+    """Whether the host would wait for a norm, so that all are read at once when the step ends."""
+    return is_for_cuda(norm)
 
 
 def read(norms: Sequence[Tensor]) -> list[float]:
@@ -66,11 +70,11 @@ def norm_of(grad: Tensor) -> float | Tensor:
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     norm_in = partial(torch.linalg.vector_norm, dtype=dtype)
-    cast = grad.dtype.itemsize < 4 and grad.device.type == "cpu" and not is_sharded(grad)
-    if cast and grad.numel() > PIECE:
+    cast = grad.is_cpu and not is_for_cuda(grad) and grad.dtype.itemsize < 4
+    if cast and not is_sharded(grad) and grad.numel() > PIECE:
         rows = max(1, PIECE * len(grad) // grad.numel())
         norm: Any = norm_in(torch.stack([*map(norm_in, grad.split(rows))]))
     else:
         norm = norm_in(grad)
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole if whole.device.type in LATE else whole.item()
+    return whole if is_late(whole) else whole.item()

@@ -388,7 +388,7 @@ class ReleaseGradients(OptimizerWrapper):
         if grad.norm is None:
             return
         one = LateNorm(param, grad.norm, count)
-        if grad.norm.device.type in late_norms.LATE:
+        if late_norms.is_late(grad.norm):
             self._late.append(one)
         else:
             self._count(one, grad.norm.item())

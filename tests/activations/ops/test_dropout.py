@@ -5,7 +5,7 @@ from torch._subclasses import FakeTensorMode
 
 from memtrain.activations.ops.dropout import _factor, _scaled, dropout, recognise
 from memtrain.kernels.cpu import library
-from memtrain.kernels.dispatch import backend
+from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.packing.pack import pack_mask
 
 FORMS = {
@@ -88,9 +88,12 @@ def test_cudas_gradient_is_scaled_in_float32(name, dtype):
         pytest.importorskip("triton")
     grad, mask = torch.randn(3000).to(dtype), torch.rand(3000) < 0.9
     for p in (0.1, 0.37):
-        factor = _factor(p, dtype, "cuda")
+        factor = _factor(p, dtype, True)
         with backend(name):
             ours = _scaled(grad, pack_mask(mask), factor)
         assert torch.equal(ours, torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - p)))
     if dtype == torch.bfloat16:
-        assert (_factor(0.1, dtype, "cuda"), _factor(0.1, dtype, "cpu")) == (1 / 0.9, 1.109375)
+        with simulating("cuda"):
+            y = dropout(grad.requires_grad_(), 0.1)
+        assert y.grad_fn.scaling[0] == 1 / 0.9
+        assert (_factor(0.1, dtype, True), _factor(0.1, dtype, False)) == (1 / 0.9, 1.109375)

@@ -1,15 +1,19 @@
 """Each correction of a trace on the CPU, by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from memtrain.activations.ops import batch_norm
 from memtrain.audit.peak import StepOptions, cuda
 from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
 from memtrain.audit.peak.predict import predict
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.kernels.dispatch import backend
+from memtrain.compressors import Group
+from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.group import group
 from memtrain.kernels.norm import norm
 
@@ -72,6 +76,21 @@ def test_autocast_keeps_on_cuda_in_float32_what_it_keeps_there():
         "softmax",
         "pow",
     }
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_group_norm_of_channels_last_is_copied_on_cuda(autocast):
+    x = torch.ones(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    x = x.bfloat16() if autocast else x
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        nbytes, y = saved_bytes(lambda x: F.group_norm(x, 2), x)
+    statistics = 2 * 4 * 2 * 2
+    assert nbytes == 4 * x.numel() + statistics  # autocast's copy, which is in float32
+    assert y.is_contiguous()
+    run = partial(batch_norm.group_norm, x, 2, compressor=Group(bits=4))
+    assert run().is_contiguous(memory_format=torch.channels_last)
+    with simulating("cuda"):
+        assert run().is_contiguous()
 
 
 def test_a_step_on_cuda_by_hand():

@@ -134,6 +134,27 @@ def test_released_gradients_come_and_go():
             assert max(held) == most
 
 
+def test_a_norm_that_no_host_waits_for_clips_by_a_scaled_copy():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    cfg = ["preset=balanced", "gradients=release", "release.clip=parameter"]
+    largest, label = 4 * 256 * 64, "backward of 2.weight / gradient"
+    for device, most in (("cpu", 0), ("cuda", largest)):
+        moments = predict(model, optimizer, torch.ones(2, 64), cfg, StepOptions(device=device))
+        held = [m.parts["temporaries"] for m in moments.moments if m.label == label]
+        # Besides, the activations that the backward goes through, and numbers of one element.
+        assert max(held) == pytest.approx(most, abs=4 * 2 * 256 + 64)
+
+
+def test_torchs_fused_sgd_is_predicted_where_it_is_right():
+    model = nn.Linear(64, 64).bfloat16()  # too small for states of its own
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, fused=True)
+    given = model, optimizer, torch.ones(2, 64).bfloat16(), "balanced"
+    assert predict(*given, StepOptions(device="cuda")).peak.nbytes
+    with pytest.raises(ValueError, match="on a CPU random numbers"):
+        predict(*given)
+
+
 class Untied(nn.Module):
     def __init__(self, vocabulary=2**14):
         super().__init__()
