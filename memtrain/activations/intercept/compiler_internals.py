@@ -6,6 +6,7 @@ and the graphs that AOTAutograd inlines hooks into.
 
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -131,6 +132,23 @@ def frame_compiler() -> Callable[..., Any] | None:
         return None
 
 
+def on_compilation(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call functions before and after each compilation, until `off_compilation`."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+
+
+def off_compilation(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Undo `on_compilation`."""
+    from torch._dynamo.callback import callback_handler
+
+    with suppress(ValueError):  # `torch.compiler.reset` has done it
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
+
+
 def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any] | None = None) -> None:
     """Give the frame that is traced now to another compiler.
 
@@ -146,6 +164,22 @@ def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any] | None
         with saved_tensors_hooks(*hooks):
             output.saved_tensors_hooks_subgraph_names = getattr(output, _INSTALL)()
     output.compiler_fn = compiler
+
+
+def guard_frame(ask: Callable[[], bool]) -> None:
+    """Let what is traced now serve as long as a question has the answer that it has now."""
+    from torch._dynamo.source import GlobalStateSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    answer = ask()
+
+    def memtrain_guard(builder: Any, guard: Any) -> None:
+        text = f"{ask.__module__}.{ask.__qualname__}() is {answer}"
+        root = builder.guard_manager.root
+        root.add_lambda_guard(lambda _: ask() is answer, [text], guard.user_stack)
+
+    output: Any = InstructionTranslator.current_tx().output
+    output.guards.add(GlobalStateSource().make_guard(memtrain_guard))
 
 
 _INSTALL = "maybe_install_saved_tensors_hooks_subgraphs"

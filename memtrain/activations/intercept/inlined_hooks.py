@@ -16,7 +16,7 @@ from memtrain.activations.intercept import compiler_internals as internals
 from memtrain.activations.intercept.executor import run_unwatched
 from memtrain.activations.intercept.graph_saves import GraphSaves
 from memtrain.activations.intercept.graph_sites import GraphSites
-from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.activations.intercept.reentrancy import is_free, top_hooks
 from memtrain.activations.intercept.shared_graphs import records_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor
 from memtrain.activations.saved.origin import foreign
@@ -60,13 +60,14 @@ class CompiledGraphs:
         self._modules: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._open: list[GraphSaves] = []
         self._before: internals.Settings = {}  # torch's, as they were before the forward
+        self._inside: internals.Settings = {}  # ours, while another's graph is compiled in it
         # Of the forward's modules that are compiled by themselves: the tensors that each is given.
         self._given: dict[str, _Tensors] = {}
         # What the user gave the forward, and keeps alive; None where none began outside of Dynamo.
         self._own: _Tensors | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_before", "_given", "_own")
+        runtime = ("_modules", "_open", "_before", "_inside", "_given", "_own")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -84,17 +85,33 @@ class CompiledGraphs:
         if not internals.is_supported():
             self.why = UNSUPPORTED
             return self.saved.pack, _unpack
+        self._before = internals.configure(self.settings)
+        internals.on_compilation(self._step_out, self._step_back)
+        self._own = None if given is None else _watched(given)
+        return self._inlined()
+
+    def _inlined(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._modules is None:  # one pair for good: graphs are guarded by which it is
             self._modules = (
                 internals.inlined_call(self.saved.pack, self._pack, (Tensor,)),
                 internals.inlined_call(_unpack, self._unpack, (Compressed, KeptTensor)),
             )
-        self._before = internals.configure(self.settings)
-        self._own = None if given is None else _watched(given)
         return self._modules
+
+    def _step_out(self, _: object) -> None:
+        # What checkpointing drops is saved by as many tensors where it runs again, which may be
+        # compiled anew, outside of the forward.
+        if not isinstance(top_hooks(), fx.GraphModule):
+            self._inside = internals.configure(self._before)
+
+    def _step_back(self, _: object) -> None:
+        internals.configure(self._inside)
+        self._inside = {}
 
     def end(self) -> list[Record]:
         """End the forward that has begun; what the graphs save that were compiled in it."""
+        if self._before:
+            internals.off_compilation(self._step_out, self._step_back)
         internals.configure(self._before)
         self._before = {}
         graphs, self._open = self._open, []
@@ -121,17 +138,16 @@ class CompiledGraphs:
         compiler = internals.frame_compiler()
         if hasattr(compiler, "_memtrain"):
             return
-        if top_hooks() is not None:  # ours, or another's: `hooks` has seen to it
-            if compiler is not None:
-                internals.compile_frame_by(self._beside(compiler))
+        free = is_free()
+        if compiler is None or not internals.is_supported():
+            self.why = UNSUPPORTED if free else self.why
             return
-        if compiler is None:
-            self.why = UNSUPPORTED
+        if not isinstance(top_hooks(), fx.GraphModule):  # torch's own guard tells which those are
+            internals.guard_frame(is_free)
+        if not free:  # `hooks` has seen to it, or checkpointing drops what it saves
+            internals.compile_frame_by(self._beside(compiler))
             return
-        pack, unpack = self.hooks()
-        internals.configure(self._before)
-        if self._modules is not None:
-            internals.compile_frame_by(self._around(compiler), (pack, unpack))
+        internals.compile_frame_by(self._around(compiler), self._inlined())
 
     def _beside(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
         """The compiler of a graph, of which no one watches the ops that it runs."""

@@ -31,9 +31,17 @@ def suspend_others(interception: object) -> Iterator[None]:
 
 def saves() -> bool:
     """Whether what runs now saves tensors for a backward that comes later."""
-    # in a backward it is reentrant checkpointing that recomputes
-    backward = torch._C._current_graph_task_id() != -1
-    return torch.is_grad_enabled() and not torch.jit.is_tracing() and not backward
+    return torch.is_grad_enabled() and not torch.jit.is_tracing() and not _in_backward()
+
+
+def is_free() -> bool:
+    """Whether no one but a backward that comes later asks for what is saved now."""
+    return top_hooks() is None and not _in_backward()
+
+
+def _in_backward() -> bool:
+    """Where reentrant checkpointing recomputes."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def foreign_hooks() -> str:

@@ -1,0 +1,137 @@
+"""Triton's ops hold while they run what they declare: what their wrappers allocate, op by op."""
+
+import importlib
+import math
+import pkgutil
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain.kernels
+from memtrain.audit.peak.held_inside import held_on_cuda
+from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.kernels.codebook import quantize
+from memtrain.kernels.derivative import derivative
+from memtrain.kernels.dispatch import INSIDE_CUDA, backend
+from memtrain.kernels.floats import rounding
+from memtrain.kernels.group import group, softmax_gradient
+from memtrain.kernels.norm import channel_norm, norm
+from memtrain.kernels.packing import pack
+from memtrain.kernels.patch import patch
+from memtrain.precision import FP8_FORWARD
+
+N = 2**14
+BOOK, PLAIN, CODES = ("DE", 4, True), ([-1.0, 0.0, 1.0], "plain", 0.0), (4, 256, 0, True, False)
+FORM, LEVELS = FP8_FORWARD.layout, [0.0, 0.25, 0.5, 1.0]
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES, torch.float64)
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "turned": lambda x: x.t(),
+    "gaps": lambda x: x.new_zeros(len(x), 2 * x.shape[1])[:, : x.shape[1]],
+}
+WHERE = {
+    "images": (1, 4, 64, 64, 1),
+    "channels last": (1, 2048, 8, 1, 1),
+    "one channel": (1, 16, 1, 1024, 1),
+    "groups": (8, 1, 16, 128, 4),
+    "groups, channels last": (4, 64, 64, 1, 64),
+}
+CASES = {}
+"""Op and case -> its Triton implementation's module and name, the op, and arguments."""
+
+
+def own(case, op, module, implementation, *args):
+    CASES[f"{op}: {case}"] = module, implementation, op, args
+
+
+def zeros(dtype=torch.float32, shape=(128, 128)):
+    return torch.zeros(shape, dtype=dtype)
+
+
+for name, lay in LAYOUTS.items():
+    own(name, "pack_codes", pack, "_pack", lay(zeros(torch.uint8)), 4)
+    own(name, "floats_decode", rounding, "_decode", lay(zeros(torch.uint8)), FORM, HALVES[0])
+    for dtype in DTYPES:
+        x, case, sides = lay(zeros(dtype)), f"{name}, {dtype}", torch.rand(2, 128).unbind()
+        own(case, "group_quantize", group, "_quantize", x, *CODES)
+        rows = 4, 128, 0, True, False
+        own(f"{case}, by rows", "group_quantize", group, "_quantize", x, *rows)
+        own(case, "codebook_quantize_blocks", quantize, "_quantize_blocks", x, *BOOK, 128)
+        matrix = x, *sides, *BOOK, None
+        own(case, "codebook_quantize_matrix", quantize, "_quantize_matrix", *matrix)
+        maps = x.unflatten(0, (2, 64)).unflatten(2, (64, 2))
+        own(case, "patch_quantize", patch, "_quantize", maps, 0, True)
+        own(case, "derivative_forward", derivative, "_forward", x, "gelu", [], *PLAIN)
+        if name != "gaps":
+            own(case, "derivative_encode", derivative, "_encode", x, *PLAIN)
+        if dtype != torch.float64:
+            for op in ("round", "round_inplace", "encode"):
+                own(case, f"floats_{op}", rounding, f"_{op}", x, FORM, 0)
+for dtype in DTYPES:
+    payload, words = (
+        group.group_quantize(zeros(), 4, 256),
+        patch.patch_quantize(zeros(shape=(1, 128, 128, 1))),
+    )
+    own(dtype, "group_dequantize", group, "_dequantize", *payload, 4, 256, N, dtype)
+    own(dtype, "patch_dequantize", patch, "_dequantize", words, 128, 128, dtype)
+    codes = derivative._encode(zeros(dtype), *PLAIN)
+    own(dtype, "derivative_decode", derivative, "_decode", codes, LEVELS, N, dtype)
+    own(dtype, "derivative_backward", derivative, "_backward", zeros(dtype), codes, LEVELS)
+for dtype in (torch.float32, *HALVES):
+    for weight in (None, zeros(shape=512), zeros(dtype, 512)):
+        case = f"{dtype}, {'no' if weight is None else weight.dtype} weight"
+        given = zeros(dtype), 512, weight, None, 1e-5, True, False, *CODES
+        own(case, "norm_quantize", norm, "_norm", *given)
+        given = zeros(dtype, (32, 512)), *payload, torch.ones(32), weight, 4, 256
+        for centred in (True, False):
+            more = *given, centred, dtype
+            own(f"{case}, {centred}", "norm_backward", norm, "_backward", *more)
+for name, sizes in WHERE.items():
+    x, channels = zeros(shape=math.prod(sizes[:4])), sizes[2]
+    payload, statistics = group.group_quantize(x, 4, 256), sizes[0] * channels // sizes[4]
+    each = torch.ones(2, statistics).unbind()
+    own(name, "channel_norm_quantize", channel_norm, "_quantize", x, *each, *sizes, *CODES)
+    for weight in (None, torch.ones(channels)):
+        for dx in (True, False):
+            given = x, *payload, each[0], weight, *sizes, 4, 256, dx
+            case = f"{name}, {'no' if weight is None else 'a'} weight, {dx}"
+            own(case, "channel_norm_backward", channel_norm, "_backward", *given)
+own("codes", "unpack_codes", pack, "_unpack", torch.zeros(N // 2, dtype=torch.uint8), 4, N)
+blocks, sides = quantize._quantize_blocks(zeros(), *BOOK, 128), torch.rand(2, 128).unbind()
+own("", "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *blocks, *BOOK, N)
+codes = quantize._quantize_matrix(zeros(), *sides, *BOOK, None)
+own("", "codebook_dequantize_matrix", quantize, "_dequantize_matrix", codes, *sides, *BOOK)
+payload = group.group_quantize(zeros(), 8, 256)
+rows = torch.ones(128), torch.zeros(128, dtype=torch.int64), 8, 256, 0.0
+own("", "softmax_gradient", softmax_gradient, "_gradient", zeros(), *payload, *rows)
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """No kernel is run: what their wrappers allocate does not depend on it."""
+    pytest.importorskip("triton")
+    for _, name, _ in pkgutil.walk_packages(memtrain.kernels.__path__, "memtrain.kernels."):
+        if name.endswith("_triton"):
+            module = importlib.import_module(name)
+            if hasattr(module, "launch"):
+                monkeypatch.setattr(module, "launch", lambda *given, **options: None)
+
+
+@pytest.mark.usefixtures("unlaunched")
+def test_what_tritons_ops_hold_is_what_they_declare():
+    assert {f"memtrain::{op}" for _, _, op, _ in CASES.values()} >= set(INSIDE_CUDA)
+    wrong = {}
+    for case, (module, implementation, op, args) in CASES.items():
+        run, recorder = getattr(module, implementation), StorageRecorder(nn.Identity())
+        with backend("triton"):
+            run(*args)  # tables are made at the first call
+            with recorder:
+                result = run(*args)
+        alive = [*accumulate(delta for _, delta, _, _ in recorder.events)] or [0]
+        declared = held_on_cuda(getattr(torch.ops.memtrain, op).default, args, {}, result)
+        if declared != max(alive) - alive[-1]:
+            wrong[case] = declared, max(alive) - alive[-1]
+    assert not wrong
