@@ -1,61 +1,21 @@
 """A step on the CPU as the one before it: of every parameter only the gradient is new."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memtrain.kernels import dispatch
+from memtrain.kernels import cpu, dispatch
 from memtrain.kernels.step.split import PLAIN
 from memtrain.kernels.step.step import GRADIENT_FIELD, Entry, cpu_table, fits, run_table
 from memtrain.kernels.step.update_rules import Scalars
 
-_USUAL = (nn.Parameter, Tensor)
+_USUAL, _DENSE = {nn.Parameter, Tensor}, {torch.strided}
 _Groups = Sequence[Mapping[str, Any]]
 _States = Mapping[Tensor, Any]
-
-
-class _Known(NamedTuple):
-    """The kernels' table of a parameter and its state; nothing is kept alive by it."""
-
-    shape: torch.Size
-    dtypes: tuple[torch.dtype, torch.dtype]  # of the parameter and its gradient
-    address: int
-    parts: tuple[tuple[str, str | None, int, int], ...]
-    """Of each tensor of the state: its name, that within a payload, address and elements."""
-
-    @classmethod
-    def of(cls, entry: Entry, state: Mapping[str, Any], names: Sequence[str]) -> "_Known":
-        """Read an entry of a parameter with this state of these names."""
-        parts: list[tuple[str, str | None, int, int]] = []
-        for name in names:
-            value = state[name]
-            payload = value.items() if isinstance(value, dict) else [(None, value)]
-            parts += [(name, key, t.data_ptr(), t.numel()) for key, t in payload]
-        param = entry.param
-        dtypes = param.dtype, entry.grad.dtype
-        return cls(param.shape, dtypes, param.data_ptr(), tuple(parts))
-
-    def gradient(self, param: Tensor, state: Mapping[str, Any]) -> int:
-        """The new gradient's address; -1 where anything but that is new."""
-        shape, dtypes, address, parts = self
-        grad = param.grad
-        if grad is None or type(grad) not in _USUAL or grad.layout is not torch.strided:
-            return -1
-        if param.data_ptr() != address or (param.dtype, grad.dtype) != dtypes:
-            return -1
-        if param.shape != shape or grad.shape != shape:
-            return -1
-        if not param.is_contiguous() or not grad.is_contiguous():
-            return -1
-        for name, key, place, size in parts:
-            part = state.get(name)
-            if key is not None:
-                part = part.get(key) if type(part) is dict else None
-            if not isinstance(part, Tensor) or part.data_ptr() != place or part.numel() != size:
-                return -1
-        return grad.data_ptr()
 
 
 class StepAgain:
@@ -68,7 +28,7 @@ class StepAgain:
         names: Of the states, of each group.
 
     Memory:
-        A row of 256 bytes for each parameter; no tensor is kept alive.
+        A row of 256 bytes for each parameter, and some numbers; no tensor is kept alive.
     """
 
     def __init__(
@@ -78,16 +38,14 @@ class StepAgain:
         states: _States,
         names: Sequence[Sequence[str]],
     ) -> None:
-        self.names = [*names]
-        self._known: list[_Known | None] = []
-        given = iter(entries)
-        for group, own in zip(groups, names, strict=True):
-            for param in group["params"]:
-                state = states.get(param, {})
-                entry = None if param.grad is None else next(given)
-                self._known.append(None if entry is None else _Known.of(entry, state, own))
-        # No tensor: audits count those that an optimizer holds as its states.
+        # No tensors: audits count those that an optimizer holds as its states.
         self._table = cpu_table(entries).numpy()
+        params, gradients = _given(groups)
+        self._form = _form(params, gradients, states, names)
+        counters = [(states.get(param) or {}).get("step") for param in params]
+        self._counters = np.array(
+            [x.data_ptr() for x in counters if isinstance(x, Tensor) and x.dtype == torch.float32]
+        )
 
     @classmethod
     def serves(cls, entries: Sequence[Entry], groups: _Groups) -> bool:
@@ -117,23 +75,67 @@ class StepAgain:
             states: Its states, by parameter.
             names: Of the states, of each group.
         """
-        params = [param for group in groups for param in group["params"]]
-        same = self.names == [*names] and len(params) == len(self._known)
-        if not same or dispatch.forced not in (None, "cpu"):
+        if self._form is None or dispatch.forced not in (None, "cpu"):
             return None
-        found: list[int] = []
-        for param, known in zip(params, self._known, strict=True):
-            if known is None:
-                if param.grad is not None:
-                    return None
-                continue
-            gradient = known.gradient(param, states.get(param) or {})
-            if gradient < 0:
-                return None
-            found.append(gradient)
-        return found
+        params, gradients = _given(groups)
+        if _form(params, gradients, states, names) != self._form:
+            return None
+        return [*map(Tensor.data_ptr, gradients)]
+
+    def count(self) -> list[float] | None:
+        """Count a step of each parameter, where all have a counter of float32; None elsewhere."""
+        if len(self._counters) != len(self._table):
+            return None
+        counts = torch.empty(len(self._counters), dtype=torch.float32, device="cpu")
+        cpu.call("mt_count_step", torch.from_numpy(self._counters), counts, len(counts))
+        return counts.tolist()
 
     def run(self, gradients: Sequence[int], scalars: Sequence[Scalars | Tensor]) -> None:
         """Step with the gradients at these addresses, and the scalars of each parameter."""
         self._table[:, GRADIENT_FIELD] = gradients
         run_table(torch.from_numpy(self._table), scalars)
+
+
+def _given(groups: _Groups) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that have a gradient, and these."""
+    params = [param for group in groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    if all(gradient is not None for gradient in gradients):
+        return params, gradients
+    pairs = [(x, grad) for x, grad in zip(params, gradients, strict=True) if grad is not None]
+    return [x for x, _ in pairs], [grad for _, grad in pairs]
+
+
+def _form(
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: _States,
+    names: Sequence[Sequence[str]],
+) -> tuple[list[Any], ...] | None:
+    """Equal for steps whose tables are, but for gradients; None where none may be kept.
+
+    Tensor by tensor these few questions would take as long as the step of a small model.
+    """
+    own = [*states.values()]
+    if not {*map(type, own)} <= {dict} or not {*map(type, gradients)} <= _USUAL:
+        return None
+    values = [*chain.from_iterable(map(dict.values, own))]
+    payloads = [value for value in values if type(value) is dict]
+    tensors = [value for value in values if type(value) is not dict]
+    tensors += chain.from_iterable(map(dict.values, payloads))
+    if not {*map(type, tensors)} <= _USUAL or not {x.layout for x in gradients} <= _DENSE:
+        return None
+    if not all(map(Tensor.is_contiguous, chain(params, gradients))):
+        return None
+    return (
+        [*names],
+        [*map(id, chain(params, states))],
+        [x.dtype for x in chain(params, gradients)],
+        [x.shape for x in chain(params, gradients)],
+        [*map(Tensor.data_ptr, params)],
+        [*map(type, values)],
+        [*map(len, chain(own, payloads))],
+        [*chain.from_iterable(chain(own, payloads))],
+        [*map(Tensor.data_ptr, tensors)],
+        [*map(Tensor.numel, tensors)],
+    )

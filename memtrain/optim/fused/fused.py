@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -188,9 +189,11 @@ class FusedStates(CompressedStates):
             ValueError: For a group's option that is out of range; nothing was changed then.
         """
         loss = closure_loss(closure)
-        params = [p for g in self.param_groups for p in g["params"]]
-        refuse_sparse(params, type(self).__name__)
-        _refuse_meta(params, type(self).__name__)
+        again = self._as_before()
+        if again is None:
+            params = [p for g in self.param_groups for p in g["params"]]
+            refuse_sparse(params, type(self).__name__)
+            _refuse_meta(params, type(self).__name__)
         capturable.check(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             self.check(group)
@@ -200,7 +203,9 @@ class FusedStates(CompressedStates):
         if not cuda_graph.capturing():
             watched = self._watch.before(self.param_groups, masters)
             moments = self._moments() if self._watch.looks else []
-        if not self._step_again():
+        if again is not None:
+            self._step_again(*again)
+        else:
             entries = [entry for group in self.param_groups for entry in self._entries(group)]
             apart = [entry for entry in entries if entry.param in self._pieces]
             for entry in apart:
@@ -230,24 +235,29 @@ class FusedStates(CompressedStates):
                     found.append((param, one, new[names.index(one.name)]))
         return found
 
-    def _step_again(self) -> bool:
-        """Step as before, where all but gradients and scalars is as it was; returns whether."""
+    def _as_before(self) -> tuple[StepAgain, list[int]] | None:
+        """The last step and the addresses of gradients, where only these and scalars are new."""
         again: StepAgain | None = self.__dict__.pop("_again", None)
         beside = self._masters or self._guards or self._pieces
-        plain = not beside and not is_simulated()
-        if again is None or not plain or any(g.get("capturable") for g in self.param_groups):
-            return False
+        if again is None or beside or is_simulated():
+            return None
+        if any(group.get("capturable") for group in self.param_groups):
+            return None
         names = [self.state_names(group) for group in self.param_groups]
         gradients = again.gradients(self.param_groups, self.state, names)
-        if gradients is None:
-            return False
+        return None if gradients is None else (again, gradients)
+
+    def _step_again(self, again: StepAgain, gradients: Sequence[int]) -> None:
+        """Step as before, with new gradients and scalars."""
+        counts = again.count() if self.counts else None
+        turns = None if counts is None else iter(counts)
         scalars: list[Scalars | Tensor] = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            scalars += self._scalars(group, params)
+            own = self._turns(params) if turns is None else [*islice(turns, len(params))]
+            scalars += self._scalars_of(group, own)
         again.run(gradients, scalars)
         self.__dict__["_again"] = again
-        return True
 
     def _keep_table(self, entries: Sequence[Entry]) -> None:
         """Keep the table of a step for those that are as it."""
@@ -373,16 +383,20 @@ class FusedStates(CompressedStates):
         """The scalars of each parameter's step; capturable: rows of tensors on the device."""
         if group.get("capturable") and self.counts:
             return self._scalars_on_device(group, params)
-        found: list[Scalars | Tensor] = []
-        made: dict[Any, Scalars | Tensor] = {}
-        on_host = not group.get("capturable")
-        for param, turn in zip(params, self._turns(params), strict=True):
-            key = turn, None if on_host else param.device
-            if key not in made:
-                scalars = self.scalars(group, turn)
-                made[key] = scalars if on_host else on_device(scalars, 1, param.device)[0]
-            found.append(made[key])
-        return found
+        turns = self._turns(params)
+        if not group.get("capturable"):
+            return self._scalars_of(group, turns)
+        pairs = [*zip(turns, [param.device for param in params], strict=True)]
+        made = {
+            (turn, device): on_device(self.scalars(group, turn), 1, device)[0]
+            for turn, device in {*pairs}
+        }
+        return [made[pair] for pair in pairs]
+
+    def _scalars_of(self, group: dict[str, Any], turns: Sequence[float]) -> list[Scalars | Tensor]:
+        """The scalars of these steps of a group's parameters, on the host."""
+        made = {turn: self.scalars(group, turn) for turn in {*turns}}
+        return [made[turn] for turn in turns]
 
     def _scalars_on_device(
         self, group: dict[str, Any], params: Sequence[Tensor]
@@ -439,7 +453,7 @@ def real_view(x: Tensor) -> Tensor:
 
 def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
     for param in params:
-        if param.grad is not None and param.is_meta and not is_simulated():
+        if param.is_meta and param.grad is not None and not is_simulated():
             raise RuntimeError(
                 f"{owner} requires all the params to hold data, got one of shape "
                 f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "

@@ -318,10 +318,11 @@ def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, 
 def refuse_sparse(params: list[Tensor], owner: str) -> None:
     """Raise for sparse gradients, before anything is changed."""
     for param in params:
-        if param.grad is not None and param.grad.layout != torch.strided:
+        grad = param.grad
+        if grad is not None and grad.layout is not torch.strided:
             raise RuntimeError(
                 f"{owner} takes dense gradients only, a parameter of shape {tuple(param.shape)} "
-                f"has layout {param.grad.layout}; use sparse=False in its embedding"
+                f"has layout {grad.layout}; use sparse=False in its embedding"
             )
 
 

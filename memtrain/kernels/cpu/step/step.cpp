@@ -155,6 +155,11 @@ static void work(std::vector<StepTask>& tasks, const std::vector<Item>& items,
 
 }  // namespace memtrain
 
+// Adds a step to each of n counters, float32, and copies them.
+MT_EXPORT void mt_count_step(const int64_t* counters, float* counts, int64_t n, int64_t) {
+  for (int64_t i = 0; i < n; ++i) counts[i] = *reinterpret_cast<float*>(counters[i]) += 1;
+}
+
 // `table`: int64 [n, 32], see Row.
 MT_EXPORT void mt_step(const int64_t* table, int64_t n, int64_t threads) {
   using namespace memtrain;
