@@ -19,7 +19,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
-from memtrain.activations.intercept.compiler_internals import compiled_regions, run_untraced
+from memtrain.activations.intercept.compiler_internals import (
+    compiled_regions,
+    run_by_tracer,
+    run_untraced,
+)
 from memtrain.activations.intercept.executor import Executor, Rounding
 from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
 from memtrain.activations.intercept.options import Options
@@ -57,9 +61,7 @@ _CALL_BITS = 16  # of the number of a site's payload within one run of a module
 # A module whose forward runs: its path, what gives its result where it is run as one op, the op
 # that its own `autograd.Function` stands for, and what its own code saves.
 _Running = tuple[str, Callable[[], Any] | None, Op, Running]
-# Of a module: its path, that op, the op's name where torch's Function is its own, and what
-# recognises a module that writes an op out.
-_Known = tuple[str, Op, str | None, Callable[[nn.Module, Tensor], Call | None] | None]
+_Composite = Callable[[nn.Module, Tensor], Call | None]
 
 
 class Interception:
@@ -145,14 +147,10 @@ class Interception:
         for name, module in self.model.named_modules():
             if name and isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no such hooks; what it saves is kept, and listed, as its parent's
-            kind = type(module).__name__
-            own = Op(name, "autograd.Function")
-            function = FUNCTION_MODULES.get(kind)
-            known = name, own, function, recognise_module(type(module))
-            before = partial(self._before, known)
+            hooked = _Hooked(self, name, type(module), recognise_module(type(module)))
             RemovableHandle.next_id = number
             self._handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_pre_hook(hooked.before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
         self.recompute.attach()
@@ -181,9 +179,7 @@ class Interception:
         if first is not None:
             with _ONE_AGAIN, self._holding(first, module, args, kwargs) as (args, kwargs):
                 return module.forward(*args, **kwargs)
-        function = FUNCTION_MODULES.get(type(module).__name__)
-        known = (name, Op(name, "autograd.Function"), function, None)
-        given = self._before(known, module, args, kwargs)
+        given = _Hooked(self, name, type(module)).before(module, args, kwargs)
         args, kwargs = given or (args, kwargs)
         output = None
         try:
@@ -339,50 +335,14 @@ class Interception:
 
     # -- around modules ---------------------------------------------------------------------
 
-    def _before(  # noqa: C901 (asked inline: a call for each module would cost the host)
-        self,
-        known: _Known,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if is_compiling():
-            if self.compresses:
-                self.graphs.claim()
-            return None
-        name, op, function, composite = known
-        inside = self._outer is not None and self._thread.get("ident") == get_ident()
-        if (not inside or module is self.model) and not self._is_ours(name, module):
-            return None
-        saved, executor, graphs = self.saved, self.executor, self.graphs
-        executor.module = graphs.root = name
-        as_one_op, given = None, None
-        if self._outer is None:
-            given = self._begin(name, module, args, kwargs)
-        elif composite and len(args) == 1 and not kwargs and self._alike(module):
-            as_one_op = self._as_one_op(composite, module, args[0])
-        if module._compiled_call_impl or name.endswith("_orig_mod") or name in graphs.regions:
-            graphs.called(name, *(given or (args, kwargs)))
-        if function is not None:
-            as_one_op, op = None, Op(name, function, (args, kwargs))
-        expected = saved.expectations
-        running = expected.call(name, module.training, args, kwargs)
-        if type(running) is list and top_hooks() != saved.hook:
-            expected.watch()  # inside activation checkpointing, which saves alone
-        self._path.append((name, as_one_op, op, running))
-        saved.custom = op
-        if as_one_op is None:
-            if (expected.due is None) == executor.is_aside:
-                self._turn()
-            return given
-        expected.watch()
-        # The composite now runs on no elements, seen by no one; `_after` returns the real result.
-        saved.shell = True
-        x = args[0]
-        return (x.new_empty(0, *x.shape[1:]),), kwargs
+    @run_by_tracer
+    def claim(self) -> None:
+        """Compress what the graph saves that is traced now."""
+        if self.compresses:
+            self.graphs.claim()
 
     def _as_one_op(
-        self, composite: Callable[[nn.Module, Tensor], Call | None], module: nn.Module, x: Any
+        self, composite: _Composite, module: nn.Module, x: Any
     ) -> Callable[[], Any] | None:
         """Runs a module as one op, with the ops not watched; None: it runs as it is."""
         self.executor.step_aside()
@@ -551,6 +511,70 @@ class Interception:
             self.on_saved(records)
 
 
+class _Hooked:
+    """A module as its pre-hook knows it.
+
+    One object for each: graphs are guarded by what leads to a hook's code, and of `partial` that is
+    every part.
+
+    Args:
+        owner: Whose hook it is.
+        name: The module's path.
+        kind: Its class.
+        composite: Recognises a module that writes an op out.
+    """
+
+    __slots__ = ("composite", "function", "name", "op", "owner")
+
+    def __init__(
+        self, owner: Interception, name: str, kind: type, composite: _Composite | None = None
+    ) -> None:
+        self.owner, self.name, self.composite = owner, name, composite
+        self.op = Op(name, "autograd.Function")
+        self.function = FUNCTION_MODULES.get(kind.__name__)
+        """The op's name where torch's `autograd.Function` is the module's own."""
+
+    def before(  # asked inline: a call for each module would cost the host
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The pre-hook."""
+        owner = self.owner
+        if is_compiling():
+            owner.claim()
+            return None
+        name, op = self.name, self.op
+        inside = owner._outer is not None and owner._thread.get("ident") == get_ident()
+        if (not inside or module is owner.model) and not owner._is_ours(name, module):
+            return None
+        saved, executor, graphs = owner.saved, owner.executor, owner.graphs
+        executor.module = graphs.root = name
+        as_one_op, given = None, None
+        if owner._outer is None:
+            given = owner._begin(name, module, args, kwargs)
+        elif self.composite and len(args) == 1 and not kwargs and owner._alike(module):
+            as_one_op = owner._as_one_op(self.composite, module, args[0])
+        if module._compiled_call_impl or name.endswith("_orig_mod") or name in graphs.regions:
+            executor.step_aside()  # asked about tensors under a mode, torch would call it each time
+            graphs.called(name, *(given or (args, kwargs)))
+        if self.function is not None:
+            as_one_op, op = None, Op(name, self.function, (args, kwargs))
+        expected = saved.expectations
+        running = expected.call(name, module.training, args, kwargs)
+        if type(running) is list and top_hooks() != saved.hook:
+            expected.watch()  # inside activation checkpointing, which saves alone
+        owner._path.append((name, as_one_op, op, running))
+        saved.custom = op
+        if as_one_op is None:
+            if (expected.due is None) == executor.is_aside:
+                owner._turn()
+            return given
+        expected.watch()
+        # The composite now runs on no elements, seen by no one; `_after` returns the real result.
+        saved.shell = True
+        x = args[0]
+        return (x.new_empty(0, *x.shape[1:]),), kwargs
+
+
 class OwnTensors:
     """A model's parameters and buffers, some perhaps twice.
 
@@ -580,7 +604,7 @@ def _values(dicts: Sequence[Mapping[str, _T]]) -> list[_T]:
     return [*chain.from_iterable([each.values() for each in dicts])]
 
 
-run_untraced(Interception._before, Interception._after)
+run_untraced(_Hooked.before, Interception._after)
 
 
 def _untouched(module: str, why: str) -> Record:

@@ -25,6 +25,7 @@ from memtrain.activations.saved.site import Record
 
 _Tensors = list[tuple[weakref.ref[Tensor], StorageWeakRef]]
 _unpack = methodcaller("unpack")
+_LEAVES = {Tensor, type(None), bool, int, float}
 
 UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch keeps to itself"
 """Why a compiled forward is left alone where torch's inside is another one."""
@@ -125,9 +126,10 @@ class CompiledGraphs:
     def called(self, path: str, args: Any, kwargs: Any) -> None:
         """Note what a module that is compiled by itself is given: others may share it."""
         if self._before:
-            self._given[path] = _watched(tree_leaves((args, kwargs)))
+            values = (*args, *kwargs.values())
+            flat = {*map(type, values)} <= _LEAVES  # mostly: pytrees take longer than the rest
+            self._given[path] = _watched(values if flat else tree_leaves(values))
 
-    @internals.run_by_tracer
     def claim(self) -> None:
         """Compress what the graph saves that is traced now, though no forward began outside of it.
 

@@ -261,7 +261,7 @@ def test_deepcopy_and_pickle_keep_working_and_stay_independent():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert train(twin, x)[2] == train(model, x)[2]
         hook = next(iter(twin._forward_pre_hooks.values()))
-        assert hook.func.__self__.model is twin
+        assert hook.__self__.owner.model is twin
 
 
 def test_state_dict_and_class_are_unchanged():
