@@ -29,7 +29,8 @@ from memtrain.kernels.group import softmax_gradient
 REDUCTIONS = ("mean", "sum", "none")
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _PIECE = 2**22  # elements that are worked on at once
-_PIECE_CUDA = 2**26  # where launches cost; a step predicted for CUDA has them too
+_PIECE_CUDA = 2**26  # at most, where launches cost; a step predicted for CUDA has them too
+_PIECES_CUDA = 8  # of smaller logits, whose pieces would else take as much as all of them
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -82,8 +83,9 @@ def cross_entropy(  # noqa: PLR0913 (torch's own, and the site's)
     Memory:
         Kept for backward: the payload of x's elements, in pieces of 4 Mi elements, and `target` in
         1 to 4 bytes a class. Forward and backward work in two pieces of 16 MiB (a row at least),
-        and numbers of `target`'s shape; the backward allocates the gradient besides. On CUDA pieces
-        are 16 times as large, since launches cost; there the backward of min/max groups has none.
+        and numbers of `target`'s shape; the backward allocates the gradient besides. On CUDA an
+        eighth of the logits is a piece, of up to 64 Mi elements, since launches cost; there the
+        backward of min/max groups has none.
         Where autocast asks for float32, pieces are cast, never the whole. A forward with weights,
         smoothing, one row or more dimensions makes the whole log-softmax first.
 
@@ -119,7 +121,7 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     classes = _narrow(target.masked_fill(target == options[0], -1), x.shape[ctx.dim])
     # Torch's own value comes of the rows' losses: these can be worked on by pieces.
     usual = weight is None and not options[2] and x.dim() == 2 and x.is_contiguous()
-    ctx.piece = _PIECE_CUDA if is_for_cuda(x) else _PIECE
+    ctx.piece = _piece(x)
     codes = compressor.group_codes(Key())
     ctx.fits = codes is not None and softmax_gradient.fits(x, codes.group_size)
     ctx.rows = max(1, ctx.piece // x.shape[ctx.dim]) if usual else len(x)
@@ -164,6 +166,13 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 _cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backward, tensors=3)
+
+
+def _piece(x: Tensor) -> int:
+    """Elements that are worked on at once."""
+    if not is_for_cuda(x):
+        return _PIECE
+    return min(max(_PIECE, x.numel() // _PIECES_CUDA), _PIECE_CUDA)
 
 
 def _is_one_pass(ctx: Any, payloads: Sequence[Payload], scale: Tensor) -> bool:

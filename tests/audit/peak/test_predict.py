@@ -359,6 +359,28 @@ def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
     assert few[-1] < told()[-1] - 2**20  # a log-softmax of 2 MB
 
 
+def test_a_cuda_step_takes_logits_by_eighths_at_most(monkeypatch):
+    """Small ones would else be one piece, whose log-softmax takes as much as all of them."""
+    labels = torch.zeros(1000, dtype=torch.long)
+
+    class WithLoss(nn.Linear):
+        def forward(self, x):
+            return F.cross_entropy(super().forward(x), labels)
+
+    model = WithLoss(32, 512)
+    optimizer, logits = torch.optim.SGD(model.parameters()), 4 * 1000 * 512
+    monkeypatch.setattr(cross_entropy, "_PIECE", 512)
+
+    def most(pieces):
+        monkeypatch.setattr(cross_entropy, "_PIECES_CUDA", pieces)
+        options = StepOptions(loss=lambda y: y, device="cuda")
+        moments = predict(model, optimizer, torch.ones(1000, 32), "balanced", options).moments
+        return max(m.parts.get("temporaries", 0) for m in moments if m.phase == "forward")
+
+    assert most(8) < logits * (1 + 2 / 8)  # themselves, a piece and what quantises it
+    assert most(1) > logits * 2
+
+
 def test_a_cuda_step_makes_a_cross_entropys_gradient_in_one_kernel(monkeypatch):
     """Triton's reads the codes; a CPU decompresses a piece of the log-softmax."""
     labels = torch.zeros(64, dtype=torch.long)
