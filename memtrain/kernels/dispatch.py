@@ -259,5 +259,15 @@ def copies(x: Tensor, *native: torch.dtype) -> int:
         >>> copies(x, torch.float32), copies(x.t(), torch.float32), copies(x, torch.float16)
         (32, 48, 0)
     """
-    packed = 0 if x.is_contiguous() else x.nbytes
-    return packed + (0 if x.dtype in native else 4 * x.numel())
+    return contiguous_nbytes(x) + (0 if x.dtype in native else 4 * x.numel())
+
+
+def contiguous_nbytes(x: Tensor) -> int:
+    """Bytes that `x.contiguous()` allocates.
+
+    Example:
+        >>> x = torch.ones(2, 4)
+        >>> contiguous_nbytes(x), contiguous_nbytes(x.t())
+        (0, 32)
+    """
+    return 0 if x.is_contiguous() else x.nbytes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.dispatch import choose, copies, register
+from memtrain.kernels.dispatch import choose, contiguous_nbytes, copies, register
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.random.philox import signed, uniform_blocks
 
@@ -356,6 +356,7 @@ _quantize_blocks_op = register(
     _quantize_blocks,
     _empty_blocks,
     inside=lambda x, *options, **named: copies(x, torch.float32),
+    inside_cuda=lambda x, *options, **named: contiguous_nbytes(x),
 )
 _dequantize_blocks_op = register(
     "codebook_dequantize_blocks(Tensor codes, Tensor scale, str name, int bits, bool signed, "
@@ -369,6 +370,7 @@ _quantize_matrix_op = register(
     _quantize_matrix,
     lambda x, row, col, name, bits, signed, seed: _new_codes(x, MATRIX_BLOCK, bits),
     inside=lambda x, *options: copies(x, torch.float32),
+    inside_cuda=lambda x, *options: contiguous_nbytes(x),
 )
 _dequantize_matrix_op = register(
     "codebook_dequantize_matrix(Tensor codes, Tensor row, Tensor col, str name, int bits, "

@@ -451,6 +451,7 @@ _forward_op = register(
         torch.empty_like(x),
         _empty_codes(x, boundaries, parity),
     ),
+    inside_cuda=lambda x, *options: 0 if is_dense(x) else x.nbytes,
 )
 _decode_op = register(
     "derivative_decode(Tensor codes, float[] levels, SymInt n, ScalarType dtype) -> Tensor",

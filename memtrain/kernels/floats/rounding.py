@@ -398,23 +398,36 @@ def _to_codes(code: Tensor, layout: FormatFields) -> Tensor:
     return code.to(code_dtype(layout.width))
 
 
+def _cloned(x: Tensor, *options: object) -> int:
+    """Bytes of a dense copy, where the kernels would find gaps."""
+    return 0 if is_dense(x) else x.nbytes
+
+
 _round_op = register(
     "floats_round(Tensor x, int[] layout, int seed) -> (Tensor, Tensor)",
     _round,
     lambda x, layout, seed: _fake(x, x.dtype),
+    inside=_cloned,
+    inside_cuda=_cloned,
 )
 _round_inplace_op = register(
     "floats_round_inplace(Tensor(a!) x, int[] layout, int seed) -> Tensor",
     _round_inplace,
     lambda x, layout, seed: x.new_empty((), dtype=torch.int64),
+    inside=lambda x, *options: 2 * _cloned(x),  # the result is one, too
+    inside_cuda=lambda x, *options: 2 * _cloned(x),
 )
 _encode_op = register(
     "floats_encode(Tensor x, int[] layout, int seed) -> (Tensor, Tensor)",
     _encode,
     lambda x, layout, seed: _fake(x, code_dtype(layout[0])),
+    inside=_cloned,
+    inside_cuda=_cloned,
 )
 _decode_op = register(
     "floats_decode(Tensor codes, int[] layout, ScalarType dtype) -> Tensor",
     _decode,
     lambda codes, layout, dtype: torch.empty_like(codes, dtype=dtype),
+    inside=_cloned,
+    inside_cuda=_cloned,
 )

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, copies, is_plain, is_plain_cpu, register
+from memtrain.kernels.dispatch import (
+    choose,
+    contiguous_nbytes,
+    copies,
+    is_plain,
+    is_plain_cpu,
+    register,
+)
 from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.random import philox
 
@@ -389,12 +396,22 @@ def _widened(numel: int, dtype: torch.dtype) -> int:
     return 4 * numel * copied
 
 
+def _held_on_cuda(x: Tensor, bits: int, group_size: int, *options: object) -> int:
+    """Bytes of float64's copy in float32, and of a contiguous one unless rows are whole groups."""
+    if x.dtype == torch.float64:
+        wide = torch.empty_like(x, dtype=torch.float32, device="meta")
+        return wide.nbytes + _held_on_cuda(wide, bits, group_size)
+    in_rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
+    return 0 if in_rows else contiguous_nbytes(x)
+
+
 _quantize_op = register(
     "group_quantize(Tensor x, int bits, int group_size, int seed, bool stochastic, bool wide)"
     " -> (Tensor, Tensor)",
     _quantize,
     _empty,
     inside=lambda x, *options: copies(x, torch.float32, torch.bfloat16),
+    inside_cuda=_held_on_cuda,
 )
 _dequantize_op = register(
     "group_dequantize(Tensor codes, Tensor bounds, int bits, int group_size, int numel,"
@@ -402,4 +419,5 @@ _dequantize_op = register(
     _dequantize,
     _empty_values,
     inside=lambda codes, bounds, bits, group_size, numel, dtype: _widened(numel, dtype),
+    inside_cuda=lambda *given: 4 * given[4] if given[5] == torch.float64 else 0,
 )

@@ -316,6 +316,52 @@ def _sums_nbytes(  # noqa: PLR0913 (a tensor's places, and a payload's)
     return 24 * outer * channels * (max(parts, middle > 1) + 1)
 
 
+def _spread_on_cuda(x: Tensor, mean: Tensor, rstd: Tensor, *options: int) -> int:
+    """Bytes of the statistics of channels that share theirs: each has its own for Triton."""
+    where = Channels(*options[:5])
+    return 8 * where.outer * where.channels if where.together > 1 else 0
+
+
+def tile_of_sums(where: Channels) -> tuple[bool, int, int]:
+    """Whether a program of Triton's sums lies across channels; its elements beside, and its rows.
+
+    Example:
+        >>> tile_of_sums(Channels(1, 32, 64, 3136)), tile_of_sums(Channels(1, 100352, 64, 1))
+        ((False, 1024, 1), (True, 64, 8))
+    """
+    across = where.inner == 1 and where.channels > 1
+    most, size = (64, where.channels) if across else (1024, where.inner)
+    block = min(most, 1 << (size - 1).bit_length())
+    return across, block, (512 if across else 1024) // block
+
+
+def programs_of_sums(where: Channels) -> tuple[int, int]:
+    """Programs of Triton's sums beside each other, and how many add up parts of one channel.
+
+    Enough for a GPU, and no more bytes of sums than an eighth of what is read.
+
+    Example:
+        >>> programs_of_sums(Channels(1, 100352, 64, 1))
+        (1, 1024)
+    """
+    across, block, rows = tile_of_sums(where)
+    programs = where.outer * (-(-where.channels // block) if across else where.channels)
+    return programs, max(1, min(-(-where.middle // (6 * rows)), -(-1024 // max(1, programs))))
+
+
+def _held_on_cuda(
+    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: int
+) -> int:
+    """Bytes of the sums of parts in float32 and float64, of `centred` or of `lines_of`."""
+    where, needs_dx = Channels(*options[:5]), options[-1]
+    each = where.outer * where.channels
+    statistics = each // where.together
+    _, splits = programs_of_sums(where)
+    sums, center = (36 * splits + 24) * each, 56 * each + 8 * statistics
+    lines = (24 if weight is None else 40) * each + 64 * statistics if needs_dx else 0
+    return max(sums, center, lines)
+
+
 def quantize_reference(
     x: Tensor, mean: Tensor, rstd: Tensor, where: Channels, codes: Codes
 ) -> tuple[Tensor, Tensor]:
@@ -394,6 +440,7 @@ _quantize_op = register(
     " -> (Tensor, Tensor)",
     _quantize,
     _empty_codes,
+    inside_cuda=_spread_on_cuda,
 )
 _backward_op = register(
     "channel_norm_backward(Tensor dy, Tensor codes, Tensor bounds, Tensor rstd, Tensor? weight,"
@@ -402,4 +449,5 @@ _backward_op = register(
     _backward,
     _empty_gradients,
     inside=_sums_nbytes,
+    inside_cuda=_held_on_cuda,
 )

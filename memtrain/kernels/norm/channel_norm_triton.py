@@ -11,7 +11,7 @@ import triton.language as tl
 
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import encode, half_step, load_bounds, rounded, tile
-from memtrain.kernels.norm.channel_norm import Channels
+from memtrain.kernels.norm.channel_norm import Channels, programs_of_sums, tile_of_sums
 
 _MAGIC = ["inner_magic", "channels_magic"]  # never 1, and multiples of 16 by chance
 
@@ -305,13 +305,7 @@ def _place_types(where):
 def sums(dy, codes, bounds, where, bits, group_size):
     """Of dy, of dy * x_hat and of x_hat: float64, [3, outer, channels]."""
     all_channels = where.outer * where.channels
-    options = _sum_options(where)
-    programs = all_channels
-    if options["ACROSS"]:
-        programs = where.outer * triton.cdiv(where.channels, options["BLOCK"])
-    # Enough programs for a GPU, and no more bytes of sums than an eighth of what is read.
-    rows = options["ROWS"] * 6
-    splits = max(1, min(triton.cdiv(where.middle, rows), triton.cdiv(1024, max(1, programs))))
+    programs, splits = programs_of_sums(where)
     rows_each = triton.cdiv(where.middle, splits)
     out = dy.new_empty(3, splits, where.outer, where.channels, dtype=torch.float32)
     wide = bounds.dtype == torch.float32
@@ -330,7 +324,7 @@ def sums(dy, codes, bounds, where, bits, group_size):
         BITS=bits,
         WIDTH=group_size // 8,
         WIDE=wide,
-        **options,
+        **_sum_options(where),
     )
     return out.double().sum(1)
 
@@ -359,10 +353,7 @@ def gradient(dy, dx, codes, bounds, lines, where, bits, group_size):
 
 
 def _sum_options(where):
-    across = where.inner == 1 and where.channels > 1
-    block = min(1024, triton.next_power_of_2(where.channels if across else where.inner))
-    block = min(64, block) if across else block
-    rows = max(1, (512 if across else 1024) // block)
+    across, block, rows = tile_of_sums(where)
     return {"ACROSS": across, "BLOCK": block, "ROWS": rows, "num_warps": 4}
 
 

@@ -386,6 +386,13 @@ def _held_on_cuda(
     return sums + cast + sum(x.nbytes for x in given if not x.is_contiguous())
 
 
+def _parameters_on_cuda(
+    x: Tensor, size: int, weight: Tensor | None, bias: Tensor | None, *options: Any
+) -> int:
+    """Bytes of weight and bias in float32, and of ones and zeros in their place."""
+    return sum(4 * size if t is None else copies(t, torch.float32) for t in (weight, bias))
+
+
 _norm_op = register(
     "norm_quantize(Tensor x, int size, Tensor? weight, Tensor? bias, float eps, bool centred,"
     " bool narrow, int bits, int group_size, int seed, bool stochastic, bool wide)"
@@ -393,6 +400,7 @@ _norm_op = register(
     _norm,
     _empty,
     inside=lambda x, *options: 2 * copies(x, torch.float32, torch.bfloat16),  # of y too
+    inside_cuda=_parameters_on_cuda,
 )
 _backward_op = register(
     "norm_backward(Tensor dy, Tensor codes, Tensor bounds, Tensor rstd, Tensor? weight, int bits,"

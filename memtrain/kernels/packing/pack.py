@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, copies, is_plain, is_plain_cpu, register
+from memtrain.kernels.dispatch import choose, contiguous_nbytes, is_plain, is_plain_cpu, register
 from memtrain.kernels.packing import bits as bit_codes
 
 BLOCK = 256  # elements per block; the layout is that of `kernels.packing.bits`
@@ -183,7 +183,8 @@ _pack_op = register(
     "pack_codes(Tensor x, int bits) -> Tensor",
     _pack,
     _empty_packed,
-    inside=lambda x, bits: copies(x, torch.uint8),
+    inside=lambda x, bits: contiguous_nbytes(x),
+    inside_cuda=lambda x, bits: contiguous_nbytes(x),
 )
 _unpack_op = register(
     "unpack_codes(Tensor packed, int bits, int numel) -> Tensor", _unpack, _empty_codes

@@ -266,10 +266,12 @@ _quantize_op = register(
     _quantize,
     _empty,
     inside=_copied,
+    inside_cuda=_copied,
 )
 _dequantize_op = register(
     "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
     _dequantize,
     _empty_values,
     inside=_widened,
+    inside_cuda=_widened,
 )
