@@ -489,14 +489,36 @@ def test_hooks_of_an_op_between_graphs_are_not_compiled():
 
 
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, *reentrant):
         super().__init__()
-        self.h = nn.ModuleList([Block(), Block()])
+        self.reentrant, self.h = reentrant, nn.ModuleList(Block() for _ in reentrant)
 
     def forward(self, x):
-        for block in self.h:
-            x = checkpoint(block, x, use_reentrant=False)
+        for block, reentrant in zip(self.h, self.reentrant, strict=True):
+            x = checkpoint(block, x, use_reentrant=reentrant)
         return x
+
+
+@pytest.mark.parametrize(
+    "reentrant", [(False, True), *(pytest.param((r,), marks=pytest.mark.nightly) for r in (0, 1))]
+)
+def test_checkpointing_around_compiled_blocks_recomputes_exactly(reentrant):
+    model, _ = wrapped(Checkpointed(*reentrant))
+    plain, x = Checkpointed(*reentrant), torch.randn(2, 64, 64, requires_grad=True)
+    plain.load_state_dict(model.state_dict())
+    for block in model.h:
+        block.compile(backend=BACKEND)
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    assert torch.equal(gradient(model), gradient(plain))
+
+
+def test_a_compiled_function_that_was_checkpointed_before_is_compressed():
+    model, _ = wrapped(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    run, x = compiled(model, "a function"), torch.randn(128, 64)
+    checkpoint(run, x, use_reentrant=False)
+    y = run(x)
+    assert 0 < held(y, x, *model.parameters()) == planned(model)[0] < planned(model)[1] / 4
 
 
 @pytest.mark.nightly
@@ -504,8 +526,8 @@ class Checkpointed(nn.Module):
 def test_activation_checkpointing_inside_keeps_its_inputs_as_the_plan_says(compress):
     inputs = {"name": "group", "bits": 8} if compress else "keep"
     cfg = {"preset": "balanced", "activations": {"recompute_inputs": inputs}}
-    model, _ = wrapped(Checkpointed(), cfg)
-    plain = Checkpointed()
+    model, _ = wrapped(Checkpointed(False, False), cfg)
+    plain = Checkpointed(False, False)
     plain.load_state_dict(model.state_dict())
     x = torch.randn(2, 64, 64, requires_grad=True)
     for one in (model, plain):
