@@ -634,7 +634,12 @@ def _far_from_singular(h):
 def test_presets_keep_what_a_jumping_or_singular_derivative_reads(name, preset):
     choose = _rules(preset)
     x = torch.randn(256, 64)
-    plain, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x)
+    try:
+        plain, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x)
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        pytest.skip(f"{error}: by this torch")
     packed, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x, choose=choose.choose)
     # the noise of the tame control, tanh, bounds what the presets accept: 2 bits give about 0.5
     assert (packed - plain).norm() < {"balanced": 0.2, "smallest": 1.0}[preset] * plain.norm()
