@@ -7,11 +7,11 @@ int isa_limit = 2;
 
 MT_EXPORT int mt_isa() {
 #ifdef MT_X86
-  static const int best = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+  static const int best = !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") ? 0
+                          : __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                                   __builtin_cpu_supports("avx512vl")
                               ? 2
-                          : __builtin_cpu_supports("avx2") ? 1
-                                                           : 0;
+                              : 1;
   return std::min(best, isa_limit);
 #else
   return 0;
