@@ -1,8 +1,6 @@
 """Tables and launches of the Triton step (kernels: `reduce_triton`, `step_triton`)."""
 
-import math
 from array import array
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,13 +9,13 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.codebook import lloyd_max, rank1
-from memtrain.kernels.codebook.quantize import inverse
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
-from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio, upper_buckets
+from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, upper_buckets
 from memtrain.kernels.step.cuda_graph import GraphTables
-from memtrain.kernels.step.program_sizes import COLS, ROWS, elements, factored_vectors, is_whole
-from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, Sums, table_row
+from memtrain.kernels.step.passes import Passes, alike, groups_of
+from memtrain.kernels.step.program_sizes import COLS, ROWS, elements, is_whole
+from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, table_row
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked
 from memtrain.kernels.step.update_rules_triton import EXACT
 from memtrain.kernels.step.uploads import DeviceTable, send
@@ -30,21 +28,8 @@ _HOST = torch.device("cpu")
 
 def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
     """`step.fused_step` for contiguous parameters: a few launches for each kind and dtype."""
-    groups: dict[object, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        groups[alike(entry)].append(entry)
-    for group in groups.values():
-        passes = launch_of(group, tables)
-        passes.reduce()
-        passes.finalize_scales()
-        passes.update()
-
-
-def alike(entry: Entry) -> Hashable:
-    """Equal for entries that one `Launch` serves."""
-    p, on_device = entry.param, isinstance(entry.scalars, Tensor)
-    kind = entry.rule, entry.bits, entry.form, entry.master.form
-    return p.device, p.dtype, entry.grad.dtype, kind, on_device, is_whole(entry)
+    for group in groups_of(entries):
+        launch_of(group, tables).run()
 
 
 def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
@@ -75,8 +60,8 @@ def _held(entry: Entry) -> Hashable:
     return (*own, *(tensor.data_ptr() for tensor in tensors))
 
 
-class Launch:
-    """The passes over contiguous parameters of one kind and dtype.
+class Launch(Passes):
+    """The passes over contiguous parameters of one kind and dtype, with their kernels.
 
     Args:
         entries: As `step.fused_step` takes them; their gradients are contiguous.
@@ -84,10 +69,9 @@ class Launch:
     """
 
     def __init__(self, entries: list[Entry], table: DeviceTable | None = None) -> None:
-        self.entries = entries
+        super().__init__(entries)
         first = entries[0]
-        self.form, self.device = first.form, first.param.device
-        self._vectors = _VECTORS.get(self.form, lambda entries: [{}] * len(entries))(entries)
+        self.device = first.param.device
         self._scalars, self._table = self._send(table)
         self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
         self._reduce_form["WHOLE"] = is_whole(first)
@@ -182,14 +166,7 @@ class Launch:
     def _like(self) -> tuple[Tensor, Tensor]:
         return self.entries[0].param, self.entries[0].grad
 
-    def reduce(self, some: Tensor | None = None) -> None:
-        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others.
-
-        Args:
-            some: Programs of `rows`; all by default.
-        """
-        if self.form not in ROWS_AND_COLUMNS:
-            return
+    def _reduce(self, some: Tensor | None) -> None:
         reduce = self._programs["reduce"] if some is None else some
         launch(
             first_pass._reduce_kernel,
@@ -201,70 +178,13 @@ class Launch:
             **self._reduce_form,
             **first_pass.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
         )
-        if self.form == "rank1":
-            _join_maxima(self.entries, self._vectors)
 
-    def sums(self) -> list[Sums]:
-        """Maxima or sums of pass 1, by entry."""
-        if self.form == "rank1":
-            return [{"scale": vectors["scale"]} for vectors in self._vectors]
-        return [
-            {
-                "row": vectors["row_new"].view(-1, entry.matrix[0]).sum(0),
-                "col": vectors["col_new"].view(-1, entry.matrix[1]).sum(0),
-            }
-            for vectors, entry in zip(self._vectors, self.entries, strict=True)
-        ]
+    def _average(self) -> None:
+        mean = self._programs["mean"]
+        launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
+        launch(first_pass._ratio_kernel, (len(self.entries),), self._table, **EXACT)
 
-    def finalize_scales(self, whole: Sequence[Sums] | None = None) -> None:
-        """Between the passes: scales and their reciprocals, or new factors and ratios of rows.
-
-        Args:
-            whole: Of tensors split over processes: `scale` of the whole, or the new factors'
-                `mean`, which the entries hold already.
-        """
-        if self.form == "rank1":
-            self._invert_scales([] if whole is None else whole)
-        elif whole is not None:
-            for entry, vectors, found in zip(self.entries, self._vectors, whole, strict=True):
-                vectors["row_inv"].copy_(ratio(entry.states[1]["row"], found["mean"]))
-        elif self.form == "factored":
-            mean = self._programs["mean"]
-            launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
-            launch(first_pass._ratio_kernel, (len(self.entries),), self._table, **EXACT)
-        if self.entries[0].bits == lloyd_max.BITS:
-            self._take_roots()
-
-    def _take_roots(self) -> None:
-        """Roots of the new factors in place of ratios and beside columns, and reciprocals."""
-        given, roots, inverses = [], [], []
-        for entry, vectors in zip(self.entries, self._vectors, strict=True):
-            given += (vectors["row_inv"], entry.states[1]["col"])
-            roots += (vectors["row_inv"], vectors["col_old"])
-            inverses += (vectors["row_old"], vectors["col_inv"])
-        flat, sizes = lloyd_max.root(torch.cat(given)), [t.numel() for t in given]
-        torch._foreach_copy_(roots, list(flat.split(sizes)))
-        torch._foreach_copy_(inverses, list(inverse(flat).split(sizes)))
-
-    def _invert_scales(self, whole: Sequence[Sums]) -> None:
-        targets: list[Tensor] = []
-        scales: list[Tensor] = []
-        for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
-            if whole:
-                vectors["scale"] = whole[k]["scale"]
-            shape, scale = entry.param.shape, vectors["scale"]
-            targets += (vectors["row_inv"], vectors["col_inv"])
-            scales += (scale[: shape[0]], rank1.columns(scale, shape))
-        # One vector for all tensors: three launches instead of three for each.
-        flat = rank1.inverse(torch.cat(scales))
-        torch._foreach_copy_(targets, list(flat.split([t.numel() for t in scales])))
-
-    def update(self, some: Tensor | None = None) -> None:
-        """Pass 2: decode, update, encode.
-
-        Args:
-            some: Programs of `rows`, after the last of which `keep` is called; all by default.
-        """
+    def _update(self, some: Tensor | None) -> None:
         update = self._programs["update"] if some is None else some
         of_two_bits = self.entries[0].bits == lloyd_max.BITS
         launch(
@@ -275,19 +195,6 @@ class Launch:
             *self._like(),
             **self._update_form,
         )
-        if some is None:
-            self.keep()
-
-    def keep(self) -> None:
-        """After the passes: new scales, and roots, into the states."""
-        if self.form == "rank1":
-            scales = [entry.states[1]["scale"] for entry in self.entries]
-            torch._foreach_copy_(scales, [*map(_kept_scale, self.entries, self._vectors)])
-        if self.entries[0].bits == lloyd_max.BITS:
-            kept = [entry.states[0][name] for entry in self.entries for name in ("row", "col")]
-            roots = [vectors[name] for vectors in self._vectors for name in ("row_inv", "col_old")]
-            torch._foreach_copy_(kept, roots)
-        self.entries = []  # a launch that a graph holds has no gradients
 
 
 @lru_cache(maxsize=256)
@@ -311,46 +218,3 @@ def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
     found = torch.empty(len(tensor), 2, dtype=torch.int32, device=device)
     send(torch.stack([tensor, chunk], dim=1).int(), found)
     return found
-
-
-def _rank1_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
-    """Vectors of rows and columns for the two passes; the new maxima start at zero."""
-    device = entries[0].param.device
-    sizes = [n for entry in entries for n in entry.matrix]
-    new = torch.zeros(sum(sizes), device=device).split(sizes)
-    inv = torch.empty(sum(sizes), device=device).split(sizes)
-    found = []
-    for k, entry in enumerate(entries):
-        shape, scale = entry.param.shape, entry.states[1]["scale"]
-        cols = scale[shape[0] :] if len(shape) == 2 else rank1.columns(scale, shape)
-        vectors = {"row_old": scale[: shape[0]], "col_old": cols}
-        vectors |= {"row_inv": inv[2 * k], "col_inv": inv[2 * k + 1]}
-        found.append(vectors | {"row_new": new[2 * k], "col_new": new[2 * k + 1]})
-    return found
-
-
-def _factored_vectors(entries: list[Entry]) -> list[dict[str, Tensor]]:
-    """Partial sums, and the ratios of rows."""
-    found = []
-    for entry in entries:
-        like, sizes = entry.states[1]["row"], factored_vectors(entry)
-        found.append({name: like.new_empty(size) for name, size in sizes.items()})
-    return found
-
-
-_VECTORS = {"rank1": _rank1_vectors, "factored": _factored_vectors}
-
-
-def _kept_scale(entry: Entry, vectors: dict[str, Tensor]) -> Tensor:
-    """Rank-1's new scale; the old one where a guard is not finite."""
-    if entry.guard is None:
-        return vectors["scale"]
-    return torch.where(entry.guard < math.inf, vectors["scale"], entry.states[1]["scale"])
-
-
-def _join_maxima(entries: list[Entry], found: list[dict[str, Tensor]]) -> None:
-    """The maxima of every dimension from those of rows and flattened columns."""
-    for entry, vectors in zip(entries, found, strict=True):
-        shape, col_new = entry.param.shape, vectors["col_new"]
-        cols = col_new if len(shape) == 2 else rank1.maxima(col_new.view(shape[1:]))
-        vectors["scale"] = torch.cat([vectors["row_new"], cols])

@@ -13,6 +13,7 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend_of, choose, is_for_cuda, is_simulated
 from memtrain.kernels.step import program_sizes
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, Codec
+from memtrain.kernels.step.passes import Passes
 from memtrain.kernels.step.step import Entry, cpu_table, fits, point_to_scalars
 
 Make = Callable[[int, int], Tensor]
@@ -208,14 +209,30 @@ class _CpuPasses(_Passes):
 
 
 class _LatePasses(_Passes):
-    """Passes whose kernels read the norm where it lies, and nothing waits."""
+    """Triton's over fake tensors: kernels would read the norm where it lies, and nothing waits."""
 
     def __init__(self, entry: Entry, pieces: RowPieces) -> None:
-        pass
+        self._all = Passes([entry._replace(guard=pieces.norm)])
+
+    def reduce(self, begin: int, piece: Tensor) -> None:
+        """Pass 1."""
+        self._all.reduce(piece)
 
     def refused(self) -> bool:
         """Kernels see."""
         return False
+
+    def finalize(self) -> None:
+        """Between the passes."""
+        self._all.finalize_scales()
+
+    def update(self, begin: int, piece: Tensor) -> None:
+        """Pass 2."""
+        self._all.update(piece)
+
+    def end(self) -> None:
+        """After the passes."""
+        self._all.keep()
 
 
 class _TritonPasses(_LatePasses):
@@ -225,25 +242,17 @@ class _TritonPasses(_LatePasses):
         from memtrain.kernels.step import launch  # Triton is optional
 
         like = entry.param.new_empty(0, dtype=pieces.dtype)
-        self._launch = launch.Launch([entry._replace(grad=like, guard=pieces.norm)])
+        self._all = self._launch = launch.Launch([entry._replace(grad=like, guard=pieces.norm)])
 
     def reduce(self, begin: int, piece: Tensor) -> None:
         """Pass 1."""
         piece = _aligned(piece)  # a copy is to live until the kernel is launched
-        self._launch.reduce(self._launch.rows("reduce", begin, piece))
-
-    def finalize(self) -> None:
-        """Between the passes."""
-        self._launch.finalize_scales()
+        self._all.reduce(self._launch.rows("reduce", begin, piece))
 
     def update(self, begin: int, piece: Tensor) -> None:
         """Pass 2."""
         piece = _aligned(piece)
-        self._launch.update(self._launch.rows("update", begin, piece))
-
-    def end(self) -> None:
-        """After the passes."""
-        self._launch.keep()
+        self._all.update(self._launch.rows("update", begin, piece))
 
 
 def _aligned(piece: Tensor) -> Tensor:

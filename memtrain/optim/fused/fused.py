@@ -16,7 +16,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.kernels.step import cuda_graph, row_pieces
+from memtrain.kernels.step import cuda_graph, passes, row_pieces
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.row_pieces import RowPieces
@@ -433,7 +433,9 @@ class FusedStates(CompressedStates):
 
 
 def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
-    if not is_simulated():  # the kernels' tables hold addresses, which fake tensors have not
+    if is_simulated():  # the kernels' tables hold addresses, which fake tensors have not
+        passes.simulate(entries)
+    else:
         fused_step(entries, tables)
 
 

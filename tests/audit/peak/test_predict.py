@@ -134,12 +134,26 @@ def test_released_gradients_come_and_go():
             assert max(held) == most
 
 
+def test_the_vectors_of_a_factored_step_on_cuda():
+    model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    vectors = 0
+    for rows, cols in ((1024, 512), (512, 1024)):
+        parts = cols // 128 * rows + rows // 256 * cols  # of each program's columns and rows
+        vectors += 4 * (parts + rows)  # and a ratio for each row
+    batch, options = torch.ones(2, 512), StepOptions(device="cuda")
+    timeline = predict(model, optimizer, batch, "optimizer_only", options)
+    held = [m.parts.get("temporaries", 0) for m in timeline.moments if m.phase == "step"]
+    assert max(held) == vectors
+
+
 def test_a_norm_that_no_host_waits_for_clips_by_a_scaled_copy():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     cfg = ["preset=balanced", "gradients=release", "release.clip=parameter"]
     largest, label = 4 * 256 * 64, "backward of 2.weight / gradient"
-    for device, most in (("cpu", 0), ("cuda", largest)):
+    sums = 4 * (2 * 64 + 256 + 64)  # of the factored state's rows and columns, and ratios of rows
+    for device, most in (("cpu", 0), ("cuda", largest + sums)):
         moments = predict(model, optimizer, torch.ones(2, 64), cfg, StepOptions(device=device))
         held = [m.parts["temporaries"] for m in moments.moments if m.label == label]
         # Besides, the activations that the backward goes through, and numbers of one element.

@@ -1,0 +1,74 @@
+"""A step of fake tensors for CUDA allocates what the Triton step does between its kernels."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.audit.peak.recorder import StorageRecorder
+from memtrain.kernels.dispatch import simulating
+from memtrain.kernels.step import passes, row_pieces
+from memtrain.kernels.step.row_pieces import RowPieces
+from tests.kernels.test_row_pieces import FORMS, entry_of
+
+KEPT = torch.zeros(0)
+
+
+def held(run):
+    """The most bytes alive besides what was there, and those in the end."""
+    recorder = StorageRecorder(nn.Identity())
+    with recorder:
+        run()
+    alive = [*accumulate(delta for _, delta, _, _ in recorder.events)] or [0]
+    return max(alive), alive[-1]
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """No kernel is run, and no table travels: what torch allocates does not depend on them."""
+    pytest.importorskip("triton")
+    from memtrain.kernels.step import launch
+
+    monkeypatch.setattr(launch, "launch", lambda *given, **options: None)
+    monkeypatch.setattr(launch.Launch, "_send", lambda self, table: (KEPT, KEPT))
+    monkeypatch.setattr(launch.Launch, "rows", lambda self, name, begin, piece: KEPT)
+    return launch
+
+
+def entries(form):
+    return [entry_of(form, kept, shape) for kept in ("bf16", "float32") for shape in SHAPES[form]]
+
+
+SHAPES = {form: [(320, 256), (64, 640)] for form in FORMS}
+SHAPES["rank-1"] = [(320, 256), (8, 16, 32)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
+    given = entries(form)
+    unlaunched.step(given)  # tables of programs are made at the first call
+    real = held(lambda: unlaunched.step(given))
+    with simulating("cuda"):
+        assert held(lambda: passes.simulate(given)) == real
+    assert (real[0] > 0) == (form in ("rank-1", "factored", "8 bits, factored", "2 bits"))
+    with simulating():
+        assert held(lambda: passes.simulate(given)) == (0, 0)
+        turned = [e._replace(grad=e.grad.mT.contiguous().mT) for e in given]
+        assert held(lambda: passes.simulate(turned))[0] == sum(e.grad.nbytes for e in given)
+
+
+@pytest.mark.parametrize("form", ["4 bits", "rank-1", "factored", "2 bits"])
+def test_a_simulated_step_in_pieces_holds_what_the_launches_do(form, unlaunched, monkeypatch):
+    entry = entry_of(form, "float32", (1024, 256))
+
+    def step():
+        pieces = RowPieces(lambda begin, end: entry.grad[begin:end], entry.param, 256)
+        row_pieces.step(entry, pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(row_pieces, "choose", lambda x: "triton")
+        step()
+        real = held(step)
+    with simulating("cuda"):
+        assert held(step) == real
