@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from memtrain.activations.intercept.executor import HIDDEN
 from memtrain.activations.saved.handles import check_version
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack_hook import SavedTensors
@@ -17,7 +18,7 @@ from memtrain.activations.trace.call_arguments import CallArguments
 from memtrain.compressors import Compressor, Float, Keep
 from memtrain.kernels.floats.formats import FORMATS, FloatFormat
 from memtrain.precision import fp8_gemm
-from memtrain.precision.graph import refuse_shards
+from memtrain.precision.graph import refuse_compiled, refuse_shards
 from memtrain.precision.loss_scaling import (
     LossScaler,
     bypassing,
@@ -28,11 +29,6 @@ from memtrain.precision.loss_scaling import (
 )
 from memtrain.precision.state import PrecisionState
 from memtrain.precision.tensor_names import METADATA, TensorNames, roundable, writes
-
-HIDDEN = (
-    "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
-    "hide; allowed there: precision.assignment=fp32"
-)
 
 
 class ForwardRounding:
@@ -90,11 +86,12 @@ class ForwardRounding:
 
         Raises:
             RuntimeError: Where ops are not seen one by one.
-            ValueError: If `fully_shard` has been applied to the model.
+            ValueError: If `fully_shard` has been applied to the model, or a part is compiled.
         """
         if _compiles() or torch.jit.is_tracing() or in_transform():
             raise RuntimeError(HIDDEN)
         refuse_shards(model)
+        refuse_compiled(model)
         if self.state.graph is not None or self._tracing:
             return
         self._tracing = True

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors
 from memtrain.activations.saved.site import tensors_of
@@ -146,18 +147,23 @@ def graph_of(
 def check(model: nn.Module) -> None:
     """Raise ValueError for a dtype that is not rounded, and for compiled or sharded modules."""
     refuse_shards(model)
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule":
-            raise ValueError(
-                f"precision: {name or 'the model'} is compiled, so that its ops are not seen; "
-                "allowed: what is not, or precision.assignment=fp32"
-            )
+    refuse_compiled(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
             raise ValueError(
                 f"precision: {name} has dtype {parameter.dtype}; allowed: {allowed}, "
                 "or precision.assignment=fp32"
+            )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError for modules that `torch.compile` or `module.compile()` has compiled."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or inside_compiled(module) is not None:
+            raise ValueError(
+                f"precision: {name or 'the model'} is compiled, so that its ops are not seen; "
+                "allowed: what is not, or precision.assignment=fp32"
             )
 
 

@@ -360,6 +360,40 @@ def test_models_that_cannot_be_rounded_are_refused():
         model(data()[0])
 
 
+@pytest.mark.parametrize("when", ["before", "wrapped", "settled"])
+def test_parts_compiled_in_place_are_refused_by_name_whenever_it_is_done(when):
+    model, (x, _) = mlp(), data()
+    hooks = len(model._forward_pre_hooks)
+    if when == "before":
+        model[2].compile(backend="eager")
+        with pytest.raises(ValueError, match="precision: 2 is compiled"):
+            wrapped(model)
+        assert len(model._forward_pre_hooks) == hooks
+        return
+    wrapped(model)
+    if when == "settled":
+        model(x)
+    model[2].compile(backend="eager")
+    with pytest.raises(ValueError, match="precision: 2 is compiled"):
+        model(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_function_inside_is_refused_not_left_unrounded():
+    class Net(nn.Linear):
+        act = staticmethod(F.gelu)
+
+        def forward(self, x):
+            return self.act(super().forward(x))
+
+    torch._dynamo.reset()
+    model, _ = wrapped(Net(32, 32))
+    model(torch.randn(16, 32))
+    model.act = torch.compile(lambda x: F.gelu(x) * 2, backend="eager")
+    with pytest.raises(RuntimeError, match=r"rounded op by op, which torch\.compile.*hide"):
+        model(torch.randn(16, 32))
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how", "ignore:The .grad attribute")
 @pytest.mark.parametrize("settled", [False, True], ids=["first", "settled"])
 def test_compiling_a_wrapped_model_is_an_error_and_disabling_works(settled):

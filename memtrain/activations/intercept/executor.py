@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from memtrain.activations.intercept.compiler_internals import run_by_tracer
 from memtrain.activations.intercept.index_bounds import BOUNDED, limit_of
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.options import Options
@@ -41,6 +42,11 @@ add sub __add__ __radd__ __sub__ __rsub__ neg __neg__ add_ sub_ __iadd__ __isub_
 """
 SAVE_NOTHING = frozenset(_SAVE_NOTHING.split())
 _HOLE = object()  # where an op's input goes when the op is run again
+HIDDEN = (
+    "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
+    "hide; allowed there: precision.assignment=fp32"
+)
+"""Why a forward whose ops are to be rounded is refused."""
 
 
 QUERY, VIEW, OP = range(3)
@@ -140,6 +146,8 @@ class Executor(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if is_compiling():  # a compiled part of the forward that is being traced
+            if self.rounding is not None:
+                _refuse_traced()
             return func(*args, **kwargs)
         known = self.saved.replaced.get((self.module, func))
         if known is not None and not self.idle and is_grad_enabled():
@@ -384,6 +392,11 @@ BETWEEN.update(
     function.__code__
     for function in (Executor.__torch_function__, Executor._run, Executor._run_op, Executor._hook)
 )
+
+
+@run_by_tracer
+def _refuse_traced() -> None:
+    raise RuntimeError(HIDDEN)
 
 
 def run_unwatched(graph: Callable[..., Any]) -> Callable[..., Any]:
