@@ -252,12 +252,18 @@ def _inside_grad_scaler() -> bool:
 
 
 def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
-    """Give weak references to the tensors of an op's result that carry gradients."""
+    """Give weak references to the tensors of an op's result that carry gradients.
+
+    Of those without elements, such as torch 2.11's checkpointing makes, no loss has a term.
+    """
     results = result if isinstance(result, tuple | list) else (result,)
     return [
         weakref.ref(y)
         for y in results
-        if isinstance(y, Tensor) and y.requires_grad and not isinstance(y, nn.Parameter)
+        if isinstance(y, Tensor)
+        and y.requires_grad
+        and y.numel()
+        and not isinstance(y, nn.Parameter)
     ]
 
 

@@ -95,6 +95,26 @@ def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:
     return frozenset(".".join(filter(None, (root, name))) for name in found)
 
 
+def order_beneath(hooks: dict[int, Any]) -> None:
+    """Let the dict beneath an `OrderedDict` of hooks have its order.
+
+    Dynamo of torch 2.11 guards a graph by the hooks in the order of that dict, and refuses its own
+    graph where one was prepended.
+
+    Example:
+        >>> from collections import OrderedDict
+        >>> hooks = OrderedDict(a=1, b=2)
+        >>> hooks.move_to_end("b", last=False)
+        >>> order_beneath(hooks)
+        >>> list(dict.keys(hooks))
+        ['b', 'a']
+    """
+    if list(hooks) != list(dict.keys(hooks)):
+        items = list(hooks.items())
+        hooks.clear()
+        hooks.update(items)
+
+
 # -- Dynamo: the frame that is traced ------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memtrain.activations.intercept.compiler_internals import (
     compiled_regions,
+    order_beneath,
     run_by_tracer,
     run_untraced,
 )
@@ -153,6 +154,7 @@ class Interception:
                 module.register_forward_pre_hook(hooked.before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
+            order_beneath(module._forward_hooks)
         self.recompute.attach()
 
     def make_in_rows(self, owner: Owner | None) -> None:

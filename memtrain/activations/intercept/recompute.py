@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from memtrain.activations.intercept.compiler_internals import order_beneath
 from memtrain.activations.intercept.running_again import FirstRun
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.pack_hook import SavedTensors
@@ -162,6 +163,7 @@ class Recompute:
                 module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
+            order_beneath(module._forward_hooks)
 
     def detach(self) -> None:
         """Take the hooks off; graphs that live on still recompute."""
@@ -200,7 +202,8 @@ class Recompute:
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         outer, self.saved.op = self.saved.op, Op(name, RECOMPUTE, (inputs, {}))
         try:
-            next(generator)
+            with torch._C.DisableTorchFunction():  # its ops are not the model's
+                next(generator)
         finally:
             self.saved.op = outer
         contexts = ExitStack()

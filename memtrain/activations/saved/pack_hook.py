@@ -251,8 +251,9 @@ class SavedTensors:
             op, deferred = self.op or self.custom, self.defers and self.op is not None
             if deferred and op.inputs and not op.replaced and op.role(x, storage) == "saved":
                 # Perhaps the op's result, which is rounded when the op has run.
-                self._waiting.append(Waiting(x.detach(), op))
-                return self._waiting[-1]
+                waiting = Waiting(x.detach(), op)
+                self._waiting.append(waiting)
+                return waiting
         return self._pack(x, op, storage)
 
     def _pack_settled(self, x: Tensor, op: Op, storage: int) -> Saved:
