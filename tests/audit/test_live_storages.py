@@ -158,6 +158,7 @@ def test_fake_and_empty_and_scalar_tensors():
     assert sum(live.sizes()) == storage_nbytes(tensors) == 10
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_sparse_tensors_count_their_parts():
     index = torch.tensor([[0, 5]])
     with LiveStorages() as live:

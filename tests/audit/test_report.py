@@ -74,7 +74,9 @@ def measured(model, batch):
     """Bytes that only the graph keeps alive after a forward."""
     with LiveStorages() as live:
         result = forward(model, batch)
-    graph = result.grad_fn  # keeps what is saved; the outputs go
+    # It keeps what is saved; the outputs go. In torch 2.11 a Function of Python's, as the last one
+    # may be, is no longer in the graph when its output has gone: a node after it holds it.
+    graph = (result * 1).grad_fn
     del result
     return live.nbytes() if graph else 0
 

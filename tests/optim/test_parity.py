@@ -168,6 +168,14 @@ def test_deepcopy_and_pickle(name):
 
 def test_group_added_later_is_stepped():
     net, late = model(), nn.Parameter(torch.ones(50, 50))
+    other = nn.Parameter(torch.ones(1))
+    plain = torch.optim.Adagrad(net.parameters(), lr=0.1)
+    plain.add_param_group({"params": [other]})
+    other.grad = torch.ones_like(other)
+    try:
+        plain.step()
+    except KeyError:
+        pytest.skip("this torch's Adagrad has no states for a group that is added later")
     optimizer = compress(torch.optim.Adagrad(net.parameters(), lr=0.1), min_elements=100)
     optimizer.add_param_group({"params": [late], "lr": 0.5})
     late.grad = torch.ones_like(late)
