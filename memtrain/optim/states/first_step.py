@@ -86,8 +86,14 @@ def first_states(
     alone = without_states(optimizer)
     # Fused and capturable steps keep the same states, but refuse this device.
     options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
-    alone.param_groups = [{**group, **options, "params": [like]}]
-    raw_step(alone)
+    groups = [{**group, **options, "params": [like]}]
+    alone.param_groups = groups
+    try:
+        raw_step(alone)
+    except KeyError:  # it makes states when it is made, as Adagrad of torch 2.11 does
+        made_by: Any = type(optimizer)  # torch's own take groups alone
+        alone = made_by(groups)
+        raw_step(alone)
     return dict(alone.state[like])
 
 
