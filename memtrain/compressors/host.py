@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import SAVED, Compressor, Key, Packed
+from memtrain.kernels.dispatch import host_work, is_for_cuda, simulation
 
 
 class Transfers(Protocol):
@@ -95,6 +96,26 @@ class _Copies:
         """They are there."""
 
 
+class _Simulated:
+    """Fake tensors that stand for those of CUDA: as many payloads are leaving."""
+
+    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        leaving = simulation.leaving
+        del leaving[: max(0, len(leaving) + 1 - _AT_ONCE)]
+        leaving.append([*tensors.values()])
+        with host_work():
+            return {name: torch.empty_like(x) for name, x in tensors.items()}
+
+    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        return {name: torch.empty_like(x) for name, x in tensors.items()}, None
+
+    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
+        simulation.leaving.clear()
+
+
+_SIMULATED = _Simulated()
+
+
 @cache
 def _streams(device: torch.device) -> Transfers:
     return _Streams(device)
@@ -110,9 +131,12 @@ def transfers(x: Tensor) -> Transfers | None:
         >>> transfers(torch.ones(1)) is None
         True
     """
+    fake = isinstance(x, FakeTensor)
+    if fake and not x.is_cuda and is_for_cuda(x):
+        return _SIMULATED
     if x.device.type in ("cpu", "meta"):
         return None
-    real = x.is_cuda and not isinstance(x, FakeTensor)
+    real = x.is_cuda and not fake
     return _streams(x.device) if real else _Copies(x.device)
 
 
@@ -132,8 +156,9 @@ class _Swapped(dict[str, Tensor]):
         self, tensors: Mapping[str, Tensor], lane: Transfers, device: torch.device
     ) -> None:
         marker = torch.empty(0, device=device)
-        self._travel = [name for name, x in tensors.items() if x.device == device]
-        gone = lane.out({name: tensors[name] for name in self._travel})
+        self.away = [name for name, x in tensors.items() if x.device == device]
+        """Names of what travels: the device's own need not say, where fake tensors stand for it."""
+        gone = lane.out({name: tensors[name] for name in self.away})
         super().__init__({**tensors, **gone, _DEVICE: marker})
         self._lane = lane
         self._before = _newest.get(marker.device)
@@ -145,7 +170,7 @@ class _Swapped(dict[str, Tensor]):
             self._coming = self._start()
 
     def _start(self) -> tuple[dict[str, Tensor], Any]:
-        return self._lane.back({name: self[name] for name in self._travel})
+        return self._lane.back({name: self[name] for name in self.away})
 
     def fetch(self) -> dict[str, Tensor]:
         """The tensors on their device; the payload that a backward needs next starts to come."""

@@ -30,11 +30,13 @@ class _Simulation(threading.local):
     def __init__(self) -> None:  # Dynamo guards what an instance has, not what its class has
         self.device: str | None = None
         self.on_host = False
+        self.leaving: list[Any] = []
 
 
 simulation = _Simulation()
 """`device`: the type of the device of the step that this thread simulates now; `on_host`: whether
-what runs now is work of the host beside it, on tensors in its own memory."""
+what runs now is work of the host beside it, on tensors in its own memory; `leaving`: what a device
+would still hold for copies to the host, until the outermost block of `simulating` ends."""
 
 
 @contextmanager
@@ -90,6 +92,27 @@ def simulating(device: str | None = None) -> Iterator[None]:
         yield
     finally:
         simulation.device = before
+        if before is None:
+            simulation.leaving.clear()
+
+
+@contextmanager
+def host_work(on_host: bool = True) -> Iterator[None]:
+    """Tell that what is allocated inside the block lies in host memory, wherever a device is.
+
+    Args:
+        on_host: Or that it does not: what the host's work calls back.
+    """
+    before, simulation.on_host = simulation.on_host, on_host
+    try:
+        yield
+    finally:
+        simulation.on_host = before
+
+
+def is_host_work() -> bool:
+    """Whether what is allocated now lies in host memory: fake tensors of a device do not say."""
+    return simulation.on_host
 
 
 def is_simulated() -> bool:

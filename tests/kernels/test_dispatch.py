@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from memtrain.kernels.dispatch import backend_of, is_for_cuda, is_simulated, simulating
+from memtrain.kernels.dispatch import backend_of, host_work, is_for_cuda, is_simulated, simulating
 from memtrain.optim import AdamW4bit
-from memtrain.optim.wrappers.host_copies import host_work
 
 
 @pytest.fixture

@@ -167,8 +167,9 @@ class PayloadCache:
         compressor = compressor.for_saved(x.shape) if compressor.whole_rows else compressor
         packed = compressor.compress(flat, key=key(save.site))
         planned, storage = 0, x.untyped_storage()
-        for t in packed.tensors.values():
-            if t.device == x.device:  # what is swapped out to another device is not held
+        away = getattr(packed.tensors, "away", ())  # what is swapped out is not held
+        for name, t in packed.tensors.items():
+            if name not in away and t.device == x.device:
                 planned += t.nbytes
         if planned >= storage.nbytes():
             return None, 0, "its payload would be no smaller", ""

@@ -25,7 +25,7 @@ from memtrain.audit.peak.timeline import (
     Event,
     Phase,
 )
-from memtrain.optim.wrappers.host_copies import is_host_work
+from memtrain.kernels.dispatch import is_host_work
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 INSIDE = 0

@@ -1,8 +1,6 @@
 """Copies between a device and host memory, beside the work of both."""
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -10,29 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtrain.kernels.dispatch import simulation
-
 AT_ONCE = 2
 """Gradients whose way to the host may be unfinished when another one starts."""
-
-
-@contextmanager
-def host_work(on_host: bool = True) -> Iterator[None]:
-    """Tell that what is allocated inside the block lies in host memory, wherever a device is.
-
-    Args:
-        on_host: Or that it does not: what the host's work calls back.
-    """
-    before, simulation.on_host = simulation.on_host, on_host
-    try:
-        yield
-    finally:
-        simulation.on_host = before
-
-
-def is_host_work() -> bool:
-    """Whether what is allocated now lies in host memory: fake tensors of a device do not say."""
-    return simulation.on_host
 
 
 class HostCopies(Protocol):

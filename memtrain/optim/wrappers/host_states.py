@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from memtrain.kernels.dispatch import host_work
 from memtrain.optim.states import optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, closure_loss, refuse_sparse
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.states.untraced import untraced
-from memtrain.optim.wrappers.host_copies import HostCopies, copies_of, host_work
+from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
 from memtrain.optim.wrappers.release import ReleaseGradients, call_on_gradient, refuse_scaler
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
 from memtrain.optim.wrappers.witness import Witness, refuse_changes

@@ -160,6 +160,20 @@ def test_a_norm_that_no_host_waits_for_clips_by_a_scaled_copy():
         assert max(held) == pytest.approx(most, abs=4 * 2 * 256 + 64)
 
 
+@pytest.mark.parametrize("inner", [{"name": "identity"}, {"name": "group", "bits": 8}], ids=str)
+def test_what_is_swapped_out_leaves_the_device(inner):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+    optimizer, batch = torch.optim.SGD(model.parameters()), torch.ones(256, 64)
+    rule = {"op": "linear", "compressor": {"name": "host", "inner": inner}}
+    cfg = {"preset": "exact", "activations": {"exceptions": [rule]}}
+    one = 4 * 256 * 64 if inner["name"] == "identity" else 256 * 64 + 4 * 256 * 64 // 256
+    for device, held in (("cpu", 8), ("cuda", 2)):  # of the batch nothing is saved but itself
+        moments = predict(model, optimizer, batch, cfg, StepOptions(device=device)).moments
+        phases = {m.phase: m.parts.get("saved activations", 0) for m in reversed(moments)}
+        assert phases["backward"] // one == held  # two payloads are leaving, on CUDA
+        assert phases["step"] == 0
+
+
 def test_torchs_fused_sgd_is_predicted_where_it_is_right():
     model = nn.Linear(64, 64).bfloat16()  # too small for states of its own
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, fused=True)
