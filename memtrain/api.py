@@ -24,7 +24,7 @@ from memtrain.optim.wrappers.apply import (
     check_removable,
     has_large_gradients,
     remove,
-    rows_of,
+    steps_in_rows,
 )
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
@@ -150,8 +150,8 @@ def wrap(
     sums = sum_compressor(plan.config)
     optimizer, weights, added = apply(model, optimizer, plan.config, sums)
     handles += added
-    if interception is not None:
-        interception.make_in_rows(rows_of(model, optimizer))
+    if interception is not None and steps_in_rows(model, optimizer):
+        interception.make_in_rows()
     if rounding is not None:
         handles += rounding.scaler.attach(optimizer)
     setattr(model, ATTRIBUTE, Wrapped(plan, interception, weights, handles))

@@ -1,12 +1,15 @@
 """wrap and unwrap: the same training, fewer bytes, and everything back."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import memtrain
+from memtrain.audit.live_storages import LiveStorages
 from memtrain.config.sources import options
 
 
@@ -446,3 +449,86 @@ def test_replaced_parameters_of_split_weights_or_released_gradients_are_refused(
     replace_parameters(model, optimizer)
     with pytest.raises(RuntimeError, match=r"were replaced .*memtrain\.wrap after prepare"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param("balanced", marks=pytest.mark.nightly), "all_four"]
+)
+def test_averages_of_a_wrapped_model_cost_their_weights_and_evaluate_as_plain_ones(preset):
+    def run(averaged):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = memtrain.wrap(model, optimizer, preset)
+        losses, average = [], None
+        for _ in range(4):
+            losses.append(model(torch.randn(32, 64)).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if averaged:
+                average = average or AveragedModel(model)
+                average.update_parameters(model)
+        return torch.stack(losses), model, average
+
+    losses, model, average = run(averaged=True)
+    assert torch.equal(losses, run(averaged=False)[0])
+    with LiveStorages() as live:
+        copied = copy.deepcopy(average.module)
+        assert live.nbytes() == sum(p.nbytes for p in model.parameters())
+    dtype = copied[0].weight.dtype
+    plain = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(dtype)
+    plain.load_state_dict(average.module.state_dict())
+    x = torch.randn(32, 64)
+    with torch.no_grad():
+        expected = plain(x.to(dtype))
+        assert torch.equal(average.eval()(x), expected)
+        assert torch.equal(copied.eval()(x), expected)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        pytest.param(lambda x: pickle.loads(pickle.dumps(x)), marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize("preset", ["balanced", "all_four"])
+def test_copies_of_both_train_alike_and_resume_with_the_models_state(preset, copied):
+    def new():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), preset)
+
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            model(torch.randn(32, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.parameters()]
+
+    model, optimizer = new()
+    steps(model, optimizer, range(3))
+    twin, other = copied((model, optimizer))
+    resumed, its = new()
+    resumed.load_state_dict(twin.state_dict())
+    its.load_state_dict(other.state_dict())
+    memtrain.load_state_dict(resumed, memtrain.state_dict(twin))
+    expected = steps(model, optimizer, range(3, 6))
+    for one in ((twin, other), (resumed, its)):
+        assert all(map(torch.equal, steps(*one, range(3, 6)), expected))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_a_copy_of_both_follows_its_own_ddp():
+    model = nn.Linear(64, 64)
+    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
+    twin, other = copy.deepcopy(pair)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(twin)(torch.randn(8, 64)).sum().backward()
+        assert (pair[1].follows, other.follows) == (False, True)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from dataclasses import replace
 from functools import cache
 
@@ -102,6 +103,7 @@ def train(cfg, limit, run=backward, steps=2, make=Tokens, plain=torch.optim.Adam
         model.begin(step)
         run(model, optimizer, step)
         optimizer.step()
+    del optimizer.on_rows
     names = {param: name for name, param in model.named_parameters()}
     return model, optimizer, [names[param] for param in stepped]
 
@@ -461,6 +463,29 @@ def test_unwrap_copies_and_a_backward_that_fails_leave_nothing():
     model, plain = memtrain.unwrap(model, optimizer)
     backward(model, plain, 0)
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_of_both_step_from_pieces_too(monkeypatch, copied):
+    model, optimizer, _ = train(CONFIGS["all_four"], LIMIT)
+    twins = copied((model, optimizer))
+    stepped, own = [], ReleaseGradients.on_rows
+    monkeypatch.setattr(
+        ReleaseGradients, "on_rows", lambda *args: (stepped.append(args[1]), own(*args))
+    )
+    for one in ((model, optimizer), twins):
+        backward(*one, 7)
+        one[1].step()
+    names = {param: name for one in (model, twins[0]) for name, param in one.named_parameters()}
+    assert [names[param] for param in stepped] == 2 * BOTH
+    assert same((model, optimizer), twins)
+
+
+def test_a_copy_of_the_model_alone_has_whole_gradients():
+    model, _, _ = train(CONFIGS["all_four"], LIMIT)
+    twin = copy.deepcopy(model)
+    loss_of(twin).backward()
+    assert all(p.grad is not None and p.grad.any() for p in twin.parameters())
 
 
 @pytest.mark.nightly

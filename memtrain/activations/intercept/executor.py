@@ -18,7 +18,7 @@ from memtrain.activations.intercept.replaced_ops import SMOOTH, is_replaced, rec
 from memtrain.activations.ops.autograd import output_again
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.dropout import dropout_again
-from memtrain.activations.ops.in_rows import IN_ROWS, Owner, in_rows
+from memtrain.activations.ops.in_rows import IN_ROWS, in_rows
 from memtrain.activations.saved.expected import BETWEEN
 from memtrain.activations.saved.fit import ATTENTION, attention
 from memtrain.activations.saved.flatten import flatten, layout_of
@@ -114,13 +114,13 @@ class Executor(TorchFunctionMode):
         self.module = ""  # path of the module that runs now
         self.idle = False  # whether ops are rounded only, their saved tensors left alone
         self._one_op = False  # whether a module runs as one op
-        self.rows: Owner | None = None
-        """Who makes gradients of weights in pieces, where someone does."""
+        self.in_rows = False
+        """Whether gradients of weights may be made in pieces."""
         self.is_aside = False
         """Whether the stack of modes was left: ops are not watched."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Executor, (self.saved, self.options, self.rounding)
+        return Executor, (self.saved, self.options, self.rounding), {"in_rows": self.in_rows}
 
     def reset(self) -> None:
         """Forget the forward that has ended, and leave the stack of modes."""
@@ -177,8 +177,8 @@ class Executor(TorchFunctionMode):
         return run_mixed(partial(self._run_op, func, name), low, (self.module, name), args, kwargs)
 
     def _run_op(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.rows is not None and name in IN_ROWS:
-            func = self._in_rows(self.rows, func, args, kwargs)
+        if self.in_rows and name in IN_ROWS:
+            func = self._in_rows(func, args, kwargs)
         if self.idle or name in SAVE_NOTHING or not is_grad_enabled():
             return func(*args, **kwargs)
         if is_replaced(name):
@@ -203,11 +203,9 @@ class Executor(TorchFunctionMode):
         op = Op(self.module, name, (args, kwargs), limit=limit)
         return self._hook(op, func, args, kwargs)
 
-    def _in_rows(
-        self, owner: Owner, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _in_rows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function's form whose weight's gradient may be made in pieces, or itself."""
-        form = in_rows(owner, func, args, kwargs)
+        form = in_rows(func, args, kwargs)
         if form is func or top_hooks() != (None if self.idle else self.saved.hook):
             return func  # others' checkpointing tells saves by what torch's function saves
         self.saved.expectations.watch()

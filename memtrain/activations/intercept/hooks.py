@@ -48,7 +48,6 @@ from memtrain.activations.intercept.running_again import (
     dropping,
 )
 from memtrain.activations.ops.call import Call
-from memtrain.activations.ops.in_rows import Owner
 from memtrain.activations.saved.expected import Running
 from memtrain.activations.saved.origin import in_transform, refuse_replica, storage_id
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
@@ -157,13 +156,12 @@ class Interception:
             order_beneath(module._forward_hooks)
         self.recompute.attach()
 
-    def make_in_rows(self, owner: Owner | None) -> None:
+    def make_in_rows(self) -> None:
         """Let linear layers and embeddings leave gradients of their weights to be made in pieces.
 
-        Args:
-            owner: Knows which weights'; None: no one's. Of ops that are rounded, no one's either.
+        Those of ops that are rounded stay whole.
         """
-        self.executor.rows = owner if self.rounding is None else None
+        self.executor.in_rows = self.rounding is None
 
     def detach(self) -> None:
         """Take the hooks off again; payloads in living graphs stay valid."""
@@ -377,7 +375,7 @@ class Interception:
         """Begin an outermost forward; its arguments, where they are changed."""
         saves = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saves or self._may_round())
-        watches = self.executor.options.low is not None or self.executor.rows is not None
+        watches = self.executor.options.low is not None or self.executor.in_rows
         idles = rounds or (watches and self._may_round())
         given = (args, kwargs)
         if self.rounding is not None and rounds:

@@ -11,19 +11,19 @@ from torch.nn import functional
 from memtrain.activations.ops.autograd import autograd_function, is_batched
 from memtrain.activations.saved.origin import PLAIN, in_transform
 from memtrain.kernels.step.row_pieces import Make
+from memtrain.optim.wrappers.release import ReleaseGradients, released_by
 from memtrain.optim.wrappers.row_gradients import RowGradients
+from memtrain.optim.wrappers.wrapper import WeakRef
 
-Owner = Callable[[], RowGradients | None]
-"""A weak reference to what makes gradients in pieces."""
+_Owner = Callable[[], ReleaseGradients | None]
 
 
-def in_rows(owner: Owner, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A torch function's form that leaves its weight's gradient to the owner, for one call.
+def in_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A torch function's form that leaves its weight's gradient to who steps it, for one call.
 
     Its value, and what it saves and gives, are torch's own.
 
     Args:
-        owner: Knows which weights' gradients may be made in pieces.
         func: `torch.nn.functional.linear`, `embedding`, or another.
         args: Of the call.
         kwargs: Of the call.
@@ -31,17 +31,21 @@ def in_rows(owner: Owner, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     Returns:
         A function of the same arguments; `func` itself where the gradient is to be whole.
     """
-    form, rows = _FORMS.get(func), owner()
+    form = _FORMS.get(func)
     given: Any = (*args, *(kwargs.get(name) for name in ("input", "weight")[len(args) :]))
     x, weight, *_ = given
-    if form is None or rows is None or not torch.is_grad_enabled() or in_transform():
+    if form is None or not torch.is_grad_enabled() or in_transform():
         return func
     usual = type(x) in PLAIN and type(weight) in PLAIN and weight.requires_grad
-    return partial(form, owner, rows) if usual and rows.takes(weight) else func
+    owner: _Owner = released_by(weight) if usual else WeakRef()
+    release = owner()
+    if release is None or not release.rows.takes(weight):
+        return func
+    return partial(form, owner, release.rows)
 
 
 def _linear_in_rows(
-    owner: Owner, rows: RowGradients, input: Any, weight: Any, bias: Any = None
+    owner: _Owner, rows: RowGradients, input: Any, weight: Any, bias: Any = None
 ) -> Any:
     dtype, width = _autocast(input), weight.shape[1]
     # Of as many tokens as features the output is as large as the gradient, and the loss, which has
@@ -62,7 +66,7 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 
 
 def _linear_forward(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, owner: Owner
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, owner: _Owner
 ) -> Tensor:
     ctx.owner, ctx.weight = owner, weight  # itself: hooks give what is saved back as another tensor
     ctx.save_for_backward(x, weight)
@@ -87,13 +91,13 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _weight_gradient(ctx: Any, grad: Tensor, make: Make) -> Tensor:
     """The weight's gradient, or zeros in its place where it is to come in pieces."""
-    rows = None if is_batched(grad) else ctx.owner()
-    stand_in = None if rows is None else rows.defer(ctx.weight, make)
+    release = None if is_batched(grad) else ctx.owner()
+    stand_in = None if release is None else release.rows.defer(ctx.weight, make)
     return make(0, len(ctx.weight)) if stand_in is None else stand_in
 
 
 def _embedding_in_rows(  # noqa: PLR0913 (torch's own arguments, and two)
-    owner: Owner,
+    owner: _Owner,
     rows: RowGradients,
     input: Any,
     weight: Any,
@@ -111,7 +115,7 @@ def _embedding_in_rows(  # noqa: PLR0913 (torch's own arguments, and two)
 
 
 def _embedding_forward(
-    ctx: Any, indices: Tensor, weight: Tensor, probe: Tensor, padding: int | None, owner: Owner
+    ctx: Any, indices: Tensor, weight: Tensor, probe: Tensor, padding: int | None, owner: _Owner
 ) -> Tensor:
     y = functional.embedding(indices, weight, padding)  # refuses what is out of range
     ctx.owner, ctx.weight = owner, weight

@@ -13,8 +13,7 @@ from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
 from memtrain.optim.wrappers.buckets import follow_ddp
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
-from memtrain.optim.wrappers.release import ReleaseGradients, check_complex
-from memtrain.optim.wrappers.row_gradients import RowGradients
+from memtrain.optim.wrappers.release import ReleaseGradients, check_complex, released_by
 from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
 from memtrain.optim.wrappers.wrapper import WeakRef
 
@@ -91,8 +90,7 @@ def apply(
         if isinstance(optimizer, ReleaseGradients) and isinstance(model, DistributedDataParallel):
             optimizer.follow(model)
         else:
-            follow = partial(follow_ddp, WeakRef(optimizer))
-            handles.append(model.register_forward_pre_hook(follow))
+            handles.append(model.register_forward_pre_hook(partial(follow_ddp, released_by)))
     return optimizer, weights, handles
 
 
@@ -147,12 +145,11 @@ def has_large_gradients(model: nn.Module, config: Any) -> bool:
     return any(param.dim() == 2 and param.nbytes > nbytes for param in model.parameters())
 
 
-def rows_of(model: nn.Module, optimizer: Optimizer) -> WeakRef[RowGradients] | None:
-    """Who makes gradients in pieces, to be asked by uses of a model's weights; None: no one."""
+def steps_in_rows(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether gradients of weights of a model may be made in pieces."""
     if not isinstance(optimizer, ReleaseGradients):
-        return None
-    large = any(optimizer.rows_at_once(param) for param in model.parameters())
-    return WeakRef(optimizer.rows) if large else None
+        return False
+    return any(optimizer.rows_at_once(param) for param in model.parameters())
 
 
 def check_removable(optimizer: Optimizer, config: Any) -> None:

@@ -1,5 +1,6 @@
 """Released gradients under DistributedDataParallel: updates follow each bucket's all-reduce."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,19 +9,21 @@ from torch import Tensor
 from memtrain.optim.wrappers.wrapper import WeakRef
 
 
-def follow_ddp(release: WeakRef[Any], module: Any, args: Any) -> None:
+def follow_ddp(find: Callable[[Tensor], WeakRef[Any]], module: Any, args: Any) -> None:
     """Let updates follow DDP's all-reduce once the model is found in it: a forward pre-hook.
 
     Args:
-        release: To a `ReleaseGradients`.
+        find: Gives who updates a parameter, if anyone does: of a copy, the copy's.
         module: The model.
         args: Of its forward.
     """
-    optimizer = release()
-    if optimizer is None or optimizer.follows or not torch.distributed.is_available():
+    if not torch.distributed.is_available():
         return
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    if ddp is not None:
+    if ddp is None:
+        return
+    optimizer = next(filter(None, (find(param)() for param in module.parameters())), None)
+    if optimizer is not None and not optimizer.follows:
         optimizer.follow(ddp)
 
 

@@ -497,6 +497,19 @@ def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
         optimizer.on_gradient(param)
 
 
+def released_by(param: Tensor) -> WeakRef[Any]:
+    """Who updates a parameter in the backward, a weak reference that is empty where no one does.
+
+    The parameter's own hook tells: a copy of a model with its optimizer finds the copy of that, and
+    one of the model alone no one.
+    """
+    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for hook in hooks.values():
+        if isinstance(hook, partial) and hook.func is call_on_gradient:
+            return hook.args[0]
+    return WeakRef()
+
+
 def _check_options(
     clip: str, limit: float, loss_scale: float, accumulate: int, gradient_bytes: int | None
 ) -> None:
