@@ -360,19 +360,32 @@ def test_the_allocators_peak_is_the_predicted_one(name):
     assert predicted.peak.nbytes - held == pytest.approx(measured.allocated, rel=0.03, abs=held)
 
 
-@pytest.mark.parametrize(("device", "size"), [(None, "_PIECE"), ("cuda", "_PIECE_CUDA")])
-def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
-    """All pieces but the first and the last two are alike: peaks and bytes are those of all."""
-    labels = torch.zeros(1000, dtype=torch.long)  # pieces of 64 rows, the last one of 40
+def with_loss(rows, *layers):
+    """Layers whose outputs are the logits of a cross-entropy over so many rows."""
+    labels = torch.zeros(rows, dtype=torch.long)
 
     class WithLoss(nn.Sequential):
         def forward(self, x):
             return F.cross_entropy(super().forward(x), labels)
 
-    model = WithLoss(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
+    return WithLoss(*layers)
+
+
+def most_temporaries(model, batch, device, phase):
+    """The most bytes of temporaries at a moment of a predicted phase, under `balanced`."""
+    optimizer = torch.optim.SGD(model.parameters())
+    options = StepOptions(loss=lambda y: y, device=device)
+    moments = predict(model, optimizer, batch, "balanced", options).moments
+    return max(m.parts.get("temporaries", 0) for m in moments if m.phase == phase)
+
+
+@pytest.mark.parametrize(("device", "size"), [(None, "_PIECE"), ("cuda", "_PIECE_CUDA")])
+def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
+    """All pieces but the first and the last two are alike: peaks and bytes are those of all."""
+    model = with_loss(1000, nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     options = StepOptions(loss=lambda y: y, device=device)
-    monkeypatch.setattr(cross_entropy, size, 64 * 512)
+    monkeypatch.setattr(cross_entropy, size, 64 * 512)  # 64 rows, the last ones 40
 
     def told():
         timeline = predict(model, optimizer, torch.ones(1000, 32), "balanced", options)
@@ -389,21 +402,12 @@ def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
 
 def test_a_cuda_step_takes_logits_by_eighths_at_most(monkeypatch):
     """Small ones would else be one piece, whose log-softmax takes as much as all of them."""
-    labels = torch.zeros(1000, dtype=torch.long)
-
-    class WithLoss(nn.Linear):
-        def forward(self, x):
-            return F.cross_entropy(super().forward(x), labels)
-
-    model = WithLoss(32, 512)
-    optimizer, logits = torch.optim.SGD(model.parameters()), 4 * 1000 * 512
+    model, logits = with_loss(1000, nn.Linear(32, 512)), 4 * 1000 * 512
     monkeypatch.setattr(cross_entropy, "_PIECE", 512)
 
     def most(pieces):
         monkeypatch.setattr(cross_entropy, "_PIECES_CUDA", pieces)
-        options = StepOptions(loss=lambda y: y, device="cuda")
-        moments = predict(model, optimizer, torch.ones(1000, 32), "balanced", options).moments
-        return max(m.parts.get("temporaries", 0) for m in moments if m.phase == "forward")
+        return most_temporaries(model, torch.ones(1000, 32), "cuda", "forward")
 
     assert most(8) < logits * (1 + 2 / 8)  # themselves, a piece and what quantises it
     assert most(1) > logits * 2
@@ -411,22 +415,12 @@ def test_a_cuda_step_takes_logits_by_eighths_at_most(monkeypatch):
 
 def test_a_cuda_step_makes_a_cross_entropys_gradient_in_one_kernel(monkeypatch):
     """Triton's reads the codes; a CPU decompresses a piece of the log-softmax."""
-    labels = torch.zeros(64, dtype=torch.long)
-
-    class WithLoss(nn.Linear):
-        def forward(self, x):
-            return F.cross_entropy(super().forward(x), labels)
-
-    model = WithLoss(32, 4096)
-    optimizer = torch.optim.SGD(model.parameters())
+    model = with_loss(64, nn.Linear(32, 4096))
     for size in ("_PIECE", "_PIECE_CUDA"):
         monkeypatch.setattr(cross_entropy, size, 32 * 4096)  # half of the logits
 
     def most(device):
-        options = StepOptions(loss=lambda y: y, device=device)
-        moments = predict(model, optimizer, torch.ones(64, 32), "balanced", options).moments
-        found = [m.parts.get("temporaries", 0) for m in moments if m.phase == "backward"]
-        return max(found)
+        return most_temporaries(model, torch.ones(64, 32), device, "backward")
 
     logits = 64 * 4096 * 4
     assert most("cuda") < 1.1 * logits  # their gradient
