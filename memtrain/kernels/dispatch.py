@@ -16,7 +16,8 @@ from memtrain.kernels import cpu
 
 BACKENDS = ("reference", "triton", "cpu")
 
-# A module global, not a ContextVar: Dynamo cannot trace the latter (fullgraph would fail).
+# A module global: Dynamo cannot trace a ContextVar (fullgraph would fail), and what is a thread's
+# own would not reach a backward on CUDA, which autograd runs in threads of its own.
 forced: str | None = None
 """The backend that `backend` forces now."""
 
