@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from threading import get_ident
 from traceback import walk_tb
 from typing import Any
 
@@ -281,9 +282,9 @@ def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
 def explain_fake_errors(model: nn.Module) -> Iterator[None]:
     """Raise `UnpredictableError` for what fake tensors cannot run: which op, and what to do."""
     name = type(model).__name__
-    logged, _LOG.disabled = _LOG.disabled, True  # it prints a traceback for what is said here
     try:
-        yield
+        with _without_tracebacks():
+            yield
     except DataDependentOutputException as error:
         raise UnpredictableError(
             f"{name} reads a tensor's values ({error.func}), so what it runs depends on data and "
@@ -310,8 +311,21 @@ def explain_fake_errors(model: nn.Module) -> Iterator[None]:
         else:
             raise
         raise UnpredictableError(f"{why}: {MEASURE}") from error
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep torch from logging, in this thread, a traceback for what an error of ours says."""
+    own = get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return get_ident() != own  # which runs in the thread that logs
+
+    _LOG.addFilter(of_others)
+    try:
+        yield
     finally:
-        _LOG.disabled = logged
+        _LOG.removeFilter(of_others)
 
 
 def _failed(error: RuntimeError) -> OpOverload | None:

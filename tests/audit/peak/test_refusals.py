@@ -1,12 +1,15 @@
 """What cannot be predicted is said, and can be measured."""
 
+import logging
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 from memtrain import audit, wrap
 from memtrain.audit.peak.measure import measure
-from memtrain.audit.peak.predict import predict
+from memtrain.audit.peak.predict import explain_fake_errors, predict
 
 
 def mlp():
@@ -83,6 +86,28 @@ def test_an_op_that_fails_on_fake_tensors_only_is_named_without_a_traceback(capl
             run(model, optimizer, x)
     assert not caplog.records
     assert measure(model, optimizer, x, "balanced").peak.nbytes > 1024
+
+
+def test_other_threads_log_what_they_do_on_fake_tensors_meanwhile_and_after(caplog):
+    log, model = logging.getLogger("torch._subclasses.fake_tensor"), mlp()
+
+    def predicting():
+        with explain_fake_errors(model):
+            log.error("ours")
+            inside.set()
+            left.wait(60)
+
+    inside, left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=predicting)
+    with explain_fake_errors(model):
+        thread.start()
+        inside.wait(60)
+        log.error("ours")
+    log.error("meanwhile")
+    left.set()
+    thread.join()
+    log.error("after")
+    assert caplog.messages == ["meanwhile", "after"]
 
 
 def test_a_measured_audit_tells_all_but_what_needs_fake_tensors():
