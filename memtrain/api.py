@@ -153,7 +153,7 @@ def wrap(
     if interception is not None and steps_in_rows(model, optimizer):
         interception.make_in_rows()
     if rounding is not None:
-        handles += rounding.scaler.attach(optimizer)
+        handles.append(rounding.scaler.attach(optimizer))
     setattr(model, ATTRIBUTE, Wrapped(plan, interception, weights, handles))
     for group in optimizer.param_groups:
         group.setdefault(OWN, ())  # torch's flattened checkpoints load the options of live groups

@@ -32,7 +32,7 @@ class Wrapped:
     weights: Any
     """A weak reference to the optimizer's `SplitWeights`, empty without."""
     handles: list[Any]
-    """Of the hooks that weights and gradients need."""
+    """Of the hooks that weights, gradients and the loss scale need."""
 
 
 def wrapped_of(model: nn.Module) -> Wrapped:

@@ -4,8 +4,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from memtrain.kernels.floats.formats import FloatFormat
@@ -36,6 +37,7 @@ class LossScaler:
 
     def __init__(self, state: PrecisionState) -> None:
         self.__setstate__({"state": state, "overflowed": False, "device": torch.device("cpu")})
+        self._is_copy = False
 
     def _clear(self) -> None:
         self._counts: dict[str, tuple[Tensor, int]] = {}  # overflows and elements
@@ -56,20 +58,39 @@ class LossScaler:
         self.group: Any = None
         """Of processes that train replicas of the model, and decide together."""
         self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients, in a skipped step
+        self._handles: list[Any] = []
+        self._is_copy = True  # of a model: torch copies no hooks with its optimizer
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._clear()
 
-    def attach(self, optimizer: Optimizer) -> list[Any]:
+    def attach(self, optimizer: Optimizer) -> Self:
         """Hook an optimizer's step, which finds no gradients where they overflowed.
 
         Parameters, states and step counts then stay; the gradients are there again afterwards.
 
         Returns:
-            The hooks' handles.
+            This one, a handle: its `remove` takes the hooks off.
         """
-        return [
+        self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        return self
+
+    def attach_copy(self, optimizer: Optimizer) -> None:
+        """As `attach`, if the optimizer is one of the copied model."""
+        model = self._model()
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        if model is not None and not held.isdisjoint(model.parameters()):
+            _COPIES.discard(self)
+            self.attach(optimizer)
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        _COPIES.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def count_overflows(self, name: str, overflows: Tensor, numel: int) -> None:
         """Add the overflows of a forward's tensor of `numel` elements."""
@@ -86,6 +107,10 @@ class LossScaler:
         ddp = DistributedDataParallel._active_ddp_module
         self.group = None if ddp is None else ddp.process_group
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if self._is_copy:  # asked here: a copy to evaluate is never looked for
+            self._is_copy, self._model = False, weakref.ref(model)
+            _COPIES.add(self)
+            _look_at_steps()
 
     # -- at the outputs ------------------------------------------------------------------------
 
@@ -203,6 +228,21 @@ class LossScaler:
         hidden, self._hidden = self._hidden, []
         for p, grad in hidden:
             p.grad = grad
+
+
+_COPIES: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+"""Of copied models, whose optimizers have not stepped yet."""
+
+
+@cache
+def _look_at_steps() -> None:
+    """Let copies find their optimizers, for good: a step may be going through torch's hooks now."""
+    register_optimizer_step_pre_hook(_attach_copies)
+
+
+def _attach_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for scaler in [*_COPIES]:
+        scaler.attach_copy(optimizer)
 
 
 class _StraightThrough(torch.autograd.Function):

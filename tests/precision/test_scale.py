@@ -1,6 +1,7 @@
 """The loss scale: true gradients outside, steps skipped on overflow, other people's scalers."""
 
 import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -199,6 +200,41 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(make):
         optimizer.step()
     assert state.scale.value == 2.0**16
     assert not torch.equal(model[0].weight, before[0]["0.weight"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("keys", [{}, {"preset": "balanced", "weights": "bf16+8"}], ids=str)
+def test_copies_of_both_skip_their_overflowed_steps(keys, copied):
+    x, y = data()
+    model = mlp()
+    cfg = {"precision": {"assignment": "size_ordered", "ratio": 0.0}, **keys}
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
+    for factor in (1.0, 1e9, 1.0):
+        twins = copied((model, optimizer))
+        for one, its in ((model, optimizer), twins):
+            (F.cross_entropy(one(x), y) * factor).backward()
+            its.step()
+            its.zero_grad()
+        assert str(trained(*twins)) == str(trained(model, optimizer))
+    assert memtrain.precision_state(twins[0]).scale.overflows == 1
+    plain = memtrain.unwrap(*twins)[1]
+    assert not plain._optimizer_step_pre_hooks
+    assert not plain._optimizer_step_post_hooks
+
+
+def test_a_new_optimizer_of_a_copy_skips_overflowed_steps_and_no_other_does():
+    x, y = data()
+    model, optimizer = wrapped(mlp())
+    F.cross_entropy(model(x), y).backward()
+    twin = copy.deepcopy(model)
+    its = torch.optim.SGD(twin.parameters(), lr=0.1)
+    before = copy.deepcopy(twin.state_dict())
+    (F.cross_entropy(twin(x), y) * 1e9).backward()
+    optimizer.step()
+    its.step()
+    assert str(twin.state_dict()) == str(before)
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    assert len(optimizer._optimizer_step_post_hooks) == len(its._optimizer_step_post_hooks) == 1
 
 
 def test_accumulated_gradients_of_which_one_overflows_are_skipped():
