@@ -160,7 +160,7 @@ def wrap(
     untrained = Untrained(model, optimizer, interception)
     handles.append(optimizer.register_step_pre_hook(untrained))
     if interception is not None:
-        handles += ModelState(model).attach(optimizer)
+        handles.append(ModelState(wrapped_of(model)).attach(optimizer))
         handles.append(FirstStep(plan, interception).attach(optimizer))
     return called, optimizer
 

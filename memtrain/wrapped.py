@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.optim.states import in_groups
+from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import in_zero, is_sharded
 from memtrain.optim.wrappers.apply import KEEP
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
@@ -33,6 +34,12 @@ class Wrapped:
     """A weak reference to the optimizer's `SplitWeights`, empty without."""
     handles: list[Any]
     """Of the hooks that weights, gradients and the loss scale need."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for handle in self.handles:
+            if isinstance(handle, ModelState):
+                handle.wrapped = WeakRef[Wrapped](self)
 
 
 def wrapped_of(model: nn.Module) -> Wrapped:
@@ -62,36 +69,54 @@ def plan_of(model: nn.Module) -> Plan:
 class ModelState:
     """Hooks that save `state_dict(model)` with its optimizer, and load it with that.
 
+    The model and an optimizer of memtrain's hold it both, so that copies of both share a copy.
+
     Args:
-        model: What `wrap` wrapped; it is not kept alive.
+        wrapped: What `wrap` left on the model; it is not kept alive.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = WeakRef(model)
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = WeakRef(wrapped)
         self._loaded: Mapping[str, Any] = {}
+        self._handles: list[Any] = []
 
-    def attach(self, optimizer: Optimizer) -> list[Any]:
-        """Register the hooks on the optimizer that `wrap` returns."""
-        return [
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_handles": []}
+
+    def attach(self, optimizer: Optimizer) -> Self:
+        """Register the hooks on the optimizer that `wrap` returns.
+
+        Returns:
+            This one, a handle: its `remove` takes the hooks off.
+        """
+        self._handles = [
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._take),
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
+        if isinstance(optimizer, CompressedStates | OptimizerWrapper):
+            optimizer.copied_hooks = self
+        return self
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
 
     def _save(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        model = self._model()
-        return saved if model is None else in_groups.saved(saved, {"model": state_dict(model)})
+        wrapped = self.wrapped()
+        return saved if wrapped is None else in_groups.saved(saved, {"model": _state(wrapped)})
 
     def _take(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         self._loaded = in_groups.found(loaded).get("model", {})
         return loaded if isinstance(optimizer, OptimizerWrapper) else in_groups.without(loaded)
 
     def _load(self, optimizer: Optimizer) -> None:
-        model, loaded = self._model(), self._loaded
+        wrapped, loaded = self.wrapped(), self._loaded
         self._loaded = {}
-        if model is not None and loaded:
-            own = state_dict(model)  # the checkpoint may be of another config: what both have
-            load_state_dict(model, {name: loaded.get(name, own[name]) for name in own})
+        if wrapped is not None and loaded:
+            own = _state(wrapped)  # the checkpoint may be of another config: what both have
+            _load(wrapped, {name: loaded.get(name, own[name]) for name in own})
 
 
 class Untrained:
@@ -182,7 +207,10 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         `samples`. In mixed `precision`, the assignment, what was promoted and the loss scale. A run
         that restores them goes on bit for bit.
     """
-    wrapped = wrapped_of(model)
+    return _state(wrapped_of(model))
+
+
+def _state(wrapped: Wrapped) -> dict[str, Any]:
     state: dict[str, Any] = {"step": wrapped.interception.saved.step if wrapped.interception else 0}
     if wrapped.plan.precision is not None:
         state["precision"] = wrapped.plan.precision.state_dict()
@@ -205,7 +233,10 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: If the model is not wrapped or the state has other keys.
     """
-    wrapped = wrapped_of(model)
+    _load(wrapped_of(model), state_dict)
+
+
+def _load(wrapped: Wrapped, state_dict: dict[str, Any]) -> None:
     bits, interception = wrapped.plan.bits, wrapped.interception
     keys = {"step"} if bits is None else {"step", "bits", "samples"}
     if wrapped.plan.precision is not None:

@@ -493,8 +493,8 @@ def test_averages_of_a_wrapped_model_cost_their_weights_and_evaluate_as_plain_on
         pytest.param(lambda x: pickle.loads(pickle.dumps(x)), marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("preset", ["balanced", "all_four"])
-def test_copies_of_both_train_alike_and_resume_with_the_models_state(preset, copied):
+@pytest.mark.parametrize("preset", ["balanced", "all_four", "activations_only"])
+def test_copies_of_both_train_alike_and_resume(preset, copied):
     def new():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -513,11 +513,27 @@ def test_copies_of_both_train_alike_and_resume_with_the_models_state(preset, cop
     twin, other = copied((model, optimizer))
     resumed, its = new()
     resumed.load_state_dict(twin.state_dict())
-    its.load_state_dict(other.state_dict())
-    memtrain.load_state_dict(resumed, memtrain.state_dict(twin))
+    its.load_state_dict(copy.deepcopy(other.state_dict()))
+    if preset == "activations_only":  # whose optimizer is torch's: no hooks are copied
+        memtrain.load_state_dict(resumed, memtrain.state_dict(twin))
     expected = steps(model, optimizer, range(3, 6))
     for one in ((twin, other), (resumed, its)):
         assert all(map(torch.equal, steps(*one, range(3, 6)), expected))
+    plain = memtrain.unwrap(twin, other)[1]
+    assert not plain._optimizer_state_dict_post_hooks
+    assert not plain._optimizer_load_state_dict_pre_hooks
+
+
+def test_copies_alone_or_the_optimizer_first_save_what_they_know():
+    model = nn.Linear(64, 64)
+    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
+    pair[0](torch.randn(8, 64)).sum().backward()
+    its, twin = copy.deepcopy((pair[1], pair[0]))
+    alone = copy.deepcopy(pair[1])
+    pair[0](torch.randn(8, 64))
+    saved = [dict(one.state_dict()["param_groups"][0]["memtrain"]) for one in (pair[1], its, alone)]
+    assert [own.get("model") for own in saved] == [{"step": 2}, {"step": 1}, None]
+    assert memtrain.state_dict(twin) == {"step": 1}
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")

@@ -36,6 +36,8 @@ class CompressedStates(Optimizer):
     # What others had put in place of the original's methods, as a scheduler does.
     _methods: Mapping[str, Any] = dict.fromkeys(_TAKEN_OVER)
     choose: layout.Choose
+    copied_hooks: Any = None
+    """Has an `attach(optimizer)`, which copies are given to: torch copies no hooks."""
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
         """Compressor of state `name` of `param`, and the reason if it is not the chosen one."""
@@ -95,9 +97,15 @@ class CompressedStates(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
         own = {"choose": self.choose, "_stall": self._watch}
-        if "original" in vars(self):
-            own["original"] = self.original
+        for name in ("original", "copied_hooks"):
+            if name in vars(self):
+                own[name] = getattr(self, name)
         return {**state, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "copied_hooks" in state:  # not in what a checkpoint's loading gives
+            self.copied_hooks.attach(self)
 
     @property
     def _watch(self) -> StallWatch:

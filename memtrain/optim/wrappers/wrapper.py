@@ -152,6 +152,8 @@ class OptimizerWrapper(Optimizer):
     """
 
     _looked = False
+    copied_hooks: Any = None
+    """As `CompressedStates.copied_hooks`."""
 
     def __init__(self, inner: Optimizer) -> None:
         if isinstance(inner, LBFGS):
@@ -233,6 +235,8 @@ class OptimizerWrapper(Optimizer):
         vars(self).update(state)
         self._share_hooks()
         super().__setstate__({})
+        if self.copied_hooks is not None:
+            self.copied_hooks.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group by the inner optimizer's own rules and defaults."""
