@@ -6,11 +6,13 @@
 
 Each step is a process of its own, killed at its limit; each result is a line of
 `<out>/gpu_session.jsonl` as soon as it is there, and what a step prints is in
-`<out>/gpu_session.log`. docs/gpu.md says what the lines should say. `--steps` takes some of them,
-in the order given. `--tiny` runs every Triton kernel in the interpreter.
+`<out>/gpu_session.log`. A case that leaves the device faulted ends its process; the cases after it
+run in another. docs/gpu.md says what the lines should say. `--steps` takes some of the steps, in
+the order given. `--tiny` runs every Triton kernel in the interpreter.
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -23,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,7 +37,11 @@ PACKAGES = ("hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "antlr4-python3-run
 TINY_TESTS = "tests/kernels/test_mask.py"
 SANITIZERS = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
 
+FAULTED = 75  # exit status of a step's process whose device has faulted
+
 Row = dict[str, Any]
+Case = tuple[Row, Callable[[], Row]]
+"""Labels of a row, and a function that finds the rest of it."""
 
 
 class Scale(NamedTuple):
@@ -51,12 +58,35 @@ class Scale(NamedTuple):
 
             torch.cuda.synchronize()
 
+    def clear(self) -> None:
+        """Hand memory back.
+
+        Raises:
+            RuntimeError: If a kernel has faulted: no other runs in this process.
+        """
+        gc.collect()
+        self.sync()
+        if self.device == "cuda":
+            import torch
+
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
 
 class Step(NamedTuple):
-    """A step: seconds that it may take, and what gives its rows as they are found."""
+    """A step.
+
+    Args:
+        limit: Seconds that it may take.
+        cases: Its cases, each made when the one before has run.
+        side_by_side: Whether each has a process of its own, as many at once as there are cores: a
+            kernel's first launch compiles it, on one core, for all steps after this one.
+    """
 
     limit: int
-    run: Callable[[Scale], Iterator[Row]]
+    cases: Callable[[Scale], Iterator[Case]]
+    side_by_side: bool = False
 
 
 # -- Clocks --------------------------------------------------------------------------------------
@@ -107,10 +137,10 @@ def kernels(call: Callable[[], object], scale: Scale) -> Row:
     }
 
 
-def guarded(label: Row, make: Callable[[], Row]) -> Row:
+def guarded(label: Row, find: Callable[[], Row]) -> Row:
     """A row, or one that says why there is none: one failure does not cost the rows after it."""
     try:
-        return label | make()
+        return label | find()
     except Exception as error:  # noqa: BLE001 - whatever is raised is the row
         trace = "".join(traceback.format_exception(error)[-4:])
         print(trace, file=sys.stderr)
@@ -120,17 +150,18 @@ def guarded(label: Row, make: Callable[[], Row]) -> Row:
 # -- Steps ---------------------------------------------------------------------------------------
 
 
-def environment(scale: Scale) -> Iterator[Row]:
+def environment(scale: Scale) -> Iterator[Case]:
     """Versions, the device, and its two ceilings: a copy's bandwidth, a matrix product's rate."""
     import torch
 
     import memtrain
 
-    yield memtrain.collect_env()
+    yield {}, memtrain.collect_env
     if scale.device == "cuda":
         found = torch.cuda.get_device_properties(0)
         free, total = torch.cuda.mem_get_info()
-        yield {"properties": str(found), "free_nbytes": free, "total_nbytes": total}
+        sizes = {"free_nbytes": free, "total_nbytes": total}
+        yield {"properties": str(found)}, lambda: sizes
     n = 1 << (10 if scale.tiny else 28)
     x = torch.ones(n, dtype=torch.float32, device=scale.device)
     y = torch.empty_like(x)
@@ -139,7 +170,7 @@ def environment(scale: Scale) -> Iterator[Row]:
         found = clocks(lambda: y.copy_(x), scale)
         return found | {"gb_per_s": 2 * x.nbytes / found["wall_ms"] / 1e6}
 
-    yield guarded({"copy": "device to device", "nbytes": x.nbytes}, copied)
+    yield {"copy": "device to device", "nbytes": x.nbytes}, copied
     pinned = torch.empty(n // 8, pin_memory=scale.device == "cuda")
     for direction in ("to host", "from host"):
         pair = (pinned, x[: n // 8]) if direction == "to host" else (x[: n // 8], pinned)
@@ -148,7 +179,7 @@ def environment(scale: Scale) -> Iterator[Row]:
             found = clocks(lambda: pair[0].copy_(pair[1], non_blocking=True), scale)
             return found | {"gb_per_s": pinned.nbytes / found["wall_ms"] / 1e6}
 
-        yield guarded({"copy": direction, "nbytes": pinned.nbytes}, moved)
+        yield {"copy": direction, "nbytes": pinned.nbytes}, moved
     size = 32 if scale.tiny else 8192
     a = torch.randn(size, size, device=scale.device, dtype=torch.bfloat16)
 
@@ -156,10 +187,10 @@ def environment(scale: Scale) -> Iterator[Row]:
         found = clocks(lambda: a @ a, scale)
         return found | {"tflops": 2 * size**3 / found["wall_ms"] / 1e9}
 
-    yield guarded({"product": f"bfloat16 {size}"}, product)
+    yield {"product": f"bfloat16 {size}"}, product
 
 
-def driver(scale: Scale) -> Iterator[Row]:
+def driver(scale: Scale) -> Iterator[Case]:
     """Every kernel once or a few times, at odd sizes: does it launch at all?"""
     import torch
 
@@ -176,26 +207,37 @@ def driver(scale: Scale) -> Iterator[Row]:
             scale.sync()
             return {"calls": count}
 
-        yield guarded({"op": name}, called)
+        yield {"op": name}, called
     for name, make in optimizers().items():
-        shapes = [(20, 77), (3, 5, 7), (301,), (1, 129)]
-        yield guarded({"step of": name}, partial(stepped, make, shapes, scale))
+        yield {"step of": name}, partial(stepped, make, scale)
 
 
-def stepped(make: Callable[..., Any], shapes: Any, scale: Scale) -> Row:
-    """Two steps of an optimizer over some shapes; the second reads states that the first made."""
+# Of parameters; all but the last large enough for their states to be quantised.
+SHAPES = ((200, 77), (3, 50, 77), (5003,), (1, 4129), (301,))
+
+
+def stepped(make: Callable[..., Any], scale: Scale) -> Row:
+    """Two steps of an optimizer; the second reads states that the first made."""
     from benchmarks.adamw_step import make_params
+    from memtrain.optim import state_bytes
 
-    params = make_params(shapes, scale.device)
+    params = make_params(SHAPES, scale.device)
     optimizer = make(params)
     for _ in range(2):
         optimizer.step()
     scale.sync()
-    return {"finite": all(bool(p.isfinite().all()) for p in params)}
+    each = state_bytes(optimizer) / sum(p.numel() for p in params)
+    finite = all(bool(p.isfinite().all()) for p in params)
+    return {"finite": finite, "state_bytes_per_parameter": each}
 
 
-def kernel_tests(scale: Scale) -> Iterator[Row]:
+def kernel_tests(scale: Scale) -> Iterator[Case]:
     """Every Triton case of tests/kernels, on CUDA tensors, and tests/test_gpu.py."""
+    yield {}, partial(tested, scale)
+
+
+def tested(scale: Scale) -> Row:
+    """Counts of the tests; what failed is in rows of its own."""
     import pytest
 
     counts: Counter[str] = Counter()
@@ -217,37 +259,42 @@ def kernel_tests(scale: Scale) -> Iterator[Row]:
     arguments = ["-q", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
     arguments += ["-m", "gpu"] if scale.device == "cuda" else ["-k", "triton"]
     if has("xdist"):
-        arguments += ["-n", "4" if scale.device == "cuda" else "0"]
+        # A worker for each core, up to the contexts that fit on the device: kernels compile first.
+        arguments += ["-n", str(min(12, os.cpu_count() or 1)) if scale.device == "cuda" else "0"]
     os.chdir(ROOT)
     status = pytest.main([*arguments, *paths], plugins=[Told()])
-    yield {"status": int(status), **counts}
     if not counts["passed"]:
         raise RuntimeError(f"no test passed: pytest ended with {int(status)}")
+    return {"status": int(status), **counts}
 
 
-def sanitizer(scale: Scale) -> Iterator[Row]:
+def sanitizer(scale: Scale) -> Iterator[Case]:
     """`driver` under compute-sanitizer, where there is one."""
     tool = shutil.which("compute-sanitizer") or next(filter(os.path.exists, SANITIZERS), None)
     if tool is None:
-        yield {"skipped": "compute-sanitizer is not here"}
+        yield {"skipped": "compute-sanitizer is not here"}, dict
         return
-    for kind in ("memcheck", "racecheck"):
-        command = [tool, "--tool", kind, sys.executable, __file__, "--step", "driver"]
-        # Each tensor in an allocation of its own: a kernel that runs over one's end is seen.
-        own = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # Each tensor in an allocation of its own: a kernel that runs over one's end is seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    processes = 8
+
+    def checked(kind: str, first: int) -> Row:
+        command = [tool, "--tool", kind, *this("driver", Path(os.devnull), first, processes)]
         ended = subprocess.run(
-            [*command, "--out", os.devnull],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **own},
-            check=False,
+            command, capture_output=True, text=True, env=environment, check=False
         )
         lines = (ended.stdout + ended.stderr).splitlines()
         found = [line for line in lines if line.startswith("=========")]
-        yield {"tool": kind, "rc": ended.returncode, "summary": found[-1:], "first": found[:30]}
+        return {"rc": ended.returncode, "summary": found[-1:], "first": found[:30]}
+
+    with ThreadPoolExecutor(processes) as pool:
+        for kind in ("memcheck", "racecheck"):
+            waiting = [pool.submit(checked, kind, first) for first in range(processes)]
+            for first, one in enumerate(waiting):
+                yield {"tool": kind, "process": first}, one.result
 
 
-def bandwidth(scale: Scale) -> Iterator[Row]:
+def bandwidth(scale: Scale) -> Iterator[Case]:
     """Each kernel of saved activations at 2^26 elements, against a copy and torch's own op."""
     from benchmarks import activations
     from benchmarks.harness import Options
@@ -259,10 +306,10 @@ def bandwidth(scale: Scale) -> Iterator[Row]:
     for job in activations.jobs(options):
         if job.title.startswith("gpt2"):
             continue
-        yield guarded({"kernel": job.title}, lambda job=job: dict(job.run()[0]))
+        yield {"kernel": job.title}, lambda job=job: dict(job.run()[0])
     for name in LAYERS:
         for side in ("memtrain", "torch"):
-            yield guarded({"layer": name, "side": side}, partial(layer, name, side, scale))
+            yield {"layer": name, "side": side}, partial(layer, name, side, scale)
 
 
 LAYERS = ("layer norm", "rms norm", "batch norm", "max pool", "cross-entropy")
@@ -313,11 +360,17 @@ def optimizers() -> dict[str, Callable[..., Any]]:
     from memtrain import optim
 
     exact = partial(optim.AdamW4bit, min_elements=1 << 40)
-    split = lambda p: optim.SplitWeights(optim.AdamW4bit(p), "bf16+8")  # noqa: E731
-    return {name: make for name, (make, _) in OURS.items()} | {"exact": exact, "bf16+8": split}
+    two_bit = partial(optim.AdamW4bit, first="Lloyd-Max", second="factored")
+
+    def split(weights: str, params: Any) -> Any:
+        return optim.SplitWeights(optim.AdamW4bit(params), weights)
+
+    others = {"AdamW4bit, 2-bit first": two_bit, "exact": exact}
+    others |= {weights: partial(split, weights) for weights in ("bf16+8", "bf16+sr")}
+    return {name: make for name, (make, _) in OURS.items()} | others
 
 
-def optimizer(scale: Scale) -> Iterator[Row]:
+def optimizer(scale: Scale) -> Iterator[Case]:
     """A step over GPT-2-small's parameters: wall, host, kernels, and a graph's replay."""
     import torch
 
@@ -349,7 +402,7 @@ def optimizer(scale: Scale) -> Iterator[Row]:
                     found |= {f"graph_{k}": v for k, v in clocks(replay, scale).items()}
                 return found | {"parameters": numel, "tensors": len(params)}
 
-            yield guarded({"optimizer": name, "dtype": dtype}, measured)
+            yield {"optimizer": name, "dtype": dtype}, measured
     params = make_params(shapes, scale.device)
     for name in PEERS:
 
@@ -357,7 +410,7 @@ def optimizer(scale: Scale) -> Iterator[Row]:
             found = peer(name, params)
             return {"skipped": found} if isinstance(found, str) else clocks(found.step, scale)
 
-        yield guarded({"optimizer": name}, theirs)
+        yield {"optimizer": name}, theirs
 
 
 def captured(step: Callable[[], object]) -> Callable[[], None]:
@@ -379,7 +432,7 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
 VARIANTS = ("plain", "exact", "balanced", "checkpointed", "torch checkpointing")
 
 
-def training(family: str, scale: Scale, *, compiled: bool) -> Iterator[Row]:
+def training(family: str, scale: Scale, *, compiled: bool) -> Iterator[Case]:
     """A training step of a language model: time, launches, and the peak beside its prediction."""
     cases = [(variant, "default") for variant in VARIANTS]
     if compiled:  # where the partitioner itself chooses what is computed again
@@ -388,15 +441,7 @@ def training(family: str, scale: Scale, *, compiled: bool) -> Iterator[Row]:
     for variant, mode in cases:
         label = {"model": family, "variant": variant, "compiled": compiled, "mode": mode}
         how = mode if compiled else None
-        yield guarded(label, partial(trained, family, variant, scale, mode=how))
-        if scale.device == "cuda":
-            import gc
-
-            import torch
-
-            gc.collect()
-            torch.compiler.reset()
-            torch.cuda.empty_cache()
+        yield label, partial(trained, family, variant, scale, mode=how)
 
 
 def trained(family: str, variant: str, scale: Scale, *, mode: str | None) -> Row:
@@ -492,7 +537,7 @@ def language_model(family: str, scale: Scale) -> tuple[Any, dict[str, Any]]:
     return model.train(), {"input_ids": x, "labels": x}
 
 
-def synchronisations(scale: Scale) -> Iterator[Row]:
+def synchronisations(scale: Scale) -> Iterator[Case]:
     """Where a settled training step waits for the device, by torch.cuda.set_sync_debug_mode."""
     import torch
 
@@ -521,7 +566,7 @@ def synchronisations(scale: Scale) -> Iterator[Row]:
                     step()
                 return waits(step, scale)
 
-            yield guarded({"preset": preset, "extra": list(extra)}, found)
+            yield {"preset": preset, "extra": list(extra)}, found
 
 
 def waits(step: Callable[[], None], scale: Scale) -> Row:
@@ -550,16 +595,16 @@ def waits(step: Callable[[], None], scale: Scale) -> Row:
 
 STEPS: dict[str, Step] = {
     "environment": Step(60, environment),
-    "driver": Step(120, driver),
+    "driver": Step(120, driver, side_by_side=True),
     "kernel_tests": Step(240, kernel_tests),
-    "optimizer": Step(90, optimizer),
-    "gpt2": Step(90, partial(training, "gpt2", compiled=False)),
-    "synchronisations": Step(60, synchronisations),
-    "bandwidth": Step(90, bandwidth),
+    "optimizer": Step(120, optimizer),
+    "gpt2": Step(120, partial(training, "gpt2", compiled=False)),
+    "synchronisations": Step(120, synchronisations),
+    "bandwidth": Step(150, bandwidth),
     "llama": Step(120, partial(training, "llama", compiled=False)),
-    "gpt2_compiled": Step(120, partial(training, "gpt2", compiled=True)),
-    "llama_compiled": Step(120, partial(training, "llama", compiled=True)),
-    "sanitizer": Step(120, sanitizer),
+    "gpt2_compiled": Step(150, partial(training, "gpt2", compiled=True)),
+    "llama_compiled": Step(150, partial(training, "llama", compiled=True)),
+    "sanitizer": Step(240, sanitizer),
 }
 
 # -- Running them --------------------------------------------------------------------------------
@@ -590,51 +635,114 @@ def emit(step: str, out: Path, row: Row) -> None:
         file.write(json.dumps({"step": step, **row}, default=str) + "\n")
 
 
-def run_step(name: str, out: Path, *, tiny: bool) -> None:
-    """Run one step in this process, each row into `out` as it comes."""
+def this(step: str, out: Path, first: int = 0, every: int = 1, *, tiny: bool = False) -> list[str]:
+    """The command that runs, of a step's cases, the `first` and `every` so many after it."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--step", step, "--out", str(out)]
+    command += ["--cases", str(first), str(every)]
+    return [*command, "--tiny"] if tiny else command
+
+
+def run_step(name: str, out: Path, first: int, every: int, *, tiny: bool) -> int:
+    """Run cases of a step, each row into `out` as it comes.
+
+    Returns:
+        Exit status: `FAULTED` after the first case that leaves the device so.
+    """
     import torch
 
     from memtrain.kernels.dispatch import backend
 
     scale = Scale("cuda" if torch.cuda.is_available() and not tiny else "cpu", tiny, out)
-
+    if STEPS[name].side_by_side and every == 1 and not tiny:
+        number = len([*STEPS[name].cases(scale)])
+        commands = [this(name, out, place, number) for place in range(number)]
+        for place, why in side_by_side(commands):
+            emit(name, out, {"case": place, "error": why})
+        return 0
     with backend("triton") if scale.device == "cpu" else nullcontext():
-        for row in STEPS[name].run(scale):
-            emit(name, out, row)
+        for at, (label, find) in enumerate(STEPS[name].cases(scale)):
+            if at < first or (at - first) % every:
+                continue
+            emit(name, scale.out, {"case": at, **guarded(label, find)})
+            try:
+                scale.clear()
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                return FAULTED
+    return 0
 
 
-def launch(name: str, command: Sequence[str], limit: float, out: Path) -> Row:
-    """Run a command as a step, with its children killed at the limit; its last row."""
-    start = time.monotonic()
+def side_by_side(
+    commands: Sequence[Sequence[str]], seconds: float = 100
+) -> Iterator[tuple[int, str]]:
+    """Run commands, as many at once as there are cores; the place of each that failed, and why."""
+
+    def run(command: Sequence[str]) -> str:
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"took longer than {seconds:g} s"
+        sys.stderr.write(ended.stderr)
+        status = ended.returncode
+        return f"exit status {status}: {ended.stderr[-1500:]}" if status else ""
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for place, why in enumerate(pool.map(run, commands)):
+            if why:
+                yield place, why
+
+
+def launch(name: str, command: Sequence[str], limit: float, out: Path) -> str:
+    """Run a command as a step, with its children killed at the limit; how it ended."""
     with out.with_suffix(".log").open("a") as log:
         print(f"== {name}", file=log, flush=True)
         child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
-            status = "ok" if child.wait(limit) == 0 else f"failed: {child.returncode}"
+            status = child.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            status = "out of time"
-    row = {"ended": status, "seconds": round(time.monotonic() - start, 1), "limit": limit}
-    emit(name, out, row)
-    return row
+            return "out of time"
+    return {0: "ok", FAULTED: "faulted"}.get(status, f"failed: {status}")
+
+
+def run_whole(name: str, out: Path, limit: float, *, tiny: bool) -> str:
+    """Run a step, after a case that faults from the next one; how it ended."""
+    end, first = time.monotonic() + limit, 0
+    while True:
+        ended = launch(name, this(name, out, first, tiny=tiny), end - time.monotonic(), out)
+        if ended != "faulted":
+            return ended
+        first = 1 + max(row.get("case", 0) for row in rows_of(name, out))
+
+
+def rows_of(name: str, out: Path) -> list[Row]:
+    """The rows of a step that runs, or has just run."""
+    rows = map(json.loads, out.read_text().splitlines() if out.exists() else ())
+    own: list[Row] = []
+    for row in rows:
+        if row["step"] == name:
+            own = [] if "ended" in row else [*own, row]
+    return own
 
 
 def session(names: Sequence[str], out: Path, seconds: float, *, tiny: bool) -> int:
     """Run steps one after the other; returns how many did not end well."""
-    start, bad = time.monotonic(), 0
+    session_start, bad = time.monotonic(), 0
     for name in names:
-        left = seconds - (time.monotonic() - start)
-        if left < 5:
-            emit(name, out, {"ended": "not begun: the session's time is over"})
-            bad += 1
-            continue
-        command = [sys.executable, str(Path(__file__).resolve()), "--step", name]
-        command += ["--out", str(out), *(["--tiny"] if tiny else [])]
-        limit = STEPS[name].limit * (4 if tiny else 1)  # the interpreter is slow
-        row = launch(name, command, min(limit, left), out)
-        bad += row["ended"] != "ok"
-        print(f"{name:18} {row['ended']:14} {row['seconds']:7.1f} s", flush=True)
+        start = time.monotonic()
+        left = seconds - (start - session_start)
+        limit = min(left, STEPS[name].limit * (4 if tiny else 1))  # the interpreter is slow
+        ended = "not begun: the session's time is over"
+        if left >= 5:
+            ended = run_whole(name, out, limit, tiny=tiny)
+        took = round(time.monotonic() - start, 1)
+        errors = sum("error" in row or "failed" in row for row in rows_of(name, out))
+        emit(name, out, {"ended": ended, "errors": errors, "seconds": took, "limit": limit})
+        bad += ended != "ok" or errors > 0
+        print(f"{name:18} {ended:14} {took:7.1f} s, {errors} errors", flush=True)
     return bad
 
 
@@ -664,6 +772,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=570, help="of all steps together")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, in Triton's interpreter")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     names = args.steps.split(",")
     unknown = [name for name in names if name not in STEPS]
@@ -673,8 +782,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return bring(args.bring)
     prepare(args.site, tiny=args.tiny)
     if args.step:
-        run_step(args.step, args.out, tiny=args.tiny)
-        return 0
+        return run_step(args.step, args.out, *args.cases, tiny=args.tiny)
     args.out.mkdir(parents=True, exist_ok=True)
     return min(1, session(names, args.out / "gpu_session.jsonl", args.seconds, tiny=args.tiny))
 

@@ -58,6 +58,16 @@ def once(tmp_path_factory):
     return found
 
 
+@pytest.hookimpl(trylast=True)  # once the test's reports are sent
+def pytest_runtest_logfinish():
+    """End a worker whose device has faulted, and with it each later test: another one starts."""
+    if _GPU and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
     if _GPU:  # where no case is slow

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def rows(path):
 @pytest.mark.parametrize("name", QUICK)
 def test_step_gives_rows_without_errors(name, tmp_path):
     with backend("triton"):
-        found = list(session.STEPS[name].run(session.Scale("cpu", True, tmp_path / "rows")))
+        cases = session.STEPS[name].cases(session.Scale("cpu", True, tmp_path / "rows"))
+        found = [session.guarded(*case) for case in cases]
     assert found
     assert [row for row in found if "error" in row] == []
     json.dumps(found, default=str)
@@ -31,9 +33,8 @@ def test_step_gives_rows_without_errors(name, tmp_path):
 def test_a_step_is_killed_at_its_limit_and_those_after_it_run(tmp_path):
     out = tmp_path / "gpu_session.jsonl"
     sleeps = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
-    assert session.launch("long", sleeps, 0.3, out)["ended"] == "out of time"
-    assert session.launch("wrong", [sys.executable, "-c", "1 / 0"], 9, out)["ended"] == "failed: 1"
-    assert [row["step"] for row in rows(out)] == ["long", "wrong"]
+    assert session.launch("long", sleeps, 0.3, out) == "out of time"
+    assert session.launch("wrong", [sys.executable, "-c", "1 / 0"], 9, out) == "failed: 1"
     assert "ZeroDivisionError" in out.with_suffix(".log").read_text()
 
 
@@ -43,6 +44,81 @@ def test_a_failure_is_a_row():
 
     row = session.guarded({"kernel": "one"}, fail)
     assert (row["kernel"], row["error"]) == ("one", "RuntimeError: out of registers")
+
+
+def test_cases_side_by_side_fail_alone():
+    def run(code):
+        return [sys.executable, "-c", code]
+
+    codes = ("", "import os; os.abort()", "import time; time.sleep(60)", "1 / 0")
+    bad = dict(session.side_by_side([*map(run, codes)], seconds=1))
+    assert bad.keys() == {1, 2, 3}
+    assert bad[1].startswith("exit status -6")
+    assert bad[2] == "took longer than 1 s"
+    assert "ZeroDivisionError" in bad[3]
+
+
+def test_after_a_fault_the_next_case_has_another_process(tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    script = (
+        "import json, sys\n"
+        "for at in range(int(sys.argv[1]), 4):\n"
+        "    with open(sys.argv[2], 'a') as file:\n"
+        "        file.write(json.dumps({'step': 'gpt2', 'case': at}) + '\\n')\n"
+        f"    at in (1, 2) and sys.exit({session.FAULTED})\n"
+    )
+    command = [sys.executable, "-c", script]
+    monkeypatch.setattr(session, "this", lambda _, out, at, **__: [*command, str(at), str(out)])
+    out.write_text(
+        '{"step": "gpt2", "case": 9}\n{"step": "gpt2", "ended": "ok"}\n'
+    )  # of a run before
+    assert session.run_whole("gpt2", out, 60, tiny=True) == "ok"
+    assert [row.get("case") for row in rows(out)] == [9, None, 0, 1, 2, 3]
+
+
+def test_a_faulted_device_ends_the_process_of_its_case(tmp_path, monkeypatch):
+    def clear(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(session.Scale, "clear", clear)
+    out = tmp_path / "rows.jsonl"
+    assert session.run_step("environment", out, 1, 2, tiny=True) == session.FAULTED
+    assert [row["case"] for row in rows(out)] == [1]
+
+
+@pytest.mark.parametrize("name", session.optimizers())
+def test_the_drivers_optimizers_compress_their_states(name):
+    """Else their kernels would not run there."""
+    row = session.stepped(session.optimizers()[name], session.Scale("cpu", True, Path()))
+    exact = 4 if name.startswith(("SGD", "Lion")) else 8
+    assert row["finite"]
+    assert (row["state_bytes_per_parameter"] < exact / 1.6) == (name != "exact")
+
+
+@pytest.mark.nightly
+def test_a_worker_whose_device_has_faulted_ends(tmp_path):
+    """One test fails, and not all those after it."""
+    (tmp_path / "test_faulty.py").write_text(
+        "import pytest, torch\n"
+        "torch.cuda.is_initialized = lambda: True\n"
+        "torch.cuda.synchronize = lambda: None\n"
+        "def fault():\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test_kernel(n):\n"
+        "    if n == 1:\n"
+        "        torch.cuda.synchronize = fault\n"
+        "    torch.cuda.synchronize()\n"
+    )
+    folder = Path(__file__).parent
+    environment = {**os.environ, "MEMTRAIN_GPU": "1", "PYTHONPATH": f"{folder}:{folder.parent}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "conftest", "--rootdir=."]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "3 passed" in done.stdout, done.stdout
+    assert "an illegal memory access" in done.stdout
+    assert "'test_faulty.py::test_kernel[1]'" in done.stdout  # its worker ended with it
 
 
 def test_unknown_steps_are_refused(capsys):
@@ -60,4 +136,5 @@ def test_the_whole_session_runs_on_a_cpu(tmp_path):
     assert {row["step"]: row["ended"] for row in found if "ended" in row} == dict.fromkeys(
         session.STEPS, "ok"
     )
+    assert sum(row.get("errors", 0) for row in found) == 0
     assert [row for row in found if "error" in row or "failed" in row] == []
