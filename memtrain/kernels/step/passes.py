@@ -12,7 +12,7 @@ from memtrain.kernels.codebook.quantize import inverse
 from memtrain.kernels.dispatch import backend_of
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
 from memtrain.kernels.step.program_sizes import factored_vectors, is_whole
-from memtrain.kernels.step.step import Entry, Sums, fits
+from memtrain.kernels.step.step import Entry, Sums, fits, fits_copied, step_copied
 
 
 def simulate(given: Sequence[Entry]) -> None:
@@ -23,12 +23,23 @@ def simulate(given: Sequence[Entry]) -> None:
             kernel serves, are left out.
 
     Memory:
-        Of a step that is simulated for CUDA the vectors of the passes; copies of gradients that
-        are not contiguous.
+        Of a step that is simulated for CUDA the vectors of the passes; copies of what is not
+        contiguous.
     """
-    served = [e for e in given if e.shard is None and e.param.numel() and fits(e)]
-    served = [e._replace(grad=e.grad.contiguous()) for e in served]
-    for group in groups_of([e for e in served if backend_of(e.param) == "triton"]):
+    served: list[Entry] = []
+    for entry in given:
+        if entry.shard is not None or not entry.param.numel():
+            continue
+        if fits(entry):
+            served.append(entry._replace(grad=entry.grad.contiguous()))
+        elif fits_copied(entry) and backend_of(entry.param) != "reference":
+            step_copied(entry, _simulate)
+    _simulate(served)
+
+
+def _simulate(entries: Sequence[Entry]) -> None:
+    """Allocate what the kernels' wrappers do for contiguous entries."""
+    for group in groups_of([e for e in entries if backend_of(e.param) == "triton"]):
         Passes(group).run()
 
 

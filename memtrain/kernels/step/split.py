@@ -47,6 +47,12 @@ class MasterWeight(NamedTuple):
         """Whether the kernels can read it."""
         return self.correction is None or self.correction.is_contiguous()
 
+    def contiguous(self) -> "MasterWeight":
+        """With a contiguous correction: a copy, where it is not."""
+        if self.correction is None:
+            return self
+        return self._replace(correction=self.correction.contiguous())
+
     def read(self, weight: Tensor) -> Tensor:
         """The value that a step begins with, by the definition: float32 (of float64: float64)."""
         weight = weight.detach()

@@ -1,8 +1,8 @@
 """One optimizer step over many tensors at once, with their states compressed."""
 
 from array import array
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -86,10 +86,11 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     The step uses the new states before they are quantised (factored: the new second moment as its
     factors give it), in float32, and rounds the new parameter once, to the nearest value of its
     dtype. One C++ call (CPU), or a few launches for each kind of entries (CUDA), serve all
-    contiguous parameters of float32, bfloat16 and float16 with gradients of any of these; other
-    layouts and float64 take the reference's arithmetic, one parameter at a time. A gradient whose
-    strides differ from its parameter's is copied first. Parameters may lie on several devices: each
-    is stepped by its own device's kernels.
+    contiguous parameters of float32, bfloat16 and float16 with gradients of any of these. Of other
+    layouts (channels-last weights) the kernels step a contiguous copy, one parameter at a time; for
+    float64, and in a step that a CUDA graph may capture, the reference does. A gradient that is not
+    contiguous is copied first. Parameters may lie on several devices: each is stepped by its own
+    device's kernels.
 
     NaN and Inf in a gradient reach the parameter as in torch, and stay in the states of the
     element's block (block), of the element alone (rank-1, as `rank1.quantize` says), or of the
@@ -101,7 +102,8 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
 
     Memory:
         No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
-        vectors of rows and columns (and 1/64 of a float32 gradient, factored) for the call.
+        vectors of rows and columns (and 1/64 of a float32 gradient, factored) for the call. The
+        copies of the largest parameter that is not contiguous, of its correction and gradient.
 
     Raises:
         ValueError: If no kernel serves an entry's rule with its codecs, or a payload has another
@@ -126,22 +128,45 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
     for entry, chosen in zip(whole, _backends(whole), strict=True):
         if not entry.param.numel():
             continue
-        if chosen == "reference" or not fits(entry):
+        if chosen == "reference" or not (fits(entry) or fits_copied(entry)):
             step_reference(entry)
-            continue
-        if not entry.grad.is_contiguous():
-            entry = entry._replace(grad=entry.grad.contiguous())
-        together.setdefault(chosen, []).append(entry)
+        elif not fits(entry):
+            step_copied(entry, partial(_step_by, chosen))
+        else:
+            if not entry.grad.is_contiguous():
+                entry = entry._replace(grad=entry.grad.contiguous())
+            together.setdefault(chosen, []).append(entry)
     if parts:
         from memtrain.kernels.step import sharded
 
         sharded.step(parts, tables)
-    if "cpu" in together:
-        _step_cpu(together["cpu"])
-    if "triton" in together:
+    for chosen, entries in together.items():
+        _step_by(chosen, entries, tables)
+
+
+def _step_by(chosen: str, entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
+    """One call of the kernels of `"cpu"` or `"triton"`."""
+    if chosen == "cpu":
+        _step_cpu(entries)
+    else:
         from memtrain.kernels.step import launch
 
-        launch.step(together["triton"], tables)
+        launch.step(entries, tables)
+
+
+def step_copied(entry: Entry, step: Callable[[list[Entry]], None]) -> None:
+    """Step contiguous copies in the place of an entry's parameter, correction and gradient.
+
+    Args:
+        entry: Whose `fits_copied`; its guard, if any, is finite.
+        step: Steps the list of the one entry.
+    """
+    param, master = entry.param.detach(), entry.master.contiguous()
+    own = entry._replace(param=param.contiguous(), grad=entry.grad.contiguous(), master=master)
+    step([own._replace(guard=None)])
+    param.copy_(own.param)
+    if entry.master.correction is not None and master.correction is not None:
+        entry.master.correction.copy_(master.correction)
 
 
 def _backends(entries: Sequence[Entry]) -> list[str]:
@@ -185,6 +210,26 @@ def fits(entry: Entry) -> bool:
         return False
     if entry.master is not PLAIN and not entry.master.is_contiguous():
         return False
+    return _are_known(entry)
+
+
+def fits_copied(entry: Entry) -> bool:
+    """Whether the kernels serve contiguous copies of an entry's tensors.
+
+    Not in a step that a CUDA graph may capture, whose scalars are on the device: a replay would not
+    find the copies where they were.
+
+    Example:
+        >>> p, h = torch.ones(4, 2).t(), update_rules.sgd(lr=1.0, momentum=0.0)
+        >>> entry = Entry(p, p, (), (), "sgd", h)
+        >>> fits_copied(entry), fits_copied(entry._replace(param=p.double()))
+        (True, False)
+    """
+    return not isinstance(entry.scalars, Tensor) and _are_known(entry)
+
+
+def _are_known(entry: Entry) -> bool:
+    """Whether the kernels serve an entry's dtypes and dimensions."""
     if entry.param.dim() > _MAX_DIMS and entry.form == "rank1":
         return False
     return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES

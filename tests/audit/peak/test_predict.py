@@ -147,6 +147,15 @@ def test_the_vectors_of_a_factored_step_on_cuda():
     assert max(held) == vectors
 
 
+@pytest.mark.parametrize("preset", ["balanced", "all_four"])
+def test_a_step_copies_one_channels_last_weight(preset):
+    convolutions = nn.Conv2d(16, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3)
+    model = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(2, 16, 8, 8)
+    predicted, measured = (run(model, optimizer, x, preset).peak for run in (predict, measure))
+    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.03)
+
+
 def test_a_norm_that_no_host_waits_for_clips_by_a_scaled_copy():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())

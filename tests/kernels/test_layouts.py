@@ -1,0 +1,78 @@
+"""Steps of parameters that are not contiguous: copies, one at a time, to the same bits."""
+
+import copy
+
+import pytest
+import torch
+
+from memtrain.kernels.dispatch import backend, simulating
+from memtrain.kernels.step import passes
+from memtrain.kernels.step.step import fused_step
+from tests.kernels.test_passes import held, unlaunched
+from tests.kernels.test_row_pieces import FORMS, entry_of, tensors
+
+__all__ = ["unlaunched"]
+SHAPES = [(32, 16, 3, 3), (64, 24, 2, 2)]
+KEPT = {"float32": 4 + 4, "bf16+8": 2 + 2 + 1}
+"""How weights are kept -> bytes an element of the weight, its gradient and its correction."""
+
+
+def last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def channels_last(entry):
+    master = entry.master
+    if master.correction is not None:
+        master = master._replace(correction=last(master.correction))
+    return entry._replace(param=last(entry.param), grad=last(entry.grad), master=master)
+
+
+def entries(form):
+    return [entry_of(form, kept, shape) for kept in KEPT for shape in SHAPES]
+
+
+def check(straight, name):
+    turned = [channels_last(entry) for entry in copy.deepcopy(straight)]
+    with backend(name):
+        fused_step(straight)
+        fused_step(turned)
+    for one, other in zip(straight, turned, strict=True):
+        assert other.param.is_contiguous(memory_format=torch.channels_last)
+        assert all(map(torch.equal, tensors(one), tensors(other)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_channels_last_weights_are_stepped_as_contiguous_ones(form):
+    check(entries(form), "cpu")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        form if form == "factored" else pytest.param(form, marks=pytest.mark.nightly)
+        for form in FORMS
+    ],
+)
+def test_triton_steps_them_so_too(form):
+    check([entry_of(form, "bf16+8", (16, 8, 3, 3))], "triton")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_holds_the_copies_of_one_parameter(form):
+    given = [channels_last(entry) for entry in entries(form)]
+    most = max(KEPT[kept] * torch.Size(shape).numel() for kept in KEPT for shape in SHAPES)
+    real, left = held(lambda: fused_step(given))
+    assert (left, most <= real <= most + 64) == (0, True)  # scalars, too
+    with simulating():
+        assert held(lambda: passes.simulate(given)) == (most, 0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
+    given = [channels_last(entry) for entry in entries(form)]
+    with backend("triton"):
+        fused_step(given)  # tables of programs are made at the first call
+        real = held(lambda: fused_step(given))
+    with simulating("cuda"):
+        assert held(lambda: passes.simulate(given)) == real
