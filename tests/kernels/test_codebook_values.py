@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from memtrain.kernels.codebook import values
 from memtrain.kernels.codebook.quantize import buckets
 from memtrain.kernels.codebook.values import CODEBOOKS, Codebook, codebook, float_bits
 
@@ -104,6 +106,15 @@ def test_buckets_hold_at_most_one_bound(case, stochastic):
         upto = (bounds[None] <= hi[:, None]).sum(1)
         assert (base <= below).all()
         assert (upto <= base + 1).all()
+
+
+def test_tables_that_a_simulated_step_asks_for_first_are_real():
+    book, device = Codebook("Power-3", 2, signed=True), torch.device("cpu")
+    values._values.cache_clear()
+    values._midpoints.cache_clear()
+    with FakeTensorMode():
+        made = book.values(device), book.midpoints(device)
+    assert {type(table) for table in made} == {torch.Tensor}
 
 
 @pytest.mark.parametrize(

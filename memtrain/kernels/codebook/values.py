@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 CODEBOOKS = ("DE", "DE-0", "Linear", "Power-2", "Power-3")
 _FLOAT = re.compile(r"E([1-5])M([0-6])")
@@ -132,10 +133,12 @@ def _small_float(name: str, signed: bool) -> tuple[float, ...]:
 
 @cache
 def _values(book: Codebook, device: torch.device) -> Tensor:
-    return torch.tensor(codebook(book.name, bits=book.bits, signed=book.signed), device=device)
+    with unset_fake_temporarily():  # it is for real steps, too
+        return torch.tensor(codebook(book.name, bits=book.bits, signed=book.signed), device=device)
 
 
 @cache
 def _midpoints(book: Codebook, device: torch.device) -> Tensor:
     values = codebook(book.name, bits=book.bits, signed=book.signed)
-    return torch.tensor([(a + b) / 2 for a, b in pairwise(values)], device=device)
+    with unset_fake_temporarily():
+        return torch.tensor([(a + b) / 2 for a, b in pairwise(values)], device=device)

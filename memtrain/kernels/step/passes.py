@@ -12,27 +12,35 @@ from memtrain.kernels.codebook.quantize import inverse
 from memtrain.kernels.dispatch import backend_of
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
 from memtrain.kernels.step.program_sizes import factored_vectors, is_whole
-from memtrain.kernels.step.step import Entry, Sums, fits, fits_copied, step_copied
+from memtrain.kernels.step.step import (
+    Entry,
+    Sums,
+    fits,
+    fits_copied,
+    step_copied,
+    step_reference,
+)
 
 
 def simulate(given: Sequence[Entry]) -> None:
     """Allocate what a step of fake tensors holds on a device while it runs; nothing is updated.
 
     Args:
-        given: As of `step.fused_step`; parts of tensors that are split over processes, and what no
-            kernel serves, are left out.
+        given: As of `step.fused_step`; parts of tensors that are split over processes are left out.
 
     Memory:
         Of a step that is simulated for CUDA the vectors of the passes; copies of what is not
-        contiguous.
+        contiguous; the reference's temporaries where it serves.
     """
     served: list[Entry] = []
     for entry in given:
         if entry.shard is not None or not entry.param.numel():
             continue
-        if fits(entry):
+        if backend_of(entry.param) == "reference" or not (fits(entry) or fits_copied(entry)):
+            step_reference(entry)
+        elif fits(entry):
             served.append(entry._replace(grad=entry.grad.contiguous()))
-        elif fits_copied(entry) and backend_of(entry.param) != "reference":
+        else:
             step_copied(entry, _simulate)
     _simulate(served)
 

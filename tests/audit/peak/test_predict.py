@@ -1,5 +1,7 @@
 """The predicted peak is that of a real step; every byte alive has a category."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from memtrain.activations.ops import cross_entropy
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
+from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.step import FIELDS
 from memtrain.kernels.step.update_rules import COUNT
 from memtrain.optim import AdamW4bit
@@ -147,13 +150,28 @@ def test_the_vectors_of_a_factored_step_on_cuda():
     assert max(held) == vectors
 
 
-@pytest.mark.parametrize("preset", ["balanced", "all_four"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("balanced", marks=pytest.mark.nightly), "all_four"]
+)
 def test_a_step_copies_one_channels_last_weight(preset):
     convolutions = nn.Conv2d(16, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3)
     model = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(2, 16, 8, 8)
     predicted, measured = (run(model, optimizer, x, preset).peak for run in (predict, measure))
     assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "preset"), [(torch.float32, "balanced"), (torch.float64, "all_four")]
+)
+def test_a_step_in_pure_torch_holds_what_it_makes(dtype, preset):
+    model = nn.Sequential(nn.Linear(32, 256), nn.Linear(256, 128)).to(dtype)
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(2, 32, dtype=dtype)
+    served = backend("reference") if dtype == torch.float32 else nullcontext()
+    with served:
+        predicted, measured = (run(model, optimizer, x, preset) for run in (predict, measure))
+    assert predicted.peak.nbytes == measured.peak.nbytes
+    assert measured.peak.parts["temporaries"] > 3 * model[1].weight.nbytes
 
 
 def test_a_norm_that_no_host_waits_for_clips_by_a_scaled_copy():
