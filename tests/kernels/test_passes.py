@@ -9,7 +9,9 @@ from torch import nn
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.kernels.dispatch import simulating
 from memtrain.kernels.step import passes, row_pieces
+from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.row_pieces import RowPieces
+from memtrain.kernels.step.update_rules import COUNT, on_device
 from tests.kernels.test_row_pieces import FORMS, entry_of
 
 KEPT = torch.zeros(0)
@@ -72,3 +74,27 @@ def test_a_simulated_step_in_pieces_holds_what_the_launches_do(form, unlaunched,
         real = held(step)
     with simulating("cuda"):
         assert held(step) == real
+
+
+@pytest.mark.parametrize("form", ["4 bits", "rank-1", "factored", "2 bits"])
+def test_the_vectors_of_a_step_that_a_graph_may_capture_stay(form, unlaunched, monkeypatch):
+    given = entries(form)
+    rows = on_device(given[0].scalars, len(given), torch.device("cpu"))
+    given = [e._replace(scalars=row) for e, row in zip(given, rows, strict=True)]
+    sent = torch.zeros(len(given) // 2, COUNT), KEPT
+    monkeypatch.setattr(unlaunched.Launch, "_send", lambda self, table: sent)
+    monkeypatch.setattr(unlaunched.table_triton, "point", lambda *given: None)
+    monkeypatch.setattr(unlaunched, "stacked", lambda scalars, device: sent[0])
+    tables = GraphTables()
+    unlaunched.step(given, tables)  # and the tables of programs
+    del tables
+
+    def stepped(step, tables):
+        step(given, tables)
+        step(given, tables)
+
+    kept = GraphTables(), GraphTables()
+    real = held(lambda: stepped(unlaunched.step, kept[0]))
+    with simulating("cuda"):
+        assert held(lambda: stepped(passes.simulate, kept[1])) == real
+    assert (real[1] > 0) == (form != "4 bits")

@@ -48,7 +48,9 @@ from memtrain.audit.peak.training_step import (
 )
 from memtrain.audit.peak.unfold import FoldedRecorder
 from memtrain.kernels.dispatch import simulating
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.first_step import inner_optimizer
+from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.wrappers.host_copies import LeavingCopies
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.wrapped import ATTRIBUTE, Wrapped
@@ -156,6 +158,8 @@ def _simulated(
             _use_foreach(optimizer)
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
+        if on_cuda and not isinstance(innermost(optimizer), FusedStates):
+            _step_uncaptured(optimizer)
         if on_cuda and isinstance(optimizer, HostStates):
             leaving = LeavingCopies()
             optimizer.copies = lambda param: leaving
@@ -350,6 +354,13 @@ def _states(optimizer: Optimizer, trained: set[Tensor]) -> Iterable[Tensor]:
     for param, state in optimizer.state.items():
         if param not in trained:
             yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _step_uncaptured(optimizer: Optimizer) -> None:
+    """Unset `capturable`, which torch's optimizers refuse for tensors that are not on CUDA."""
+    for group in optimizer.param_groups:
+        if group.get("capturable"):
+            group["capturable"] = False
 
 
 def _use_foreach(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook import lloyd_max, rank1
+from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, upper_buckets
@@ -113,17 +113,10 @@ class Launch(Passes):
         return self._programs[name][begin // down * across : -(-end // down) * across]
 
     def renew(self, entries: list[Entry]) -> None:
-        """For another step of entries that hold the same tensors, but for gradients."""
-        self.entries = entries
+        """As `Passes.renew`."""
+        super().renew(entries)
         self._scalars.copy_(stacked([entry.scalars for entry in entries], self.device))
         table_triton.point(self._table, table_triton.G.value, [entry.grad for entry in entries])
-        if self.form != "rank1":
-            return
-        torch._foreach_zero_([v[name] for v in self._vectors for name in ("row_new", "col_new")])
-        for entry, vectors in zip(entries, self._vectors, strict=True):
-            shape = entry.param.shape
-            if len(shape) != 2:  # else it is a part of the scales themselves
-                vectors["col_old"].copy_(rank1.columns(entry.states[1]["scale"], shape))
 
     def _send(self, table: DeviceTable | None) -> tuple[Tensor, Tensor]:
         """Scalars, float32 [entries, COUNT], and the table, int64 [entries, FIELDS]."""

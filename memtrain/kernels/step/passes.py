@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from memtrain.kernels.codebook import lloyd_max, rank1
 from memtrain.kernels.codebook.quantize import inverse
 from memtrain.kernels.dispatch import backend_of
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, ratio
+from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.program_sizes import factored_vectors, is_whole
 from memtrain.kernels.step.step import (
     Entry,
@@ -22,11 +24,12 @@ from memtrain.kernels.step.step import (
 )
 
 
-def simulate(given: Sequence[Entry]) -> None:
+def simulate(given: Sequence[Entry], tables: GraphTables | None = None) -> None:
     """Allocate what a step of fake tensors holds on a device while it runs; nothing is updated.
 
     Args:
         given: As of `step.fused_step`; parts of tensors that are split over processes are left out.
+        tables: Keep the vectors of steps that a CUDA graph may capture.
 
     Memory:
         Of a step that is simulated for CUDA the vectors of the passes; copies of what is not
@@ -42,13 +45,19 @@ def simulate(given: Sequence[Entry]) -> None:
             served.append(entry._replace(grad=entry.grad.contiguous()))
         else:
             step_copied(entry, _simulate)
-    _simulate(served)
+    _simulate(served, tables)
 
 
-def _simulate(entries: Sequence[Entry]) -> None:
+def _simulate(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
     """Allocate what the kernels' wrappers do for contiguous entries."""
     for group in groups_of([e for e in entries if backend_of(e.param) == "triton"]):
-        Passes(group).run()
+        if tables is None or not isinstance(group[0].scalars, Tensor):
+            Passes(group).run()
+            continue
+        storages = (entry.param.untyped_storage()._cdata for entry in group)
+        passes = tables.get((alike(group[0]), *storages), partial(Passes, group))
+        passes.renew(group)
+        passes.run()
 
 
 def groups_of(entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -79,6 +88,17 @@ class Passes:
     def __init__(self, entries: list[Entry]) -> None:
         self.entries, self.form = entries, entries[0].form
         self._vectors = _VECTORS.get(self.form, lambda entries: [{}] * len(entries))(entries)
+
+    def renew(self, entries: list[Entry]) -> None:
+        """For another step of entries that hold the same tensors, but for gradients."""
+        self.entries = entries
+        if self.form != "rank1":
+            return
+        torch._foreach_zero_([v[name] for v in self._vectors for name in ("row_new", "col_new")])
+        for entry, vectors in zip(entries, self._vectors, strict=True):
+            shape = entry.param.shape
+            if len(shape) != 2:  # else it is a part of the scales themselves
+                vectors["col_old"].copy_(rank1.columns(entry.states[1]["scale"], shape))
 
     def run(self) -> None:
         """All of the step."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.update_rules import Number
 
@@ -33,7 +34,7 @@ def check(owner: str, groups: Iterable[Mapping[str, Any]]) -> None:
                 )
             continue
         for param in group["params"]:
-            if param.grad is not None and param.device.type not in DEVICES:
+            if param.grad is not None and not is_for_cuda(param):
                 raise ValueError(
                     f"capturable=True needs parameters on {' or '.join(DEVICES)}, got one of shape "
                     f"{tuple(param.shape)} on {param.device.type}: leave it out there"

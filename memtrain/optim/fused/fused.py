@@ -434,7 +434,7 @@ class FusedStates(CompressedStates):
 
 def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
     if is_simulated():  # the kernels' tables hold addresses, which fake tensors have not
-        passes.simulate(entries)
+        passes.simulate(entries, tables)
     else:
         fused_step(entries, tables)
 
