@@ -34,7 +34,8 @@ def check(owner: str, groups: Iterable[Mapping[str, Any]]) -> None:
                 )
             continue
         for param in group["params"]:
-            if param.grad is not None and not is_for_cuda(param):
+            serves = param.device.type in DEVICES or is_for_cuda(param)
+            if param.grad is not None and not serves:
                 raise ValueError(
                     f"capturable=True needs parameters on {' or '.join(DEVICES)}, got one of shape "
                     f"{tuple(param.shape)} on {param.device.type}: leave it out there"
