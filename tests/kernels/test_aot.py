@@ -54,11 +54,15 @@ AOT_CASES = [
 """
 
 
+def compiling():
+    """The environment of a process where kernels compile."""
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
 def examined(*names):
     """The script's rows and exit status, in a process where kernels compile."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *names], env=environment, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), *names], env=compiling(), capture_output=True, text=True
     )
     assert done.returncode in (0, 1), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
@@ -129,6 +133,16 @@ def test_of_two_sides_the_shorter_counts(monkeypatch):
     found = machine_code.instructions(b"", trips=3)
     once = {"ISETP.GE.AND": 1, "LDG.E": 1, "IADD3": 1, "FADD": 1, "BRA": 4}
     assert {opcode: n for opcode, n in found.items() if n} == {k: 3 * n for k, n in once.items()}
+
+
+@pytest.mark.nightly
+def test_what_launches_ask_for_compiles():
+    """By Triton's own launch path: 354 kernels of triton 3.7's, on a CPU's tensors."""
+    script = SCRIPT.with_name("launched.py")
+    done = subprocess.run([sys.executable, str(script)], env=compiling(), capture_output=True)
+    found = json.loads(done.stdout)
+    assert found.pop("kernels") > 300
+    assert found == {"faults": {}, "spilt": {}, "failed": {}}
 
 
 @pytest.mark.nightly
