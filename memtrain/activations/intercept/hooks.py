@@ -2,13 +2,11 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from operator import is_not
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from memtrain.activations.intercept.compiler_internals import (
 from memtrain.activations.intercept.executor import Executor, Rounding
 from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.own_tensors import OwnTensors
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
     foreign_hooks,
@@ -54,7 +53,6 @@ from memtrain.activations.saved.pack_hook import Choose, SavedTensors, Watch
 from memtrain.activations.saved.site import OTHER_THREAD, Op, Record, Site
 from memtrain.compressors import Keep
 
-_T = TypeVar("_T")
 _ONE_AGAIN = threading.RLock()  # modules on two devices may run again at once
 _CALL_BITS = 16  # of the number of a site's payload within one run of a module
 
@@ -573,35 +571,6 @@ class _Hooked:
         saved.shell = True
         x = args[0]
         return (x.new_empty(0, *x.shape[1:]),), kwargs
-
-
-class OwnTensors:
-    """A model's parameters and buffers, some perhaps twice.
-
-    `model.parameters()` names each as it goes; here the modules are walked again only where they
-    are others than before.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules: list[nn.Module] = []
-        self._inside: list[nn.Module | None] = []  # their submodules
-
-    def find(self) -> list[Tensor]:
-        """Those that are there now."""
-        modules, known = self._modules, self._inside
-        inside = _values([module._modules for module in modules])
-        # Whether they are the same, not equal: what `==` means is theirs to say.
-        if not modules or len(inside) != len(known) or any(map(is_not, inside, known)):
-            modules = self._modules = [*self._model.modules()]
-            self._inside = _values([module._modules for module in modules])
-        held = [module._parameters for module in modules]
-        held += [module._buffers for module in modules if module._buffers]
-        return [x for x in _values(held) if x is not None]
-
-
-def _values(dicts: Sequence[Mapping[str, _T]]) -> list[_T]:
-    return [*chain.from_iterable([each.values() for each in dicts])]
 
 
 run_untraced(_Hooked.before, Interception._after)

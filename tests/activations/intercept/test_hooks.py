@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.activations.intercept.hooks import Interception, OwnTensors
+from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import DerivativeCode, Group, Identity
@@ -643,25 +643,3 @@ def test_presets_keep_what_a_jumping_or_singular_derivative_reads(name, preset):
     packed, _ = gradient(lambda self, x: SINGULAR[name](x @ self.p), x, choose=choose.choose)
     # the noise of the tame control, tanh, bounds what the presets accept: 2 bits give about 0.5
     assert (packed - plain).norm() < {"balanced": 0.2, "smallest": 1.0}[preset] * plain.norm()
-
-
-class Table(nn.Module):
-    """Equal to every other one."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("values", torch.randn(4))
-
-    def __eq__(self, other):
-        return isinstance(other, Table)
-
-    __hash__ = nn.Module.__hash__
-
-
-def test_own_tensors_are_those_of_the_modules_that_are_there_not_of_equal_ones():
-    model = nn.Sequential(Table(), nn.Linear(2, 2))
-    own = OwnTensors(model)
-    before = own.find()
-    model[0] = Table()
-    assert before[-1] is not model[0].values
-    assert own.find()[-1] is model[0].values
