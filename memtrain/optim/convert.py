@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor, Keep
-from memtrain.compressors.codebook import RowBlock
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
 from memtrain.optim.fused.fused import REFUSED, FusedStates, counter_dtype, moment_dtype
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
@@ -33,7 +32,8 @@ def compress(
     """Take over an optimizer: same groups, same hyperparameters, its states compressed.
 
     A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused form (`AdamW4bit`; with choices of
-    8 bits `AdamW8bit`) where each parameter's choice has a fused kernel; everything else, and
+    8 bits `AdamW8bit`) where each parameter's choice has a fused kernel, or has none but for its
+    shape (a weight too small for factors, beside 8 bits, is stepped apart); everything else, and
     options that the fused ones lack (amsgrad), becomes a `CompressedOptimizer`. The list of
     parameter groups is shared with the original, so LR schedulers made before keep working. Keep
     using the returned optimizer; `restore` gives the original back.
@@ -91,11 +91,13 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
         return None
     widths = set()
     for param, _, _ in on_each(optimizer.param_groups):
-        compressors = [layout.decide(param, choose, name)[0] for name in four.names]
-        # Blocks of a sharded parameter's rows have no kernel; its neighbours keep theirs.
-        if four.codecs(compressors) is None and not any(
-            isinstance(c, RowBlock) for c in compressors
-        ):
+        decided = [layout.decide(param, choose, name) for name in four.names]
+        compressors = [compressor for compressor, _ in decided]
+        # Where a shape rules the chosen one out, what serves instead may have no kernel beside the
+        # other state: such a parameter is stepped apart, and its neighbours keep their kernels.
+        apart = any(why and not compressor.is_identity for compressor, why in decided)
+        apart = apart and not any(compressor.fused_only for compressor in compressors)
+        if four.codecs(compressors) is None and not apart:
             return None
         widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.

@@ -11,16 +11,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import memtrain
-from memtrain.compressors import Factored, Identity
+from memtrain.compressors import Block, Factored, Identity
 from memtrain.optim import (
     AdamW4bit,
     AdamW8bit,
+    AdamW8bitFactor,
     CompressedOptimizer,
     FusedStates,
     compress,
     describe,
     state_bytes,
 )
+from memtrain.optim.convert import Bounded
 from memtrain.optim.states import layout
 from memtrain.optim.states.peers import plain_states
 
@@ -51,6 +53,33 @@ def flash_checkpoint(param):
     options = {"lr": 0.01, "initial_lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
     group = {**options, "weight_decay": 0.0, "master_bytewidth": 2, "params": [0]}
     return {"state": {0: state}, "param_groups": [group]}, (m, v)
+
+
+def test_a_weight_too_small_for_factors_leaves_the_others_their_kernels():
+    rules = {"exp_avg": Block(block_size=256, map="DE", bits=8), "exp_avg_sq": Factored()}
+    shapes = [(128, 128), (10, 512), (5000,)]  # the last two in blocks of 8 and of 4 bits
+
+    def stepped(make):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        optimizer = make(params)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.step()
+        return params, optimizer
+
+    choose = Bounded(lambda param, state: rules[state], layout.MIN_ELEMENTS)
+    params, optimizer = stepped(lambda p: compress(torch.optim.AdamW(p), choose))
+    assert type(optimizer) is AdamW8bit
+    alone, _ = stepped(AdamW8bitFactor)
+    assert torch.equal(params[0], alone[0])
+    general, other = stepped(lambda p: CompressedOptimizer(torch.optim.AdamW(p), choose))
+    for one, its in zip(params[1:], general[1:], strict=True):
+        # three roundings of a weight, and ten of each update, which is at most about lr
+        eps = torch.finfo(torch.float32).eps
+        assert torch.allclose(one, its, rtol=3 * eps, atol=3 * 10 * eps * 1e-3)
+    assert state_bytes(optimizer) == state_bytes(other)
 
 
 @pytest.mark.parametrize("kind", [AdamW4bit, AdamW8bit])
