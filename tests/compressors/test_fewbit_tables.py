@@ -1,5 +1,7 @@
+import copy
 import math
 import os
+import pickle
 import threading
 
 import numpy as np
@@ -45,6 +47,13 @@ def test_from_table_means_what_the_contract_says(parity):
     assert math.isnan(step.error)
 
 
+def test_tables_of_unknown_error_are_equal():
+    step = from_table([0.0], [1.0, 2.0])
+    assert pickle.loads(pickle.dumps(step)) == step
+    assert hash(copy.deepcopy(step)) == hash(step)
+    assert step != from_table([0.0], [1.0, 3.0])
+
+
 def test_tables_survive_a_file(tmp_path):
     tables = {
         "plain": STEP,
@@ -55,7 +64,9 @@ def test_tables_survive_a_file(tmp_path):
     }
     path = tmp_path / "tables.npz"
     save_npz(path, tables)
-    assert load_npz(path) == tables
+    found = load_npz(path)
+    assert found == tables
+    assert [repr(found[name].error) for name in tables] == [repr(t.error) for t in tables.values()]
     assert os.listdir(tmp_path) == ["tables.npz"]
 
 

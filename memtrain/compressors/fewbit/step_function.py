@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -25,14 +25,15 @@ class Approximation:
         boundaries: The 2**bits - 1 inner boundaries, ascending; 2 where `parity` is `"band"`.
         levels: The 2**bits values; `levels[i]` holds left of and at `boundaries[i]`. For a band:
             outside, inside.
-        error: The weighted integral of (f' - q)**2 over the whole interval; NaN where unknown.
+        error: The weighted integral of (f' - q)**2 over the whole interval; NaN where unknown. Not
+            compared.
         parity: `"plain"`, `"even"` or `"band"`.
         shift: Subtracted from x first.
     """
 
     boundaries: tuple[float, ...]
     levels: tuple[float, ...]
-    error: float
+    error: float = field(compare=False)  # NaN equals nothing
     parity: str = "plain"
     shift: float = 0.0
 
@@ -109,8 +110,6 @@ def from_table(
             raise ValueError(f"boundaries are not ascending: {low} comes before {high}")
     if parity == "even" and inner[0] < 0:
         raise ValueError(f"boundary {inner[0]} is negative; allowed with parity 'even': 0 or more")
-    # One NaN object, so that equal tables of unknown error are equal.
-    error = math.nan if math.isnan(error) else error
     return Approximation(boundaries=inner, levels=values, error=error, parity=parity, shift=shift)
 
 
