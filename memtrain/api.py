@@ -109,9 +109,13 @@ def wrap(
             that is not valid. Nothing has been changed then.
         TypeError: For arguments of the wrong type.
 
+    Warns:
+        RuntimeWarning: If weights are split (`all_four`) and some that require gradients are in no
+            group of the optimizer: they are rounded to 16 bits, and no one keeps their lower bits.
+
     Memory:
-        `balanced`: 3 bits per element for the input of a nonlinearity, 4.125 bits for other saved
-        tensors, 1.03 bytes per parameter for AdamW's two moments (8 plain).
+        `balanced`: 3 bits per element for the input of a nonlinearity, 4.25 bits for most other
+        saved tensors, 0.53 bytes per parameter for AdamW's two moments (8 plain).
 
     Example:
         >>> import torch

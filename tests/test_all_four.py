@@ -180,3 +180,36 @@ def test_unwrap_wants_the_optimizer_of_wrap():
     model(torch.randn(4, 64)).sum().backward()
     assert model[0].weight.grad is not None
     inner.step()
+
+
+def test_weights_that_another_optimizer_steps_are_told_when_they_are_rounded():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[3].parameters())
+    told = "2.weight and 1 more: require gradients, are in no group .* weights='bf16\\+8' has"
+    with pytest.warns(RuntimeWarning, match=told):
+        model, optimizer = memtrain.wrap(model, optimizer, "all_four")
+    assert model[2].weight.dtype == torch.bfloat16
+    memtrain.unwrap(model, optimizer)
+    memtrain.wrap(model, torch.optim.AdamW(model[2:].parameters()), "all_four")
+
+
+def test_a_second_backward_through_released_weights_says_what_to_do():
+    def losses():
+        hidden = body(torch.ones(4, 64))
+        return heads[0](hidden).sum(), heads[1](hidden).sum()
+
+    body = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    heads = nn.ModuleList([nn.Linear(64, 2), nn.Linear(64, 3)])
+    model = nn.ModuleList([body, heads])
+    _, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
+    first, second = losses()
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"of shape .* gradients=release in backward\(\)"):
+        second.backward()
+    optimizer.step()
+    sum(losses()).backward()
+    optimizer.step()
+    losses()[0].backward()
+    with pytest.raises(RuntimeError, match="a GAN's discriminator"):
+        losses()[0].backward()

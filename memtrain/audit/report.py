@@ -191,8 +191,8 @@ def audit(
     What of the model is compiled is compiled for copies, and told as its graphs hold it.
 
     Args:
-        model: A real model, or one built under a `FakeTensorMode`; it is not changed. Compiled or
-            not, whole or in parts.
+        model: Real, on the meta device, or built under a `FakeTensorMode`; it is not changed.
+            Compiled or not, whole or in parts.
         optimizer: Its optimizer; not changed.
         batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
             arguments, real or fake.

@@ -178,10 +178,10 @@ class Config:
     """Optimizer states."""
     weights: str = KEEP
     """Weights in 2 bytes with 8 or 16 bits of correction, or stochastic rounding (`+sr`): one of
-    `WEIGHTS`. Of the presets only `all_four` sets it."""
+    `WEIGHTS`. Of the presets only `all_four` and `all_four_2bit` set it."""
     gradients: str = KEEP
     """`release`: weights are updated inside backward, and no gradient stays. Of the presets only
-    `all_four` sets it."""
+    `all_four` and `all_four_2bit` set it."""
     release: Release = field(default_factory=Release)
     """How, where gradients are released."""
     precision: Precision = field(default_factory=Precision)

@@ -340,3 +340,15 @@ def test_a_plan_names_registered_compressors_only():
     report = audit(model, torch.optim.AdamW(model.parameters()), batch)
     names = {row.compressor.partition("(")[0] for row in report.rows} - {"", "payload", "derived"}
     assert names <= {cls.__name__ for cls in COMPRESSORS.values()}
+
+
+def test_a_model_on_the_meta_device_is_told_as_a_real_one():
+    def told(device):
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU())
+            x = torch.zeros(32, 64)
+        return audit(model, torch.optim.AdamW(model.parameters()), x, peak=True)
+
+    real, meta = told("cpu"), told("meta")
+    assert meta.rows == real.rows
+    assert meta.planned_timeline.peak.nbytes == real.planned_timeline.peak.nbytes

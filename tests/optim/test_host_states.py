@@ -235,6 +235,7 @@ def test_copies_of_an_optimizer_go_on_by_themselves():
     assert all(map(torch.equal, again[0].parameters(), here[0].parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:.* are in no group of the optimizer")  # until they are added
 def test_groups_and_schedules_are_those_of_the_device():
     def trained(cfg):
         model = make()

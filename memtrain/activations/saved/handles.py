@@ -127,5 +127,8 @@ def check_version(x: Tensor, version: int) -> None:
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: it is at version {x._version}; expected version {version}"
+            f"inplace operation: a tensor of shape {tuple(x.shape)} is at version {x._version}; "
+            f"expected version {version}. (Weights change in optimizer.step(), and with "
+            "gradients=release in backward(): call that once for each forward, of the sum of its "
+            "losses.)"
         )

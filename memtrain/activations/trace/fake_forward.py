@@ -57,8 +57,8 @@ def trace(
     Parts of it that are compiled are compiled for a copy, and their graphs' saved tensors listed.
 
     Args:
-        model: A real model, or one built under a `FakeTensorMode`; what `torch.compile` made of
-            one, too.
+        model: Real, on the meta device, or built under a `FakeTensorMode`; what `torch.compile`
+            made of one, too.
         batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
             arguments; real or fake.
         choose: Site -> compressor, or the reason to keep the tensor.
@@ -243,7 +243,10 @@ def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
     if getattr(x, "fake_mode", None) is mode:
         return x
-    fake = mode.from_tensor(x)
+    if x.is_meta:  # of a step on the CPU: autocast and kernels know no meta device
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    else:
+        fake = mode.from_tensor(x)
     return nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake
 
 

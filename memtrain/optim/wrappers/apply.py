@@ -1,9 +1,11 @@
 """Weights, gradients and the states' device under `wrap`: optimizers around one, and hooks."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -76,6 +78,7 @@ def apply(
         the handles of hooks on the model, which `remove` takes back.
     """
     weights, handles = WeakRef[Any](), []
+    others = () if config.weights == KEEP else _trained_by_others(model, optimizer)
     if config.optim.device == CPU:
         compressed = cast(CompressedStates, optimizer)  # there are rules: see `check`
         optimizer = HostStates(compressed, partial(_around, model, config, sums))
@@ -86,12 +89,33 @@ def apply(
         low = partial(cast_inputs, parse(config.weights).dtype)
         # After the interception's own hook: the copies are not the user's to keep alive.
         handles.append(model.register_forward_pre_hook(low, with_kwargs=True))
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        warnings.warn(
+            f"{others[0]}{more}: require gradients, are in no group of the optimizer, and "
+            f"weights={config.weights!r} has rounded them without a correction, so that small "
+            "updates by another optimizer are lost; allowed: one optimizer with a group for them, "
+            "or weights=keep; requires_grad_(False) for what is not trained",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if config.gradients == RELEASE:
         if isinstance(optimizer, ReleaseGradients) and isinstance(model, DistributedDataParallel):
             optimizer.follow(model)
         else:
             handles.append(model.register_forward_pre_hook(partial(follow_ddp, released_by)))
     return optimizer, weights, handles
+
+
+def _trained_by_others(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of weights that are trained and rounded, but not stepped by the optimizer."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    kept = held.union(keeps_float32(model))
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dtype == torch.float32 and p not in kept
+    ]
 
 
 def _knows_masters(optimizer: Any) -> Any:

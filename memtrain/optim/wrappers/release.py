@@ -455,7 +455,8 @@ class ReleaseGradients(OptimizerWrapper):
                 f"a second gradient of a parameter of shape {tuple(param.shape)} arrived before "
                 "optimizer.step(): the first has been applied and freed, so gradients cannot be "
                 "accumulated. Call optimizer.step() after every backward, set release.accumulate "
-                "to the number of backward passes of a step, or use gradients=keep"
+                "to the number of backward passes of a step, or use gradients=keep; what a loss "
+                "only passes through (a GAN's discriminator) needs requires_grad_(False) meanwhile"
             )
 
     def _clip_factor(self, norm: float | Tensor) -> float | Tensor:
