@@ -1,13 +1,14 @@
 """Steps of parameters that are not contiguous: copies, one at a time, to the same bits."""
 
 import copy
+import math
 
 import pytest
 import torch
 
 from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.step import passes
-from memtrain.kernels.step.step import fused_step
+from memtrain.kernels.step.step import _reads_guard, fused_step
 from tests.kernels.test_passes import held, unlaunched
 from tests.kernels.test_row_pieces import FORMS, entry_of, tensors
 
@@ -56,6 +57,20 @@ def test_channels_last_weights_are_stepped_as_contiguous_ones(form):
 )
 def test_triton_steps_them_so_too(form):
     check([entry_of(form, "bf16+8", (16, 8, 3, 3))], "triton")
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_a_guard_that_is_not_finite_leaves_them_as_they_are(name):
+    guard = torch.tensor(math.inf)
+    entry = channels_last(entry_of("factored", "bf16+8", (16, 8, 3, 3)))._replace(guard=guard)
+    before = copy.deepcopy(tensors(entry))
+    with backend(name):
+        assert _reads_guard(entry) == (name == "triton")  # without a wait of the host
+        fused_step([entry])
+        assert all(map(torch.equal, tensors(entry), before))
+        guard.fill_(1.0)
+        fused_step([entry])
+    assert not torch.equal(entry.param, before[0])
 
 
 @pytest.mark.parametrize("form", FORMS)

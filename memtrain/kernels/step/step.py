@@ -158,12 +158,12 @@ def step_copied(entry: Entry, step: Callable[[list[Entry]], None]) -> None:
     """Step contiguous copies in the place of an entry's parameter, correction and gradient.
 
     Args:
-        entry: Whose `fits_copied`; its guard, if any, is finite.
+        entry: Whose `fits_copied`.
         step: Steps the list of the one entry.
     """
     param, master = entry.param.detach(), entry.master.contiguous()
     own = entry._replace(param=param.contiguous(), grad=entry.grad.contiguous(), master=master)
-    step([own._replace(guard=None)])
+    step([own])
     param.copy_(own.param)
     if entry.master.correction is not None and master.correction is not None:
         entry.master.correction.copy_(master.correction)
@@ -259,7 +259,8 @@ def _checked(entries: Sequence[Entry]) -> list[Entry]:
 def _reads_guard(entry: Entry) -> bool:
     """Whether kernels will; of parts of a tensor it is the whole's, the same in every process."""
     apart = entry.shard is not None and entry.form in ROWS_AND_COLUMNS
-    return not apart and choose(entry.param) == "triton" and fits(entry)
+    serves = fits(entry) or fits_copied(entry)
+    return not apart and choose(entry.param) == "triton" and serves
 
 
 def _check(entry: Entry) -> None:
