@@ -201,7 +201,7 @@ def test_upper_bits_leave_one_bound_in_doubt(bits, map, signed):
 @pytest.mark.parametrize(("name", "bits"), [("cpu", 8), ("triton", 8), ("triton", 4)])
 def test_codes_at_every_bound_and_scale(name, bits, exponent):
     # a state that is kept as it is (b1 = 1) and quantised again: every bound, and its neighbours
-    bounds = Codebook("DE", bits, True).midpoints(torch.device("cpu"))
+    bounds = Codebook("DE", bits, True).midpoints(torch.get_default_device())
     near = torch.cat([bounds, bounds.nextafter(torch.tensor(9.0)), torch.tensor([1.0])])
     x = (near.double() * 2.0**exponent).float()
     h = sgd(lr=0.0, momentum=0.0)

@@ -58,7 +58,7 @@ def of_step(entry, step, on_device):
     if entry.rule == "adamw":
         t = torch.tensor([step]).double() if on_device else step
         given = update_rules.adamw(t, lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.1)
-    row = update_rules.on_device(given, 1, CPU)[0] if on_device else given
+    row = update_rules.on_device(given, 1, entry.param.device)[0] if on_device else given
     return entry._replace(scalars=row)
 
 

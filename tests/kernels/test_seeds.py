@@ -14,33 +14,32 @@ from memtrain.kernels.patch import patch
 from memtrain.kernels.random import draws, philox
 from memtrain.kernels.step import split
 
-X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 LAYOUT = named_format("fp8_forward:stochastic").layout
 BOOK = Codebook("DE", 4)
 
 
-def split_once(seed):
-    split.split(X, weight := torch.empty_like(X, dtype=torch.bfloat16), seed=seed, stochastic=True)
+def split_once(x, seed):
+    split.split(x, weight := torch.empty_like(x, dtype=torch.bfloat16), seed=seed, stochastic=True)
     return weight
 
 
 OPS = {
-    "group_quantize": lambda seed: group.group_quantize(X, 4, 16, seed),
-    "its op": lambda seed: group.group_quantize(X.clone().requires_grad_(), 4, 16, seed),
-    "of float16": lambda seed: group.group_quantize(X.half(), 4, 16, seed),
-    "norm_quantize": lambda seed: norm.norm_quantize(X, 16, codes=norm.Codes(4, 16, seed)),
-    "channel_norm_quantize": lambda seed: channel_norm.channel_norm_quantize(
-        X.view(-1), *torch.ones(2, 16), channel_norm.Channels(1, 4, 16, 1), norm.Codes(4, 16, seed)
+    "group_quantize": lambda x, seed: group.group_quantize(x, 4, 16, seed),
+    "its op": lambda x, seed: group.group_quantize(x.clone().requires_grad_(), 4, 16, seed),
+    "of float16": lambda x, seed: group.group_quantize(x.half(), 4, 16, seed),
+    "norm_quantize": lambda x, seed: norm.norm_quantize(x, 16, codes=norm.Codes(4, 16, seed)),
+    "channel_norm_quantize": lambda x, seed: channel_norm.channel_norm_quantize(
+        x.view(-1), *torch.ones(2, 16), channel_norm.Channels(1, 4, 16, 1), norm.Codes(4, 16, seed)
     ),
-    "patch_quantize": lambda seed: patch.patch_quantize(X.view(1, 4, 16, 1), seed, True),
-    "round_count": lambda seed: rounding.round_count(X, LAYOUT, seed),
-    "round_count_": lambda seed: rounding.round_count_(X.clone(), LAYOUT, seed),
-    "encode_count": lambda seed: rounding.encode_count(X, LAYOUT, seed),
-    "quantize_blocks": lambda seed: quantize.quantize_blocks(X, BOOK, block_size=16, seed=seed),
-    "rank1": lambda seed: rank1.quantize(X, BOOK, seed=seed),
+    "patch_quantize": lambda x, seed: patch.patch_quantize(x.view(1, 4, 16, 1), seed, True),
+    "round_count": lambda x, seed: rounding.round_count(x, LAYOUT, seed),
+    "round_count_": lambda x, seed: rounding.round_count_(x.clone(), LAYOUT, seed),
+    "encode_count": lambda x, seed: rounding.encode_count(x, LAYOUT, seed),
+    "quantize_blocks": lambda x, seed: quantize.quantize_blocks(x, BOOK, block_size=16, seed=seed),
+    "rank1": lambda x, seed: rank1.quantize(x, BOOK, seed=seed),
     "split": split_once,
-    "philox": lambda seed: philox.philox(torch.arange(4), seed),
-    "signs": lambda seed: draws.signs(300, seed, torch.device("cpu")),
+    "philox": lambda x, seed: philox.philox(torch.arange(4), seed),
+    "signs": lambda x, seed: draws.signs(300, seed, x.device),
 }
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 every_backend = pytest.mark.parametrize("name", BACKENDS)
@@ -55,8 +54,9 @@ def tensors(found):
 def test_a_seed_is_its_64_bits(op, name):
     if name == "triton":
         pytest.importorskip("triton")
+    x = torch.randn(4, 16)
     with backend(name):
-        found, expected = (tensors(op(seed)) for seed in (2**63 + 5, 5 - 2**63))
+        found, expected = (tensors(op(x, seed)) for seed in (2**63 + 5, 5 - 2**63))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -65,7 +65,8 @@ def test_a_seed_is_its_64_bits(op, name):
 def test_a_seed_of_more_bits_is_named(op, name):
     if name == "triton":
         pytest.importorskip("triton")
+    x = torch.randn(4, 16)
     with backend(name):
         for seed in (2**64, -(2**63) - 1):
             with pytest.raises(ValueError, match=rf"seed={seed}; allowed: integers of 64 bits"):
-                op(seed)
+                op(x, seed)
