@@ -72,6 +72,8 @@ class Rates:
             sound = isinstance(value, int | float) and 0 <= value < float("inf")
             if not sound or (value == 0 and not least):
                 allowed = "0 or more" if least else "above 0"
+                if isinstance(value, str):
+                    allowed += ", a number: in YAML 1.0e-6, as 1e-6 is text"
                 raise ValueError(f"{name}={value!r} is out of range; allowed: {allowed}")
 
     def seconds(self, work: Work) -> float:
