@@ -271,7 +271,7 @@ def test_rates(tmp_path):
     with pytest.raises(ValueError, match="allowed: name, copy, flops, pack, launch, call"):
         read_rates(tmp_path / "bad.yaml")
     (tmp_path / "text.yaml").write_text("call: 1e-6")
-    with pytest.raises(ValueError, match="call='1e-6' .* in YAML 1.0e-6"):
+    with pytest.raises(ValueError, match=r"call='1e-6' .* in YAML 1\.0e-6"):
         read_rates(tmp_path / "text.yaml")
     with pytest.raises(FileNotFoundError, match="measure_rates"):
         read_rates(tmp_path / "none.yaml")
