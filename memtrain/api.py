@@ -242,11 +242,11 @@ def _interception(
         rounding=rounding,
         compresses=plan.compresses,
     )
-    interception.saved.watch = _watch(model, plan)
+    interception.saved.watch = _watch(interception, plan)
     return interception
 
 
-def _watch(model: nn.Module, plan: Plan) -> ActnnSensitivity | None:
+def _watch(interception: Interception, plan: Plan) -> ActnnSensitivity | None:
     """ActNN's measurement, where it is asked for."""
     own = plan.config.activations
     if plan.bits is None or own.sensitivity != "statistics":
@@ -255,7 +255,7 @@ def _watch(model: nn.Module, plan: Plan) -> ActnnSensitivity | None:
         plan.bits,
         own.adapt_interval,
         per_sample=own.sample_statistics,
-        parameters=model.parameters,
+        parameters=interception.parameters,
     )
 
 

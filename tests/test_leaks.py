@@ -1,5 +1,9 @@
 """Live bytes stay flat over many steps, whatever becomes of what a forward saved."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +53,56 @@ def test_200_steps_of_experts_exceptions_and_dropped_losses_keep_bytes_flat(pres
                 model.aside = None
                 seen.append(live.nbytes())
     assert len(set(seen[1:])) == 1, seen
+
+
+def wrapped(preset):
+    """A model and its optimizer after two steps."""
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.LayerNorm(64), nn.Linear(64, 64)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    small = ["activations.min_elements=1", "optim.min_elements=1"]
+    model, optimizer = memtrain.wrap(model, optimizer, [f"preset={preset}", *small])
+    for _ in range(2):
+        model(torch.randn(32, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+FREED = ("exact", "balanced", "checkpointed", "all_four", "actnn_l3", "gact4")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("preset", FREED)
+def test_del_frees_a_model_and_its_optimizer(preset, copied):
+    """Python's collector counts objects, not bytes: it comes by long after memory is out."""
+    model, optimizer = wrapped(preset)
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+        model(torch.randn(32, 64)).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        alive = [weakref.ref(x) for x in (model, optimizer, *model.parameters())]
+        del model, optimizer
+        assert [x() for x in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("preset", ["balanced", "checkpointed", "exact"])
+def test_a_part_of_a_model_that_is_gone_trains_on(preset):
+    def gradients(*, gone):
+        torch.manual_seed(0)
+        model, _ = wrapped(preset)
+        parts = model[0], model[2]
+        if gone:
+            del model
+        x = torch.randn(32, 64, requires_grad=True)
+        for _ in range(2):
+            parts[1](parts[0](x * 1)).square().sum().backward()
+        return [x.grad, *(p.grad for part in parts for p in part.parameters())]
+
+    found, expected = gradients(gone=True), gradients(gone=False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

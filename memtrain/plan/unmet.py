@@ -174,11 +174,11 @@ class FirstStep:
         else:
             found = []
         recompute = self._interception.recompute
-        if _frames() != self._compiled and (left := [*recompute.modules.keys() - recompute.called]):
+        if _frames() != self._compiled and (left := [*{*recompute.names} - recompute.called]):
             found.append(Unmet(_IN_GRAPH, _MENDS[_IN_GRAPH], tuple(sorted(left)), 0))
-        found += unmet(self._plan, recompute.modules)
+        found += unmet(self._plan, recompute.names)
         self._done = not (found and self._plan.config.strict)
-        unseen = found or self._interception.compiled or recompute.modules
+        unseen = found or self._interception.compiled or recompute.names
         if not unseen and (idle := idle_exceptions(self._plan)):
             warnings.warn(
                 "activations.exceptions that match no saved tensor of the first forward: "

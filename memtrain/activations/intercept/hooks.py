@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -93,9 +94,10 @@ class Interception:
         rounding: Rounding | None = None,
         compresses: bool = True,
     ) -> None:
-        self.model, self.on_saved = model, on_saved
+        self.on_saved = on_saved
+        self._refer_to(model)
         self.saved = SavedTensors(choose, options.min_elements, seed, options.recompute_inputs)
-        self.graphs = CompiledGraphs(model, self.saved, self._record_graph)
+        self.graphs = CompiledGraphs(self.find_model, self.saved, self._record_graph)
         self.executor = Executor(self.saved, options, rounding)
         self.rounding, self.compresses = rounding, compresses
         self.seen = False
@@ -120,7 +122,7 @@ class Interception:
         self._clear()
 
     def _clear(self) -> None:
-        self._own = OwnTensors(self.model)
+        self._own = OwnTensors()
         self._path: list[_Running] = []
         self._outer: tuple[str, saved_tensors_hooks | None] | None = None
         self._depth = 0  # of the path when the interception was turned on
@@ -129,14 +131,46 @@ class Interception:
         # What packs and what executes for checkpointed modules: a pair for each that runs at once.
         self._spare: list[tuple[SavedTensors, Executor]] = []
 
-    def __getstate__(self) -> dict[str, object]:
-        # of a forward that runs now
+    def __getstate__(self) -> dict[str, Any]:
+        # of a forward that runs now, and the reference
         runtime = ("_own", "_path", "_outer", "_depth", "_thread", "_runs", "_spare")
-        return {name: value for name, value in vars(self).items() if name not in runtime}
+        runtime += ("_model", "_part")
+        state = {name: value for name, value in vars(self).items() if name not in runtime}
+        return state | {"model": self.model}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._refer_to(state.pop("model"))
         vars(self).update(state)
         self._clear()
+
+    def _refer_to(self, model: nn.Module) -> None:
+        """Know the model whose hooks lead here, and do not keep it alive.
+
+        A cycle would hold its memory until Python's collector comes by: that counts objects, and
+        not their bytes.
+        """
+        self._model = self._part = weakref.ref(model, self._forget)
+
+    def _forget(self, model: Any) -> None:
+        """Let the modules go of a model that is gone."""
+        self._own = OwnTensors()
+
+    def find_model(self) -> nn.Module:
+        """The model; of one that is gone, the part that last ran by itself."""
+        model = self._model()
+        model = self._part() if model is None else model
+        if model is None:
+            raise ReferenceError("the wrapped model is gone: no one refers to it any more")
+        return model
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose forward is intercepted."""
+        return self.find_model()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's."""
+        return self.model.parameters()
 
     def attach(self) -> None:
         """Put the hooks on the model's modules."""
@@ -152,7 +186,7 @@ class Interception:
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
             order_beneath(module._forward_hooks)
-        self.recompute.attach()
+        self.recompute.attach(self.model)
 
     def make_in_rows(self) -> None:
         """Let linear layers and embeddings leave gradients of their weights to be made in pieces.
@@ -288,7 +322,7 @@ class Interception:
         given: Sequence[Any] = (),
     ) -> None:
         """Begin a checkpointed module's run, of which the second is given the module and leaves."""
-        own = [] if module is None else OwnTensors(module).find()
+        own = [] if module is None else OwnTensors().find(module)
         form = None
         if own and not saved.defers and self.executor.options.low is None and not self.compiled:
             form = sum([x.requires_grad for x in own]), _is_any_autocast_enabled()
@@ -355,7 +389,7 @@ class Interception:
         refuse_replica(module)
         if not self._claim(name):
             return False
-        if self._path and module is self.model:  # Ctrl-C broke an earlier forward off
+        if self._path and module is self._model():  # Ctrl-C broke an earlier forward off
             self._stop(whole=False)
             self._path.clear()
         return True
@@ -371,6 +405,8 @@ class Interception:
         self, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin an outermost forward; its arguments, where they are changed."""
+        if self._model() is None:
+            self._part = weakref.ref(module)
         saves = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saves or self._may_round())
         watches = self.executor.options.low is not None or self.executor.in_rows
@@ -458,12 +494,12 @@ class Interception:
         given = [
             x
             for x in tree_leaves(inputs)
-            if isinstance(x, Tensor) and (x.grad_fn is None or module is self.model)
+            if isinstance(x, Tensor) and (x.grad_fn is None or module is self._model())
         ]
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step, tree_leaves(inputs)):
             self.record_again()
-        own = self._own.find()
+        own = self._own.find(self.model)
         self.trained = [*map(id, [x for x in own if x.requires_grad])]
         form = None
         if self.rounding is None and self.executor.options.low is None and not self.compiled:
@@ -472,7 +508,7 @@ class Interception:
         self._runs = {}
         self.saved.begin(own, inputs, record=name not in self._recorded, form=form)
         self._depth = len(self._path)
-        is_copy = module is not self.model and module is not self.model.get_submodule(name)
+        is_copy = module is not self.model and self._is_no_part(name, module)
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
         pack, unpack = self.graphs.hooks(given)
         self.saved.hook, self.saved.surprised = pack, self.executor.step_back
@@ -480,6 +516,11 @@ class Interception:
         hooks.__enter__()
         self.executor.__enter__()
         self._outer = (name, hooks)
+
+    def _is_no_part(self, name: str, module: nn.Module) -> bool:
+        """Whether the model has another module at that path."""
+        model = self._model()
+        return model is not None and dict(model.named_modules()).get(name) is not module
 
     def _stop(self, *, whole: bool) -> None:
         if self._outer is None:
@@ -542,7 +583,7 @@ class _Hooked:
             return None
         name, op = self.name, self.op
         inside = owner._outer is not None and owner._thread.get("ident") == get_ident()
-        if (not inside or module is owner.model) and not owner._is_ours(name, module):
+        if (not inside or module is owner._model()) and not owner._is_ours(name, module):
             return None
         saved, executor, graphs = owner.saved, owner.executor, owner.graphs
         executor.module = graphs.root = name

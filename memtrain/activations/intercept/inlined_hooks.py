@@ -39,13 +39,16 @@ class CompiledGraphs:
     hook does, and nothing here. Outside of compiled parts they are the hooks that they stand for.
 
     Args:
-        model: Its modules are named.
+        model: Gives the model, whose modules are named.
         saved: Knows the rules, the seed, and the number of forwards.
         on_graphs: Called with the records of what graphs save that have been compiled.
     """
 
     def __init__(
-        self, model: nn.Module, saved: SavedTensors, on_graphs: Callable[[list[Record]], None]
+        self,
+        model: Callable[[], nn.Module],
+        saved: SavedTensors,
+        on_graphs: Callable[[list[Record]], None],
     ) -> None:
         self.model, self.saved, self.on_graphs = model, saved, on_graphs
         self.why = ""
@@ -121,7 +124,7 @@ class CompiledGraphs:
         if not graphs:
             return []
         storages = {path: [storage.cdata for _, storage in xs] for path, xs in given.items()}
-        return records_of(graphs, self.model, storages, {storage.cdata for _, storage in own})
+        return records_of(graphs, self.model(), storages, {storage.cdata for _, storage in own})
 
     def called(self, path: str, args: Any, kwargs: Any) -> None:
         """Note what a module that is compiled by itself is given: others may share it."""
@@ -196,10 +199,10 @@ class CompiledGraphs:
         sites = GraphSites(
             hooked.forward,
             hooked.backward,
-            {name for name, _ in self.model.named_modules()},
+            {name for name, _ in self.model().named_modules()},
             self.root,
             internals.static_inputs(),
-            sharded=any(_is_sharded(module) for module in self.model.modules()),
+            sharded=any(_is_sharded(module) for module in self.model().modules()),
         )
         places = internals.input_places(sites.given, _alive(self._given.get(self.root, [])))
         if self._own is not None:

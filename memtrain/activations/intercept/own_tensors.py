@@ -14,21 +14,21 @@ class OwnTensors:
     """A model's parameters and buffers, some perhaps twice.
 
     `model.parameters()` names each as it goes; here the modules are walked again only where they
-    are others than before.
+    are others than before. The model itself is not kept alive.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules: list[nn.Module] = []
-        self._inside: list[nn.Module | None] = []  # their submodules
+    def __init__(self) -> None:
+        self._below: list[nn.Module] = []  # the model's modules but itself
+        self._inside: list[nn.Module | None] = []  # submodules of them all
 
-    def find(self) -> list[Tensor]:
+    def find(self, model: nn.Module) -> list[Tensor]:
         """Those that are there now."""
-        modules, known = self._modules, self._inside
+        modules, known = [model, *self._below], self._inside
         inside = _values([module._modules for module in modules])
         # Whether they are the same, not equal: what `==` means is theirs to say.
-        if not modules or len(inside) != len(known) or any(map(is_not, inside, known)):
-            modules = self._modules = [*self._model.modules()]
+        if len(inside) != len(known) or any(map(is_not, inside, known)):
+            modules = [*model.modules()]
+            self._below = modules[1:]
             self._inside = _values([module._modules for module in modules])
         held = [module._parameters for module in modules]
         held += [module._buffers for module in modules if module._buffers]

@@ -145,7 +145,8 @@ class Recompute:
         dropping: Callable[[FirstRun], AbstractContextManager[None]],
         suspended: Callable[[], bool],
     ) -> None:
-        self.modules = {name: model.get_submodule(name) for name in recomputed(model, patterns)}
+        self.names = recomputed(model, patterns)
+        """Paths of the modules."""
         self.saved, self.rerun, self.suspended = saved, rerun, suspended
         self.first_run, self.dropping = first_run, dropping
         self._handles: list[Any] = []
@@ -156,9 +157,10 @@ class Recompute:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_running": {}}
 
-    def attach(self) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Put the hooks on: inside those that are there, so last before and first after."""
-        for name, module in self.modules.items():
+        for name in self.names:
+            module = model.get_submodule(name)
             self._handles += [
                 module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),

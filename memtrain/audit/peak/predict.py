@@ -221,7 +221,7 @@ def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> li
     named: dict[str, Any] = {} if plan is None else dict(plan.config.activations.sites)
     interception = None if wrapped is None else wrapped.interception
     if interception is not None:
-        named |= dict.fromkeys(interception.recompute.modules, RECOMPUTE)
+        named |= dict.fromkeys(interception.recompute.names, RECOMPUTE)
 
     def treated(path: str) -> Any:
         sizes = [x.untyped_storage().nbytes() for x in _owned(optimizer, model.get_submodule(path))]

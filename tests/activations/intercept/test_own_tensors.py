@@ -21,8 +21,8 @@ class Table(nn.Module):
 
 def test_own_tensors_are_those_of_the_modules_that_are_there_not_of_equal_ones():
     model = nn.Sequential(Table(), nn.Linear(2, 2))
-    own = OwnTensors(model)
-    before = own.find()
+    own = OwnTensors()
+    before = own.find(model)
     model[0] = Table()
     assert before[-1] is not model[0].values
-    assert own.find()[-1] is model[0].values
+    assert own.find(model)[-1] is model[0].values
