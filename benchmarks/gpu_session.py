@@ -663,12 +663,13 @@ def run_step(name: str, out: Path, first: int, every: int, *, tiny: bool) -> int
         for at, (label, find) in enumerate(STEPS[name].cases(scale)):
             if at < first or (at - first) % every:
                 continue
-            emit(name, scale.out, {"case": at, **guarded(label, find)})
+            row = {"case": at, **guarded(label, find)}
             try:
                 scale.clear()
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
+            except RuntimeError as error:  # it may be the first word of the case's fault
+                emit(name, out, {"error": f"faulted: {str(error)[:500]}", **row})
                 return FAULTED
+            emit(name, out, row)
     return 0
 
 

@@ -83,7 +83,9 @@ def test_a_faulted_device_ends_the_process_of_its_case(tmp_path, monkeypatch):
     monkeypatch.setattr(session.Scale, "clear", clear)
     out = tmp_path / "rows.jsonl"
     assert session.run_step("environment", out, 1, 2, tiny=True) == session.FAULTED
-    assert [row["case"] for row in rows(out)] == [1]
+    (row,) = rows(out)
+    assert row["case"] == 1
+    assert row["error"] == "faulted: CUDA error: an illegal memory access was encountered"
 
 
 @pytest.mark.parametrize("name", session.optimizers())
