@@ -71,7 +71,6 @@ class Scale(NamedTuple):
 
             torch.compiler.reset()
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
 class Step(NamedTuple):

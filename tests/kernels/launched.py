@@ -71,9 +71,9 @@ class Launches:
                 yield f"{name}: {found}", step
 
 
-def steps(device):
+def steps():
     """Training steps by label: driver's cases, and models at the widths that are usual."""
-    for label, run in gpu_session.driver(gpu_session.Scale(device, False, Path("unused"))):
+    for label, run in gpu_session.driver(gpu_session.Scale("cpu", False, Path("unused"))):
         yield str(label), run
     for preset in PRESETS:
         for make in (gpt2, llama, convolutions):
@@ -131,7 +131,7 @@ def main():
     launches.replace(memtrain.kernels)
     failed = {}
     with dispatch.backend("triton"):
-        for label, run in steps("cpu"):
+        for label, run in steps():
             launches.step = label
             row = gpu_session.guarded({}, run)
             if "error" in row:

@@ -520,7 +520,7 @@ class Interception:
     def _is_no_part(self, name: str, module: nn.Module) -> bool:
         """Whether the model has another module at that path."""
         model = self._model()
-        return model is not None and dict(model.named_modules()).get(name) is not module
+        return model is not None and model.get_submodule(name) is not module
 
     def _stop(self, *, whole: bool) -> None:
         if self._outer is None:
