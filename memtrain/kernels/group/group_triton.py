@@ -296,7 +296,9 @@ def tile(group_size, elements=256):
 def _quantize_tile(group_size, in_rows):
     # What each of a group's threads finds anew (bounds, quotients) serves twice as many elements;
     # addresses of rows take the registers that would be needed.
-    return tile(group_size, 256 if in_rows else 512)
+    options = tile(group_size, 256 if in_rows else 512)
+    # Left to itself ptxas takes 168 registers where addresses are not aligned, and spills one.
+    return options | {"maxnreg": min(144, 65536 // (32 * options["num_warps"]))}
 
 
 def quantize(x, codes, bounds, bits, group_size, seed, stochastic):

@@ -354,7 +354,8 @@ def gradient(dy, dx, codes, bounds, lines, where, bits, group_size):
 
 def _sum_options(where):
     across, block, rows = tile_of_sums(where)
-    return {"ACROSS": across, "BLOCK": block, "ROWS": rows, "num_warps": 4}
+    # Left to itself ptxas spills one register here for a fifth program of a multiprocessor.
+    return {"ACROSS": across, "BLOCK": block, "ROWS": rows, "num_warps": 4, "maxnreg": 128}
 
 
 def _case(x, where, bits, wide, group_size=256):
