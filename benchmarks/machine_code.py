@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memtrain.kernels.device_guard import for_amd
+
 TABLE = Path(__file__).with_name("results") / "machine_code.csv"
 ARCHITECTURE = 90
 TRITON = "3.7"
@@ -116,17 +118,17 @@ def compiled(
     kernel: Any,
     signature: Mapping[str, str],
     constants: Mapping[str, Any],
-    architecture: int = ARCHITECTURE,
+    architecture: int | str = ARCHITECTURE,
     sizes: str = "multiples",
     one: str | None = None,
 ) -> Mapping[str, Any]:
-    """PTX and machine code (`ptx`, `cubin`) of a kernel as a launch compiles it.
+    """PTX and machine code (`ptx`, `cubin`; AMD's: `amdgcn`) of a kernel as a launch compiles it.
 
     Args:
         kernel: A `@triton.jit` function.
         signature: Types of its arguments by name.
         constants: Its constants, and launch options.
-        architecture: Compute capability times 10.
+        architecture: Compute capability times 10; of AMD's cards their name, such as `"gfx1100"`.
         sizes: One of `SIZES`.
         one: Name of an integer argument that is 1, whatever `sizes`.
     """
@@ -150,7 +152,11 @@ def compiled(
                 attributes[place,] = [["tt.divisibility", 16]]
         types[name] = kind
     source = ASTSource(kernel, types, values, attributes)
-    target = GPUTarget("cuda", architecture, 32)
+    if isinstance(architecture, str):
+        lanes = 64 if architecture.startswith("gfx9") else 32
+        target, options = GPUTarget("hip", architecture, lanes), for_amd(options, lanes)
+    else:
+        target = GPUTarget("cuda", architecture, 32)
     return triton.compile(source, target=target, options=options).asm
 
 

@@ -47,5 +47,6 @@ def collect_env() -> dict[str, str]:
     called = "yes" if cpu.calls is not None else "yes, called by ctypes"
     found["C++ kernels"] = called if cpu.library() is not None else "no: the reference serves"
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    found["cuda"] = f"{torch.version.cuda or '-'}: {', '.join(devices) or 'no device'}"
+    version = torch.version.cuda or (torch.version.hip and f"ROCm {torch.version.hip}") or "-"
+    found["cuda"] = f"{version}: {', '.join(devices) or 'no device'}"
     return found

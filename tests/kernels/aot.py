@@ -1,10 +1,11 @@
-"""Compiles every Triton kernel for sm_80 and sm_90 without a GPU and reads its resources.
+"""Compiles every Triton kernel without a GPU, for sm_80 and sm_90, and reads its resources.
 
 A script: it must run without TRITON_INTERPRET, which conftest.py sets for the tests' process.
 Of a kernel's cases it takes as many as show each type and each constant of each argument, and what
-a launch specialises on (`machine_code.SIZES`), or all with `--all`. Those of the table of machine
-code count their instructions. Prints one JSON line per compiled case, and one per fault; exits 1
-on a fault.
+a launch specialises on (`machine_code.SIZES`), or all with `--all`, and then for the cards that
+people have at home too, where a stack is no fault. `--amd` compiles as many for AMD's cards. Those
+of the table of machine code count their instructions. Prints one JSON line per compiled case, and
+one per fault; exits 1 on a fault.
 """
 
 import ast
@@ -12,12 +13,17 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 import triton
+
+if "--amd" in sys.argv:  # in the workers too, before kernels are imported
+    torch.version.hip = "without a GPU"
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -25,6 +31,8 @@ from benchmarks import machine_code
 
 KERNELS = Path(__file__).parents[2] / "memtrain" / "kernels"
 ARCHITECTURES = (80, 90)
+CARDS = (75, 86, 89, 120)  # GeForce RTX 20 to 50; a T4 is 75
+AMD = ("gfx942", "gfx1100")  # MI300 (64 lanes a warp), Radeon RX 7900 (32)
 
 
 def modules(folder=KERNELS):
@@ -124,10 +132,17 @@ def telling(cases, first=()):
 
 def every(cases, first=()):
     """All of them, and of those that tell each integer of 1 alone."""
-    jobs = [(place, sm, "multiples") for place in range(len(cases)) for sm in ARCHITECTURES]
+    compiled_for = ARCHITECTURES + CARDS
+    jobs = [(place, sm, "multiples") for place in range(len(cases)) for sm in compiled_for]
     jobs += [(place, 90, sizes) for place in range(len(cases)) for sizes in ("odd", "ones")]
     told = {place for place, _, _ in telling(cases, first)}
     return jobs + [(place, 90, one) for place in sorted(told) for one in integers(cases[place])]
+
+
+def telling_of_amd(cases, first=()):
+    """Those of `telling`, each for all of AMD's cards."""
+    told = {place for place, _, _ in telling(cases, first)}
+    return [(place, card, "multiples") for place in sorted(told) for card in AMD]
 
 
 def examine(job):
@@ -140,6 +155,9 @@ def examine(job):
         one = None if sizes in machine_code.SIZES else sizes
         kind = "odd" if one else sizes
         made = machine_code.compiled(kernel, signature, constants, architecture, kind, one)
+        if architecture in AMD:
+            counts = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", made["amdgcn"])
+            return row | {"spilled": sum(map(int, counts))}
         row |= machine_code.resources(made["cubin"])
         if (architecture, sizes) == (machine_code.ARCHITECTURE, "multiples"):
             told = pinned(name).get(index)
@@ -148,7 +166,7 @@ def examine(job):
                 row["wide"] = machine_code.wide(made["ptx"])
     except Exception as error:  # noqa: BLE001 (this case's fault; the others still run)
         return row | {"fault": f"{type(error).__name__}: {error}"}
-    if row["STACK"] or row["LOCAL"]:
+    if architecture in ARCHITECTURES and (row["STACK"] or row["LOCAL"]):
         row["fault"] = "uses a stack or spills registers"
     return row
 
@@ -174,5 +192,7 @@ def main(names, choose=telling):
 
 
 if __name__ == "__main__":
-    names = [argument for argument in sys.argv[1:] if argument != "--all"]
-    sys.exit(main(names or modules(), every if "--all" in sys.argv else telling))
+    ways = {"--all": every, "--amd": telling_of_amd}
+    names = [argument for argument in sys.argv[1:] if argument not in ways]
+    chosen = [ways[argument] for argument in sys.argv[1:] if argument in ways]
+    sys.exit(main(names or modules(), *chosen))

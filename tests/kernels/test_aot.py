@@ -152,6 +152,15 @@ def test_every_case_compiles():
     assert status == 0
 
 
+@pytest.mark.nightly
+def test_kernels_compile_for_amd():
+    """Without PTX, and without spills; no more is known of them there."""
+    rows, status = examined("--amd")
+    assert [row for row in rows if "fault" in row or row["spilled"]] == []
+    assert status == 0
+    assert {row["sm"] for row in rows} == {"gfx942", "gfx1100"}
+
+
 def test_faults_are_found(tmp_path):
     faulty, bare = tmp_path / "faulty_triton.py", tmp_path / "bare_triton.py"
     faulty.write_text(FAULTY)

@@ -104,6 +104,25 @@ def test_the_tensors_device_is_current_in_a_launch(monkeypatch):
     assert entered == [1]  # nothing is entered where the device is current already
 
 
+def test_a_launch_on_amd_asks_for_what_its_compiler_knows(monkeypatch):
+    asked = []
+
+    class Asked:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: asked.append(options)
+
+    card = SimpleNamespace(warp_size=64)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for where in ("cuda:0", "cpu"):
+        x = SimpleNamespace(device=torch.device(where))
+        device_guard.launch(Asked(), (4,), x, BLOCK=2, num_warps=32, maxnreg=64)
+        device_guard.launch(Asked(), (4,), x, BLOCK=2)
+    given = {"BLOCK": 2, "num_warps": 32, "maxnreg": 64}
+    assert asked == [{"BLOCK": 2, "num_warps": 16}, {"BLOCK": 2}, given, {"BLOCK": 2}]
+
+
 @pytest.mark.skipif(cpu.library() is None, reason="no C++ library")
 def test_each_device_steps_its_own_parameters(monkeypatch):
     """Interpreted kernels stand for a GPU: they take what `choose` says lies there."""

@@ -3,25 +3,23 @@
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from memtrain.kernels.ptx import PTX
+
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
 def _product(x, factor):
-    """Both halves of a product in one instruction, where `tl.randint4x` takes two.
-
-    The interpreter has no PTX.
-    """
-    if _INTERPRETED:
-        product = x.to(tl.uint64) * factor.to(tl.uint64)
-        return (product & 0xFFFFFFFF).to(tl.uint32), (product >> 32).to(tl.uint32)
-    else:
+    """Both halves of a product in one instruction, where `tl.randint4x` takes two."""
+    if PTX:
         return tl.inline_asm_elementwise(
             "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product; }",
             "=r,=r,r,r", [x, factor], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
+    else:
+        product = x.to(tl.uint64) * factor.to(tl.uint64)
+        return (product & 0xFFFFFFFF).to(tl.uint32), (product >> 32).to(tl.uint32)
 
 
 @triton.jit

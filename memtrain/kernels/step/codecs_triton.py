@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook.quantize_triton import magnitude
+from memtrain.kernels.ptx import PTX
 from memtrain.kernels.step.codecs import MANTISSA
 from memtrain.kernels.step.table_triton import address, floats
-from memtrain.kernels.step.update_rules_triton import INTERPRETED
 
 TINY = tl.constexpr(0x12800000)  # bits of 2**-90: bounds times smaller scales lose bits
 SHIFT4, SHIFT8 = (tl.constexpr(23 - MANTISSA[bits]) for bits in (4, 8))  # of `upper_buckets`
@@ -28,7 +28,7 @@ def looked_up(table, index):
     By PTX, whose results lie where its arguments do. Of a `tl.load` of such addresses Triton 3.6
     takes a layout that runs down columns: all that is looked up goes through shared memory twice.
     """
-    if INTERPRETED:
+    if not PTX:
         return tl.load(table + index)
     elif table.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise(

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from memtrain.kernels.ptx import PTX
+
 ADAMW, SGD, LION = (tl.constexpr(k) for k in range(3))  # as in `update_rules.RULES`
 EXACT = {"enable_fp_fusion": False}
 """Launch options: without contraction the states equal the reference's bit for bit."""
@@ -13,14 +14,14 @@ EXACT = {"enable_fp_fusion": False}
 def quotient(x, y):
     """A quotient within 1.5 units in the last place; y is 0, or neither subnormal nor over 2**126.
 
-    `/` scales both before, which takes six instructions more; and the interpreter has no PTX.
+    `/` scales both before, which takes six instructions more.
     """
-    if INTERPRETED:
-        return x / y
-    else:
+    if PTX:
         return x * tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return x / y
 
 
 @triton.jit
