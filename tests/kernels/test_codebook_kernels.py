@@ -232,6 +232,20 @@ def test_other_dtypes_and_strides_are_converted(name, dtype):
     assert torch.equal(same, also)
 
 
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("case", [Codebook("DE", 4, True), Codebook("E4M3", 8, True)], ids=str)
+def test_what_is_beyond_all_values_is_the_last_one(name, case):
+    x = torch.rand(2, 128) / 2
+    x[0, 3], x[0, 5], x[1, 7], x[1, 9] = math.inf, -math.inf, 3.0, -3.0
+    side = (torch.ones(2), torch.ones(128))
+    with backend(name):
+        codes = quantize_matrix(x, *side, case, 5)
+    assert torch.equal(codes, quantize_matrix_reference(x, *side, case, 5))
+    values, found = case.values(torch.device("cpu")), bitpack.unpack(codes, case.bits).view(2, 128)
+    assert found[0, 3] == found[1, 7] == len(values) - 1
+    assert found[0, 5] == found[1, 9] == 0
+
+
 def test_ops_have_right_fakes():
     check = ("test_schema", "test_faketensor")
     ops, case, x = torch.ops.memtrain, Codebook("DE", 5, True), torch.randn(20, 30)

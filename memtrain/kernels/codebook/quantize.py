@@ -233,7 +233,7 @@ def buckets(book: Codebook, stochastic: bool) -> tuple[Tensor, Tensor, int, int]
             codes), else the midpoints.
 
     Returns:
-        bounds: float32, [count + 1], with +Inf at the end.
+        bounds: float32, [count + 1], with NaN at the end, which nothing passes.
         below: int32, [2 * buckets], the bounds below each bucket, those of negative numbers last.
         shift: A number's bits are shifted right by so many ...
         lowest: ... and this is the first bucket's.
@@ -254,7 +254,7 @@ def buckets(book: Codebook, stochastic: bool) -> tuple[Tensor, Tensor, int, int]
         below = torch.searchsorted(bounds.double(), lo)
         if (torch.searchsorted(bounds.double(), hi, right=True) - below).max() <= 1:
             break
-    return torch.cat([bounds, torch.tensor([math.inf], device=device)]), below.int(), shift, lowest
+    return torch.cat([bounds, torch.tensor([math.nan], device=device)]), below.int(), shift, lowest
 
 
 def _quantize(

@@ -184,7 +184,8 @@ def _dequantize_kernel(
 def _bounds(book, device, stochastic):
     if not stochastic:
         return book.midpoints(device)
-    end = torch.tensor([float("inf")], device=device)
+    # Nothing passes NaN: not an infinite number either, for which there is no next value.
+    end = torch.tensor([float("nan")], device=device)
     return torch.cat([book.values(device)[1:-1], end])
 
 
