@@ -61,7 +61,9 @@ def _norm_kernel(
     row = (program // tiles).to(tl.int64)
     mean = 0.0
     if CENTRED:
-        mean = _sum(x_ptr, row * size, size, 0.0, False, BLOCK) / size
+        # Rounded to nearest, else the mean of equal numbers is not theirs.
+        total = _sum(x_ptr, row * size, size, 0.0, False, BLOCK)
+        mean = tl.div_rn(total, tl.cast(size, tl.float32))
     rstd = 1.0 / tl.sqrt(_sum(x_ptr, row * size, size, mean, True, BLOCK) / size + eps)
     tl.store(rstd_ptr + row, rstd)
     column = tl.arange(0, WIDTH_PAD)[None, :]

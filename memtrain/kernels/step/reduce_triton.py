@@ -179,7 +179,7 @@ def _mean_kernel(programs_ptr, table_ptr):
     total = tl.zeros([128], dtype=tl.float32)
     for i in range(0, parts):
         total += tl.load(part + i * length + k, mask=k < length, other=0.0)
-    total = total / tl.where(of_rows, cols, rows).to(tl.float32)
+    total = tl.div_rn(total, tl.where(of_rows, cols, rows).to(tl.float32))
     scalars = floats(table_ptr, tensor, SCALARS)
     b2, w2 = tl.load(scalars + 4), tl.load(scalars + 5)
     old = tl.load(mean + k, mask=k < length, other=0.0)
@@ -199,11 +199,11 @@ def _ratio_kernel(table_ptr):
     total = tl.zeros([PIECE], dtype=tl.float32)
     for first in range(0, rows, PIECE):
         total += tl.load(mean_ptr + first + k, mask=first + k < rows, other=0.0)
-    mean = tl.sum(total, axis=0) / rows.to(tl.float32)
+    mean = tl.div_rn(tl.sum(total, axis=0), rows.to(tl.float32))
     divisor = tl.where(mean == 0, 1.0, mean)
     for first in range(0, rows, PIECE):
         row = tl.load(mean_ptr + first + k, mask=first + k < rows, other=0.0)
-        ratio = tl.where(mean == 0, 0.0, row / divisor)
+        ratio = tl.where(mean == 0, 0.0, tl.div_rn(row, divisor))
         tl.store(ratio_ptr + first + k, ratio, mask=first + k < rows)
 
 
