@@ -89,7 +89,7 @@ setup(
             "memtrain.kernels.cpu.libmemtrain",
             sources=sorted(str(path) for path in CPU.rglob("*.cpp") if path != CALLS),
             include_dirs=[str(CPU)],
-            depends=sorted(str(path) for path in CPU.rglob("*.h")),
+            depends=sorted(map(str, [*CPU.rglob("*.h"), CALLS])),  # the digest is of it too
             extra_compile_args=OPTIONS,
             extra_link_args=["-pthread"],
             language="c++",
