@@ -2,7 +2,8 @@
 
 Kernels run in the interpreter, also where there is a GPU; `MEMTRAIN_GPU=1` runs them natively: the
 tests marked `gpu`, and the Triton cases of all others, which it marks so and whose tensors it puts
-on the device.
+on the device. `MEMTRAIN_PTX=1` compiles those cases for a GPU, without one, and executes what was
+made on tensors of the CPU (`kernels/no_device.py`).
 
 The interpreter is slow: of a test's cases there, and of those of tests marked `each_value`, CI runs
 as many as show each value of each parameter once, and the nightly run the others.
@@ -16,7 +17,7 @@ from contextlib import nullcontext
 
 import torch
 
-if not os.environ.get("MEMTRAIN_GPU"):
+if not os.environ.get("MEMTRAIN_GPU") and not os.environ.get("MEMTRAIN_PTX"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MEMTRAIN_CACHE"] = ""  # no prediction of an earlier run stands for one of this
@@ -24,6 +25,7 @@ os.environ["MEMTRAIN_CACHE"] = ""  # no prediction of an earlier run stands for 
 import pytest
 
 _GPU = bool(os.environ.get("MEMTRAIN_GPU"))
+_PTX = bool(os.environ.get("MEMTRAIN_PTX"))
 # Workers side by side share the cores: more threads than cores would wait for each other.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
@@ -58,6 +60,17 @@ def once(tmp_path_factory):
     return found
 
 
+def pytest_configure():
+    """Execute kernels without a device, where that is asked for."""
+    if _PTX:
+        import memtrain.kernels
+        from tests.kernels.no_device import Execution, execute, replace_launch
+
+        seed = os.environ["MEMTRAIN_PTX"]
+        driver = Execution(None if seed == "1" else int(seed))
+        replace_launch(memtrain.kernels, execute, driver)
+
+
 @pytest.hookimpl(trylast=True)  # once the test's reports are sent
 def pytest_runtest_logfinish():
     """End a worker whose device has faulted, and with it each later test: another one starts."""
@@ -70,7 +83,7 @@ def pytest_runtest_logfinish():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
-    if _GPU:  # where no case is slow
+    if _GPU or _PTX:  # where no case is slow
         for item in filter(_interpreted, items):
             item.add_marker("gpu")
         return

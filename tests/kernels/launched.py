@@ -5,38 +5,22 @@ hand; here Triton's own launch path specialises on what the session's driver and
 three models give it. Prints JSON: how many kernels, and what was wrong with which.
 """
 
-import importlib
 import json
-import pkgutil
 import sys
 from pathlib import Path
 
 import torch
-import triton
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import memtrain
 from benchmarks import gpu_session, machine_code
-from memtrain.kernels import device_guard, dispatch
+from memtrain.kernels import dispatch
+from tests.kernels.no_device import NoDevice, replace_launch
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l3", "patch4x4", "all_four", "all_four_2bit")
-
-
-class NoDevice:
-    """A driver as far as compiling asks for one."""
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", machine_code.ARCHITECTURE, 32)
 
 
 class Launches:
@@ -53,15 +37,6 @@ class Launches:
             self.faults.setdefault(f"{kernel.fn.__name__}: {why}", self.step)
             return
         self.kernels.setdefault(made.hash, (kernel.fn.__name__, made, self.step))
-
-    def replace(self, folder):
-        """Stand in for `launch` in every module that launches."""
-        own = device_guard.launch
-        for info in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
-            if not info.name.endswith((".libmemtrain", ".calls")):
-                module = importlib.import_module(info.name)
-                if getattr(module, "launch", None) is own:
-                    module.launch = self
 
     def spilt(self):
         """Those that use a stack or spill registers."""
@@ -124,11 +99,10 @@ def zeros(function):
 
 
 def main():
-    triton.runtime.driver.set_active(NoDevice())
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, zeros(getattr(owner, name)))
     launches = Launches()
-    launches.replace(memtrain.kernels)
+    replace_launch(memtrain.kernels, launches, NoDevice())
     failed = {}
     with dispatch.backend("triton"):
         for label, run in steps():

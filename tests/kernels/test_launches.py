@@ -1,12 +1,15 @@
 """Every Triton kernel is launched on the device of its tensors, whichever is current."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrain
@@ -71,6 +74,13 @@ def test_no_kernel_is_compiled_for_a_seed():
     assert sum("seed" in path.read_text() for path in kernels) > 4
 
 
+class Placed:
+    """Stands for a tensor of a device."""
+
+    def __init__(self, where):
+        self.device = torch.device(where)
+
+
 class Kernel:
     """Writes down where it was launched."""
 
@@ -99,7 +109,7 @@ def test_the_tensors_device_is_current_in_a_launch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Guard)
     kernel = Kernel()
     for where in ("cuda:1", "cuda:0", "cpu"):
-        device_guard.launch(kernel, (4,), SimpleNamespace(device=torch.device(where)), 7, BLOCK=2)
+        device_guard.launch(kernel, (4,), Placed(where), 7, BLOCK=2)
     assert kernel.log == [(1, (4,)), (0, (4,)), (0, (4,))]
     assert entered == [1]  # nothing is entered where the device is current already
 
@@ -116,11 +126,34 @@ def test_a_launch_on_amd_asks_for_what_its_compiler_knows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     for where in ("cuda:0", "cpu"):
-        x = SimpleNamespace(device=torch.device(where))
+        x = Placed(where)
         device_guard.launch(Asked(), (4,), x, BLOCK=2, num_warps=32, maxnreg=64)
         device_guard.launch(Asked(), (4,), x, BLOCK=2)
     given = {"BLOCK": 2, "num_warps": 32, "maxnreg": 64}
     assert asked == [{"BLOCK": 2, "num_warps": 16}, {"BLOCK": 2}, given, {"BLOCK": 2}]
+
+
+@triton.jit
+def _sum_kernel(out_ptr, x_ptr, first, n, factor, other, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    total = tl.load(x_ptr + first + at) * factor + tl.cast(n // 3, tl.float32)
+    if other is not None:
+        total += tl.load(other + at)
+    tl.store(out_ptr + at, total)
+
+
+def test_triton_launches_again_what_was_compiled_for_such_arguments():
+    """A binary for 1, multiples of 16, whole addresses or 32 bits is for no other arguments."""
+    size = 512  # so that a thread loads four elements
+    x = torch.arange(2 * size) / 4
+    numbers = (1, 16, 3, 2**33 + 1)
+    each = [*itertools.product((0, 1, 4), (1, 16, 3), numbers, (2.5, 1.0), (False,))]
+    for skipped, first, n, factor, adds in [*each, (0, 3, 3, 1.0, True), *each]:
+        whole, out = x[skipped:], torch.zeros(size)
+        other = whole[:size] if adds else None
+        device_guard.launch(_sum_kernel, (1,), out, whole, first, n, factor, other, SIZE=size)
+        want = whole[first : first + size] * factor + n // 3 + (whole[:size] if adds else 0)
+        assert torch.equal(out, want), (skipped, first, n, factor, adds)
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C++ library")

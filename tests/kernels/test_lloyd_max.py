@@ -174,12 +174,21 @@ def test_cpp_equals_the_reference(level, up):
     check_equal(after, run("reference", before))
 
 
-def check_equal(got, want):
-    for a, b in zip(got, want, strict=True):
+def check_equal(got, want, before=None):
+    """All equal; with the entries before, parameters but for the quotient's last bits.
+
+    On a GPU it is within 1.5 units in the last place.
+    """
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
         for mine, theirs in zip(a.states, b.states, strict=True):
             for name in mine:
                 assert torch.equal(mine[name], theirs[name]), (a.param.shape, name)
-        assert torch.equal(a.param, b.param)
+        if before is None:
+            assert torch.equal(a.param, b.param)
+            continue
+        own, other, old = (x.param.double() for x in (a, b, before[k]))
+        room = 1.5 * 2.0**-23 * (other - old).abs() + torch.finfo(a.param.dtype).eps * other.abs()
+        assert ((own - other).abs() <= room).all()
 
 
 def test_triton_equals_the_reference():
@@ -189,7 +198,7 @@ def test_triton_equals_the_reference():
     before.append(exactly((8, 128), torch.bfloat16, master=sr))
     own = MasterWeight(torch.zeros(8, 64, dtype=torch.int8))
     before.append(exactly((8, 64), torch.bfloat16, master=own))
-    check_equal(run("triton", before), run("reference", before))
+    check_equal(run("triton", before), run("reference", before), before)
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])

@@ -1,0 +1,106 @@
+"""Triton without a GPU: its own launch path compiles for sm_90, and `ptx` executes what it made.
+
+It must run without TRITON_INTERPRET, which is read when kernels are decorated.
+"""
+
+import gc
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
+
+from benchmarks import machine_code
+from memtrain.kernels import device_guard
+from tests.kernels.ptx.kernel import Kernel
+from tests.kernels.ptx.memory import Memory
+from tests.kernels.ptx.program import parse
+
+
+class NoDevice:
+    """A driver as far as compiling asks for one."""
+
+    def get_current_device(self) -> int:
+        """A device's number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """A stream's number."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return GPUTarget("cuda", machine_code.ARCHITECTURE, 32)
+
+
+def replace_launch(folder: ModuleType, by: Callable[..., None], driver: NoDevice) -> None:
+    """Let `by` stand in for `device_guard.launch` in every module that launches.
+
+    Args:
+        folder: The package of all kernels.
+        by: Called with a kernel, its grid, its arguments and its options.
+        driver: In place of that of the device.
+    """
+    triton.runtime.driver.set_active(driver)
+    own, device_guard.launch = device_guard.launch, by
+    for info in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+        if not info.name.endswith((".libmemtrain", ".calls")):
+            module = importlib.import_module(info.name)
+            if getattr(module, "launch", None) is own:
+                module.launch = by
+
+
+class Execution(NoDevice):
+    """A driver that executes what was compiled, on tensors of the CPU.
+
+    Args:
+        seed: Moves the results of approximate instructions; None: nothing does.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.utils, self._seed = self, seed
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """What a launch may take: an H100's."""
+        return {"max_shared_mem": 227 * 1024}
+
+    def load_binary(self, *given: Any) -> tuple[Any, ...]:
+        """Module, function, registers, spills, and the most threads of a program."""
+        return None, None, 0, 0, 1024
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        """What Triton calls for each launch of a compiled kernel."""
+        file = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")
+        program = parse(Path(file).read_text(), fuse=metadata.enable_fp_fusion)
+        kernel = Kernel(program, metadata.shared, self._seed)
+        constant = {path[0] for path in src.constants}
+
+        def run(*given: Any) -> None:
+            grid, arguments = given[:3], given[9:]
+            values = [x for k, x in enumerate(arguments) if k not in constant]
+            addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
+            addresses += [0] * (len(program.parameters) - len(values))  # Triton's own
+            memory = Memory(_ranges(values), lambda: list(_ranges(gc.get_objects())))
+            kernel.launch(grid, addresses, memory)
+
+        return run
+
+
+def execute(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """In place of `device_guard.launch`: as it launches on CUDA tensors."""
+    device_guard.launch_again(kernel, grid, arguments, options, 0)
+
+
+def _ranges(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Where the tensors among some values lie: tables hold the addresses of others."""
+    for x in values:
+        if issubclass(type(x), Tensor) and type(x) is not FakeTensor and x.is_cpu:
+            storage = x.untyped_storage()
+            yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
