@@ -360,3 +360,26 @@ def test_triton_reads_rows_with_gaps_where_they_lie(dtype, stochastic):
         found = group.group_quantize(x, 4, 256, 5, stochastic)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert live.peak_nbytes < sum(t.nbytes for t in found) + 64
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bound_triton_kernels_are_the_ops(dtype, bits):
+    pytest.importorskip("triton")
+    wide = torch.randn(7, 3 * 512).to(dtype)
+    options = (bits, 256, True, False)
+    for x in (wide[:, 512:1024], wide[0, :777], wide):
+        quantize, dequantize, nbytes = group.triton_kernels_of(x, *options, x.shape)
+        with backend("triton"):
+            want = group.group_quantize(x, bits, 256, 5)
+            values = group.group_dequantize(*want, bits, 256, numel=x.numel(), dtype=dtype)
+        found = quantize(x, 5)
+        assert all(map(torch.equal, found, want))
+        assert nbytes == sum(t.nbytes for t in found)
+        assert torch.equal(dequantize(*found), values.view(x.shape))
+    flat = wide.flatten()
+    quantize, _, _ = group.triton_kernels_of(flat, *options, flat.shape)
+    same = map(torch.equal, quantize(wide.view(7, 3, 512).permute(2, 0, 1), 5), quantize(flat, 5))
+    assert all(same)
+    for strange in (wide[:, 1:1001], wide.t(), wide.double()):
+        assert group.triton_kernels_of(strange, *options, strange.shape) is None

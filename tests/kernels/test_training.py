@@ -3,11 +3,14 @@
 In the interpreter; natively under `MEMTRAIN_GPU=1`; as compiled under `MEMTRAIN_PTX=1`.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import memtrain
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.group import group
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l3", "gact4", "all_four", "all_four_2bit")
 STEPS = 3
@@ -27,7 +30,7 @@ def train(name, preset, dtype):
     model, optimizer = memtrain.wrap(model, optimizer, overrides)
     x = torch.arange(64).view(2, 32) * 7 % 64
     losses = []
-    with backend(name):
+    with nullcontext() if name is None else backend(name):
         for step in range(STEPS):
             torch.manual_seed(step)
             loss = model(input_ids=x, labels=x).loss
@@ -49,3 +52,17 @@ def test_losses_are_those_of_the_references(name, preset, dtype):
     got, want = train(name, preset, dtype), train("reference", preset, dtype)
     assert got == pytest.approx(want, rel=room)
     assert want[-1] < want[0]
+
+
+def test_saves_bound_to_triton_kernels_train_as_those_of_the_cpu(monkeypatch):
+    want = train(None, "balanced", torch.float32)
+    bound = []
+
+    def triton_kernels_of(*given):
+        bound.append(group_kernels(*given))
+        return bound[-1]
+
+    group_kernels = group.triton_kernels_of
+    monkeypatch.setattr(group, "kernels_of", triton_kernels_of)
+    assert train(None, "balanced", torch.float32) == pytest.approx(want, rel=2.0**-20)
+    assert any(bound)

@@ -456,7 +456,7 @@ def _bind_rows(x: Tensor, dims: int, compressor: Compressor) -> _BoundRows | Non
     codes, columns = compressor.group_codes(Key()), math.prod(x.shape[-dims:])
     if x.dtype != torch.float32 or codes is None or not x.numel():
         return None
-    if columns % codes.group_size == 0:  # `_fused` serves
+    if columns % codes.group_size == 0 or x.is_cuda:  # `_fused` serves, or Triton's one pass
         return None
     kernels, where = compressor.kernels(x, x.shape), _rows(x.numel() // columns, columns)
     if kernels is None or not channel_norm.fits(x, where, codes.group_size):

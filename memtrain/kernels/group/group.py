@@ -11,6 +11,7 @@ from memtrain.kernels.dispatch import (
     choose,
     contiguous_nbytes,
     copies,
+    is_ordinary,
     is_plain,
     is_plain_cpu,
     register,
@@ -304,6 +305,8 @@ def kernels_of(
         dequantize: `(codes, bounds)` -> the tensor, contiguous.
         nbytes: Of codes and bounds.
     """
+    if x.is_cuda and is_ordinary() and choose(x) == "triton" and is_plain(x):
+        return triton_kernels_of(x, bits, group_size, stochastic, wide, shape)
     if x.dtype not in _READ or not is_plain_cpu(x) or not shape:
         return None
     _check(bits, group_size, x.dtype)
@@ -329,6 +332,34 @@ def kernels_of(
         out = codes.new_empty(*shape, dtype=dtype)
         places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16
         to_values(*places, n, bits, group_size, torch.get_num_threads())
+        return out
+
+    return quantize, dequantize, n_groups * (width + 2 * kept.itemsize)
+
+
+def triton_kernels_of(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
+) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
+    """As `kernels_of`, of the Triton kernels: with no dispatcher, and no checks at each call."""
+    in_rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
+    if x.dtype not in (*_READ, torch.float16) or not (in_rows or x.is_contiguous()) or not shape:
+        return None
+    from memtrain.kernels.group import group_triton
+
+    _check(bits, group_size, x.dtype)
+    dtype, kept, place = x.dtype, _bounds_dtype(wide), (x.shape, x.stride())
+    n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
+
+    def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        x = x.as_strided(*place)  # of more dimensions, or in another order
+        codes = x.new_empty(n_groups, width, dtype=torch.uint8)
+        bounds = x.new_empty(n_groups, 2, dtype=kept)
+        group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
+        return codes, bounds
+
+    def dequantize(codes: Tensor, bounds: Tensor) -> Tensor:
+        out = codes.new_empty(*shape, dtype=dtype)
+        group_triton.dequantize(codes, bounds, out, bits, group_size)
         return out
 
     return quantize, dequantize, n_groups * (width + 2 * kept.itemsize)
