@@ -19,20 +19,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     Args:
         kernel: A `@triton.jit` function.
         grid: Programs along each axis.
-        *arguments: The kernel's, a tensor first.
+        *arguments: The kernel's but its constants, a tensor first.
         **options: The kernel's constants, and the launch's options.
     """
     device = arguments[0].device
     if device.type != "cuda":
         kernel[grid](*arguments, **options)
         return
-    if torch.version.hip is not None:
-        options = for_amd(options, torch.cuda.get_device_properties(device).warp_size)
     if device.index == torch.cuda.current_device():
-        launch_again(kernel, grid, arguments, options, device.index)
+        _launch_here(kernel, grid, arguments, options, device)
         return
     with torch.cuda.device(device):
+        _launch_here(kernel, grid, arguments, options, device)
+
+
+def _launch_here(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    if torch.version.hip is None:
         launch_again(kernel, grid, arguments, options, device.index)
+        return
+    # Triton compiles for more there: whether a tensor has 2 GiB or more.
+    lanes = torch.cuda.get_device_properties(device).warp_size
+    kernel[grid](*arguments, **for_amd(options, lanes))
 
 
 def launch_again(
@@ -50,9 +63,12 @@ def launch_again(
     Args:
         kernel: A `@triton.jit` function.
         grid: Programs along each axis.
-        arguments: The kernel's.
+        arguments: The kernel's but its constants.
         options: Its constants, and the launch's options.
         device: Number of the current device: of what was compiled each has its own.
+
+    Raises:
+        TypeError: If a constant is among the arguments, whose values do not tell binaries apart.
     """
     form = [id(kernel), device, *options, *options.values()]
     for x in arguments:  # a binary is for types, whole addresses, and integers of these kinds
@@ -68,6 +84,8 @@ def launch_again(
         _, made, constants = known
         made[(*grid, 1, 1)[:3]](*arguments, *constants)
         return
+    if any(one.is_constexpr for one in getattr(kernel, "params", ())[: len(arguments)]):
+        raise TypeError(f"{kernel}: a constant among the arguments; allowed: by its name")
     made = kernel[grid](*arguments, **options)
     if made is not None:  # the interpreter compiles nothing
         names = kernel.arg_names[len(arguments) :]

@@ -73,7 +73,7 @@ class Execution(NoDevice):
 
     def load_binary(self, *given: Any) -> tuple[Any, ...]:
         """Module, function, registers, spills, and the most threads of a program."""
-        return None, None, 0, 0, 1024
+        return self, None, 0, 0, 1024
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         """What Triton calls for each launch of a compiled kernel."""

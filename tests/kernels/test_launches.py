@@ -154,6 +154,38 @@ def test_triton_launches_again_what_was_compiled_for_such_arguments():
         device_guard.launch(_sum_kernel, (1,), out, whole, first, n, factor, other, SIZE=size)
         want = whole[first : first + size] * factor + n // 3 + (whole[:size] if adds else 0)
         assert torch.equal(out, want), (skipped, first, n, factor, adds)
+    half = torch.zeros(size // 2)
+    device_guard.launch(_sum_kernel, (1,), half, x, 1, 1, 1.0, None, SIZE=size // 2)
+    assert torch.equal(half, x[1 : 1 + size // 2])
+
+
+def constants_by_place(source):
+    """Launches that give the kernel of a module more arguments than it has before its constants."""
+    tree = ast.parse(source)
+    room = {
+        one.name: sum(ast.unparse(a.annotation or a) != "tl.constexpr" for a in one.args.args)
+        for one in tree.body
+        if isinstance(one, ast.FunctionDef)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [
+        node.lineno
+        for node in calls
+        if last_name(node.func) == "launch"
+        and not any(isinstance(one, ast.Starred) for one in node.args)
+        and len(node.args) - 2 > room.get(last_name(node.args[0]), len(node.args))
+    ]
+
+
+def test_constants_are_launched_by_their_names():
+    """By their place they would not tell one binary from another (`launch_again`)."""
+    kernel = "def a_kernel(x_ptr, n, SIZE: tl.constexpr): 0\n"
+    assert constants_by_place(f"{kernel}launch(a_kernel, (1,), x, 3, 16)") == [2]
+    assert constants_by_place(f"{kernel}launch(a_kernel, (1,), x, 3, SIZE=16)") == []
+    assert [constants_by_place(path.read_text()) for path in SOURCES] == [[] for _ in SOURCES]
+    by_place = SimpleNamespace(params=[SimpleNamespace(is_constexpr=True)])
+    with pytest.raises(TypeError, match="a constant among the arguments"):
+        device_guard.launch_again(by_place, (1,), (3,), {}, 0)
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C++ library")

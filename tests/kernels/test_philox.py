@@ -51,7 +51,7 @@ def test_philox_matches_python_integers(seed):
 def test_philox_is_the_stream_of_triton(seed, ours, backend):
     expected = torch.stack(philox.philox(torch.arange(64), seed))
     words = torch.empty(4, 64, dtype=torch.int32)
-    device_guard.launch(_words_kernel, (1,), words, seed, ours)
+    device_guard.launch(_words_kernel, (1,), words, seed, OURS=ours)
     assert torch.equal(words.long() & 0xFFFFFFFF, expected)
 
 

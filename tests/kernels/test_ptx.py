@@ -1,4 +1,4 @@
-"""PTX on a CPU: each kind of instruction by hand, and that faults of a launch are told.
+"""PTX on a CPU: instructions by hand, and that faults of a launch are told.
 
 The kernels' own tests run on it in a process where kernels compile: `MEMTRAIN_PTX=1`.
 """
@@ -72,8 +72,8 @@ def written(text, x=None, **options):
         ("bfe.u32 %r3, %r2, 1, 3", lambda x: x >> 1 & 7),
         ("bfe.s32 %r3, %r2, 1, 3", lambda x: (x >> 1 & 7) - 8 * (x >> 3 & 1)),
         ("bfi.b32 %r3, %r2, -1, 4, 8", lambda x: x << 4 | -1 & ~0xFF0),
-        ("prmt.b32 %r3, %r2, 0x8040, 0x7054", lambda x: x << 16 | 0x8040 & 0xFFFF),
-        ("prmt.b32 %r3, %r2, 0x8040, 0xD", lambda x: (0xFF if 1 else 0) | x * 0x01010100),
+        ("prmt.b32 %r3, %r2, 0x8040, 0x7054", lambda x: x << 16 | 0x8040),
+        ("prmt.b32 %r3, %r2, 0x8040, 0xD", lambda x: 0xFF | x * 0x01010100),
         ("popc.b32 %r3, %r2", lambda x: x.bit_count()),
         ("shf.l.wrap.b32 %r3, %r2, 7, 30", lambda x: x >> 2 | 3 << 30),
         ("cvt.u16.u32 %rs1, %r2; neg.s16 %rs1, %rs1; cvt.s32.s16 %r3, %rs1", lambda x: -x),
@@ -81,7 +81,13 @@ def written(text, x=None, **options):
         ("mov.b32 {%rs1, %rs2}, %r2; mov.b32 %r3, {%rs2, %rs1}", lambda x: x << 16),
         ("{ .reg .b32 at; add.u32 at, %r2, 1; mov.b32 %r3, at; }", lambda x: x + 1),
         ("shfl.sync.bfly.b32 %r3, %r2, 3, 31, -1", lambda x: x ^ 3),
-        ("shfl.sync.idx.b32 %r3, %r2, 5, 31, -1", lambda x: 5),
+        ("shfl.sync.idx.b32 %r3, %r2, 37, 31, -1", lambda x: 5),
+        ("sub.s32 %r4, %r2, 9; mad.wide.s32 %rd9, %r4, -7, 5; shr.s64 %rd9, %rd9, 1;"
+         "cvt.u32.u64 %r3, %rd9", lambda x: (-7 * (x - 9) + 5) >> 1),
+        ("sub.s32 %r4, %r2, 9; max.s32 %r3, %r4, -2", lambda x: max(x - 9, -2)),
+        ("sub.s32 %r4, %r2, 9; min.u32 %r3, %r4, 4", lambda x: min((x - 9) % 2**32, 4)),
+        ("setp.lt.u32 %p1|%p2, %r2, 7; selp.b32 %r3, 5, 6, %p2", lambda x: 6 if x < 7 else 5),
+        ("cvt.s64.s32 %rd9, -1; bfe.s64 %rd9, %rd9, 60, 8; cvt.u32.u64 %r3, %rd9", lambda x: -1),
         ("shfl.sync.up.b32 %r3, %r2, 2, 0, -1", lambda x: max(x - 2, x if x < 2 else 0)),
         ("redux.sync.add.s32 %r3, %r2, -1", lambda x: 496),
         ("redux.sync.max.s32 %r3, %r2, -1", lambda x: 31),
@@ -91,6 +97,48 @@ def test_integers(text, value):
     # as 32 bits, whose sign is the last one
     expected = [(value(x) + 2**31) % 2**32 - 2**31 for x in range(32)]
     assert written(text).tolist() == expected
+
+
+_NAN, _INF, _LEAST = math.nan, math.inf, 2.0**-149
+FLOATS = (0.0, -0.0, 1.5, -1.5, 2.5, _LEAST, -_LEAST, 2.0**31, -(2.0**40), _INF, -_INF, _NAN)
+
+
+@pytest.mark.parametrize(
+    ("text", "function"),
+    [
+        ("min.f32 %r3, %r2, 0f80000000", lambda x: -0.0 if math.isnan(x) or x >= 0 else x),
+        ("max.f32 %r3, %r2, 0f00000000", lambda x: x if x > 0 else 0.0),
+        ("max.NaN.f32 %r3, %r2, 0f00000000", lambda x: x if x > 0 or math.isnan(x) else 0.0),
+        ("add.ftz.f32 %r3, %r2, 0f80000000", lambda x: 0.0 * x if abs(x) == _LEAST else x),
+        ("abs.f32 %r3, %r2", abs),
+        ("cvt.rzi.s32.f32 %r4, %r2; cvt.rn.f32.s32 %r3, %r4",
+         lambda x: 0.0 if math.isnan(x) else float(math.trunc(min(max(x, -(2**31)), 2**31 - 1)))),
+        ("cvt.rni.s32.f32 %r4, %r2; cvt.rn.f32.s32 %r3, %r4",
+         lambda x: 0.0 if math.isnan(x) else float(round(min(max(x, -(2**31)), 2**31 - 1)))),
+        ("cvt.rn.bf16.f32 %rs1, %r2; cvt.f32.bf16 %r3, %rs1",
+         lambda x: torch.tensor(x).bfloat16().item()),
+        *((f"setp.{name}.f32 %p1, %r2, 0f3FC00000; selp.f32 %r3, 0f3F800000, 0, %p1", holds)
+          for name, holds in {
+              "eq": lambda x: float(x == 1.5), "ne": lambda x: float(x < 1.5 or x > 1.5),
+              "neu": lambda x: float(x != 1.5), "gt": lambda x: float(x > 1.5),
+              "gtu": lambda x: float(not x <= 1.5), "le": lambda x: float(x <= 1.5),
+              "num": lambda x: float(x == x), "nan": lambda x: float(x != x),
+          }.items()),
+    ],
+)  # fmt: skip
+def test_floats(text, function):
+    x = torch.tensor([FLOATS[k % len(FLOATS)] for k in range(32)])
+    want = torch.tensor([function(value) for value in x.tolist()])
+    got = written(text, x).view(torch.float32)
+    same = (got == want) & (got.signbit() == want.signbit())
+    assert (same | (got.isnan() & want.isnan())).all(), (got, want)
+
+
+def test_a_factor_that_is_written_meanwhile_is_not_fused():
+    text = "mov.b32 %r6, %r2; mul.f32 %r4, %r6, %r6; add.f32 %r6, %r6, 0f3F800000;"
+    x = torch.rand(32)
+    got = written(f"{text} add.f32 %r3, %r4, 0fBF800000", x, fuse=True)
+    assert torch.equal(got.view(torch.float32), x * x - 1)
 
 
 def test_a_loop_runs_as_often_as_each_thread_asks():
@@ -196,6 +244,7 @@ def test_an_atomic_sum_takes_each_thread_in_turn():
         ("setp.gt.u32 %p1, %r1, 9; @%p1 bar.sync 0;", "not all threads of a program"),
         ("ld.shared.b32 %r3, [ %r1 + 64 ];", "misaligned address: ld.shared.b32"),
         ("ld.shared.b32 %r3, [ 64 ];", "outside of 64 bytes of shared memory"),
+        ("setp.gt.u32 %p1, %r1, 9; @%p1 shfl.sync.idx.b32 %r3, %r2, 5, 31, -1;", "threads of a"),
         ("setp.gt.u32 %p1, %r1, 9; @%p1 redux.sync.add.s32 %r3, %r2, -1;", "threads of a warp"),
     ],
 )  # fmt: skip
@@ -248,6 +297,8 @@ SOME = (
     "test_launches.py",
     "test_group.py::test_twin_equals_reference_on_hard_numbers",
     "test_codebook_kernels.py::test_what_is_beyond_all_values_is_the_last_one",
+    "test_floats.py::test_in_place_is_the_same",
+    "test_split.py::test_backends_equal_the_reference",
     "test_norm.py::test_a_constant_row_is_zero",
     "test_blockstep.py::test_triton_equals_the_reference",
     "test_lloyd_max.py::test_triton_equals_the_reference",

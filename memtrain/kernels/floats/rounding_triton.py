@@ -159,16 +159,21 @@ def run(x, out, count, numbers, seed):
     )  # fmt: skip
     if rounding == 2:
         grid = (triton.cdiv(n, 8 * _WIDTH.value * _BLOCKS.value),)
-        launch(_stochastic_kernel, grid, *given, seed, mantissa, encodes, **_OPTIONS)
+        launch(
+            _stochastic_kernel, grid, *given, seed, MANTISSA=mantissa, ENCODE=encodes, **_OPTIONS
+        )
     else:
-        launch(_nearest_kernel, (triton.cdiv(n, _TILE.value),), *given, mantissa, rounding, encodes)
+        grid = (triton.cdiv(n, _TILE.value),)
+        constants = {"MANTISSA": mantissa, "ROUNDING": rounding, "ENCODE": encodes}
+        launch(_nearest_kernel, grid, *given, **constants)
 
 
 def decode(codes, out, numbers):
     mantissa, least, limit, _, _, nan_code, mark, infinity, _ = numbers
     n = codes.numel()
     form = (least, limit, nan_code, mark, infinity)
-    launch(_decode_kernel, (triton.cdiv(n, _TILE.value),), codes, _as_bits(out), n, *form, mantissa)
+    grid = (triton.cdiv(n, _TILE.value),)
+    launch(_decode_kernel, grid, codes, _as_bits(out), n, *form, MANTISSA=mantissa)
 
 
 def _as_bits(out):

@@ -193,14 +193,15 @@ def split(master, weight, correction, *, seed, stochastic):
         return
     grid = (triton.cdiv(n, _TILE.value),)
     lost = out if correction is None else correction
-    launch(_split_kernel, grid, bits, out, lost, n, _kept(correction))
+    launch(_split_kernel, grid, bits, out, lost, n, KEPT=_kept(correction))
 
 
 def merge(weight, correction, master):
     n, bits = weight.numel(), weight.view(torch.int16)
     grid = (triton.cdiv(n, _TILE.value),)
     given = bits if correction is None else correction
-    launch(_merge_kernel, grid, bits, given, master.view(torch.int32), n, _kept(correction))
+    out = master.view(torch.int32)
+    launch(_merge_kernel, grid, bits, given, out, n, KEPT=_kept(correction))
 
 
 def _kept(correction):

@@ -96,13 +96,17 @@ DIVISIONS: dict[str, Callable[[Array, Array], Array]] = {
 def _least(a: Array, b: Array) -> Array:
     if a.dtype.kind != "f":
         return np.minimum(a, b)
-    return np.where((a == b) & np.signbit(a), a, np.fmin(b, a))
+    return np.where(a == b, np.where(np.signbit(a), a, b), np.fmin(a, b))  # -0 is below 0
 
 
 def _most(a: Array, b: Array) -> Array:
     if a.dtype.kind != "f":
         return np.maximum(a, b)
-    return np.where((a == b) & ~np.signbit(a), a, np.fmax(b, a))
+    return np.where(a == b, np.where(np.signbit(a), b, a), np.fmax(a, b))
+
+
+def _or_nan(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda a, b: np.where(_unordered(a, b), a + b, function(a, b))
 
 
 def _shifted_left(a: Array, by: Array) -> Array:
@@ -132,10 +136,11 @@ def _permuted(a: Array, b: Array, selectors: Array) -> Array:
 def _extracted(a: Array, start: Array, length: Array) -> Array:
     """A field of bits, of signed types with its sign."""
     signed = a.dtype.kind == "i"
-    wide = a.astype(np.int64).view(_U64) if signed else a.astype(_U64)
+    wide = a.astype(np.int64 if signed else _U64)  # shifted to the right with its sign, or with 0
+    start = np.minimum(start & _U32(255), _U32(63)).astype(wide.dtype)
     length = np.minimum(length & _U32(255), _U32(8 * a.dtype.itemsize)).astype(_U64)
     mask = (_U64(1) << length) - _U64(1)
-    field = (wide >> (start & _U32(255)).astype(_U64)) & mask
+    field = (wide >> start).view(_U64) & mask
     if signed:
         sign = (field << _U64(1)) >> length & _U64(1)
         field = np.where(sign == 1, field | ~mask, field)
@@ -168,6 +173,8 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
     "shl": _shifted_left, "shr": _shifted_right, "prmt": _permuted, "bfe": _extracted,
     "bfi": _inserted, "popc": lambda a: np.bitwise_count(a).astype(_U32),
 }  # fmt: skip
+OR_NAN = {"min": _or_nan(_least), "max": _or_nan(_most)}
+"""The lesser and the greater, or NaN where one is."""
 COUNTS = {"shl": (1,), "shr": (1,), "bfe": (1, 2), "bfi": (2, 3)}
 """Operands that are of 32 bits whatever the type."""
 REDUCTIONS: dict[str, Any] = {
@@ -176,10 +183,8 @@ REDUCTIONS: dict[str, Any] = {
 
 APPROXIMATE: dict[str, tuple[Callable[..., Array], int]] = {
     "ex2": (lambda a: np.exp2(a.astype(np.float64)).astype(np.float32), 2),
-    "lg2": (lambda a: np.log2(a.astype(np.float64)).astype(np.float32), 2),
     "rcp": (lambda a: np.float32(1) / a, 1),
     "sqrt": (np.sqrt, 1),
-    "rsqrt": (lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(np.float32), 1),
     "div": (operator.truediv, 2),
 }
 """Functions of float32 that a device gives within so many units in the last place."""
@@ -220,11 +225,14 @@ def conversion(how: Sequence[str], target: str, source: str) -> Callable[[Array]
     if dtype.kind == "f":
         return lambda x: rounding(x).astype(dtype)
     limits = np.iinfo(dtype)
+    # What NaN becomes, of 64 bits (or of f64) the highest bit alone.
+    lost = 0 if source != "f64" and dtype.itemsize < 8 else dtype.type(1) << (BITS[target] - 1)
 
     def to_integer(x: Array) -> Array:
         value = rounding(x.astype(np.float64))
         low, high = value <= limits.min, value >= limits.max
         usual = np.where(low | high | np.isnan(value), 0, value).astype(dtype)
-        return np.where(low, limits.min, np.where(high, limits.max, usual)).astype(dtype)
+        usual = np.where(low, limits.min, np.where(high, limits.max, usual))
+        return np.where(np.isnan(value), lost, usual).astype(dtype)
 
     return to_integer

@@ -258,7 +258,9 @@ class Kernel:
 
         def run(active: Mask) -> None:
             a, b = (arithmetic.flushed(read()) if flush else read() for read in reads)
-            self._write(names[0], arithmetic.compared(how, a, b), active)
+            holds = arithmetic.compared(how, a, b)
+            for name, value in zip(names, (holds, ~holds), strict=False):
+                self._write(name, value, active)
 
         return run
 
@@ -282,9 +284,10 @@ class Kernel:
 
             return both
         convert = arithmetic.conversion(how, target, source)
-        if "ftz" in how:
-            return lambda active: self._write(to, convert(arithmetic.flushed(reads[0]())), active)
-        return lambda active: self._write(to, convert(reads[0]()), active)
+        flush = arithmetic.flushed if "ftz" in how else (lambda x: x)
+        before = flush if source == "f32" else (lambda x: x)
+        after = flush if target == "f32" else (lambda x: x)
+        return lambda active: self._write(to, after(convert(before(reads[0]()))), active)
 
     def _mad(self, one: Instruction) -> Step:
         how, kind = one.modifiers
@@ -342,8 +345,8 @@ class Kernel:
             return arithmetic.DIVISIONS[name]
         if name == "fma" and kind == "f32" and flags == {"rn"}:
             return arithmetic.fma
-        if name in ("min", "max") and flags == {"NaN"}:
-            return np.minimum if name == "min" else np.maximum
+        if name in arithmetic.OR_NAN and flags == {"NaN"}:
+            return arithmetic.OR_NAN[name]
         if name in arithmetic.APPROXIMATE and kind == "f32" and len(flags) == 1:
             function, units = arithmetic.APPROXIMATE[name]
             if flags <= {"approx", "full"}:
@@ -458,8 +461,10 @@ class Kernel:
         value, step, clamp = (self._reader(operand, "u32") for operand in one.operands[1:4])
 
         def run(active: Mask) -> None:
+            self._check_warps(active, one.text)
             lane = self.special["%laneid"].astype(np.int64)
             by, limits = (self._each(read()).astype(np.int64) for read in (step, clamp))
+            by &= 31
             segment, least = (limits >> 8) & 31, limits & 31
             first = lane & segment
             last = first | (least & ~segment)

@@ -10,6 +10,7 @@ from tests.kernels.ptx.arithmetic import BITS
 
 _COMMENT = re.compile(r"//[^\n]*|^\s*\.(?:loc|file|pragma)\b.*$", re.MULTILINE)
 _STATEMENT = re.compile(r"(?:@(!?)(\S+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_REGISTER = re.compile(r"%[\w.]+")
 _LABEL = re.compile(r"(\$?[A-Za-z_]\w*):(?!:)")
 _PARAMETER = re.compile(r"\.param \.(\w+)[^,]*?(\w+)\s*(?:,|$)")
 
@@ -130,7 +131,7 @@ def _fused(code: list[Instruction], starts: set[int]) -> list[Instruction]:
     """
     uses: dict[str, int] = {}
     for one in code:
-        for name in re.findall(r"%\w+", " ".join(one.operands[1:])):
+        for name in _REGISTER.findall(" ".join(one.operands[1:])):
             uses[name] = uses.get(name, 0) + 1
     products: dict[str, Instruction] = {}
     fused = []
@@ -138,13 +139,9 @@ def _fused(code: list[Instruction], starts: set[int]) -> list[Instruction]:
         if number in starts:
             products.clear()
         free = one.guard is None and one.modifiers in (("f32",), ("ftz", "f32"))
-        if free and one.name == "add":
-            fused.append(_fused_sum(one, products))
-            continue
-        fused.append(one)
-        products = {
-            to: made for to, made in products.items() if not {*one.operands[:1]} & {*made.operands}
-        }
+        fused.append(_fused_sum(one, products) if free and one.name == "add" else one)
+        written = {*_REGISTER.findall(" ".join(one.operands[:1]))}
+        products = {to: made for to, made in products.items() if not written & {*made.operands}}
         if free and one.name == "mul" and uses.get(one.operands[0]) == 1:
             products[one.operands[0]] = one
     return fused
