@@ -57,8 +57,8 @@ def launch_again(
 ) -> None:
     """Launch by what was compiled for arguments alike.
 
-    Triton's own launch finds that by more questions, which take more of the host's time: 15
-    microseconds of ours and Triton's Python in place of 6.
+    Triton's own launch finds that by more questions, which take twice the host's time
+    (`python -m benchmarks run launch`).
 
     Args:
         kernel: A `@triton.jit` function.

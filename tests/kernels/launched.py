@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import memtrain
 from benchmarks import gpu_session, machine_code
+from benchmarks.launch import NoDevice
 from memtrain.kernels import dispatch
-from tests.kernels.no_device import NoDevice, replace_launch
+from tests.kernels.no_device import replace_launch
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l3", "patch4x4", "all_four", "all_four_2bit")
 

@@ -14,30 +14,13 @@ from typing import Any
 import triton
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-from benchmarks import machine_code
+from benchmarks.launch import NoDevice, NoLaunch
 from memtrain.kernels import device_guard
 from tests.kernels.ptx.kernel import Kernel
 from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.program import parse
-
-
-class NoDevice:
-    """A driver as far as compiling asks for one."""
-
-    def get_current_device(self) -> int:
-        """A device's number."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """A stream's number."""
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
-        return GPUTarget("cuda", machine_code.ARCHITECTURE, 32)
 
 
 def replace_launch(folder: ModuleType, by: Callable[..., None], driver: NoDevice) -> None:
@@ -57,7 +40,7 @@ def replace_launch(folder: ModuleType, by: Callable[..., None], driver: NoDevice
                 module.launch = by
 
 
-class Execution(NoDevice):
+class Execution(NoLaunch):
     """A driver that executes what was compiled, on tensors of the CPU.
 
     Args:
@@ -65,15 +48,8 @@ class Execution(NoDevice):
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self.utils, self._seed = self, seed
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """What a launch may take: an H100's."""
-        return {"max_shared_mem": 227 * 1024}
-
-    def load_binary(self, *given: Any) -> tuple[Any, ...]:
-        """Module, function, registers, spills, and the most threads of a program."""
-        return self, None, 0, 0, 1024
+        super().__init__()
+        self._seed = seed
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         """What Triton calls for each launch of a compiled kernel."""
