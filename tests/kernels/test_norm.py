@@ -114,6 +114,19 @@ def test_triton_is_the_reference_but_for_the_order_of_sums(dtype, form):
     assert (ours - theirs).abs().amax() <= 1.01 * step + 2.0**-7 * expected[3].abs().amax()
 
 
+def test_triton_writes_each_deviation_once():
+    """A row of more than 4,096 elements has a program for each part."""
+    pytest.importorskip("triton")
+    x, size, *parameters = example(2, 8192 + 256, torch.float32, 0.0)
+    codes = Codes(4, 256, 5)
+    y, rstd, _, bounds = on("triton", x, size, *parameters, codes=codes)
+    expected = on("reference", x, size, *parameters, codes=codes)
+    error = 2 * (size / 32 + 6) * 2.0**-24
+    torch.testing.assert_close(rstd, expected[1], rtol=error, atol=0)
+    torch.testing.assert_close(y, expected[0], rtol=error, atol=error * y.abs().max().item())
+    torch.testing.assert_close(bounds.float(), expected[3].float(), rtol=2.0**-7, atol=error)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_the_value_is_as_near_to_float64_as_torchs(dtype, offset):

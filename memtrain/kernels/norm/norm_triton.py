@@ -58,16 +58,16 @@ def _norm_kernel(
     per_row = size // (WIDTH * 8)
     tiles = (per_row + GROUPS - 1) // GROUPS
     program = tl.program_id(0)  # divided in 32 bits: 64 take a call, and a stack
-    row = (program // tiles).to(tl.int64)
+    row, tile = (program // tiles).to(tl.int64), program % tiles
     mean = 0.0
     if CENTRED:
         # Rounded to nearest, else the mean of equal numbers is not theirs.
         total = _sum(x_ptr, row * size, size, 0.0, False, BLOCK)
         mean = tl.div_rn(total, tl.cast(size, tl.float32))
     rstd = 1.0 / tl.sqrt(_sum(x_ptr, row * size, size, mean, True, BLOCK) / size + eps)
-    tl.store(rstd_ptr + row, rstd)
+    tl.store(rstd_ptr + row, rstd, mask=tile == 0)  # once, whichever parts the row has
     column = tl.arange(0, WIDTH_PAD)[None, :]
-    local = (program % tiles) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    local = tile * GROUPS + tl.arange(0, GROUPS)[:, None]
     here = local < per_row
     inside = here & (column < WIDTH)
     within = local * (WIDTH * 8) + column
