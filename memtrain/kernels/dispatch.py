@@ -216,7 +216,7 @@ def is_plain_cpu(x: Tensor) -> bool:
 
 
 def is_ordinary() -> bool:
-    """Whether calls on what was a plain tensor on the CPU go where they went: nothing is forced.
+    """Whether calls on what was a plain tensor of a device go where they went: nothing is forced.
 
     Example:
         >>> with backend("reference"):

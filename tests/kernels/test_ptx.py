@@ -4,7 +4,6 @@ The kernels' own tests run on it in a process where kernels compile: `MEMTRAIN_P
 """
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from tests.kernels.ptx import arithmetic
 from tests.kernels.ptx.kernel import Kernel
 from tests.kernels.ptx.memory import Fault, Memory
 from tests.kernels.ptx.program import parse
+from tests.kernels.test_aot import compiling
 
 HEAD = """
 .version 8.7
@@ -276,8 +276,7 @@ def test_an_unknown_instruction_is_told():
 
 def executed(*tests, seed="1"):
     """How many of the kernels' tests pass on the PTX that is compiled for them."""
-    inherited = ("TRITON_INTERPRET", "PYTEST_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
+    environment = {k: v for k, v in compiling().items() if not k.startswith("PYTEST_")}
     folder = Path(__file__).parent
     needs_a_device = ["--deselect", folder / "test_draws.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
@@ -318,7 +317,6 @@ def test_all_kernels_equal_their_references_as_compiled(seed):
 
 
 def test_the_benchmark_of_launches_runs_where_kernels_compile(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks", "run", "launch", "--quick", "--out", tmp_path]
-    subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True)
+    subprocess.run(command, env=compiling(), cwd=Path(__file__).parents[2], check=True)
     assert (tmp_path / "launch.csv").exists()

@@ -11,7 +11,6 @@ from memtrain.kernels.dispatch import (
     choose,
     contiguous_nbytes,
     copies,
-    is_ordinary,
     is_plain,
     is_plain_cpu,
     register,
@@ -305,7 +304,7 @@ def kernels_of(
         dequantize: `(codes, bounds)` -> the tensor, contiguous.
         nbytes: Of codes and bounds.
     """
-    if x.is_cuda and is_ordinary() and choose(x) == "triton" and is_plain(x):
+    if x.is_cuda and choose(x) == "triton" and is_plain(x):
         return triton_kernels_of(x, bits, group_size, stochastic, wide, shape)
     if x.dtype not in _READ or not is_plain_cpu(x) or not shape:
         return None
@@ -341,8 +340,8 @@ def triton_kernels_of(
     x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
     """As `kernels_of`, of the Triton kernels: with no dispatcher, and no checks at each call."""
-    in_rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
-    if x.dtype not in (*_READ, torch.float16) or not (in_rows or x.is_contiguous()) or not shape:
+    read = x.is_contiguous() or _in_rows(x, group_size)
+    if not read or x.dtype not in (*_READ, torch.float16) or not shape:
         return None
     from memtrain.kernels.group import group_triton
 
@@ -365,6 +364,11 @@ def triton_kernels_of(
     return quantize, dequantize, n_groups * (width + 2 * kept.itemsize)
 
 
+def _in_rows(x: Tensor, group_size: int) -> bool:
+    """Whether `x` is a matrix of whole groups, perhaps with gaps between its rows."""
+    return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
+
+
 def _quantize(
     x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
 ) -> tuple[Tensor, Tensor]:
@@ -377,8 +381,7 @@ def _quantize(
         from memtrain.kernels.group import group_triton
 
         x = x.float() if x.dtype == torch.float64 else x
-        in_rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
-        x = x if in_rows else x.contiguous()
+        x = x if _in_rows(x, group_size) else x.contiguous()
         group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
     else:
         flat = x.reshape(-1).contiguous()
@@ -432,8 +435,7 @@ def _held_on_cuda(x: Tensor, bits: int, group_size: int, *options: object) -> in
     if x.dtype == torch.float64:
         wide = torch.empty_like(x, dtype=torch.float32, device="meta")
         return wide.nbytes + _held_on_cuda(wide, bits, group_size)
-    in_rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
-    return 0 if in_rows else contiguous_nbytes(x)
+    return 0 if _in_rows(x, group_size) else contiguous_nbytes(x)
 
 
 _quantize_op = register(

@@ -562,14 +562,13 @@ def _names(operand: str) -> list[str]:
 
 def _access(one: Instruction) -> tuple[str, str, int]:
     """A load's or store's memory, type, and count of elements."""
-    space, *how = sorted(
-        one.modifiers[:-1], key=lambda name: name not in ("global", "shared", "param")
-    )
+    *how, kind = one.modifiers
+    spaces = [name for name in how if name in ("global", "shared", "param")]
     hints = {name for name in how if name.startswith(("L1:", "L2:"))}
-    if space not in ("global", "shared", "param") or set(how) - _HINTS - hints:
+    if len(spaces) != 1 or {*how} - {*spaces} - _HINTS - hints:
         raise NotImplementedError(one.text)
     count = 4 if "v4" in how else 2 if "v2" in how else 1
-    return space, one.modifiers[-1], count
+    return spaces[0], kind, count
 
 
 def _immediate(operand: str, kind: str) -> Array:
