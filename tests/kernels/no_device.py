@@ -7,6 +7,7 @@ import gc
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,19 +51,24 @@ class Execution(NoLaunch):
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
         self._seed = seed
+        # Each has some 20,000 Python objects, among which the tensors of a launch are looked for.
+        self._kernel = lru_cache(maxsize=16)(self._read)
+
+    def _read(self, hashed: str, name: str, fuse: bool, shared: int) -> Kernel:
+        """A kernel that Triton has compiled."""
+        text = Path(get_cache_manager(hashed).get_file(f"{name}.ptx")).read_text()
+        return Kernel(parse(text, fuse=fuse), shared, self._seed)
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         """What Triton calls for each launch of a compiled kernel."""
-        file = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")
-        program = parse(Path(file).read_text(), fuse=metadata.enable_fp_fusion)
-        kernel = Kernel(program, metadata.shared, self._seed)
+        known = metadata.hash, metadata.name, metadata.enable_fp_fusion, metadata.shared
         constant = {path[0] for path in src.constants}
 
         def run(*given: Any) -> None:
-            grid, arguments = given[:3], given[9:]
+            kernel, grid, arguments = self._kernel(*known), given[:3], given[9:]
             values = [x for k, x in enumerate(arguments) if k not in constant]
             addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
-            addresses += [0] * (len(program.parameters) - len(values))  # Triton's own
+            addresses += [0] * (len(kernel.program.parameters) - len(values))  # Triton's own
             memory = Memory(_ranges(values), lambda: list(_ranges(gc.get_objects())))
             kernel.launch(grid, addresses, memory)
 
