@@ -294,6 +294,44 @@ def name_alike(forward: fx.Graph, backward: fx.Graph) -> None:
         node.name = output.name
 
 
+def call_directly(op: Any, factory: Callable[..., Callable[..., Any]], given: str) -> None:
+    """Let inductor's Python code call an op's function of that place, past torch's dispatcher.
+
+    The op stays in graphs, and where it is not Python that is generated.
+
+    Args:
+        op: An overload without keyword arguments.
+        factory: A module's function. It is given those of the op's arguments that are constants,
+            when the code is loaded, and returns what is called with the others.
+        given: Names of those others.
+    """
+    registry: Any = sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
+    name = f"torch.ops.{op}"
+    if registry is None or name in registry.CUSTOM_EXTERN_KERNEL_CODEGEN:
+        return
+    names = [argument.name for argument in op._schema.arguments]
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        from torch._inductor.codegen import wrapper
+        from torch._inductor.virtualized import V
+
+        own = V.graph.wrapper_code
+        while type(own) is wrapper.SubgraphPythonWrapperCodegen:
+            own = own.parent_wrapper
+        if type(own) is not wrapper.PythonWrapperCodegen:
+            writeline(wrapper.ExternKernelAllocLine(V.graph.wrapper_code, node))
+            return
+        args = dict(zip(names, node.codegen_args(), strict=True))
+        constants = ", ".join(text for name, text in args.items() if name not in given.split())
+        called = ", ".join(args[name] for name in given.split())
+        function = f"{factory.__name__}_{node.get_name()}"
+        own.add_import_once(f"from {factory.__module__} import {factory.__name__}")
+        own.add_import_once(f"{function} = {factory.__name__}({constants})")
+        writeline(f"{node.get_name()} = {function}({called})")
+
+    registry.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = registry.CustomCodegen(python=write)
+
+
 def no_modes() -> Any:
     """A context in which ops are neither traced nor faked."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -21,6 +21,12 @@ from memtrain.activations.intercept.shared_graphs import records_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor
 from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.pack_hook import SavedTensors
+from memtrain.activations.saved.payload_ops import (
+    compress_op,
+    compressor_at,
+    decompress_op,
+    decompressor_at,
+)
 from memtrain.activations.saved.site import Record
 
 _Tensors = list[tuple[weakref.ref[Tensor], StorageWeakRef]]
@@ -196,6 +202,8 @@ class CompiledGraphs:
             if graph.forward is hooked.forward:
                 return graph
         internals.name_alike(hooked.forward, hooked.backward)
+        internals.call_directly(compress_op.default, compressor_at, "x")
+        internals.call_directly(decompress_op.default, decompressor_at, "parts shape")
         sites = GraphSites(
             hooked.forward,
             hooked.backward,

@@ -1,7 +1,7 @@
 """Compression of one saved tensor as two ops that a compiler's graph can hold."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -79,7 +79,9 @@ def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str
     """
     form = _Form(compressor, tuple(names), layout.order, layout.expanded)
     once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
-    text = f"{compressor!r} of dimensions {[*layout.order]}, {once} of them expanded"
+    # Code that inductor has in its cache on disk names `compressor_at`: were that another, so would
+    # be these words, by which the code is found.
+    text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
     if _FORMS.get(text) != form:  # a class that was defined again may have other kernels
         _BOUND.clear()
     _FORMS[text] = form
@@ -121,19 +123,69 @@ def decompress(
     return decompress_op(parts, form, shape, dtype)
 
 
+def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """`compress` of one place in a graph, for code that need not ask torch's dispatcher.
+
+    Args:
+        form: As for `compress`.
+        key: As for `compress`.
+    """
+    known: tuple[Any, Any, Any, Bound | None] = None, None, None, None
+
+    def compress_here(x: Tensor) -> Sequence[Tensor]:
+        nonlocal known
+        if not is_ordinary():  # a mode is to see the op, or another backend to serve
+            return compress_op(x, form, key)
+        shape, strides, held = x.shape, x.stride(), _FORMS[form]
+        if known[0] != shape or known[1] != strides or known[2] is not held:
+            known = shape, strides, held, _bound_of(x, form)
+        bound, own = known[3], _key(key)
+        return _payload(x, form, own) if bound is None else bound.compress(x, own.bits())
+
+    return compress_here
+
+
+def decompressor_at(
+    form: str, dtype: torch.dtype
+) -> Callable[[Sequence[Tensor], Sequence[int]], Tensor]:
+    """`decompress` of one place in a graph, as `compressor_at`.
+
+    Args:
+        form: As for `decompress`.
+        dtype: Of the saved tensor.
+    """
+    known: tuple[Any, Any, Bound | None] = None, None, None
+
+    def decompress_here(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        nonlocal known
+        if not is_ordinary():
+            return decompress_op(parts, form, shape, dtype)
+        like, held, bound = known
+        if bound is not None and like == shape and held is _FORMS[form]:
+            return bound.decompressed(parts)
+        x = _decompress(parts, form, shape, dtype)
+        known = shape, _FORMS[form], _BOUND.get((form, tuple(shape), dtype, x.device))
+        return x
+
+    return decompress_here
+
+
 def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
+    own = _key(key)
+    bound = _bound_of(x, form) if is_ordinary() else None
+    return _payload(x, form, own) if bound is None else [*bound.compress(x, own.bits())]
+
+
+def _key(key: Sequence[int]) -> Key:
     seed, site, number, graph, place = key
     counter = _COUNTERS.get(number)
-    step = 0 if counter is None else counter.step_of(graph, place)
-    own = Key(seed, site, step)
-    if is_ordinary():
-        given = form, x.shape, x.stride(), x.dtype, x.device
-        bound = _BOUND.get(given, _UNKNOWN)
-        if bound is _UNKNOWN:
-            bound = _bind(given, x, _FORMS[form])
-        if bound is not None:
-            return [*bound.compress(x, own.bits())]
-    return _payload(x, form, own)
+    return Key(seed, site, 0 if counter is None else counter.step_of(graph, place))
+
+
+def _bound_of(x: Tensor, form: str) -> Bound | None:
+    given = form, x.shape, x.stride(), x.dtype, x.device
+    bound = _BOUND.get(given, _UNKNOWN)
+    return _bind(given, x, _FORMS[form]) if bound is _UNKNOWN else bound
 
 
 def _bind(given: tuple[Any, ...], x: Tensor, form: _Form) -> Bound | None:
