@@ -1,7 +1,7 @@
 """Parts of torch.compile that it does not promise to keep, which hooks of graphs need.
 
 The one module of theirs that touches it: the settings of its parts, the frame that Dynamo traces,
-and the graphs that AOTAutograd inlines hooks into.
+the graphs that AOTAutograd inlines hooks into, and the code that inductor makes of them.
 """
 
 import sys
@@ -294,6 +294,16 @@ def name_alike(forward: fx.Graph, backward: fx.Graph) -> None:
         node.name = output.name
 
 
+def no_modes() -> Any:
+    """A context in which ops are neither traced nor faked."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+# -- inductor: the code that it generates -------------------------------------------------------
+
+
 def call_directly(op: Any, factory: Callable[..., Callable[..., Any]], given: str) -> None:
     """Let inductor's Python code call an op's function of that place, past torch's dispatcher.
 
@@ -330,10 +340,3 @@ def call_directly(op: Any, factory: Callable[..., Callable[..., Any]], given: st
         writeline(f"{node.get_name()} = {function}({called})")
 
     registry.CUSTOM_EXTERN_KERNEL_CODEGEN[name] = registry.CustomCodegen(python=write)
-
-
-def no_modes() -> Any:
-    """A context in which ops are neither traced nor faked."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()

@@ -137,9 +137,10 @@ def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[
         if not is_ordinary():  # a mode is to see the op, or another backend to serve
             return compress_op(x, form, key)
         shape, strides, held = x.shape, x.stride(), _FORMS[form]
-        if known[0] != shape or known[1] != strides or known[2] is not held:
-            known = shape, strides, held, _bound_of(x, form)
-        bound, own = known[3], _key(key)
+        here = known  # at once: another thread may run the graph for other shapes
+        if here[0] != shape or here[1] != strides or here[2] is not held:
+            here = known = shape, strides, held, _bound_of(x, form)
+        bound, own = here[3], _key(key)
         return _payload(x, form, own) if bound is None else bound.compress(x, own.bits())
 
     return compress_here
