@@ -5,13 +5,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import cuda_graph, update_rules
+from memtrain.kernels.step import cuda_graph, launch, update_rules
 from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.table_triton import point
+from memtrain.optim import AdamW4bit
+from memtrain.optim.fused import capturable
 from tests.kernels import test_adamw, test_blockstep, test_entries
 
 CPU = torch.device("cpu")
@@ -98,16 +101,45 @@ def test_a_capture_makes_no_tables(monkeypatch):
 def test_captured_launches_stay_and_others_are_few(monkeypatch):
     tables, inside = GraphTables(), [False]
     monkeypatch.setattr(cuda_graph, "capturing", lambda: inside[0])
-    first = tables.get("first", object)
+    first, other = tables.get("first", object, [1]), tables.get("other", object, [2, 3])
     inside[0] = True
-    assert tables.get("first", object) is first
+    assert tables.get("first", object, [1]) is first
     inside[0] = False
     for k in range(2 * cuda_graph.LIMIT):
-        tables.get(k, object)
-    assert tables.get("first", object) is first
-    last = tables.get(2 * cuda_graph.LIMIT - 1, list)
+        tables.get(k, object, [0, 1])
+    assert tables.get("first", object, [1]) is first
+    last = tables.get(2 * cuda_graph.LIMIT - 1, list, [0, 1])
     assert not isinstance(last, list)
-    assert tables.get(0, list) == []  # made anew
+    assert tables.get(0, list, [0, 1]) == []  # made anew
+    assert tables.get("other", object, [2, 3]) is other  # of other parameters
+    monkeypatch.setattr(cuda_graph, "TABLES", 16)
+    for k in range(16):  # parameters that were replaced, say
+        tables.get(f"more {k}", object, [10 + k])
+    assert tables.get("other", list, [2, 3]) == []
+    assert tables.get("first", object, [1]) is first
+
+
+def test_a_step_of_many_kinds_is_captured_as_it_was_made(monkeypatch):
+    monkeypatch.setattr(capturable, "DEVICES", ("cpu", "cuda"))
+    made, make = [], launch.Launch.__init__
+    monkeypatch.setattr(launch.Launch, "run", lambda self: None)
+    monkeypatch.setattr(
+        launch.Launch, "__init__", lambda self, *args: made.append(1) or make(self, *args)
+    )
+    shapes = [(128, 128), (127, 65), (8192,), (8193,), (128,), (7,)]
+    dtypes = torch.bfloat16, torch.float32
+    params = [nn.Parameter(torch.randn(s, dtype=dtype)) for dtype in dtypes for s in shapes]
+    optimizer = AdamW4bit(params, lr=torch.tensor(1e-3), capturable=True)
+    counts = []
+    with backend("triton"):
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+            counts.append(len(made))
+        assert counts[0] == counts[1] == counts[2] > cuda_graph.LIMIT
+        monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])

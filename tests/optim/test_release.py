@@ -3,6 +3,8 @@
 import copy
 import gc
 import io
+import threading
+import time
 import weakref
 
 import pytest
@@ -454,3 +456,39 @@ def test_a_16_bit_gradients_norm_takes_no_copy_of_it():
     grad = model.weight.nbytes
     most = max(m.parts.get("temporaries", 0) for m in timeline.moments if m.phase == "backward")
     assert most < 1.1 * grad  # 16 MiB, and the scalars of a step
+
+
+def test_gradients_that_two_threads_bring_are_applied_one_at_a_time(monkeypatch):
+    """Autograd has a thread for each device, DDP's all-reduces end in threads of their backend."""
+    inside, most = [], []
+
+    def step_targets(released, targets):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)  # another thread runs
+        applied(released, targets)
+        inside.pop()
+
+    applied = ReleaseGradients.step_targets
+    monkeypatch.setattr(ReleaseGradients, "step_targets", step_targets)
+    params = [nn.Parameter(torch.ones(65, 64)) for _ in range(10)]
+    inner = AdamW4bit(params, lr=0.1, weight_decay=0.0)
+    optimizer, errors = copy.deepcopy(ReleaseGradients(inner)), []
+    params = optimizer.param_groups[0]["params"]
+
+    def run(own):
+        try:
+            sum(p.sum() for p in own).backward()
+        except Exception as error:  # noqa: BLE001 (any fails the test, in its thread)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(params[k::2],)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    optimizer.step()
+    assert not errors
+    assert most == [1] * 10
+    assert all(torch.all(p < 1) for p in params)
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [10]

@@ -44,7 +44,8 @@ def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
         return Launch(entries)
     kind = alike(entries[0])
     if isinstance(entries[0].scalars, Tensor):
-        passes = tables.get((kind, *map(_held, entries)), lambda: Launch(entries))
+        params = [entry.param.data_ptr() for entry in entries]
+        passes = tables.get((kind, *map(_held, entries)), lambda: Launch(entries), params)
         passes.renew(entries)
         return passes
     size = len(entries) * (SCALARS // 8 + FIELDS)

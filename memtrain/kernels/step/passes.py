@@ -54,8 +54,8 @@ def _simulate(entries: Sequence[Entry], tables: GraphTables | None = None) -> No
         if tables is None or not isinstance(group[0].scalars, Tensor):
             Passes(group).run()
             continue
-        storages = (entry.param.untyped_storage()._cdata for entry in group)
-        passes = tables.get((alike(group[0]), *storages), partial(Passes, group))
+        storages = [entry.param.untyped_storage()._cdata for entry in group]
+        passes = tables.get((alike(group[0]), *storages), partial(Passes, group), storages)
         passes.renew(group)
         passes.run()
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,22 @@ CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
 PIECE = 2**26
 """Bytes of a piece of a gradient: less than the largest of a layer, where pieces matter."""
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _one_at_a_time(method: _F) -> _F:
+    """Let a method wait while another thread is in one of those that it is the decorator of.
+
+    Gradients come in several threads: autograd has one for each device, and DDP's all-reduces end
+    in those of their backend.
+    """
+
+    @wraps(method)
+    def inner(self: "ReleaseGradients", *args: Any) -> Any:
+        with self._lock:
+            return method(self, *args)
+
+    return inner  # pyright: ignore[reportReturnType]
 
 
 class ReleaseGradients(OptimizerWrapper):
@@ -150,6 +167,7 @@ class ReleaseGradients(OptimizerWrapper):
         self.follows = False
         """Whether updates follow a DistributedDataParallel's all-reduces."""
         self._handles: dict[Tensor, Any] = {}
+        self._lock = RLock()
         params = [p for group in inner.param_groups for p in group["params"]]
         check_complex(params, clip, accumulate)
         super().__init__(inner)
@@ -254,11 +272,12 @@ class ReleaseGradients(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
-        runtime |= {"_late": [], "_waiting": [], "after": None, "rows": None}
+        runtime |= {"_late": [], "_waiting": [], "after": None, "rows": None, "_lock": None}
         return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._lock = RLock()
         self.rows = RowGradients(WeakRef(self))
         self._attach()
 
@@ -286,6 +305,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._fewest = min(map(Tensor.numel, self._handles), default=0)
 
     @torch.no_grad()
+    @_one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
         """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
         if param in self._bucketed or param.grad is None:
@@ -305,6 +325,7 @@ class ReleaseGradients(OptimizerWrapper):
                 param.grad = None
 
     @torch.no_grad()
+    @_one_at_a_time
     def on_rows(self, param: Tensor, make: Make) -> None:
         """A backward's gradient is complete, and can be made in pieces: update."""
         self.refuse_replaced(self._handles)
@@ -336,6 +357,7 @@ class ReleaseGradients(OptimizerWrapper):
         return [hook for number, hook in hooks.items() if number != self._handles[param].id]
 
     @torch.no_grad()
+    @_one_at_a_time
     def on_reduced(self, param: Tensor, grad: Tensor) -> None:
         """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
         self._update(param, grad)
