@@ -130,3 +130,17 @@ def test_a_momentum_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"'codes' of a state has 128 elements; .* needs 192"):
         fused_step([Entry(p, p.clone(), (state,), (test_blockstep.codec(4),), "sgd", h)])
     assert torch.equal(p, torch.ones(300))
+
+
+@pytest.mark.parametrize("part", ["codes", "scale", "correction"])
+def test_what_is_on_another_device_is_refused(part):
+    entry = halved(test_blockstep.entry((40, 20), "adamw", 4), "bf16+8", 1)
+    before = entry.param.clone()
+    if part == "correction":
+        elsewhere = entry.master.correction.to("meta")
+        entry = entry._replace(master=entry.master._replace(correction=elsewhere))
+    else:
+        entry.states[1][part] = entry.states[1][part].to("meta")
+    with pytest.raises(ValueError, match=rf"{part}.* is on meta, its parameter .* on cpu: a model"):
+        fused_step([entry])
+    assert torch.equal(entry.param, before)

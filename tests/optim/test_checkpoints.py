@@ -289,3 +289,21 @@ def test_an_original_refuses_to_save_and_load_what_it_no_longer_has(fused):
         assert len(whole.state_dict()["state"]) == len(SHAPES)
         whole.load_state_dict(whole.state_dict())
         step(whole, gradients())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_payloads_are_not_cast_to_their_parameter_on_the_way(dtype, monkeypatch):
+    weight = nn.Parameter(torch.randn(256, 256, dtype=dtype))
+    optimizer = AdamW4bit([weight])
+    step(optimizer, [torch.randn_like(weight)])
+    saved, held = optimizer.state_dict(), []
+    process = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def spy(param, value, *args, **kwargs):
+        held.append(process(param, value, *args, **kwargs))
+        return held[-1]
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", spy)
+    optimizer.load_state_dict(saved)
+    assert sum(x.numel() for x in held) == 1  # the counter of steps
+    assert same(optimizer.state_dict(), saved)

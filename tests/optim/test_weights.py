@@ -290,3 +290,35 @@ def test_a_converted_weight_is_refused_and_given_back(name, weights):
     inner = optimizer.restore()
     assert all(torch.equal(p, was.float()) for p, was in zip(given[1:], before[1:], strict=True))
     run(inner, given, 1)
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for a tensor of another device."""
+
+    device = torch.device("meta")
+
+    def to(self, device):
+        assert device == torch.device("cpu")
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw4bit"])
+def test_corrections_follow_a_model_that_is_moved_once_wrapped(name):
+    """As accelerate's `prepare` moves it."""
+    given = params()
+    optimizer = SplitWeights(OPTIMIZERS[name](given), "bf16+8")
+    twin = copy.deepcopy(optimizer)
+    others = twin.param_groups[0]["params"]
+
+    def move():
+        for param, correction in optimizer.corrections.items():
+            optimizer.corrections[param] = correction.as_subclass(Elsewhere)
+
+    move()
+    run(optimizer, given, 2)
+    run(twin, others, 2)
+    move()
+    optimizer.load_state_dict(twin.state_dict())
+    assert all(type(correction) is torch.Tensor for correction in optimizer.corrections.values())
+    assert all(map(torch.equal, given, others))
+    assert all(map(torch.equal, optimizer.corrections.values(), twin.corrections.values()))

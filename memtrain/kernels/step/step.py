@@ -265,18 +265,19 @@ def _reads_guard(entry: Entry) -> bool:
 
 def _check(entry: Entry) -> None:
     param, master = entry.param, entry.master
-    sizes = _sizes(entry.rule, entry.codecs, len(entry.states), param.shape)
+    sizes, device = _sizes(entry.rule, entry.codecs, len(entry.states), param.shape), param.device
     usual = entry.grad.numel() == param.numel() and master.correction is None
     for state, parts in zip(entry.states, sizes, strict=True):
         for name, size in parts:
-            usual = usual and state[name].numel() == size
+            held = state[name]
+            usual = usual and held.numel() == size and held.device == device
     if not usual:
         _check_each(entry, sizes)
 
 
 def _check_each(entry: Entry, sizes: tuple[tuple[tuple[str, int], ...], ...]) -> None:
-    """Raise `ValueError` for the first tensor of an entry that has another size."""
-    shape = entry.param.shape
+    """Raise `ValueError` for the first tensor of an entry of another size, or elsewhere."""
+    shape, device = entry.param.shape, entry.param.device
     n = shape.numel()
     found = [("the gradient", entry.grad, n)]
     if entry.master.correction is not None:
@@ -284,13 +285,20 @@ def _check_each(entry: Entry, sizes: tuple[tuple[tuple[str, int], ...], ...]) ->
     for state, parts in zip(entry.states, sizes, strict=True):
         for name, size in parts:
             found.append((name, state[name], size))
-    for what, tensor, size in found:
-        if tensor.numel() != size:  # kernels write by address
-            what = what if what.startswith("the ") else f"{what!r} of a state"
+    for what, tensor, size in found:  # kernels write by address
+        if tensor.numel() == size and tensor.device == device:
+            continue
+        what = what if what.startswith("the ") else f"{what!r} of a state"
+        if tensor.device != device:
             raise ValueError(
-                f"{what} has {tensor.numel():,} elements; a parameter of shape {tuple(shape)} "
-                f"needs {size:,}. A parameter that has changed its size needs a new optimizer"
+                f"{what} is on {tensor.device}, its parameter of shape {tuple(shape)} on {device}: "
+                "a model that is moved after a step needs a new optimizer, or this one's "
+                "state_dict() loaded into it again"
             )
+        raise ValueError(
+            f"{what} has {tensor.numel():,} elements; a parameter of shape {tuple(shape)} "
+            f"needs {size:,}. A parameter that has changed its size needs a new optimizer"
+        )
 
 
 def step_reference(entry: Entry) -> None:

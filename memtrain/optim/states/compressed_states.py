@@ -164,6 +164,8 @@ class CompressedStates(Optimizer):
                     self.check({**self.defaults, **group})
                 loaded = self._as_live(loaded)
                 self._check_payloads(loaded)
+                seen.update(loaded)
+                return self._without_payloads(loaded)
             seen.update(loaded)
             return loaded
 
@@ -243,6 +245,16 @@ class CompressedStates(Optimizer):
                 if isinstance(live, Tensor):
                     live = sharded_like(live, param)
                 states[number][name] = live
+        return {**loaded, "state": states}
+
+    def _without_payloads(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint in which torch finds no codes to cast: `_restore_dtypes` puts them in."""
+        states = dict(loaded["state"])
+        for number, param, _ in self._numbered(loaded):
+            states[number] = {
+                name: None if self.is_payload(param, name, value) else value
+                for name, value in states[number].items()
+            }
         return {**loaded, "state": states}
 
     def _check_payloads(self, loaded: dict[str, Any]) -> None:

@@ -291,7 +291,8 @@ class SplitWeights(OptimizerWrapper):
     ) -> None:
         """Restore the corrections; without any, the weights count as they are."""
         self._count.set(int(own.get("weights", {"steps": 0})["steps"]))
-        for param, correction in self.corrections.items():
+        for param in self.corrections:
+            correction = self._follow(param)
             if correction is not None:
                 loaded = self._correction(own, states, param)
                 correction.zero_() if loaded is None else correction.copy_(local(loaded))
@@ -313,10 +314,17 @@ class SplitWeights(OptimizerWrapper):
 
     def _drop_stale(self, param: Tensor) -> None:
         """Zero the correction of a weight that something else has written since."""
-        correction = self.corrections[param]
+        correction = self._follow(param)
         if correction is not None and self._versions.get(param) not in (None, param._version):
             correction.zero_()
             self._versions[param] = param._version
+
+    def _follow(self, param: Tensor) -> Tensor | None:
+        """The correction of a weight, where that is by now: a model may be moved once wrapped."""
+        correction = self.corrections[param]
+        if correction is not None and correction.device != param.device:
+            correction = self.corrections[param] = correction.to(param.device)
+        return correction
 
     def _convert(self, params: Iterable[Tensor]) -> None:
         for param in params:
@@ -386,7 +394,7 @@ class SplitWeights(OptimizerWrapper):
             cuda_graph.refuse(type(self).__name__, "replays would draw the same random bits")
         seed = self._key(param, int(self._count)).bits() if stochastic else 0
         own = local(param.detach())
-        split(local(value), own, self.corrections[param], seed=seed, stochastic=stochastic)
+        split(local(value), own, self._follow(param), seed=seed, stochastic=stochastic)
         torch.autograd.graph.increment_version(param)  # kernels write past autograd
         self._versions[param] = param._version
 
