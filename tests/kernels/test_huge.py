@@ -1,5 +1,6 @@
 """More than 2**31 elements: shapes and bytes without memory, and the width of every offset."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from memtrain import kernels
 from memtrain.compressors import COMPRESSORS, Group, Key
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.packing.pack import pack_codes, pack_mask, unpack_codes, unpack_mask
+from memtrain.kernels.step import launch, table_triton
+from memtrain.kernels.step.program_sizes import elements
+from memtrain.kernels.step.step import Entry
+from memtrain.kernels.step.update_rules import sgd
+from tests.kernels import test_lloyd_max
 
 N = 2**31 + 300
 KERNELS = Path(kernels.__file__).parent
@@ -135,3 +141,22 @@ def test_a_mask_of_more_than_two_to_the_31_elements():
     back = unpack_mask(pack_mask(mask), N)
     assert back[ends].all()
     assert int(back.sum()) == len(ends)
+
+
+@pytest.mark.parametrize("kind", ["exact", "2 bits"])
+@pytest.mark.parametrize("where", [0, 2**31 - 2048, 2**31 + 2048, 3 * 2**30, 2**32])
+def test_a_step_that_is_refused_changes_nothing_wherever_a_program_begins(where, kind):
+    if kind == "exact":
+        entry = Entry(torch.ones(2048), torch.ones(2048), (), (), "sgd", sgd(lr=1.0, momentum=0.0))
+    else:
+        entry = test_lloyd_max.entry((16, 128), test_lloyd_max.hyper())
+    before = copy.deepcopy(entry)
+    one = launch.Launch([entry._replace(guard=torch.tensor(torch.inf))])
+    table, each = one._table, elements(entry)
+    table[0, table_triton.NUMEL.value] = where + 2048
+    for name in (table_triton.P, table_triton.G):  # element `where` is the first one here
+        table[0, name.value] -= 4 * where
+    one._update(torch.tensor([[0, where // each]], dtype=torch.int32))
+    assert torch.equal(entry.param, before.param)
+    for state, was in zip(entry.states, before.states, strict=True):
+        assert all(torch.equal(state[name], was[name]) for name in was)

@@ -66,7 +66,7 @@ def _update_kernel(
     first = chunk.to(tl.int64) * (COUNT * SIZE)
     # From here on 32 bits do.
     numel = unless_refused(table_ptr, tensor, field(table_ptr, tensor, NUMEL))
-    left = tl.minimum(numel - first, COUNT * SIZE).to(tl.int32)
+    left = tl.maximum(tl.minimum(numel - first, COUNT * SIZE), 0).to(tl.int32)  # numel may be 0
     if WHOLE:
         left = tl.multiple_of(left, 16)
     row, lane = block_order(COUNT, HALF, MASTER)[:, None], tl.arange(0, HALF)[None, :]
