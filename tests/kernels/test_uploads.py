@@ -83,6 +83,15 @@ def test_a_host_that_runs_ahead_spoils_no_table(monkeypatch):
     assert all(torch.equal(a.param, b.param) for a, b in zip(late, soon, strict=True))
 
 
+def test_what_launches_of_any_stream_find_is_there_at_once(monkeypatch):
+    launch.programs.cache_clear()
+    device = Late(monkeypatch)
+    with device:
+        found = launch.programs((1, 2), torch.device("cpu")).tolist()
+    device.run()
+    assert found == [[0, 0], [1, 0], [1, 1]]
+
+
 def test_one_table_that_is_written_at_once_would_be_spoilt(monkeypatch):
     """The stand-in sees what it is for."""
     same = torch.empty(1000, dtype=torch.int64)

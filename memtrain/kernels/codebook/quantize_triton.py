@@ -185,8 +185,8 @@ def _bounds(book, device, stochastic):
     if not stochastic:
         return book.midpoints(device)
     # Nothing passes NaN: not an infinite number either, for which there is no next value.
-    end = torch.tensor([float("nan")], device=device)
-    return torch.cat([book.values(device)[1:-1], end])
+    values, end = book.values(torch.device("cpu")), torch.tensor([float("nan")], device="cpu")
+    return torch.cat([values[1:-1], end]).to(device)  # at once: other streams read it too
 
 
 def quantize(x, book: Codebook, seed, codes, scale, row, col):

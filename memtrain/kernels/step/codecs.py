@@ -133,9 +133,10 @@ def ratio(row: Tensor, mean: Tensor) -> Tensor:
 @cache
 def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
     """The codebook as kernels read it: float32, 2**bits values, the bounds between, +Inf."""
-    book = Codebook(codec.codebook, codec.bits, codec.signed)
-    end = torch.tensor([float("inf")], device=device)
-    return torch.cat([book.values(device), book.midpoints(device), end])
+    book, cpu = Codebook(codec.codebook, codec.bits, codec.signed), torch.device("cpu")
+    end = torch.tensor([float("inf")], device=cpu)
+    found = torch.cat([book.values(cpu), book.midpoints(cpu), end])
+    return found.to(device)  # at once: other streams read it too
 
 
 @cache

@@ -18,7 +18,7 @@ from memtrain.kernels.step.program_sizes import COLS, ROWS, elements, is_whole
 from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, table_row
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked
 from memtrain.kernels.step.update_rules_triton import EXACT
-from memtrain.kernels.step.uploads import DeviceTable, send
+from memtrain.kernels.step.uploads import DeviceTable
 
 kernels: Any = step_triton  # launches take options that no signature shows
 first_pass: Any = reduce_triton
@@ -209,6 +209,5 @@ def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
     each = torch.tensor(counts, device="cpu")
     tensor = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), each)
     chunk = torch.arange(len(tensor), device="cpu") - (each.cumsum(0) - each)[tensor]
-    found = torch.empty(len(tensor), 2, dtype=torch.int32, device=device)
-    send(torch.stack([tensor, chunk], dim=1).int(), found)
-    return found
+    found = torch.stack([tensor, chunk], dim=1).int()
+    return found.to(device)  # at once: launches of other streams find it too
