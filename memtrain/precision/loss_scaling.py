@@ -183,9 +183,11 @@ class LossScaler:
         finite, halved = self._finite, self._halved
         self._clear()
         self.state.halved += sum(map(int, halved))
-        overflows = torch.stack([one for one, _ in counts.values()]).tolist() if counts else []
-        pairs = zip(counts.items(), overflows, strict=True)
-        shares = {name: (count, numel) for (name, (_, numel)), count in pairs}
+        overflows: dict[str, float] = {}
+        for device in {count.device for count, _ in counts.values()}:  # one wait for each
+            own = {name: count for name, (count, _) in counts.items() if count.device == device}
+            overflows.update(zip(own, torch.stack([*own.values()]).tolist(), strict=True))
+        shares = {name: (overflows[name], numel) for name, (_, numel) in counts.items()}
         overflow = any(bool(one) for one, _ in found_inf.values())
         bad_loss = not all(bool(one) for one in finite)
         if self.group is not None:

@@ -13,7 +13,7 @@ from memtrain import optim
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim import CompressedOptimizer, SplitWeights
-from memtrain.optim.fused import capturable
+from memtrain.optim.fused import capturable, fused
 from memtrain.optim.states import in_groups
 from tests.kernels.test_capture import NoHost
 from tests.optim.behaviours import ADAMS, FUSED, make
@@ -173,3 +173,28 @@ def test_random_bits_differ_between_replays_and_repeat_from_a_checkpoint(kernels
     ticks = capturable.Ticks(5)
     ticks.on(torch.device("cpu")).add_(2)  # a graph's replays
     assert int(copy.deepcopy(ticks)) == 7
+
+
+@pytest.mark.usefixtures("_any_device")
+def test_options_are_read_where_parameters_are():
+    """A learning rate of one device, parameters of two."""
+    group = {"capturable": True, "lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99)}
+    there = fused._options_on(group, torch.device("meta"))
+    assert there["lr"].is_meta
+    assert there["betas"][0].is_meta
+    assert there["betas"][1] == 0.99
+    here = fused._options_on(group, torch.device("cpu"))
+    assert here["lr"] is group["lr"]
+    assert fused._options_on({**group, "capturable": False}, torch.device("meta"))["lr"].is_cpu
+
+
+@pytest.mark.usefixtures("_any_device")
+def test_bits_that_the_host_counts_are_refused_in_a_capture(monkeypatch):
+    weight = nn.Parameter(torch.randn(64, 32, 3, 3).to(memory_format=torch.channels_last))
+    optimizer = SplitWeights(make("AdamW4bit", [weight], capturable=True), "bf16+sr")
+    weight.grad = torch.randn_like(weight)
+    with backend("triton"):
+        optimizer.step()
+        monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="of a weight that is not contiguous cannot be capt"):
+            optimizer.step()

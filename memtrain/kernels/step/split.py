@@ -9,6 +9,7 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import choose, is_simulated
 from memtrain.kernels.floats.rounding import draws
 from memtrain.kernels.random.philox import signed
+from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.strides import is_dense
 
 WEIGHTS = (torch.bfloat16, torch.float16)
@@ -87,7 +88,12 @@ class MasterWeight(NamedTuple):
         return 0 if self.correction is None else self.correction.data_ptr()
 
     def _seed(self) -> int:
-        return self.seed if self.tick is None else self.seed ^ int(self.tick)
+        if self.tick is None:
+            return self.seed
+        cuda_graph.refuse(
+            "a step of a weight that is not contiguous", "its random bits are counted on the host"
+        )
+        return self.seed ^ int(self.tick)
 
 
 PLAIN = MasterWeight()

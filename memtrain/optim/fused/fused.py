@@ -388,7 +388,7 @@ class FusedStates(CompressedStates):
             return self._scalars_of(group, turns)
         pairs = [*zip(turns, [param.device for param in params], strict=True)]
         made = {
-            (turn, device): on_device(self.scalars(group, turn), 1, device)[0]
+            (turn, device): on_device(self.scalars(_options_on(group, device), turn), 1, device)[0]
             for turn, device in {*pairs}
         }
         return [made[pair] for pair in pairs]
@@ -406,7 +406,7 @@ class FusedStates(CompressedStates):
             own = [param for param in params if param.device == device]
             steps = [self._counter(param, device) for param in own]
             torch._foreach_add_(steps, 1)
-            scalars = self.scalars(group, torch.stack(steps).double())
+            scalars = self.scalars(_options_on(group, device), torch.stack(steps).double())
             found.update(zip(own, on_device(scalars, len(own), device), strict=True))
         return [found[param] for param in params]
 
@@ -437,6 +437,18 @@ def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
         passes.simulate(entries, tables)
     else:
         fused_step(entries, tables)
+
+
+def _options_on(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A group's options for parameters of a device, on which those are that may not be read."""
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if capturable.stays_on_device(group, value) else value
+
+    return {
+        name: tuple(map(moved, value)) if isinstance(value, tuple) else moved(value)
+        for name, value in group.items()
+    }
 
 
 def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
