@@ -41,7 +41,8 @@ class _Streams:
     Memory is given away in the order of the device's own stream, never by `record_stream`: that
     waits until the host has *seen* a copy end, and a host that runs ahead of the device sees none
     before the forward is over, so that nothing would be free again. So what leaves is held here
-    until the device's stream has waited for its copy; what comes back lies in that stream's memory.
+    until the device's stream has waited for its own copy: what comes back may have been asked for
+    before it left. What comes back lies in that stream's memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,8 +53,7 @@ class _Streams:
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stream = torch.cuda.current_stream(self.device)
         while len(self._leaving) >= _AT_ONCE:  # else a forward outruns the bus
-            left, _ = self._leaving.popleft()
-            stream.wait_event(left)
+            self._release()
         self._out.wait_stream(stream)
         with torch.cuda.stream(self._out):
             copies = {name: _pinned(x) for name, x in tensors.items()}
@@ -73,7 +73,13 @@ class _Streams:
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(started)
-        self._leaving.clear()  # what comes back has waited for all that left
+        while self._leaving:  # mostly at no cost: what comes back has waited for what left before
+            self._release()
+
+    def _release(self) -> None:
+        """Give away the memory of what has been leaving for longest."""
+        left, _ = self._leaving.popleft()
+        torch.cuda.current_stream(self.device).wait_event(left)
 
 
 def _pinned(x: Tensor) -> Tensor:

@@ -165,13 +165,15 @@ class Bus:
 
     def __init__(self, monkeypatch, slow):
         self.slow, self.current = slow, Stream()
-        self.main, self.held, self.peak, self.read_until = self.current, 0, 0, {}
+        self.main, self.held, self.peak = self.current, 0, 0
+        empty_like = torch.empty_like
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "stream", self.entered)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: self.recorded.append(id(x)))
-        monkeypatch.setattr(host, "_pinned", lambda x: SimpleNamespace(copy_=self.copy))
-        self.recorded = []
+        monkeypatch.setattr(torch, "empty_like", lambda x, device: self.allocated(empty_like(x)))
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **how: self.copy(*args, **how))
+        monkeypatch.setattr(host, "_pinned", empty_like)
+        monkeypatch.setattr(host, "_newest", {})
 
     @contextmanager
     def entered(self, stream):
@@ -179,22 +181,33 @@ class Bus:
         yield
         self.current = previous
 
-    def copy(self, x, non_blocking):
+    def copy(self, to, x, non_blocking):
         assert non_blocking
         self.current.time += self.slow
-        self.read_until[id(x)] = self.current.time
+        for one in (to, x):
+            if hasattr(one, "memory"):  # of the device
+                one.memory.used_until = self.current.time
 
-    def born(self, x):
-        self.main.time += 1
+    def allocated(self, x):
+        x.memory = SimpleNamespace(stream=self.current, used_until=0.0)
         self.held += 1
         self.peak = max(self.peak, self.held)
-        weakref.finalize(x, self.freed, id(x))
+        weakref.finalize(x, self.freed, x.memory)
         return x
 
-    def freed(self, key):
-        if key not in self.recorded:
-            assert self.main.time >= self.read_until[key], "given away while it is copied"
-            self.held -= 1
+    def born(self):
+        """What a layer saves."""
+        self.current.time += 1
+        return self.allocated(torch.empty(1))
+
+    def forward(self, lane, layers=3):
+        """The payloads of a forward."""
+        device = torch.device("cpu")
+        return [host._Swapped({"codes": self.born()}, lane, device) for _ in range(layers)]
+
+    def freed(self, memory):
+        assert memory.stream.time >= memory.used_until, "given away while it is copied"
+        self.held -= 1
 
 
 @pytest.mark.parametrize("slow", [0.5, 3.0])
@@ -202,10 +215,36 @@ def test_a_forward_does_not_outrun_the_bus(monkeypatch, slow):
     bus = Bus(monkeypatch, slow)
     lane = host._Streams(torch.device("cpu"))
     for _ in range(20):
-        lane.out({"codes": bus.born(torch.empty(1))})
+        lane.out({"codes": bus.born()})
     assert bus.peak <= 3  # of 20: the new one, and two on their way
     assert bus.main.time >= 20 * max(1, slow) - 3 * slow  # the device waits for the bus
     lane.wait({}, lane._out.record_event())
+    assert bus.held == 0
+
+
+def test_a_backward_does_not_give_away_what_a_later_forward_sends(monkeypatch):
+    bus = Bus(monkeypatch, 3.0)
+    lane = host._Streams(torch.device("cpu"))
+    first, second = bus.forward(lane), bus.forward(lane)
+    for payload in reversed(second):
+        payload.fetch()  # at last asks for the first forward's last payload
+    third = bus.forward(lane)
+    for payload in reversed(first):
+        payload.fetch()
+    del first, second, third, payload
+    assert bus.held == 0
+
+
+def test_nor_does_a_graph_that_dies_without_a_backward(monkeypatch):
+    bus = Bus(monkeypatch, 3.0)
+    lane = host._Streams(torch.device("cpu"))
+    validation = bus.forward(lane)
+    for payload in reversed(bus.forward(lane)):  # a training step
+        payload.fetch()
+    del payload
+    validation = bus.forward(lane)  # the graph before this one dies when it ends
+    for payload in reversed(validation):
+        payload.fetch()
     assert bus.held == 0
 
 
