@@ -38,17 +38,18 @@ _AT_ONCE = 2
 class _Streams:
     """CUDA: pinned host memory, and a side stream each way.
 
-    Memory is given away in the order of the device's own stream, never by `record_stream`: that
-    waits until the host has *seen* a copy end, and a host that runs ahead of the device sees none
-    before the forward is over, so that nothing would be free again. So what leaves is held here
-    until the device's stream has waited for its own copy: what comes back may have been asked for
-    before it left. What comes back lies in that stream's memory.
+    Memory is given away in the order of the stream that work was on when a payload left or was
+    asked for, not by `record_stream`: that waits until the host has *seen* a copy end, and a host
+    that runs ahead of the device sees none before the forward is over, so that nothing would be
+    free again. So what leaves is held here until its stream has waited for its own copy: what comes
+    back may have been asked for before it left. What comes back lies in the memory of the stream
+    that asked; only where another one reads it is that recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
+        self._leaving: deque[tuple[Any, Any, list[Tensor]]] = deque()
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stream = torch.cuda.current_stream(self.device)
@@ -59,27 +60,33 @@ class _Streams:
             copies = {name: _pinned(x) for name, x in tensors.items()}
             for name, x in tensors.items():
                 copies[name].copy_(x, non_blocking=True)
-        self._leaving.append((self._out.record_event(), [*tensors.values()]))
+        self._leaving.append((stream, self._out.record_event(), [*tensors.values()]))
         return copies
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         copies = {n: torch.empty_like(x, device=self.device) for n, x in tensors.items()}
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
+        stream = torch.cuda.current_stream(self.device)
+        self._in.wait_stream(stream)
         self._in.wait_stream(self._out)
         with torch.cuda.stream(self._in):
             for name, x in tensors.items():
                 copies[name].copy_(x, non_blocking=True)
-        return copies, self._in.record_event()
+        return copies, (stream, self._in.record_event())
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(started)
+        asked, come = started
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(come)
+        if stream != asked:  # a backward runs each op on the stream of its forward
+            for x in tensors.values():
+                x.record_stream(stream)
         while self._leaving:  # mostly at no cost: what comes back has waited for what left before
             self._release()
 
     def _release(self) -> None:
         """Give away the memory of what has been leaving for longest."""
-        left, _ = self._leaving.popleft()
-        torch.cuda.current_stream(self.device).wait_event(left)
+        stream, left, _ = self._leaving.popleft()
+        stream.wait_event(left)
 
 
 def _pinned(x: Tensor) -> Tensor:

@@ -171,6 +171,7 @@ class Bus:
         monkeypatch.setattr(torch.cuda, "stream", self.entered)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch, "empty_like", lambda x, device: self.allocated(empty_like(x)))
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: x.memory.recorded.append(s))
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **how: self.copy(*args, **how))
         monkeypatch.setattr(host, "_pinned", empty_like)
         monkeypatch.setattr(host, "_newest", {})
@@ -189,7 +190,7 @@ class Bus:
                 one.memory.used_until = self.current.time
 
     def allocated(self, x):
-        x.memory = SimpleNamespace(stream=self.current, used_until=0.0)
+        x.memory = SimpleNamespace(stream=self.current, used_until=0.0, recorded=[])
         self.held += 1
         self.peak = max(self.peak, self.held)
         weakref.finalize(x, self.freed, x.memory)
@@ -200,14 +201,25 @@ class Bus:
         self.current.time += 1
         return self.allocated(torch.empty(1))
 
-    def forward(self, lane, layers=3):
-        """The payloads of a forward."""
-        device = torch.device("cpu")
-        return [host._Swapped({"codes": self.born()}, lane, device) for _ in range(layers)]
+    def forward(self, lane, streams=(None,) * 3):
+        """The payloads of a forward, a layer on each stream: None is the main one."""
+        payloads, device = [], torch.device("cpu")
+        for stream in streams:
+            with self.entered(stream or self.main):
+                payloads.append(host._Swapped({"codes": self.born()}, lane, device))
+        return payloads
+
+    def read(self, x):
+        """What a layer's backward does."""
+        assert self.current.time >= x.memory.used_until, "read before it is there"
+        assert self.current in (x.memory.stream, *x.memory.recorded), "given away while it is read"
+        self.current.time += 1
+        x.memory.used_until = self.current.time
 
     def freed(self, memory):
-        assert memory.stream.time >= memory.used_until, "given away while it is copied"
-        self.held -= 1
+        if not memory.recorded:
+            assert memory.stream.time >= memory.used_until, "given away while it is copied"
+            self.held -= 1
 
 
 @pytest.mark.parametrize("slow", [0.5, 3.0])
@@ -218,7 +230,7 @@ def test_a_forward_does_not_outrun_the_bus(monkeypatch, slow):
         lane.out({"codes": bus.born()})
     assert bus.peak <= 3  # of 20: the new one, and two on their way
     assert bus.main.time >= 20 * max(1, slow) - 3 * slow  # the device waits for the bus
-    lane.wait({}, lane._out.record_event())
+    lane.wait(*lane.back({}))
     assert bus.held == 0
 
 
@@ -246,6 +258,19 @@ def test_nor_does_a_graph_that_dies_without_a_backward(monkeypatch):
     for payload in reversed(validation):
         payload.fetch()
     assert bus.held == 0
+
+
+def test_the_layers_of_a_step_are_on_two_streams(monkeypatch):
+    bus, side = Bus(monkeypatch, 3.0), Stream()
+    lane = host._Streams(torch.device("cpu"))
+    streams = [bus.main, side, bus.main, side, bus.main, bus.main]
+    step = [*zip(streams, bus.forward(lane, streams), strict=True)]
+    while step:
+        stream, payload = step.pop()
+        with bus.entered(stream):  # as autograd does
+            bus.read(payload.fetch()["codes"])
+    del payload
+    assert bus.held == 4  # each asked for on the other stream than reads it
 
 
 def test_what_comes_back_unasked_is_waited_for(lane):
