@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.group import Group, dequantize, quantize, stored_size
+from memtrain.kernels.step.uploads import send
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -169,7 +170,9 @@ class Samples(Compressor):
     def _order(self, padded: Tensor, length: int) -> Tensor:
         scores = _ranges(padded, length)
         if len(self.weights) == len(scores):
-            scores = scores * scores.new_tensor(self.weights)
+            weights = torch.empty_like(scores)
+            send(torch.tensor(self.weights, dtype=weights.dtype, device="cpu"), weights)
+            scores = scores * weights
         # Stable, and NaN counts as the largest: equal tensors give equal payloads.
         return torch.sort(scores, descending=True, stable=True).indices
 

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.compressors import Group, Key, Samples
 from memtrain.compressors.samples import sensitivity
 from memtrain.kernels.dispatch import backend
+from memtrain.kernels.step import uploads
 
 FIRST = Key(seed=1)
 
@@ -48,6 +50,30 @@ def test_weights_change_the_ranks():
     assert roundtrip(weighted, x)[0].tensors["order"].tolist() == [0, 3, 2, 1]
     other = Samples(bits=(4, 2), weights=(100, 1))  # of another batch: not used
     assert roundtrip(other, x)[0].tensors["order"].tolist() == [3, 2, 1, 0]
+
+
+class FromHost(TorchDispatchMode):
+    """The ops of a device (meta stands for it) that read a tensor of the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        on_host = [x for x in args if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+        if on_host and result.is_meta:
+            self.seen.append((func, *args[1:]))
+        return result
+
+
+def test_a_device_is_sent_the_weights_without_a_wait(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(uploads, "_leaving", lambda x, _: pinned.append(x.clone()) or pinned[-1])
+    with FromHost() as ops:
+        Samples(bits=(4, 2), weights=(1, 3)).compress(torch.empty(2, 8, device="meta"), key=FIRST)
+    assert ops.seen == [(torch.ops.aten.copy_.default, *pinned, True)]  # non-blocking
+    assert pinned[0].tolist() == [1, 3]
 
 
 def test_sensitivity_worked_by_hand():

@@ -1,7 +1,8 @@
-"""Numbers that the host makes for each step, and how they reach a device without a wait."""
+"""Numbers that the host makes, and how they reach a device without a wait."""
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class DeviceTable:
@@ -65,4 +66,5 @@ def send(numbers: Tensor, to: Tensor) -> None:
 
 def _leaving(numbers: Tensor, device: torch.device) -> Tensor:
     """A copy that nobody writes, where a device can read it on its own."""
-    return numbers.pin_memory() if device.type == "cuda" else numbers
+    pinned = device.type == "cuda" and not isinstance(numbers, FakeTensor)
+    return numbers.pin_memory() if pinned else numbers
