@@ -67,12 +67,17 @@ def saved(x):
     return payload_ops.form_of(group, layout, list(group.compress(flat, key=Key()).tensors))
 
 
-CASES = {
-    "compress_saved": lambda: [(x, saved(x), (0, 1, 0, 0, 0)) for x in views()],
-    "decompress_saved": lambda: [
+def payloads():
+    return [
         (called("compress_saved", x, form, (0, 1, 0, 0, 0)), form, x.shape, x.dtype)
         for x, form in ((x, saved(x)) for x in views())
-    ],
+    ]
+
+
+CASES = {
+    "compress_saved": lambda: [(x, saved(x), (0, 1, 0, 0, 0)) for x in views()],
+    "decompress_saved": lambda: payloads(),
+    "decompress_saved_on_host": lambda: payloads(),
     "pack_codes": lambda: [
         (x, bits)
         for bits in range(1, 9)

@@ -5,6 +5,8 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
+from memtrain.activations.saved.payload_ops import DECOMPRESS
+
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel)
 
 
@@ -35,14 +37,14 @@ def decompress_late(graph: Graph) -> None:
         graph: A backward, changed in place.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
-    for node in calls(graph, torch.ops.memtrain.decompress_saved.default):
+    for node in calls(graph, *DECOMPRESS):
         if node.users:
             min(node.users, key=place.__getitem__).prepend(node)
 
 
-def calls(graph: Graph, op: object) -> list[Node]:
-    """The nodes of a graph that call an op."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target is op]
+def calls(graph: Graph, *ops: object) -> list[Node]:
+    """The nodes of a graph that call one of some ops."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in ops]
 
 
 def _readers(saved: Node, compresses: Node) -> list[Node]:

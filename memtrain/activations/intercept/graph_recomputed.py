@@ -29,7 +29,6 @@ NEAR = 1
 """Products at most between two readers for which a tensor is not idle: it is about to be read."""
 aten = torch.ops.aten
 _COMPRESS = payload_ops.compress_op.default
-_DECOMPRESS = payload_ops.decompress_op.default
 
 
 def compress_recomputed(graph: Graph, choose: Callable[[Node, list[Node]], Held | None]) -> None:
@@ -115,7 +114,7 @@ class _Idle:
 
     def _payload(self, root: Node, readers: list[Node], choose: Callable[..., Any]) -> bool:
         """Whether there is a payload of a tensor, perhaps from now on."""
-        if root.target is _DECOMPRESS or root in self.payloads:
+        if root.target in payload_ops.DECOMPRESS or root in self.payloads:
             return True
         held = choose(root, readers)
         if held is None:
@@ -136,10 +135,11 @@ class _Idle:
         if node not in roots:
             inputs = {one: self._again(one, reader) for one in _large_inputs(node)}
             args, kwargs = map_arg((args, kwargs), lambda one: inputs.get(one, one))
-        elif target is not _DECOMPRESS:
+        elif target not in payload_ops.DECOMPRESS:
             x, parts = node.meta["val"], self.payloads[node]
             _, form, _ = parts[0].all_input_nodes[0].args
-            target, args = _DECOMPRESS, (parts, form, [*x.shape], x.dtype)
+            target = payload_ops.decompressing([part.meta["val"] for part in parts])
+            args = parts, form, [*x.shape], x.dtype
         new = self._node(reader, f"{node.name}_again", target, args, kwargs)
         new.meta = {**node.meta, "val": new.meta["val"]}
         self.again[node] = new

@@ -22,9 +22,9 @@ from memtrain.activations.saved.handles import Compressed, KeptTensor
 from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.payload_ops import (
+    DECOMPRESS,
     compress_op,
     compressor_at,
-    decompress_op,
     decompressor_at,
 )
 from memtrain.activations.saved.site import Record
@@ -203,7 +203,8 @@ class CompiledGraphs:
                 return graph
         internals.name_alike(hooked.forward, hooked.backward)
         internals.call_directly(compress_op.default, compressor_at, "x")
-        internals.call_directly(decompress_op.default, decompressor_at, "parts shape")
+        for op in DECOMPRESS:
+            internals.call_directly(op, decompressor_at, "parts shape")
         sites = GraphSites(
             hooked.forward,
             hooked.backward,

@@ -1,4 +1,4 @@
-"""Compression of one saved tensor as two ops that a compiler's graph can hold."""
+"""Compression of one saved tensor as ops that a compiler's graph can hold."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -120,7 +120,18 @@ def decompress(
     parts: Sequence[Tensor], form: str, shape: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
     """The saved tensor again, as one op, dense in the memory order that it had."""
-    return decompress_op(parts, form, shape, dtype)
+    return decompressing(parts)(parts, form, shape, dtype)
+
+
+def decompressing(parts: Sequence[Tensor]) -> Any:
+    """The op that decompresses a payload, and that no CUDA graph holds where the host reads a part.
+
+    Args:
+        parts: The payload's tensors, fake ones too. One that is not where others are lies on the
+            host, as a projection's key.
+    """
+    on_host = len({part.device for part in parts}) > 1
+    return (decompress_on_host_op if on_host else decompress_op).default
 
 
 def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[Tensor]]:
@@ -160,7 +171,7 @@ def decompressor_at(
     def decompress_here(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         nonlocal known
         if not is_ordinary():
-            return decompress_op(parts, form, shape, dtype)
+            return decompress(parts, form, shape, dtype)
         like, held, bound = known
         if bound is not None and like == shape and held is _FORMS[form]:
             return bound.decompressed(parts)
@@ -252,7 +263,8 @@ def _decompress_fake(
     return restore(flat, held.layout(shape))
 
 
-# Random bits depend on a counter of the host's: a CUDA graph would repeat those of its capture.
+# What the host reads as an op runs, a counter for random bits or a payload's part that lies there:
+# a CUDA graph would repeat what came of it at the capture.
 _HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 
 compress_op = register(
@@ -261,8 +273,10 @@ compress_op = register(
     _compress_fake,
     tags=_HOST,
 )
-decompress_op = register(
-    "decompress_saved(Tensor[] parts, str form, SymInt[] shape, ScalarType dtype) -> Tensor",
-    _decompress,
-    _decompress_fake,
+_DECOMPRESS = "(Tensor[] parts, str form, SymInt[] shape, ScalarType dtype) -> Tensor"
+decompress_op = register(f"decompress_saved{_DECOMPRESS}", _decompress, _decompress_fake)
+decompress_on_host_op = register(
+    f"decompress_saved_on_host{_DECOMPRESS}", _decompress, _decompress_fake, tags=_HOST
 )
+DECOMPRESS = (decompress_op.default, decompress_on_host_op.default)
+"""What a graph's nodes that decompress call."""

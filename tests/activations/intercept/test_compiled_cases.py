@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrain
+from memtrain.activations.saved import payload_ops
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
+from memtrain.compressors import Group, Key, Projection
 
 BACKEND = "aot_eager_decomp_partition"  # generates no code
 pytestmark = [
@@ -65,6 +68,22 @@ def test_cuda_graphs_are_cut_at_the_compressing_op():
     compress = torch.ops.memtrain.compress_saved.default
     assert torch.Tag.cudagraph_unsafe in compress.tags  # its random bits come of the host's counter
     assert torch.Tag.cudagraph_unsafe not in torch.ops.memtrain.decompress_saved.default.tags
+
+
+@pytest.mark.parametrize(
+    ("compressor", "cut"),
+    [
+        (Group(bits=4), False),
+        (Projection(kind="norm_rows"), False),
+        (Projection(kind="rows"), True),  # the key that a replay would read is the capture's
+    ],
+    ids=repr,
+)
+def test_cuda_graphs_are_cut_where_the_host_reads_a_payload(compressor, cut):
+    with FakeTensorMode():
+        parts = compressor.compress(torch.empty(256, 64, device="cuda"), key=Key()).tensors
+    op = payload_ops.decompressing([*parts.values()])
+    assert (torch.Tag.cudagraph_unsafe in op.tags) == cut
 
 
 @pytest.mark.nightly

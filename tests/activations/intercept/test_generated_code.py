@@ -86,6 +86,27 @@ def test_modes_see_the_ops_of_code_that_was_generated_without_them():
     assert names.seen.count("memtrain.decompress_saved.default") == calls > 0
 
 
+def test_what_the_host_reads_is_decompressed_in_the_same_places(monkeypatch):
+    x = torch.randn(2, 64, 64)
+
+    def order(code):
+        return re.findall(r"(compressor_at|decompressor_at|extern_kernels|cpp_\w+)[_.(]", code)
+
+    _, expected, usual = step(x)
+    torch.compiler.reset()
+    op = payload_ops.decompress_on_host_op.default
+    monkeypatch.setattr(payload_ops, "decompressing", lambda parts: op)
+    with inductor.patch(fx_graph_cache=False):
+        model, found, code = step(x)
+    assert order(code) == order(usual)
+    assert CALL not in code
+    assert all(map(torch.equal, found, expected))
+    loss = model(x).square().mean()
+    with Names() as names:
+        loss.backward()
+    assert names.seen.count(str(op)) == code.count("= decompressor_at_buf") > 0
+
+
 def test_shapes_that_vary_and_branches_of_a_graph_have_places_of_their_own():
     compiler_internals.call_directly(
         payload_ops.compress_op.default, payload_ops.compressor_at, "x"

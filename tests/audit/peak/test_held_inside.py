@@ -160,6 +160,7 @@ NOT_COMPARED = {
     "norm_backward": "the same (`norm.fits_backward`)",
     "compress_saved": "in compiled graphs only, and predicted models run uncompiled",
     "decompress_saved": "as compress_saved",
+    "decompress_saved_on_host": "as compress_saved",
 }
 
 
