@@ -333,9 +333,10 @@ class Executor(TorchFunctionMode):
         if source is None or layout_of(x) != layout_of(y):
             return
 
-        again = _again(func, args, kwargs)
+        again, dtype = _again(func, args, kwargs), y.dtype
         self.saved.expectations.watch()
-        self.saved.derive(y, lambda: again(source()), op.name)
+        # Autocast may have run it in float32, and is off in the backward.
+        self.saved.derive(y, lambda: again(source().to(dtype)), op.name)
 
     def _derive_product(self, op: Op, y: Any) -> None:
         """Let later saves of a product be computed again from the payloads of both factors."""

@@ -1,15 +1,16 @@
 """Nonlinearities that save derivative codes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memtrain.activations.ops.call import Call
+from memtrain.activations.ops.call import Call, as_autocast
 from memtrain.activations.ops.fewbit import Value, fewbit
 from memtrain.activations.ops.leaky_relu import rrelu_call
 from memtrain.compressors import Compressor, DerivativeCode, Key
@@ -52,6 +53,8 @@ _FLAGS = ("approximate", "training", "inplace", "out")
 # Torch's own other names; `log_sigmoid` is the C function behind F.logsigmoid.
 _ALIASES = {"log_sigmoid": "logsigmoid", "swish": "silu", "expit": "sigmoid"}
 NAMES = (*_ARGUMENTS, *_ALIASES)
+# Of torch's own functions, those that autocast runs in float32 on some device.
+_WIDE = {"softplus": F.softplus}
 
 # Modules that write a nonlinearity out in several ops, each of which saves a tensor.
 MODULES = {
@@ -74,15 +77,23 @@ def _call(
     inplace: bool = False,
     parameters: tuple[float, ...] = (),
     table: Value | None = None,
+    written: Callable[[Tensor], Tensor] | None = None,
 ) -> Call:
     """A call of a nonlinearity that keeps derivative codes.
 
     `table` is the function whose derivative's table serves, with its parameters, where that is not
-    the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not).
+    the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not). `written` is
+    what autocast sees of the op where it may run in float32: of several ops, one may.
     """
-    value = (op, parameters)
-    run = partial(_run, x, value, table or value, inplace)
-    return Call(op, x, run, _is_code, plain=lambda x: pointwise.value(op, x, parameters))
+    value, written = (op, parameters), written or _WIDE.get(op)
+    run = partial(_run, x, value, table or value, inplace, written)
+    return Call(op, x, run, _is_code, plain=partial(_plain, value, written))
+
+
+def _plain(value: Value, written: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
+    if written is not None:
+        (x,) = as_autocast(written, (0,), x)
+    return pointwise.value(value[0], x, value[1])
 
 
 def _is_code(compressor: Compressor) -> bool:
@@ -90,13 +101,21 @@ def _is_code(compressor: Compressor) -> bool:
 
 
 def _run(
-    x: Tensor, value: Value, table: Value, inplace: bool, compressor: Compressor, key: Key
+    x: Tensor,
+    value: Value,
+    table: Value,
+    inplace: bool,
+    written: Callable[[Tensor], Tensor] | None,
+    compressor: Compressor,
+    key: Key,
 ) -> Tensor:
     """The value, with codes in place of saved tensors; nothing random."""
     (op, _), (function, parameters) = value, table
     if not isinstance(compressor, DerivativeCode):
         raise TypeError(f"{op} with {compressor!r}; allowed: a DerivativeCode")
     code = _code_of(compressor, function, parameters)
+    if written is not None and torch.is_autocast_enabled(x.device.type):
+        (x,) = as_autocast(written, (0,), x)
     return fewbit(x, code, inplace=inplace, value=value)
 
 
@@ -210,7 +229,7 @@ def _next(x: float, direction: int) -> float:
 def recognise_registered(name: str, args: Sequence[Any]) -> Call | None:
     """A call of a user's own function that is registered under `name`."""
     if name in REGISTERED and len(args) == 1 and isinstance(args[0], Tensor):
-        return _call(name, args[0])
+        return _call(name, args[0], written=REGISTERED[name].plain)
     return None
 
 
@@ -222,4 +241,4 @@ def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
     act = getattr(module, "act", None)
     if act is not None and getattr(act, "__self__", None) is not module:
         return None
-    return _call(MODULES[type(module).__name__], x)
+    return _call(MODULES[type(module).__name__], x, written=module.forward)

@@ -1,3 +1,4 @@
+import math
 from unittest import mock
 
 import numpy as np
@@ -15,6 +16,7 @@ from memtrain.activations.ops.nonlinear import MODULES, NAMES
 from memtrain.compressors import DerivativeCode, Group, Keep, Key
 from memtrain.compressors.fewbit.register import register
 from memtrain.compressors.fewbit.step_function import EXACT
+from memtrain.kernels.dispatch import backend, has_triton
 
 CODE, KEY = DerivativeCode(bits=4), Key(seed=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -313,6 +315,94 @@ def test_a_models_nonlinearities_are_found_and_keep_codes():
         "(root) / clamp / input",
     } <= sites
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+class NewGELUActivation(nn.Module):
+    """As GPT-2 writes it out."""
+
+    def forward(self, input):
+        inner = math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))
+        return 0.5 * input * (1.0 + torch.tanh(inner))
+
+
+class _Widened(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.act = nn.Linear(64, 64), act
+
+    def forward(self, x):
+        h = self.first(x)
+        z, y = h * h.sin(), self.act(h)
+        with torch.autocast("cpu", enabled=False):  # a product's factors have one dtype
+            return y, z, y @ y.t().detach()
+
+
+@pytest.fixture
+def as_on_cuda():
+    """Autocast of the CPU runs softplus and pow in float32, as that of CUDA does."""
+    within = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def widened(op):
+        def run(x, *others):
+            with torch._C._ExcludeDispatchKeyGuard(within):
+                return op(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, *others)
+
+        return run
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, op in [
+        ("softplus", torch.ops.aten.softplus.default),
+        ("pow.Tensor_Scalar", torch.ops.aten.pow.Tensor_Scalar),
+    ]:
+        library.impl(name, widened(op), "AutocastCPU")
+    yield
+    library._destroy()
+
+
+ACTS = {
+    "function": (F.softplus, "softplus"),
+    "module": (NewGELUActivation(), "gelu_tanh"),
+    "own": (register(lambda x: torch.pow(x, 1.0).tanh(), "test_own_wide"), "test_own_wide"),
+}
+
+
+@pytest.mark.parametrize("compressor", [CODE, Group(bits=8)], ids=["replaced", "hooked"])
+@pytest.mark.parametrize("name", ACTS)
+def test_what_autocast_runs_in_float32_stays_so(as_on_cuda, name, compressor):
+    act, op = ACTS[name]
+    model, x = _Widened(act), torch.randn(128, 64)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            y, *others = model(x)
+        return y, torch.autograd.grad(y.sum() + sum(o.sum() for o in others), model.first.weight)[0]
+
+    exact, gradient = run()
+    interception = Interception(
+        model,
+        lambda site: compressor if site.op == op or compressor != CODE else Keep("another op"),
+        options=Options(min_elements=64),
+        seed=0,
+        on_saved=lambda records: None,
+    )
+    interception.attach()
+    ours = [run() for _ in range(3)]  # the first forward records, the second settles
+    interception.detach()
+    for y, found in ours:
+        assert y.dtype == exact.dtype == torch.float32
+        torch.testing.assert_close(y, exact)
+        assert (found - gradient).norm() <= 0.15 * gradient.norm()
+
+
+@pytest.mark.skipif(not has_triton(), reason="no triton")
+def test_every_backend_gives_autocasts_dtype(as_on_cuda):
+    x = torch.randn(8, 256).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = F.softplus(x)
+        for name in ("reference", "cpu", "triton"):
+            with backend(name):
+                y = recognise("softplus", (x,), {}).run(CODE, KEY)
+            assert y.dtype == exact.dtype == torch.float32
 
 
 def test_a_registered_function_is_seen():
