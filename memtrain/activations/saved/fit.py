@@ -27,6 +27,8 @@ _MASK_PLACE = 3  # among the op's tensors
 
 RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
 """Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
+FLAT_WEIGHTS = "the layer's weights, as cuDNN lays them out"
+"""Why a recurrent layer's save of one dimension is kept: its activations have a batch too."""
 
 
 def attention(scale: object, width: int) -> str:

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, chec
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types of the tensors that are compressed."""
 
-# What may lie between a parameter and its stand-in: a cast, a view, weight norm. Nothing that
-# mixes in activations: a linear layer's output also leads to parameters only.
+# What may lie between a parameter and its stand-in: a cast, a view, a copy, weight norm. Nothing
+# that mixes in activations: a linear layer's output also leads to parameters only.
+_COPY = "CopyBackwards"
 _STAND_INS = (
+    _COPY,
     "ToCopyBackward",
     "TBackward",
     "TransposeBackward",
@@ -55,8 +57,8 @@ def foreign(x: Tensor) -> str:
 def is_parameter(x: Tensor) -> bool:
     """Whether `x` is a trainable leaf, a view of one, or made of such by casts and views alone.
 
-    So weights are known that the model does not list: FSDP's unsharded ones, autocast's copies,
-    explicit casts, weight norm's products.
+    So weights are known that the model does not list: FSDP's unsharded ones, autocast's copies
+    (those of cuDNN's recurrent layers too), explicit casts, weight norm's products.
 
     Args:
         x: A saved tensor as autograd hands it over, not detached.
@@ -77,7 +79,8 @@ def is_parameter(x: Tensor) -> bool:
             continue
         if node is None or steps == 0 or not of_stand_in(kind):
             return False
-        for above, _ in node.next_functions:
+        overwritten = kind.__name__ == _COPY  # its first input, of which nothing is left
+        for above, _ in node.next_functions[overwritten:]:
             nodes.append((above, steps - 1))
     return True
 

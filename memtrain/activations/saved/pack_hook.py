@@ -21,7 +21,7 @@ from memtrain.activations.saved.expected import (
     Settled,
     look_of,
 )
-from memtrain.activations.saved.fit import FLOATS, RECURRENT, fit, needless
+from memtrain.activations.saved.fit import FLAT_WEIGHTS, FLOATS, RECURRENT, fit, needless
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
@@ -496,6 +496,8 @@ class SavedTensors:
             return "its storage is kept alive by another save"
         if not op.inputs:
             return CUSTOM_FUNCTION
+        if op.name in RECURRENT and x.dim() == 1 and x.dtype in FLOATS:
+            return FLAT_WEIGHTS
         if save.key is None:
             return "its elements overlap in memory"
         if save.site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:
