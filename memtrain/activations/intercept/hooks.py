@@ -261,8 +261,9 @@ class Interception:
         self, first: FirstRun, module: nn.Module, args: Any, kwargs: Any
     ) -> Iterator[tuple[Any, Any]]:
         """Inside the block a checkpointed module runs again, and what it saves is held."""
-        name = first.module
-        if self._thread.get("ident", get_ident()) != get_ident():
+        name, own = first.module, get_ident()
+        # A forward that still runs waits for its own backward, which CUDA runs in another thread.
+        if self._thread.get("ident", own) != own and first.step != self.saved.step:
             raise RuntimeError(
                 f"{name or 'the model'} runs again while another thread runs a forward of the "
                 "model; allowed: one at a time, or activations.recompute_saves=keep"
@@ -280,7 +281,7 @@ class Interception:
         ]
         saved.custom, executor.module, self.graphs.root = op, name, name
         self.saved, self.executor, self._path, self._depth = saved, executor, path, 0
-        self._outer, self._thread = (name, hooks), {"ident": get_ident()}
+        self._outer, self._thread = (name, hooks), {"ident": own}
         given = (args, kwargs)
         if self.rounding is not None:
             self.rounding.attach(saved)

@@ -341,6 +341,47 @@ def test_another_threads_forward_in_between_is_an_error():
     gradients(model)
 
 
+class Forces(nn.Module):
+    """Gives an energy's gradient, by a thread beside its own as by autograd's for CUDA."""
+
+    def __init__(self, beside):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3)]
+        self.h, self.energy, self.beside = nn.ModuleList(layers), nn.Linear(64, 1), beside
+
+    def forward(self, x):
+        x = y = x.clone().requires_grad_()
+        for layer in self.h:
+            y = y + layer(y)
+        energy, found = self.energy(y).sum(), []
+
+        def differentiate():
+            found.extend(torch.autograd.grad(energy, x, retain_graph=True))
+
+        if self.beside:
+            thread = threading.Thread(target=differentiate)
+            thread.start()
+            thread.join()
+        else:
+            differentiate()
+        return energy, found[0]
+
+
+@pytest.mark.parametrize("rules", [LOSSY, EXACT], ids=["lossy", "exact"])
+def test_a_forward_that_differentiates_may_wait_for_another_thread(rules):
+    def run(model):
+        energy, forces = model(torch.linspace(-1, 1, 128 * 64).view(128, 64))
+        energy.backward()
+        return [forces, *[p.grad for p in model.parameters()]]
+
+    plain, within, beside = Forces(False), *(wrapped(rules=rules, model=Forces(b)) for b in (0, 1))
+    for _ in range(2):
+        exact, expected = run(plain), run(within)
+        assert same(run(beside), expected)
+        assert rules != EXACT or same(exact, expected)
+
+
 def test_any_rule_serves_and_the_inputs_take_any_compressor():
     rules = [
         ActivationRule(op="linear", compressor={"name": "host", "inner": {"name": "group"}}),
