@@ -465,7 +465,10 @@ class Interception:
         owner = self._thread.setdefault("ident", own)  # at once: no thread comes between
         if owner == own:
             return True
-        if all(thread.ident != owner for thread in threading.enumerate()):  # died in its forward
+        # Autograd's own threads, where modules run again on CUDA, are found among frames alone; one
+        # that waits at Python's prompt, among threads alone.
+        alive = {*sys._current_frames(), *(thread.ident for thread in threading.enumerate())}
+        if owner not in alive:  # died in its forward
             self._outer = None
             self._leave()
             return self._claim(name)

@@ -1,5 +1,7 @@
 """Threads, several graphs and recomputation: what shares an interception, and what must not."""
 
+import _thread
+import contextlib
 import copy
 import threading
 
@@ -99,6 +101,59 @@ def test_a_forward_while_another_thread_runs_one_is_plain_and_listed():
     y.sum().backward()
     assert any("another thread" in record.reason for record in records)
     assert stack_is_clean()
+
+
+def test_a_forward_in_a_thread_that_python_does_not_list_goes_on():
+    """As one within a backward on CUDA, in a thread of autograd's own."""
+    inside, done, ended = (_thread.allocate_lock() for _ in range(3))
+    states = []
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            if threading.get_ident() != threading.main_thread().ident:
+                inside.release()
+                done.acquire(timeout=10)
+            return x.exp()
+
+    def work():
+        model(torch.randn(64, 64)).sum().backward()
+        states.append(stack_is_clean())
+        ended.release()
+
+    model, records = nn.Sequential(nn.Linear(64, 64), Waits(), nn.Linear(64, 64)), []
+    intercept(model, lossy, records)
+    for lock in (inside, done, ended):
+        lock.acquire()
+    _thread.start_new_thread(work, ())
+    assert inside.acquire(timeout=10)
+    model(torch.randn(64, 64)).sum().backward()
+    done.release()
+    assert ended.acquire(timeout=10)
+    assert states == [True]
+    assert any("another thread" in record.reason for record in records)
+    assert {r.site.module for r in records if r.compressor} >= {"1", "2"}
+
+
+def test_a_thread_that_died_in_its_forward_leaves_the_model_to_others():
+    class Ends(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread():
+                raise SystemExit  # which calls no hook
+            return x.exp()
+
+    model, records = nn.Sequential(nn.Linear(64, 64), Ends(), nn.Linear(64, 64)), []
+    intercept(model, lossy, records)
+
+    def work():
+        with contextlib.suppress(SystemExit):
+            model(torch.randn(64, 64))
+
+    other = threading.Thread(target=work)
+    other.start()
+    other.join()
+    model(torch.randn(64, 64)).sum().backward()
+    assert stack_is_clean()
+    assert {r.site.module for r in records if r.compressor} >= {"1", "2"}
 
 
 def test_a_recomputation_in_the_backward_is_not_compressed():
