@@ -1,9 +1,12 @@
-"""Masks of attention: what they leave out is -inf, which no group of a few bits holds."""
+"""What attention saves that no group of a few bits holds: masks of -inf, and its log-sum-exp."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function
 
 from memtrain import plan_of, wrap
 
@@ -20,11 +23,10 @@ class Attention(nn.Module):
 
     def forward(self, x, mask):
         q, k, v = (
-            part.view(BATCH, TOKENS, HEADS, -1).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(y.transpose(1, 2).reshape(BATCH, TOKENS, -1))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 def mask_of(kind, heads=1):
@@ -74,3 +76,79 @@ def test_gradients_of_a_masked_attention_are_those_without_a_mask_of_few_bits(
     site = next(x for x in sites if x.endswith("scaled_dot_product_attention / input3"))
     assert sites[site].planned == nbytes
     assert sites[site].compressor == ("Mask()" if nbytes == BATCH * TOKENS * TOKENS // 8 else "")
+
+
+class Cuda:
+    """Stands in on the CPU for CUDA's memory-efficient attention, under torch's own autograd."""
+
+    def __init__(self):
+        self.biases = []
+        """What the backward was given."""
+
+    def forward(self, q, k, v, bias, lse, dropout_p=0.0, is_causal=False, *, scale=None):
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + (0 if bias is None else bias)
+        sums = scores.logsumexp(-1)
+        out = ((scores - sums[..., None]).exp() @ v).transpose(1, 2).contiguous().transpose(1, 2)
+        padded = F.pad(sums, (0, -sums.shape[-1] % 32), value=math.inf)
+        return out, padded, torch.zeros(()).long(), torch.zeros(()).long()
+
+    def backward(self, grad, q, k, v, bias, out, sums, *others, scale=None):
+        self.biases.append(bias)
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + (0 if bias is None else bias)
+        p = (scores - sums[..., : q.shape[2], None]).exp()
+        ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+        return ds @ k, ds.mT @ q, p.mT @ grad, None
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    kernel, name = Cuda(), "_scaled_dot_product_efficient_attention"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, kernel.forward, "CPU")
+        library.impl(f"{name}_backward", kernel.backward, "CPU")
+        monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+        yield kernel
+
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None):
+    """As torch's attention.cpp calls the memory-efficient kernel."""
+    given = query, key, value
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(
+            scaled_dot_product_attention, given, *given, attn_mask=attn_mask
+        )
+    bias = attn_mask
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, bias, True)[0]
+
+
+def trained(model, x, preset=None):
+    """Gradients of a step, and the plan's entries for the attention."""
+    model.zero_grad()
+    if preset is not None:
+        model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), preset)
+    model(x).square().sum().backward()
+    entries = [] if preset is None else plan_of(model).entries("activation")
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return grads, [entry for entry in entries if "dot_product_attention" in entry.site]
+
+
+class Unmasked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return self.attention(x, None)
+
+
+def test_a_log_sum_exp_that_cuda_pads_with_inf_is_kept(cuda):
+    model, x = Unmasked(), torch.randn(BATCH, TOKENS + 1, 64)
+    plain, _ = trained(model, x)
+    grads, entries = trained(model, x, "activations_only")
+    assert (grads - plain).norm() < 0.2 * plain.norm()  # as above; of an inf's group, NaN
+    (saved,) = [entry for entry in entries if entry.site.endswith(" / saved")]
+    result = BATCH * HEADS * (TOKENS + 1) * WIDTH
+    codes = result // 2 + 4 * -(-result // 128)  # 4 bits, and two bounds a group in bfloat16
+    seeds = 2 * 8
+    assert saved.planned == codes + seeds + 4 * BATCH * HEADS * 64

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.op_families import FAMILIES
-from memtrain.activations.saved.fit import ATTENTION, FLOATS, attention
+from memtrain.activations.saved.fit import ATTENTION, FLOATS, LOGSUMEXP, attention, is_logsumexp
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.pack_hook import SIDE_RATIO
 from memtrain.activations.saved.site import Site
@@ -35,6 +35,17 @@ _VIEWS = (
     aten.alias.default,
     aten.clone.default,
 )
+_ATTENTIONS = tuple(
+    getattr(aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(aten, name)
+)
 # Ops whose arguments have roles of their own -> those, in the order of the torch function.
 _ORDER = {
     aten.addmm.default: (1, 2, 0),
@@ -43,17 +54,7 @@ _ORDER = {
     aten.baddbmm.default: (1, 2, 0),
     aten.convolution.default: (0, 1, 2),
     aten.embedding.default: (1, 0),
-    **{
-        getattr(aten, name).default: (0, 1, 2)
-        for name in (
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-        )
-        if hasattr(aten, name)
-    },
+    **dict.fromkeys(_ATTENTIONS, (0, 1, 2)),
 }
 _POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 _POOL_OFFSETS = "prims._low_memory_max_pool_with_offsets.default"  # inductor registers it
@@ -177,10 +178,17 @@ class GraphSites:
         if x.dtype in FLOATS and base not in self._differentiable and not self._is_data(base, uses):
             return "no gradient reaches it: a mask, or a table of positions"
         if any(use.site.tensor == "saved" for use in uses):
-            if x.dim() > 1 and x.shape[-1] == 1:
-                return "a statistic: its last dimension is 1"
-            if x.numel() * SIDE_RATIO <= max(self._reads(saved), default=0):
-                return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
+            return self._statistic(saved, x)
+        return ""
+
+    def _statistic(self, saved: Node, x: Tensor) -> str:
+        """Which statistic of its own an op saves, or an empty string."""
+        if x.dim() > 1 and x.shape[-1] == 1:
+            return "a statistic: its last dimension is 1"
+        if any(is_logsumexp(x, query) for query in self._queries(saved)):
+            return LOGSUMEXP
+        if x.numel() * SIDE_RATIO <= max(self._reads(saved), default=0):
+            return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
     def _is_own(self, given: Node) -> bool:
@@ -231,6 +239,12 @@ class GraphSites:
                 if base in bases:
                     return f"input{bases.index(base) or ''}"
         return "saved" if base.meta.get("seq_nr") == number else "input"
+
+    def _queries(self, saved: Node) -> Iterator[Tensor]:
+        """The query of the fused attention that made the tensor, if one did."""
+        for op in self._ops.get(saved.meta.get("seq_nr", -1), []):
+            if op.target in _ATTENTIONS and isinstance(op.args[0], Node):
+                yield example(op.args[0])
 
     def _reads(self, saved: Node) -> Iterator[int]:
         """Elements of what the ops that made the tensor read, parameters aside."""

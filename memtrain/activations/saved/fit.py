@@ -23,6 +23,7 @@ score grows with the root of their number, and here exceeds 0.2 with 8 bits: the
 WIDE = 256
 ATTENTIONS = (ATTENTION, UNSCALED_ATTENTION, WIDE_ATTENTION)
 ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
+LOGSUMEXP = "a statistic: attention's log-sum-exp, of which its backward takes exp()"
 _MASK_PLACE = 3  # among the op's tensors
 
 RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
@@ -45,6 +46,14 @@ def attention(scale: object, width: int) -> str:
     if not isinstance(scale, int | float) or scale < 1:
         return ATTENTION
     return UNSCALED_ATTENTION if width < WIDE else WIDE_ATTENTION
+
+
+def is_logsumexp(x: Tensor, query: Tensor) -> bool:
+    """Whether what attention saves is its log-sum-exp, one number a query.
+
+    CUDA's memory-efficient kernel pads the queries to a multiple of 32, with +inf.
+    """
+    return x.shape[:-1] == query.shape[:-2]
 
 
 def needless(op: Op) -> bool:

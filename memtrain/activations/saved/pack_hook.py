@@ -21,7 +21,16 @@ from memtrain.activations.saved.expected import (
     Settled,
     look_of,
 )
-from memtrain.activations.saved.fit import FLAT_WEIGHTS, FLOATS, RECURRENT, fit, needless
+from memtrain.activations.saved.fit import (
+    ATTENTIONS,
+    FLAT_WEIGHTS,
+    FLOATS,
+    LOGSUMEXP,
+    RECURRENT,
+    fit,
+    is_logsumexp,
+    needless,
+)
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Compressed, KeptTensor, Saved, Waiting
 from memtrain.activations.saved.liveness import Held, still_held, watched
@@ -500,8 +509,16 @@ class SavedTensors:
             return FLAT_WEIGHTS
         if save.key is None:
             return "its elements overlap in memory"
-        if save.site.tensor == "saved" and x.dim() > 1 and x.shape[-1] == 1:
-            return "a statistic: its last dimension is 1"
+        return self._statistic(save, op)
+
+    def _statistic(self, save: Save, op: Op) -> str:
+        """Which statistic the save is, or an empty string."""
+        x = save.tensor
+        if save.site.tensor == "saved":
+            if x.dim() > 1 and x.shape[-1] == 1:
+                return "a statistic: its last dimension is 1"
+            if op.name in ATTENTIONS and is_logsumexp(x, op.inputs[0]):
+                return LOGSUMEXP
         weights = self.cache.weights
         reads = [
             read.numel()

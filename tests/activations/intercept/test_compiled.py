@@ -26,6 +26,7 @@ import memtrain
 from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import compiler_internals
 from memtrain.activations.intercept.executor import Executor
+from memtrain.activations.saved.fit import LOGSUMEXP
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import COMPRESSORS, Group, Integers
@@ -238,6 +239,18 @@ def test_attention_without_a_scale_is_an_op_of_its_own_whose_output_is_held_once
     }
     wide, narrow = repr(Group(bits=8)), repr(Group(bits=6, group_size=128))
     assert found == {"input": wide, "input1": wide, "input2": narrow, "saved": narrow}
+
+
+def test_the_log_sum_exp_of_small_heads_is_kept():
+    model, x = Model(), tokens()
+    model.h[0].attention.heads = 8  # of 8 elements: no 16 times smaller than the query
+    wrapped(model)
+    torch.compile(model, backend=BACKEND)(x)
+    assert {
+        row.compressor or row.reason
+        for row in memtrain.plan_of(model).entries("activation")
+        if row.site == "h.0.attention / scaled_dot_product_attention / saved"
+    } == {LOGSUMEXP}  # the result is the projection's input
 
 
 @pytest.mark.nightly
