@@ -12,6 +12,11 @@ from memtrain import plan_of, wrap
 
 BATCH, TOKENS, HEADS, WIDTH = 4, 32, 4, 16
 MASKED = {"inf": float("-inf"), "lowest": torch.finfo(torch.float32).min}
+# to float32, which changes nothing: but what is saved waits until its op has run
+ROUNDED = {
+    "preset": "activations_only",
+    "precision": {"assignment": "size_ordered", "ratio": 0.0, "high": "fp32"},
+}
 
 
 class Attention(nn.Module):
@@ -51,8 +56,8 @@ class Masked(nn.Module):
     ("kind", "heads", "width", "nbytes"),
     [
         ("bool", 1, WIDTH, BATCH * TOKENS * TOKENS // 8),
-        # of the result's shape: neither can be told from the other, and both are kept
-        ("bool", HEADS, TOKENS, 2 * 4 * BATCH * HEADS * TOKENS * TOKENS),
+        # of the result's shape, which has a gradient, and takes 4 bits and bounds beside it
+        ("bool", HEADS, TOKENS, (1 + 4 + 32 / 128) * BATCH * HEADS * TOKENS * TOKENS // 8),
         ("inf", 1, WIDTH, 4 * BATCH * TOKENS * TOKENS),
         ("lowest", 1, WIDTH, 4 * BATCH * TOKENS * TOKENS),
     ],
@@ -75,7 +80,46 @@ def test_gradients_of_a_masked_attention_are_those_without_a_mask_of_few_bits(
     sites = {entry.site: entry for entry in plan_of(model).entries("activation")}
     site = next(x for x in sites if x.endswith("scaled_dot_product_attention / input3"))
     assert sites[site].planned == nbytes
-    assert sites[site].compressor == ("Mask()" if nbytes == BATCH * TOKENS * TOKENS // 8 else "")
+    assert sites[site].compressor == ("Mask()" if kind == "bool" else "")
+
+
+class WrittenOut(nn.Module):
+    """Attention that the CPU writes out: its probabilities are saved, and what dropout drew."""
+
+    def __init__(self, dims, dropout):
+        super().__init__()
+        self.qkv, self.dims, self.dropout = nn.Linear(64, 3 * 64), dims, dropout
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if self.dims == 4:
+            q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, k, v))
+        mask = torch.ones(*q.shape[:-1], TOKENS, dtype=torch.bool).tril()
+        if self.dims == 3:
+            mask = mask[0]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
+        return F.gelu(y)  # which is replaced, so that the module's ops are watched
+
+
+def test_a_mask_is_not_taken_for_what_dropout_drew_before():
+    model, x = WrittenOut(4, 0.1), torch.randn(BATCH, TOKENS, 64)
+    model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
+    for _ in range(2):  # the second forward settles what is done to saves that are alike
+        model(x)
+    model.dropout = 0.0
+    model(x).square().sum().backward()
+    assert model.qkv.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("cfg", ["activations_only", ROUNDED], ids=["plain", "rounded"])
+@pytest.mark.parametrize(("dims", "dropout"), [(4, 0.1), (3, 0.0), (3, 0.1)])
+def test_what_is_no_mask_is_not_taken_for_one(dims, dropout, cfg):
+    model, x = WrittenOut(dims, dropout), torch.randn(BATCH, TOKENS, 64)
+    grads = []
+    for preset in (None, cfg):
+        torch.manual_seed(0)
+        grads.append(trained(model, x, preset)[0])
+    assert (grads[1] - grads[0]).norm() < 0.2 * grads[0].norm()  # as above
 
 
 class Cuda:
@@ -118,6 +162,13 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None):
             scaled_dot_product_attention, given, *given, attn_mask=attn_mask
         )
     bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            zero = torch.scalar_tensor(0.0, dtype=query.dtype)
+            bias = torch.where(bias.logical_not(), -math.inf, zero)
+        if bias.stride(-1) != 1 or any(stride % 8 for stride in bias.stride()[:-1]):
+            bias = F.pad(bias, (0, 8 - bias.shape[-1] % 8))[..., : bias.shape[-1]]
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     return kernel(query, key, value, bias, True)[0]
 
@@ -152,3 +203,35 @@ def test_a_log_sum_exp_that_cuda_pads_with_inf_is_kept(cuda):
     codes = result // 2 + 4 * -(-result // 128)  # 4 bits, and two bounds a group in bfloat16
     seeds = 2 * 8
     assert saved.planned == codes + seeds + 4 * BATCH * HEADS * 64
+
+
+class Padding(nn.Module):
+    """Masks the last keys of each sample, for each query anew or for all of them at once."""
+
+    def __init__(self, kind, rows):
+        super().__init__()
+        self.attention, self.kind, self.rows = Attention(), kind, rows
+
+    def forward(self, x):
+        tokens = x.shape[1]
+        keep = torch.arange(tokens) < tokens - 5 * torch.arange(BATCH).view(-1, 1, 1, 1)
+        keep = keep.expand(-1, -1, tokens if self.rows else 1, -1).contiguous()
+        if self.kind == "bool":
+            return self.attention(x, keep)
+        return self.attention(x, torch.zeros(keep.shape).masked_fill(~keep, MASKED[self.kind]))
+
+
+@pytest.mark.parametrize("kind", ["bool", *MASKED])
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "keys"])
+@pytest.mark.parametrize("tokens", [32, 36])  # a row that is aligned, and one that torch pads
+def test_cudas_backward_is_given_the_mask_that_its_forward_was(cuda, tokens, rows, kind):
+    model, x = Padding(kind, rows), torch.randn(BATCH, tokens, 64)
+    plain, _ = trained(model, x)
+    grads, entries = trained(model, x, "activations_only")
+    then, now = cuda.biases
+    assert torch.equal(now, then)
+    assert now.stride() == then.stride()
+    assert now.untyped_storage().nbytes() == then.untyped_storage().nbytes()  # rows' ends are read
+    assert (grads - plain).norm() < 0.2 * plain.norm()  # as above
+    if kind == "bool":
+        assert "Mask()" in {entry.compressor for entry in entries}

@@ -196,11 +196,13 @@ class Executor(TorchFunctionMode):
                     return y
                 name = call.op
         name = _op_name(name, args)
+        dropout = 0.0
         if name == ATTENTION:
             query = args[0] if args else kwargs["query"]
             name = attention(kwargs.get("scale"), query.shape[-1])
+            dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         limit = limit_of(name, args, kwargs) if name in BOUNDED else None
-        op = Op(self.module, name, (args, kwargs), limit=limit)
+        op = Op(self.module, name, (args, kwargs), limit=limit, dropout=dropout)
         return self._hook(op, func, args, kwargs)
 
     def _in_rows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

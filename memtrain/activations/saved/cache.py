@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.expected import Settled
-from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
+from memtrain.activations.saved.flatten import (
+    Layout,
+    Memory,
+    flatten,
+    layout_of,
+    memory_of,
+    restore,
+)
 from memtrain.activations.saved.handles import Compressed, Shared
 from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.site import Site
@@ -291,7 +298,8 @@ def derived(save: Save, source: Source) -> Compressed:
 
 def _copied(again: Again, content: Callable[[], Tensor], layout: Layout) -> Tensor:
     """The copy of what its source's content gives."""
-    return restore(flatten(again(content()))[0], layout)
+    x = again(content())  # its rows may be padded
+    return x if layout_of(x) == layout else restore(flatten(x)[0], layout)
 
 
 def _seen_as(source: Source, layout: Layout) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from memtrain.activations.saved.cache import Copy, Save
-from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.site import Op
 from memtrain.compressors import Compressor, Integers, Keep, Mask
+from memtrain.kernels.dispatch import is_for_cuda
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """They save a tensor for each step of a sequence that they read whole."""
@@ -65,37 +65,47 @@ def needless(op: Op) -> bool:
 
 
 def _attention_mask(
-    save: Save, op: Op, chosen: Compressor, copy: Copy | None
+    save: Save, op: Op, chosen: Compressor, copy: Copy | None, *, requires_grad: bool
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor of an attention's save: a mask takes one bit, or is kept.
 
-    Of a mask of bools attention makes -inf and 0, and saves these.
+    Of a mask of bools attention makes a bias of -inf and 0, and saves that; for CUDA's
+    memory-efficient kernel it pads its rows and expands it to all scores.
     """
-    x = save.tensor
-    if len(op.inputs) <= _MASK_PLACE or save.site.tensor != f"input{_MASK_PLACE}":
+    x, place = save.tensor, op.place(save.storage)
+    if len(op.inputs) <= _MASK_PLACE or 0 <= place < _MASK_PLACE or requires_grad:
+        return chosen, copy  # a bias that is learned, too
+    query, key, value, mask = op.inputs[: _MASK_PLACE + 1]
+    if place < 0 and x.shape not in (mask.shape, (*query.shape[:-1], key.shape[-2])):
         return chosen, copy
-    query, _, value, mask = op.inputs[: _MASK_PLACE + 1]
-    if mask.requires_grad and storage_id(mask) == save.storage:
-        return chosen, copy  # a bias that is learned
-    result = x.shape == (*query.shape[:-1], value.shape[-1])  # perhaps, not the mask
-    if mask.dtype != torch.bool or result or mask.stride() != x.stride():
+    if op.dropout and not is_for_cuda(x):
+        return chosen, copy  # the CPU writes it out, and saves no bias, but what dropout drew
+    # Without a gradient, what is saved may come of a query, a key or a value that has none.
+    if mask.dtype != torch.bool or not all(x.requires_grad for x in (query, key, value)):
         return Keep(ATTENTION_MASK), copy
-    return Mask(), Copy.of(mask, partial(_bias_of, x.dtype))
+    numel = x.untyped_storage().nbytes() // x.itemsize
+    return Mask(), Copy.of(mask, partial(_bias_of, x.dtype, x.shape, x.stride(), numel))
 
 
-def _bias_of(dtype: torch.dtype, mask: Tensor) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+def _bias_of(
+    dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], numel: int, mask: Tensor
+) -> Tensor:
+    """The bias that attention made of a mask, in the memory order that its kernel was given."""
+    stored = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
+    hidden = ~mask.expand(shape)[tuple(map(slice, stored))]
+    bias = mask.new_zeros(numel, dtype=dtype).as_strided(stored, stride)
+    return bias.masked_fill_(hidden, float("-inf")).expand(shape)
 
 
 def fit(
-    save: Save, op: Op, chosen: Compressor, copy: Copy | None
+    save: Save, op: Op, chosen: Compressor, copy: Copy | None, *, requires_grad: bool
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor for this dtype and op, and what the save is a copy of."""
     plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
     if chosen.is_identity or (plain and op.name not in ATTENTIONS):
         return chosen, copy
     if plain:
-        return _attention_mask(save, op, chosen, copy)
+        return _attention_mask(save, op, chosen, copy, requires_grad=requires_grad)
     return _lossless(save.tensor, op), copy
 
 

@@ -103,11 +103,11 @@ class Waiting:
 
     __slots__ = ("handle", "save")
 
-    def __init__(self, tensor: Tensor, op: Op) -> None:
-        self.save: tuple[Tensor, Op] | None = (tensor, op)
+    def __init__(self, tensor: Tensor, op: Op, requires_grad: bool) -> None:
+        self.save: tuple[Tensor, Op, bool] | None = (tensor, op, requires_grad)
         self.handle: Saved | None = None
 
-    def pack(self, pack: Callable[[Tensor, Op], "Saved"]) -> None:
+    def pack(self, pack: Callable[[Tensor, Op, bool], "Saved"]) -> None:
         """Hold the handle that `pack` gives, and no more the tensor, nor what the op read."""
         if self.save is not None:
             self.handle, self.save = pack(*self.save), None

@@ -234,12 +234,13 @@ class SavedTensors:
         draw = self.draws.get(site.name, 0) if self.draws else 0
         return Key(self.seed, number, self.step, draw, call)
 
-    def pack(self, x: Tensor, op: Op | None = None) -> Saved:
+    def pack(self, x: Tensor, op: Op | None = None, requires_grad: bool | None = None) -> Saved:
         """The pack function of saved-tensor hooks.
 
         Args:
             x: The tensor.
             op: The op that saves it, where it has ended; else the one that runs now.
+            requires_grad: Whether the tensor had a gradient, where it was detached since.
         """
         due = self.expectations.due
         if due is not None and self.op is None and op is None and not self.shell:
@@ -260,10 +261,10 @@ class SavedTensors:
             op, deferred = self.op or self.custom, self.defers and self.op is not None
             if deferred and op.inputs and not op.replaced and op.role(x, storage) == "saved":
                 # Perhaps the op's result, which is rounded when the op has run.
-                waiting = Waiting(x.detach(), op)
+                waiting = Waiting(x.detach(), op, x.requires_grad)
                 self._waiting.append(waiting)
                 return waiting
-        return self._pack(x, op, storage)
+        return self._pack(x, op, storage, requires_grad=requires_grad)
 
     def _pack_settled(self, x: Tensor, op: Op, storage: int) -> Saved:
         """As `_pack`, by the choice for the save before that was alike in all that choices ask."""
@@ -340,15 +341,24 @@ class SavedTensors:
         where = op.place(storage)
         own = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad)
         if op.form is None:
-            op.form = tuple(
-                [
+            op.form = (
+                op.dropout,
+                *[
                     (t.shape, t.stride(), t.dtype, t.requires_grad, number in self._parameters)
                     for t, number in zip(op.inputs, op.storages or (), strict=True)
-                ]
+                ],
             )
         return op.module, op.name, op.limit, where, own, op.form
 
-    def _pack(self, x: Tensor, op: Op, storage: int, form: tuple[Any, ...] | None = None) -> Saved:
+    def _pack(
+        self,
+        x: Tensor,
+        op: Op,
+        storage: int,
+        form: tuple[Any, ...] | None = None,
+        *,
+        requires_grad: bool | None = None,
+    ) -> Saved:
         if storage < 0 or type(x) not in PLAIN:
             note = f"{foreign(x)}; its bytes are not counted"
             kept = KeptTensor(x.detach(), x._version)
@@ -373,7 +383,8 @@ class SavedTensors:
             return kept
         save = Save(saved, storage, *memory_of(saved), site, self._witness(x), form)
         copy = source if source is None else _cast_of(source, saved)
-        return self._compress(save, op, copy, requires_grad=x.requires_grad)
+        known = x.requires_grad if requires_grad is None else requires_grad
+        return self._compress(save, op, copy, requires_grad=known)
 
     def _witness(self, x: Tensor) -> Tensor:
         """A tensor with the version counter of `x`, and no elements."""
@@ -448,7 +459,7 @@ class SavedTensors:
             return self._keep(save, Keep(why))
         chosen = self.checkpointed if op.name == RECOMPUTE else self.choose(save.site)
         if not isinstance(chosen, Keep):
-            chosen, copy = fit(save, op, chosen, copy)
+            chosen, copy = fit(save, op, chosen, copy, requires_grad=requires_grad)
         exact = None
         if self.exact is not None and isinstance(chosen, Keep) and x.dtype in FLOATS:
             exact = self.exact(x, chosen)

@@ -80,6 +80,7 @@ class Op:
     given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})  # its arguments
     replaced: str = ""  # role of its site, where its saved tensors are payloads already
     limit: int | None = None  # its indices are known to be below
+    dropout: float = 0.0  # of attention
     storages: Sequence[int] | None = None  # of its inputs, once `place` has asked for them
     form: tuple[object, ...] | None = None  # of its inputs, once the pack hook has asked for it
     _inputs: tuple[Tensor, ...] | None = None
