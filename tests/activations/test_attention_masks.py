@@ -123,11 +123,33 @@ def test_what_is_no_mask_is_not_taken_for_one(dims, dropout, cfg):
 
 
 class Cuda:
-    """Stands in on the CPU for CUDA's memory-efficient attention, under torch's own autograd."""
+    """Stands in on the CPU for CUDA's attention: the memory-efficient, but for its bias's form."""
 
     def __init__(self):
+        self.__name__ = "scaled_dot_product_attention"
+        self.cudnn = False
+        """Whether the bias is cuDNN's."""
         self.biases = []
         """What the backward was given."""
+
+    def bias(self, mask, query, key):
+        """As torch's attention.cpp makes it."""
+        if mask.dtype == torch.bool:
+            low = -65504.0 if self.cudnn else -math.inf
+            zero = torch.scalar_tensor(0.0, dtype=query.dtype)
+            mask = torch.where(mask.logical_not(), low, zero)
+        if self.cudnn:
+            return mask
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+        return mask.expand(*query.shape[:-1], key.shape[-2])
+
+    def __call__(self, query, key, value, attn_mask=None):
+        given = query, key, value
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(self, given, *given, attn_mask=attn_mask)
+        bias = None if attn_mask is None else self.bias(attn_mask, query, key)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(*given, bias, True)[0]
 
     def forward(self, q, k, v, bias, lse, dropout_p=0.0, is_causal=False, *, scale=None):
         scores = q @ k.mT / math.sqrt(q.shape[-1]) + (0 if bias is None else bias)
@@ -150,27 +172,8 @@ def cuda(monkeypatch):
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(name, kernel.forward, "CPU")
         library.impl(f"{name}_backward", kernel.backward, "CPU")
-        monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+        monkeypatch.setattr(F, kernel.__name__, kernel)
         yield kernel
-
-
-def scaled_dot_product_attention(query, key, value, attn_mask=None):
-    """As torch's attention.cpp calls the memory-efficient kernel."""
-    given = query, key, value
-    if torch._C._is_torch_function_mode_enabled():
-        return handle_torch_function(
-            scaled_dot_product_attention, given, *given, attn_mask=attn_mask
-        )
-    bias = attn_mask
-    if bias is not None:
-        if bias.dtype == torch.bool:
-            zero = torch.scalar_tensor(0.0, dtype=query.dtype)
-            bias = torch.where(bias.logical_not(), -math.inf, zero)
-        if bias.stride(-1) != 1 or any(stride % 8 for stride in bias.stride()[:-1]):
-            bias = F.pad(bias, (0, 8 - bias.shape[-1] % 8))[..., : bias.shape[-1]]
-        bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, bias, True)[0]
 
 
 def trained(model, x, preset=None):
@@ -206,15 +209,15 @@ def test_a_log_sum_exp_that_cuda_pads_with_inf_is_kept(cuda):
 
 
 class Padding(nn.Module):
-    """Masks the last keys of each sample, for each query anew or for all of them at once."""
+    """Masks the last keys of samples, for each query anew or for all of them at once."""
 
     def __init__(self, kind, rows):
         super().__init__()
-        self.attention, self.kind, self.rows = Attention(), kind, rows
+        self.attention, self.kind, self.rows, self.short = Attention(), kind, rows, 5
 
     def forward(self, x):
         tokens = x.shape[1]
-        keep = torch.arange(tokens) < tokens - 5 * torch.arange(BATCH).view(-1, 1, 1, 1)
+        keep = torch.arange(tokens) < tokens - self.short * torch.arange(BATCH).view(-1, 1, 1, 1)
         keep = keep.expand(-1, -1, tokens if self.rows else 1, -1).contiguous()
         if self.kind == "bool":
             return self.attention(x, keep)
@@ -224,8 +227,19 @@ class Padding(nn.Module):
 @pytest.mark.parametrize("kind", ["bool", *MASKED])
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "keys"])
 @pytest.mark.parametrize("tokens", [32, 36])  # a row that is aligned, and one that torch pads
-def test_cudas_backward_is_given_the_mask_that_its_forward_was(cuda, tokens, rows, kind):
-    model, x = Padding(kind, rows), torch.randn(BATCH, tokens, 64)
+def test_the_memory_efficient_backward_is_given_its_bias(cuda, tokens, rows, kind):
+    compare(cuda, Padding(kind, rows), torch.randn(BATCH, tokens, 64), kind)
+
+
+@pytest.mark.parametrize("short", [5, 0], ids=["padding", "none"])
+@pytest.mark.parametrize("kind", ["bool", *MASKED])
+def test_cudnns_backward_is_given_its_bias(cuda, kind, short):
+    cuda.cudnn, model = True, Padding(kind, rows=True)
+    model.short = short
+    compare(cuda, model, torch.randn(BATCH, 36, 64), kind)
+
+
+def compare(cuda, model, x, kind):
     plain, _ = trained(model, x)
     grads, entries = trained(model, x, "activations_only")
     then, now = cuda.biases

@@ -69,8 +69,8 @@ def _attention_mask(
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor of an attention's save: a mask takes one bit, or is kept.
 
-    Of a mask of bools attention makes a bias of -inf and 0, and saves that; for CUDA's
-    memory-efficient kernel it pads its rows and expands it to all scores.
+    Of a mask of bools attention makes a bias of 0 and a low number, and saves that: -inf, or for
+    cuDNN -65504. For CUDA's memory-efficient kernel it pads its rows and expands it to all scores.
     """
     x, place = save.tensor, op.place(save.storage)
     if len(op.inputs) <= _MASK_PLACE or 0 <= place < _MASK_PLACE or requires_grad:
@@ -84,17 +84,25 @@ def _attention_mask(
     if mask.dtype != torch.bool or not all(x.requires_grad for x in (query, key, value)):
         return Keep(ATTENTION_MASK), copy
     numel = x.untyped_storage().nbytes() // x.itemsize
-    return Mask(), Copy.of(mask, partial(_bias_of, x.dtype, x.shape, x.stride(), numel))
+    low = _stored(x).amin()  # 0 where nothing is hidden
+    return Mask(), Copy.of(mask, partial(_bias_of, low, x.shape, x.stride(), numel))
+
+
+def _stored(x: Tensor) -> Tensor:
+    """The elements of `x` that memory holds: those of a stride of 0 once."""
+    for dim, step in enumerate(x.stride()):
+        if step == 0:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 def _bias_of(
-    dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], numel: int, mask: Tensor
+    low: Tensor, shape: torch.Size, stride: tuple[int, ...], numel: int, mask: Tensor
 ) -> Tensor:
     """The bias that attention made of a mask, in the memory order that its kernel was given."""
-    stored = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
-    hidden = ~mask.expand(shape)[tuple(map(slice, stored))]
-    bias = mask.new_zeros(numel, dtype=dtype).as_strided(stored, stride)
-    return bias.masked_fill_(hidden, float("-inf")).expand(shape)
+    bias = _stored(low.new_zeros(numel).as_strided(shape, stride))
+    hidden = ~mask.expand(shape)[tuple(map(slice, bias.shape))]
+    return bias.masked_fill_(hidden, low).expand(shape)
 
 
 def fit(
