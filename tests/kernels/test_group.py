@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.kernels import cpu
@@ -93,6 +94,27 @@ def test_twin_equals_reference(name, bits, dtype):
         assert torch.equal(twin[0], codes)
         assert equal(twin[1], bounds)
         assert equal(twin_values, values)
+
+
+class NumbersReciprocal(TorchFunctionMode):
+    """A division by a number as torch's CUDA kernel computes it: times the number's reciprocal."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("div", "true_divide", "__truediv__") and not torch.is_tensor(args[1]):
+            return args[0] * (1 / torch.tensor(args[1], dtype=torch.float32))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_equals_the_reference_where_numbers_divide_by_their_reciprocal(name, bits):
+    x = torch.randn(40, 24)
+    with NumbersReciprocal():
+        codes, bounds = group.quantize_reference(x, bits, 24, SEED, True, True)
+        values = group.dequantize_reference(codes, bounds, bits, 24, x.numel(), x.dtype)
+    with backend(name):
+        assert torch.equal(group.group_quantize(x, bits, 24, SEED, True, True)[0], codes)
+        assert equal(group.group_dequantize(codes, bounds, bits, 24, x.numel()), values)
 
 
 @pytest.mark.parametrize("level", [0, 2], ids=["portable", "avx512"])

@@ -191,7 +191,8 @@ def _outward(x: Tensor, up: bool) -> Tensor:
 def _steps(bounds: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Half a step, and its reciprocal (0 where there is no range): [n_groups, 1] each."""
     half = 0.5 * bounds[:, 1:] - 0.5 * bounds[:, :1]
-    step = torch.where(half < _TINY, 0.0, half / (2**bits - 1))
+    # By a tensor: CUDA's division by a number multiplies by its reciprocal, which may lose a bit.
+    step = torch.where(half < _TINY, 0.0, half / half.new_full((), 2**bits - 1))
     return step, torch.where(step == 0, 0.0, 1.0 / step)
 
 
