@@ -175,7 +175,7 @@ def test_what_no_kernel_takes_in_pieces_is_whole():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cols", [256, 384, 640, 1000])
-def test_a_step_that_is_simulated_for_cuda_has_tritons_pieces(form, cols):
+def test_a_step_that_is_simulated_for_cuda_has_the_pieces_of_one_there(form, cols):
     entry = entry_of(form, "bf16", (600, cols))
     with simulating("cuda"):  # triton need not be there
         found = rows_at_once(entry, 2**10)
