@@ -13,6 +13,7 @@ the order given. `--tiny` runs every Triton kernel in the interpreter.
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -33,7 +35,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pure Python that memtrain needs and a machine with torch may lack.
-PACKAGES = ("hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "antlr4-python3-runtime==4.9.3")
+PACKAGES = (
+    *("hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "antlr4-python3-runtime==4.9.3"),
+    *("rich>=13", "markdown-it-py>=2.2", "mdurl>=0.1", "pygments>=2.13"),
+)
 TINY_TESTS = "tests/kernels/test_mask.py"
 SANITIZERS = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
 
@@ -749,7 +754,10 @@ def session(names: Sequence[str], out: Path, seconds: float, *, tiny: bool) -> i
 def bring(folder: Path) -> int:
     """Put the pure-Python packages of `PACKAGES` into a folder."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
-    return subprocess.run([*command, "--target", str(folder), *PACKAGES], check=False).returncode
+    done = subprocess.run([*command, "--target", str(folder), *PACKAGES], check=False)
+    for ignores in [*folder.rglob(".gitignore")]:  # by hydra's git would leave its parsers behind
+        ignores.unlink()
+    return done.returncode
 
 
 def prepare(site: Path | None, *, tiny: bool) -> None:
@@ -762,8 +770,38 @@ def prepare(site: Path | None, *, tiny: bool) -> None:
     os.environ["TRITON_INTERPRET" if tiny else "MEMTRAIN_GPU"] = "1"
 
 
+def lacking(*, tiny: bool) -> str:
+    """What every step needs and this machine lacks; empty where it lacks nothing."""
+    for name in ("memtrain", "hydra.grammar.gen.OverrideLexer"):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever is raised, no step would run
+            return f"{name} cannot be imported, {error!r}: see --bring and --site"
+    import torch
+
+    if tiny:
+        return ""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device; --tiny runs on a CPU"
+    return no_launcher()
+
+
+def no_launcher() -> str:
+    """Why Triton could not compile what launches its kernels; empty where it could."""
+    compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
+    if compiler is None or shutil.which(compiler) is None:
+        return "Triton needs a C compiler to launch kernels: gcc or clang, or the one that CC names"
+    headers = sysconfig.get_paths("posix_prefix")["include"]  # where Triton looks
+    command = [compiler, "-fsyntax-only", "-I", headers, "-x", "c", "-"]
+    done = subprocess.run(
+        command, input="#include <Python.h>", capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode == 0 else f"Triton needs Python.h, which is not in {headers}"
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit status 1 if a step did not end well."""
+    """Exit status 1 if a step did not end well, 2 if none could."""
+    start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bring", type=Path, metavar="FOLDER", help="download what it needs")
     parser.add_argument("--site", type=Path, help="a folder that --bring has made")
@@ -774,6 +812,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
     args = parser.parse_args(given)
+    args.out = args.out.resolve()  # steps change folder
     names = args.steps.split(",")
     unknown = [name for name in names if name not in STEPS]
     if unknown:
@@ -783,8 +822,12 @@ def main(given: Sequence[str] | None = None) -> int:
     prepare(args.site, tiny=args.tiny)
     if args.step:
         return run_step(args.step, args.out, *args.cases, tiny=args.tiny)
+    if lacks := lacking(tiny=args.tiny):
+        print(lacks, file=sys.stderr)
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    return min(1, session(names, args.out / "gpu_session.jsonl", args.seconds, tiny=args.tiny))
+    left = args.seconds - (time.monotonic() - start)
+    return min(1, session(names, args.out / "gpu_session.jsonl", left, tiny=args.tiny))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 
@@ -86,6 +88,61 @@ def test_a_faulted_device_ends_the_process_of_its_case(tmp_path, monkeypatch):
     (row,) = rows(out)
     assert row["case"] == 1
     assert row["error"] == "faulted: CUDA error: an illegal memory access was encountered"
+
+
+def test_what_is_brought_is_not_ignored(tmp_path, monkeypatch):
+    """hydra's parsers come with a file that has git ignore them: they would not travel."""
+
+    def install(command, **_):
+        folder = Path(command[command.index("--target") + 1]) / "hydra"
+        shutil.copytree(Path(hydra.__file__).parent / "grammar", folder / "grammar")
+        (folder / "grammar" / "gen" / ".gitignore").write_text("*\n!.gitignore\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    with monkeypatch.context() as replaced:
+        replaced.setattr(session.subprocess, "run", install)
+        assert session.main(["--bring", str(tmp_path / "site")]) == 0
+    assert not [*tmp_path.rglob(".gitignore")]
+    assert (tmp_path / "site/hydra/grammar/gen/OverrideLexer.py").exists()
+
+
+def test_no_session_begins_without_a_device(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, session.__file__, "--steps", "environment", "--out", str(out)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "torch finds no CUDA device; --tiny runs on a CPU\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["memtrain", "hydra.grammar.gen.OverrideLexer"])
+def test_no_session_begins_without_its_packages(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert session.lacking(tiny=True).startswith(f"{name} cannot be imported")
+
+
+def test_no_session_begins_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    if shutil.which("gcc") or shutil.which("clang"):
+        assert session.lacking(tiny=False) == ""
+    monkeypatch.setenv("CC", shutil.which("false"))  # as one that finds no header
+    assert session.lacking(tiny=False).startswith("Triton needs Python.h, which is not in /")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert session.lacking(tiny=False).startswith("Triton needs a C compiler")
+    assert session.lacking(tiny=True) == ""
+
+
+def test_the_rows_may_be_in_a_relative_folder(tmp_path, monkeypatch):
+    """Steps change folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "prepare", lambda *_, **__: None)
+    found = []
+    monkeypatch.setattr(session, "run_step", lambda name, out, *_, **__: found.append(out))
+    session.main(["--step", "environment", "--out", "rows"])
+    assert found == [tmp_path / "rows"]
 
 
 @pytest.mark.parametrize("name", session.optimizers())
