@@ -6,9 +6,9 @@
 
 Each step is a process of its own, killed at its limit; each result is a line of
 `<out>/gpu_session.jsonl` as soon as it is there, and what a step prints is in
-`<out>/gpu_session.log`. A case that leaves the device faulted ends its process; the cases after it
-run in another. docs/gpu.md says what the lines should say. `--steps` takes some of the steps, in
-the order given. `--tiny` runs every Triton kernel in the interpreter.
+`<out>/gpu_session.log`. A case that leaves the device faulted, or dies, ends its process; the cases
+after it run in another. docs/gpu.md says what the lines should say. `--steps` takes some of the
+steps, in the order given. `--tiny` runs every Triton kernel in the interpreter.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -646,11 +646,10 @@ def this(step: str, out: Path, first: int = 0, every: int = 1, *, tiny: bool = F
     return [*command, "--tiny"] if tiny else command
 
 
-def run_step(name: str, out: Path, first: int, every: int, *, tiny: bool) -> int:
+def run_step(name: str, out: Path, first: int, every: int, *, tiny: bool) -> None:
     """Run cases of a step, each row into `out` as it comes.
 
-    Returns:
-        Exit status: `FAULTED` after the first case that leaves the device so.
+    After the first case that leaves the device faulted this process exits with `FAULTED`.
     """
     import torch
 
@@ -659,22 +658,23 @@ def run_step(name: str, out: Path, first: int, every: int, *, tiny: bool) -> int
     scale = Scale("cuda" if torch.cuda.is_available() and not tiny else "cpu", tiny, out)
     if STEPS[name].side_by_side and every == 1 and not tiny:
         number = len([*STEPS[name].cases(scale)])
-        commands = [this(name, out, place, number) for place in range(number)]
+        commands = [this(name, out, place, number) for place in range(first, number)]
         for place, why in side_by_side(commands):
             emit(name, out, {"case": place, "error": why})
-        return 0
+        return
     with backend("triton") if scale.device == "cpu" else nullcontext():
         for at, (label, find) in enumerate(STEPS[name].cases(scale)):
             if at < first or (at - first) % every:
                 continue
+            emit(name, out, {"case": at, **label, "begun": True})
             row = {"case": at, **guarded(label, find)}
             try:
                 scale.clear()
             except RuntimeError as error:  # it may be the first word of the case's fault
                 emit(name, out, {"error": f"faulted: {str(error)[:500]}", **row})
-                return FAULTED
+                sys.stdout.flush()
+                os._exit(FAULTED)  # what Python and torch tear down could abort
             emit(name, out, row)
-    return 0
 
 
 def side_by_side(
@@ -707,20 +707,26 @@ def launch(name: str, command: Sequence[str], limit: float, out: Path) -> str:
         try:
             status = child.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
             return "out of time"
+        finally:  # where the session is ended too: the step's processes would go on
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     return {0: "ok", FAULTED: "faulted"}.get(status, f"failed: {status}")
 
 
 def run_whole(name: str, out: Path, limit: float, *, tiny: bool) -> str:
-    """Run a step, after a case that faults from the next one; how it ended."""
+    """Run a step, after a case that ends its process from the next one; how it ended."""
     end, first = time.monotonic() + limit, 0
     while True:
         ended = launch(name, this(name, out, first, tiny=tiny), end - time.monotonic(), out)
-        if ended != "faulted":
+        done = {row["case"]: "begun" not in row for row in rows_of(name, out) if "case" in row}
+        case = max(done, default=-1)  # the last of that process, if one has begun there
+        if ended == "out of time" or case < first or (ended == "ok" and done[case]):
             return ended
-        first = 1 + max(row.get("case", 0) for row in rows_of(name, out))
+        if ended != "faulted":  # which the case's row says
+            emit(name, out, {"case": case, "error": f"its process ended: {ended}"})
+        first = case + 1
 
 
 def rows_of(name: str, out: Path) -> list[Row]:
@@ -821,10 +827,13 @@ def main(given: Sequence[str] | None = None) -> int:
         return bring(args.bring)
     prepare(args.site, tiny=args.tiny)
     if args.step:
-        return run_step(args.step, args.out, *args.cases, tiny=args.tiny)
+        run_step(args.step, args.out, *args.cases, tiny=args.tiny)
+        return 0
     if lacks := lacking(tiny=args.tiny):
         print(lacks, file=sys.stderr)
         return 2
+    # So that `launch` ends the step that runs.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     args.out.mkdir(parents=True, exist_ok=True)
     left = args.seconds - (time.monotonic() - start)
     return min(1, session(names, args.out / "gpu_session.jsonl", left, tiny=args.tiny))

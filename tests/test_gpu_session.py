@@ -4,8 +4,10 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hydra
@@ -40,6 +42,23 @@ def test_a_step_is_killed_at_its_limit_and_those_after_it_run(tmp_path):
     assert "ZeroDivisionError" in out.with_suffix(".log").read_text()
 
 
+def test_a_step_ends_with_its_session(tmp_path):
+    script = (
+        "from benchmarks import gpu_session as session\n"
+        "session.this = lambda *_, **__: ['sh', '-c', 'echo $$ > pid; exec sleep 60']\n"
+        "session.main(['--tiny', '--steps', 'environment', '--out', '.'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(session.ROOT)}
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment) as child:
+        pid = tmp_path / "pid"
+        while child.poll() is None and not (pid.exists() and pid.read_text()):
+            time.sleep(0.1)
+        child.terminate()
+        assert child.wait() == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(pid.read_text()), 0)
+
+
 def test_a_failure_is_a_row():
     def fail():
         raise RuntimeError("out of registers")
@@ -60,14 +79,27 @@ def test_cases_side_by_side_fail_alone():
     assert "ZeroDivisionError" in bad[3]
 
 
-def test_after_a_fault_the_next_case_has_another_process(tmp_path, monkeypatch):
+DEATHS = {  # and what the error's row says where the process itself could not write it
+    "a fault": (f"write(at), sys.exit({session.FAULTED})", None),
+    "an abort": ("os.abort()", "its process ended: failed: -6"),
+    "a message": ("sys.exit('no')", "its process ended: failed: 1"),
+    "exit status 0": ("sys.exit()", "its process ended: ok"),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_after_a_case_that_ends_its_process_the_next_has_another(death, tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
+    die, error = DEATHS[death]
     script = (
-        "import json, sys\n"
-        "for at in range(int(sys.argv[1]), 4):\n"
+        "import json, os, sys\n"
+        "def write(at, **others):\n"
         "    with open(sys.argv[2], 'a') as file:\n"
-        "        file.write(json.dumps({'step': 'gpt2', 'case': at}) + '\\n')\n"
-        f"    at in (1, 2) and sys.exit({session.FAULTED})\n"
+        "        file.write(json.dumps({'step': 'gpt2', 'case': at, **others}) + '\\n')\n"
+        "for at in range(int(sys.argv[1]), 4):\n"
+        "    write(at, begun=True)\n"
+        f"    at in (1, 3) and ({die})\n"
+        "    write(at)\n"
     )
     command = [sys.executable, "-c", script]
     monkeypatch.setattr(session, "this", lambda _, out, at, **__: [*command, str(at), str(out)])
@@ -75,18 +107,36 @@ def test_after_a_fault_the_next_case_has_another_process(tmp_path, monkeypatch):
         '{"step": "gpt2", "case": 9}\n{"step": "gpt2", "ended": "ok"}\n'
     )  # of a run before
     assert session.run_whole("gpt2", out, 60, tiny=True) == "ok"
-    assert [row.get("case") for row in rows(out)] == [9, None, 0, 1, 2, 3]
+    found = [row for row in rows(out)[2:] if "begun" not in row]
+    assert [row["case"] for row in found] == [0, 1, 2, 3]
+    assert [row.get("error") for row in found] == [None, error] * 2
 
 
-def test_a_faulted_device_ends_the_process_of_its_case(tmp_path, monkeypatch):
-    def clear(self):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(session.Scale, "clear", clear)
+def test_a_process_that_ends_before_a_case_ends_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "this", lambda *_, **__: [sys.executable, "-c", "1 / 0"])
     out = tmp_path / "rows.jsonl"
-    assert session.run_step("environment", out, 1, 2, tiny=True) == session.FAULTED
-    (row,) = rows(out)
-    assert row["case"] == 1
+    assert session.run_whole("gpt2", out, 60, tiny=True) == "failed: 1"
+
+
+def test_a_faulted_device_ends_the_process_of_its_case(tmp_path):
+    """With nothing torn down: that would be on the same device."""
+    script = (
+        "import atexit, os, sys\n"
+        "from pathlib import Path\n"
+        "from benchmarks import gpu_session as session\n"
+        "def clear(self):\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "session.Scale.clear = clear\n"
+        "atexit.register(os.abort)\n"
+        "session.run_step('environment', Path(sys.argv[1]), 1, 2, tiny=True)\n"
+    )
+    out = tmp_path / "rows.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(session.ROOT)}
+    done = subprocess.run([sys.executable, "-c", script, out], check=False, env=environment)
+    assert done.returncode == session.FAULTED
+    begun, row = rows(out)
+    assert begun["begun"]
+    assert begun["case"] == row["case"] == 1
     assert row["error"] == "faulted: CUDA error: an illegal memory access was encountered"
 
 
