@@ -3,11 +3,13 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import hydra
@@ -183,6 +185,33 @@ def test_no_session_begins_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert session.lacking(tiny=False).startswith("Triton needs a C compiler")
     assert session.lacking(tiny=True) == ""
+
+
+def test_waits_are_those_that_are_told_of_a_call():
+    def step():
+        warnings.warn("does not yet detect all synchronizing operations", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    assert session.waits(step, session.Scale("cpu", True, Path()))["waits"] == 1
+
+
+def test_what_matters_most_is_compiled_first():
+    cases = session.training("gpt2", session.Scale("cpu", True, Path()), compiled=True)
+    found = [(label["variant"], label["mode"]) for label, _ in cases]
+    both = [
+        (name, mode) for mode in ("default", "reduce-overhead") for name in ("plain", "balanced")
+    ]
+    assert found[:4] == both
+    assert sorted(found[4:]) == [("checkpointed", "default"), ("exact", "default")]
+
+
+def test_the_commands_that_are_documented_run_every_step_in_time():
+    page = (session.ROOT / "docs" / "gpu.md").read_text()
+    commands = re.findall(r"(?m)^\| `([\w,]+)` \| .* = (\d+)", page)
+    assert ",".join(names for names, _ in commands).split(",") == [*session.STEPS]
+    for names, seconds in commands:
+        limits = [session.STEPS[name].limit for name in names.split(",") if name != "sanitizer"]
+        assert sum(limits) == int(seconds) <= 570
 
 
 def test_the_rows_may_be_in_a_relative_folder(tmp_path, monkeypatch):
