@@ -5,12 +5,14 @@ Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on t
 memtrain's own ask `kernels.dispatch` for which device they are simulated.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -27,6 +29,8 @@ LARGE = (9, 10, 12)
 """Major compute capabilities, Hopper and Blackwell, where torch gives cuBLAS 32 MiB."""
 FLASH_ROWS = 128
 """Flash attention's backward pads the sequence to a multiple of so many rows."""
+BIAS_ALIGNMENT = 8
+"""Rows of a bias begin at multiples of so many elements, for the memory-efficient kernel."""
 HALVES = (torch.float16, torch.bfloat16)
 # torch's documentation, "CUDA Ops that can autocast to float32"; those of the second set take
 # float32 as the dtype of their result.
@@ -126,19 +130,39 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(low) for x in (query, key, value))
-    return _FusedAttention.apply(query, key, value, attn_mask)
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    return _FusedAttention.apply(query, key, value, bias)
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What the memory-efficient kernel is given of a mask, made anew for each call.
+
+    cuDNN's, which Hopper may prefer for halves, is given the same without the padding.
+
+    Reference:
+        torch's aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask and
+        preprocess_mask.
+    """
+    if mask.dtype == torch.bool:
+        zero = mask.new_zeros((), dtype=query.dtype)
+        mask = torch.where(mask.logical_not(), -math.inf, zero)
+    mask = mask.to(query.dtype)  # autocast's
+    if mask.stride(-1) != 1 or any(stride % BIAS_ALIGNMENT for stride in mask.stride()[:-1]):
+        keys = mask.shape[-1]
+        mask = F.pad(mask, (0, BIAS_ALIGNMENT - keys % BIAS_ALIGNMENT))[..., :keys]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 class _FusedAttention(torch.autograd.Function):
     """Saves and allocates as flash or memory-efficient attention does; it computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         batch, heads, rows, _ = query.shape
         # [batch, rows, heads, width] in memory, as the kernels write it.
         out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, sums, mask)
+        ctx.save_for_backward(query, key, value, out, sums, bias)
         return out
 
     @staticmethod

@@ -53,9 +53,40 @@ def test_attention_is_one_kernel_on_cuda_with_dropout_and_mask_too(dropout):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
     nbytes, y = saved_bytes(attend, x)
-    assert nbytes == 3 * x.nbytes + 4 * 2 * 4 * 100 + mask.nbytes
+    bias = 4 * 100 * 104  # rows of whole 32 bytes
+    assert nbytes == 3 * x.nbytes + 4 * 2 * 4 * 100 + bias
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "nbytes"),
+    [
+        ((2, 1, 64, 64), torch.bool, 2 * 2 * 64 * 64),
+        ((2, 1, 1, 64), torch.bool, 2 * 2 * 64),
+        ((64, 64), torch.bool, 2 * 64 * 64),
+        ((2, 4, 64, 60), torch.bool, 2 * 2 * 4 * 64 * 64),
+        ((2, 1, 64, 64), torch.bfloat16, 0),  # the mask itself
+        ((2, 1, 64, 60), torch.bfloat16, 2 * 2 * 64 * 64),
+        ((2, 1, 64, 64), torch.float32, 2 * 2 * 64 * 64),  # autocast's copy
+    ],
+    ids=str,
+)
+def test_each_call_of_attention_makes_its_mask_a_bias_on_cuda(shape, dtype, nbytes):
+    x = torch.ones(2, 4, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+    mask, found = torch.ones(shape, dtype=dtype), []
+    keys = x[:, :, : shape[-1]]
+    for given in (None, mask):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            found.append(saved_bytes(lambda x, m=given: twice(x, keys.detach(), attn_mask=m), x)[0])
+    own = mask.nbytes if nbytes == 0 else 2 * nbytes
+    assert found[1] - found[0] == own
+
+
+def twice(x, keys, attn_mask):
+    """Attention of two layers that share a mask."""
+    y = F.scaled_dot_product_attention(x, keys, keys, attn_mask=attn_mask)
+    return F.scaled_dot_product_attention(y, keys, keys, attn_mask=attn_mask)
 
 
 def test_autocast_keeps_on_cuda_in_float32_what_it_keeps_there():
