@@ -782,7 +782,7 @@ def lacking(*, tiny: bool) -> str:
     for name in ("memtrain", "hydra.grammar.gen.OverrideLexer"):
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever is raised, no step would run
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - hydra without its parsers exits
             return f"{name} cannot be imported, {error!r}: see --bring and --site"
     import torch
 

@@ -174,6 +174,14 @@ def test_no_session_begins_without_its_packages(name, monkeypatch):
     assert session.lacking(tiny=True).startswith(f"{name} cannot be imported")
 
 
+def test_no_session_begins_without_hydras_parsers(monkeypatch, tmp_path):
+    """Without them hydra prints a line and exits."""
+    (tmp_path / "memtrain.py").write_text("import sys\nsys.exit(1)\n")
+    monkeypatch.delitem(sys.modules, "memtrain")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert session.lacking(tiny=True).startswith("memtrain cannot be imported, SystemExit(1)")
+
+
 def test_no_session_begins_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CC", raising=False)
