@@ -42,8 +42,8 @@ class HostCopies(Protocol):
 class CudaCopies:
     """CUDA: pinned host memory, and a side stream each way.
 
-    What leaves is held until the device's own stream has waited for its copy, and not given to
-    `record_stream`, as in `compressors.host`: so a backward has at most `AT_ONCE` gradients more
+    What leaves is held until the stream that it was made on has waited for its copy, and not given
+    to `record_stream`, as in `compressors.host`: so a backward has at most `AT_ONCE` gradients more
     than it would, however far the host runs ahead.
     """
 
@@ -52,7 +52,7 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._leaving: deque[tuple[Any, Any, Tensor]] = deque()
 
     def host_memory(self, like: Tensor) -> Tensor:
         """As `HostCopies.host_memory`: pinned."""
@@ -62,15 +62,14 @@ class CudaCopies:
         """As `HostCopies.to_host`."""
         stream = torch.cuda.current_stream(self.device)
         while len(self._leaving) >= AT_ONCE:  # else a backward outruns the bus
-            left, _ = self._leaving.popleft()
-            stream.wait_event(left)
+            self._release()
         copy = self.host_memory(x)
         self._down.wait_stream(stream)
         with torch.cuda.stream(self._down):
             copy.copy_(x, non_blocking=True)
             made = torch.cuda.Event(blocking=True)  # a host that spins would take the steps' core
             made.record(self._down)
-        self._leaving.append((made, x))
+        self._leaving.append((stream, made, x))
         return copy, made
 
     def wait(self, started: Any) -> None:
@@ -84,10 +83,14 @@ class CudaCopies:
 
     def join(self) -> None:
         """As `HostCopies.join`."""
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_stream(self._up)
-        stream.wait_stream(self._down)
-        self._leaving.clear()
+        torch.cuda.current_stream(self.device).wait_stream(self._up)
+        while self._leaving:
+            self._release()
+
+    def _release(self) -> None:
+        """Give away the memory of what has been leaving for longest."""
+        stream, made, _ = self._leaving.popleft()
+        stream.wait_event(made)
 
 
 class PlainCopies:
