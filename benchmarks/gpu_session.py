@@ -778,7 +778,7 @@ def prepare(site: Path | None, *, tiny: bool) -> None:
 
 
 def lacking(*, tiny: bool) -> str:
-    """What every step needs and this machine lacks; empty where it lacks nothing."""
+    """Name what every step needs and this machine lacks; empty where it lacks nothing."""
     for name in ("memtrain", "hydra.grammar.gen.OverrideLexer"):
         try:
             importlib.import_module(name)

@@ -1,7 +1,6 @@
 """Payloads that wait in host memory: swapped out after the forward, back before the backward."""
 
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import SAVED, Compressor, Key, Packed
 from memtrain.kernels.dispatch import host_work, is_for_cuda, simulation
+from memtrain.kernels.leaving import AT_ONCE, Leaving
 
 
 class Transfers(Protocol):
@@ -31,36 +31,29 @@ class Transfers(Protocol):
         ...
 
 
-_AT_ONCE = 2
-"""Payloads whose way out may be unfinished when another one starts."""
-
-
 class _Streams:
     """CUDA: pinned host memory, and a side stream each way.
 
-    Memory is given away in the order of the stream that work was on when a payload left or was
-    asked for, not by `record_stream`: that waits until the host has *seen* a copy end, and a host
-    that runs ahead of the device sees none before the forward is over, so that nothing would be
-    free again. So what leaves is held here until its stream has waited for its own copy: what comes
-    back may have been asked for before it left. What comes back lies in the memory of the stream
-    that asked; only where another one reads it is that recorded.
+    Memory is given away in the order of the stream that work was on when a payload left (`Leaving`)
+    or was asked for. What leaves waits for its own copy: what comes back may have been asked for
+    before it left. What comes back lies in the memory of the stream that asked; only where another
+    one reads it is that recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: deque[tuple[Any, Any, list[Tensor]]] = deque()
+        self._leaving = Leaving()
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stream = torch.cuda.current_stream(self.device)
-        while len(self._leaving) >= _AT_ONCE:  # else a forward outruns the bus
-            self._release()
+        self._leaving.make_room()
         self._out.wait_stream(stream)
         with torch.cuda.stream(self._out):
             copies = {name: _pinned(x) for name, x in tensors.items()}
             for name, x in tensors.items():
                 copies[name].copy_(x, non_blocking=True)
-        self._leaving.append((stream, self._out.record_event(), [*tensors.values()]))
+        self._leaving.add(stream, self._out.record_event(), [*tensors.values()])
         return copies
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
@@ -80,13 +73,7 @@ class _Streams:
         if stream != asked:  # a backward runs each op on the stream of its forward
             for x in tensors.values():
                 x.record_stream(stream)
-        while self._leaving:  # mostly at no cost: what comes back has waited for what left before
-            self._release()
-
-    def _release(self) -> None:
-        """Give away the memory of what has been leaving for longest."""
-        stream, left, _ = self._leaving.popleft()
-        stream.wait_event(left)
+        self._leaving.clear()  # mostly at no cost: what comes back has waited for what left before
 
 
 def _pinned(x: Tensor) -> Tensor:
@@ -114,7 +101,7 @@ class _Simulated:
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         leaving = simulation.leaving
-        del leaving[: max(0, len(leaving) + 1 - _AT_ONCE)]
+        del leaving[: max(0, len(leaving) + 1 - AT_ONCE)]
         leaving.append([*tensors.values()])
         with host_work():
             return {name: torch.empty_like(x) for name, x in tensors.items()}

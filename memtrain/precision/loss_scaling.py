@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from memtrain.kernels.floats.formats import FloatFormat
+from memtrain.kernels.step.uploads import read
 from memtrain.precision.state import PrecisionState
 
 SCALER_DEPTH = 12  # of calls between a GradScaler's step and an optimizer's
@@ -183,11 +184,9 @@ class LossScaler:
         finite, halved = self._finite, self._halved
         self._clear()
         self.state.halved += sum(map(int, halved))
-        overflows: dict[str, float] = {}
-        for device in {count.device for count, _ in counts.values()}:  # one wait for each
-            own = {name: count for name, (count, _) in counts.items() if count.device == device}
-            overflows.update(zip(own, torch.stack([*own.values()]).tolist(), strict=True))
-        shares = {name: (overflows[name], numel) for name, (_, numel) in counts.items()}
+        overflows = read([one for one, _ in counts.values()])
+        pairs = zip(counts.items(), overflows, strict=True)
+        shares = {name: (count, numel) for (name, (_, numel)), count in pairs}
         overflow = any(bool(one) for one, _ in found_inf.values())
         bad_loss = not all(bool(one) for one in finite)
         if self.group is not None:

@@ -279,4 +279,4 @@ decompress_on_host_op = register(
     f"decompress_saved_on_host{_DECOMPRESS}", _decompress, _decompress_fake, tags=_HOST
 )
 DECOMPRESS = (decompress_op.default, decompress_on_host_op.default)
-"""What a graph's nodes that decompress call."""
+"""The ops that decompress, in a graph."""

@@ -135,7 +135,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What the memory-efficient kernel is given of a mask, made anew for each call.
+    """The bias that the memory-efficient kernel is given of a mask, made anew for each call.
 
     cuDNN's, which Hopper may prefer for halves, is given the same without the padding.
 

@@ -1,4 +1,7 @@
-"""Numbers that the host makes, and how they reach a device without a wait."""
+"""Numbers between the host and devices: sent without a wait, read with one for each device."""
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,3 +71,16 @@ def _leaving(numbers: Tensor, device: torch.device) -> Tensor:
     """A copy that nobody writes, where a device can read it on its own."""
     pinned = device.type == "cuda" and not isinstance(numbers, FakeTensor)
     return numbers.pin_memory() if pinned else numbers
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """Numbers of devices, in order: one wait for each device and dtype."""
+    found: list[float] = [0.0] * len(numbers)
+    alike: dict[object, list[int]] = defaultdict(list)
+    for k, number in enumerate(numbers):
+        alike[number.device, number.dtype].append(k)
+    for places in alike.values():
+        values = torch.stack([numbers[k] for k in places]).tolist()
+        for k, value in zip(places, values, strict=True):
+            found[k] = value
+    return found

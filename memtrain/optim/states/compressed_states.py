@@ -159,15 +159,14 @@ class CompressedStates(Optimizer):
             if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
             loaded = in_groups.without(loaded)
-            if len(loaded["param_groups"]) == len(groups):
-                for group in loaded["param_groups"]:
-                    self.check({**self.defaults, **group})
-                loaded = self._as_live(loaded)
-                self._check_payloads(loaded)
-                seen.update(loaded)
-                return self._without_payloads(loaded)
+            if len(loaded["param_groups"]) != len(groups):
+                return loaded  # which torch refuses
+            for group in loaded["param_groups"]:
+                self.check({**self.defaults, **group})
+            loaded = self._as_live(loaded)
+            self._check_payloads(loaded)
             seen.update(loaded)
-            return loaded
+            return self._without_payloads(loaded)
 
         def finish(_: Optimizer) -> None:
             self._share_groups(groups)

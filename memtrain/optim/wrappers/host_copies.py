@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-AT_ONCE = 2
-"""Gradients whose way to the host may be unfinished when another one starts."""
+from memtrain.kernels.leaving import AT_ONCE, Leaving
 
 
 class HostCopies(Protocol):
@@ -42,9 +41,8 @@ class HostCopies(Protocol):
 class CudaCopies:
     """CUDA: pinned host memory, and a side stream each way.
 
-    What leaves is held until the stream that it was made on has waited for its copy, and not given
-    to `record_stream`, as in `compressors.host`: so a backward has at most `AT_ONCE` gradients more
-    than it would, however far the host runs ahead.
+    What leaves is held as `Leaving` says: so a backward has at most `AT_ONCE` gradients more than
+    it would, however far the host runs ahead.
     """
 
     beside = True
@@ -52,7 +50,7 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: deque[tuple[Any, Any, Tensor]] = deque()
+        self._leaving = Leaving()
 
     def host_memory(self, like: Tensor) -> Tensor:
         """As `HostCopies.host_memory`: pinned."""
@@ -61,15 +59,14 @@ class CudaCopies:
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """As `HostCopies.to_host`."""
         stream = torch.cuda.current_stream(self.device)
-        while len(self._leaving) >= AT_ONCE:  # else a backward outruns the bus
-            self._release()
+        self._leaving.make_room()
         copy = self.host_memory(x)
         self._down.wait_stream(stream)
         with torch.cuda.stream(self._down):
             copy.copy_(x, non_blocking=True)
             made = torch.cuda.Event(blocking=True)  # a host that spins would take the steps' core
             made.record(self._down)
-        self._leaving.append((stream, made, x))
+        self._leaving.add(stream, made, x)
         return copy, made
 
     def wait(self, started: Any) -> None:
@@ -84,13 +81,7 @@ class CudaCopies:
     def join(self) -> None:
         """As `HostCopies.join`."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
-        while self._leaving:
-            self._release()
-
-    def _release(self) -> None:
-        """Give away the memory of what has been leaving for longest."""
-        stream, made, _ = self._leaving.popleft()
-        stream.wait_event(made)
+        self._leaving.clear()
 
 
 class PlainCopies:

@@ -1,7 +1,6 @@
 """Norms of gradients that the host reads when a step ends, where it would have to wait for each."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,19 +26,6 @@ class LateNorm(NamedTuple):
 def is_late(norm: Tensor) -> bool:
     """Whether the host would wait for a norm, so that all are read at once when the step ends."""
     return is_for_cuda(norm)
-
-
-def read(norms: Sequence[Tensor]) -> list[float]:
-    """Numbers of devices, in order: one wait for each device and dtype."""
-    found: list[float] = [0.0] * len(norms)
-    alike: dict[object, list[int]] = defaultdict(list)
-    for k, norm in enumerate(norms):
-        alike[norm.device, norm.dtype].append(k)
-    for places in alike.values():
-        values = torch.stack([norms[k] for k in places]).tolist()
-        for k, value in zip(places, values, strict=True):
-            found[k] = value
-    return found
 
 
 def count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor | float | None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import GRADIENT_SUM, Compressor
 from memtrain.compressors.registry import check_seat
 from memtrain.kernels.random.generators import random_state, set_random_state
-from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step import cuda_graph, uploads
 from memtrain.kernels.step.row_pieces import Make, RowPieces
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
@@ -451,7 +451,7 @@ class ReleaseGradients(OptimizerWrapper):
     def _settle(self) -> None:
         """Read the norms that devices have still, in one wait for each; count what was skipped."""
         late, self._late = self._late, []
-        values = late_norms.read([one.norm for one in late])
+        values = uploads.read([one.norm for one in late])
         for one, value in zip(late, values, strict=True):
             self._count(one, value)
 
