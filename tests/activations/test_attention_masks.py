@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import handle_torch_function
 
 from memtrain import plan_of, wrap
+from memtrain.activations.saved import fit
 
 BATCH, TOKENS, HEADS, WIDTH = 4, 32, 4, 16
 MASKED = {"inf": float("-inf"), "lowest": torch.finfo(torch.float32).min}
@@ -163,7 +164,8 @@ class Cuda:
         scores = q @ k.mT / math.sqrt(q.shape[-1]) + (0 if bias is None else bias)
         p = (scores - sums[..., : q.shape[2], None]).exp()
         ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-        return ds @ k, ds.mT @ q, p.mT @ grad, None
+        learned = ds * math.sqrt(q.shape[-1]) if others[3][3] else None
+        return ds @ k, ds.mT @ q, p.mT @ grad, learned
 
 
 @pytest.fixture
@@ -183,7 +185,7 @@ def trained(model, x, preset=None):
         model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), preset)
     model(x).square().sum().backward()
     entries = [] if preset is None else plan_of(model).entries("activation")
-    grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
     return grads, [entry for entry in entries if "dot_product_attention" in entry.site]
 
 
@@ -237,6 +239,59 @@ def test_cudnns_backward_is_given_its_bias(cuda, kind, short):
     cuda.cudnn, model = True, Padding(kind, rows=True)
     model.short = short
     compare(cuda, model, torch.randn(BATCH, 36, 64), kind)
+
+
+class Learned(nn.Module):
+    """Adds a bias that is learned to the scores that are not hidden."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.bias = Attention(), nn.Parameter(torch.randn(HEADS, TOKENS, TOKENS))
+
+    def forward(self, x):
+        later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+        return self.attention(x, self.bias.masked_fill(later, -math.inf)[None])
+
+
+def test_a_learned_bias_of_inf_is_kept(cuda, monkeypatch):
+    monkeypatch.setattr(fit, "is_for_cuda", lambda x: True)
+    compare(cuda, Learned(), torch.randn(BATCH, TOKENS, 64), "learned")
+
+
+class Frozen(nn.Module):
+    """Of a query, a key and a value not all have a gradient: so is the first layer under LoRA."""
+
+    def __init__(self, trained, tokens):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkv"})
+        for name in "qkv":
+            self.parts[name].requires_grad_(name in trained)
+        self.hidden = torch.ones(BATCH, HEADS, tokens, tokens, dtype=torch.bool).tril()
+
+    def forward(self, x):
+        q, k, v = (
+            part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.parts.values()
+        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.hidden & True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "tokens", "told"),
+    [
+        ("qv", TOKENS, True),
+        ("kv", TOKENS, True),
+        ("v", TOKENS, False),  # probabilities that are written out would look the same
+        ("qv", WIDTH, False),  # a key would, too
+    ],
+)
+def test_a_mask_takes_one_bit_where_it_can_be_told_from_what_has_no_gradient(parts, tokens, told):
+    model, x = Frozen(parts, tokens), torch.randn(BATCH, tokens, 64)
+    plain, _ = trained(model, x)
+    grads, entries = trained(model, x, "activations_only")
+    assert (grads - plain).norm() < 0.2 * plain.norm()  # as above
+    (entry,) = [entry for entry in entries if entry.site.endswith(" / input3")]
+    assert ("Mask()" in entry.compressor) == told
+    assert (fit.ATTENTION_MASK in entry.reason) != told
 
 
 def compare(cuda, model, x, kind):

@@ -25,6 +25,7 @@ ATTENTIONS = (ATTENTION, UNSCALED_ATTENTION, WIDE_ATTENTION)
 ATTENTION_MASK = "an attention mask: what it leaves out has a number that fits in no group"
 LOGSUMEXP = "a statistic: attention's log-sum-exp, of which its backward takes exp()"
 _MASK_PLACE = 3  # among the op's tensors
+_HEAD_ALIGNMENT = 8  # of the heads that CUDA's kernels are given, in elements
 
 RESERVE = "the library's own reserve, opaque bytes: activations.recompute of its module spares it"
 """Why a fused recurrent layer's workspace is kept (oneDNN's, cuDNN's)."""
@@ -73,19 +74,33 @@ def _attention_mask(
     cuDNN -65504. For CUDA's memory-efficient kernel it pads its rows and expands it to all scores.
     """
     x, place = save.tensor, op.place(save.storage)
-    if len(op.inputs) <= _MASK_PLACE or 0 <= place < _MASK_PLACE or requires_grad:
-        return chosen, copy  # a bias that is learned, too
+    if len(op.inputs) <= _MASK_PLACE or 0 <= place < _MASK_PLACE:
+        return chosen, copy
     query, key, value, mask = op.inputs[: _MASK_PLACE + 1]
     if place < 0 and x.shape not in (mask.shape, (*query.shape[:-1], key.shape[-2])):
         return chosen, copy
-    if op.dropout and not is_for_cuda(x):
+    if requires_grad != mask.requires_grad:
+        return chosen, copy
+    if not is_for_cuda(x) and (op.dropout or mask.requires_grad):
         return chosen, copy  # the CPU writes it out, and saves no bias, but what dropout drew
-    # Without a gradient, what is saved may come of a query, a key or a value that has none.
-    if mask.dtype != torch.bool or not all(x.requires_grad for x in (query, key, value)):
+    if mask.dtype != torch.bool or not _is_told_apart(x, query, key, value):
         return Keep(ATTENTION_MASK), copy
     numel = x.untyped_storage().nbytes() // x.itemsize
     low = _stored(x).amin()  # 0 where nothing is hidden
     return Mask(), Copy.of(mask, partial(_bias_of, low, x.shape, x.stride(), numel))
+
+
+def _is_told_apart(x: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `x`, which has no gradient, can be nothing else of an attention than its bias.
+
+    A query, key or value that has none is saved, too, with heads that are padded to a multiple of
+    8; and where scores have none, so are their probabilities, if torch writes the function out.
+    """
+    return (query.requires_grad or key.requires_grad) and not any(
+        x.shape[:-1] == other.shape[:-1] and 0 <= x.shape[-1] - other.shape[-1] < _HEAD_ALIGNMENT
+        for other in (query, key, value)
+        if not other.requires_grad
+    )
 
 
 def _stored(x: Tensor) -> Tensor:
