@@ -18,7 +18,7 @@ from memtrain.activations.saved.flatten import (
     restore,
 )
 from memtrain.activations.saved.handles import Compressed, Shared
-from memtrain.activations.saved.origin import storage_id
+from memtrain.activations.saved.origin import leads_to, node_number, storage_id
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Key, Packed
 
@@ -41,6 +41,7 @@ class Save(NamedTuple):
     site: Site
     witness: Tensor  # no elements and no memory of the tensor, but its version counter
     form: tuple[object, ...] | None = None  # equal for saves that are chosen for alike
+    node: object = None  # of the graph, that gave the tensor
 
 
 class Copy(NamedTuple):
@@ -73,8 +74,9 @@ class _Memory:
     def __init__(self, storage: StorageWeakRef) -> None:
         self.storage = storage
         self.payloads: list[_Payload] = []  # of one version, the latest last
-        self.output: tuple[int, Source | None, str] = _NO_OUTPUT
-        self.copy: tuple[int, Copy | None] = _NO_COPY
+        # Of a version, with the number of the graph's node that made it.
+        self.output: tuple[int, Source | None, str, int | None] = _NO_OUTPUT
+        self.copy: tuple[int, Copy | None, int | None] = _NO_COPY
 
     def payload(self, form: object, version: int) -> Shared | None:
         """The payload of these elements as they are at this version, if it is there still.
@@ -102,8 +104,8 @@ class _Memory:
         held.append((form, version, weakref.ref(shared)))
 
 
-_NO_OUTPUT: tuple[int, None, str] = (-1, None, "")
-_NO_COPY: tuple[int, None] = (-1, None)
+_NO_OUTPUT: tuple[int, None, str, None] = (-1, None, "", None)
+_NO_COPY: tuple[int, None, None] = (-1, None, None)
 
 
 class PayloadCache:
@@ -154,11 +156,12 @@ class PayloadCache:
         place = (save.storage, save.key, x.dtype)
         memory = self._known.get(place)
         if memory is not None:
-            then, source, op = memory.output
-            if derive and then == version and source is not None:
+            then, source, op, number = memory.output
+            if derive and then == version and source is not None and leads_to(save.node, number):
                 return derived(save, source), 0, f"computed again from what {op} keeps", op
-            if copy is None and memory.copy[0] == version:
-                copy = memory.copy[1]
+            then, known, number = memory.copy
+            if copy is None and then == version and leads_to(save.node, number):
+                copy = known
         if copy is not None and not shaped and self._serves(copy, save, compressor, derive=derive):
             return self._share_source(save, copy, compressor, key, derive=derive)
         form = (compressor, x.shape, x.stride(), x.storage_offset()) if shaped else compressor
@@ -188,12 +191,13 @@ class PayloadCache:
         return Compressed(shared, content, witness, witness._version), planned, "", ""
 
     def share_again(
-        self, x: Tensor, storage: int, settled: Settled, key: Callable[[Site], Key]
+        self, x: Tensor, given: Tensor, storage: int, settled: Settled, key: Callable[[Site], Key]
     ) -> Compressed | None:
         """As `share`, of a save for which its compression is bound; None: `share` knows more.
 
         Args:
             x: The tensor, detached, which is to be the witness.
+            given: The tensor as autograd hands it over.
             storage: Its storage's id.
             settled: What was chosen for it.
             key: Gives the random bits of a new payload.
@@ -202,8 +206,8 @@ class PayloadCache:
         version, place = x._version, (storage, own, x.dtype)
         memory, shared = self._known.get(place), None
         if memory is not None:
-            then, source, _ = memory.output
-            if then == version and source is not None:
+            then, source, _, number = memory.output
+            if then == version and source is not None and leads_to(given.grad_fn, number):
                 return Compressed(None, partial(_seen_as, source, layout), x, version)
             if memory.copy[0] == version:
                 return None
@@ -248,9 +252,10 @@ class PayloadCache:
         derive: bool,
     ) -> tuple[Compressed | None, int, str, str]:
         """As `share`, by the payload of the copy's source."""
-        x = copy.find()
-        x = copy.witness if x is None else x.detach()
-        source = Save(x, copy.storage, copy.layout, copy.key, save.site, copy.witness)
+        given = copy.find()
+        x, node = (copy.witness, None) if given is None else (given.detach(), given.grad_fn)
+        own = copy.storage, copy.layout, copy.key
+        source = Save(x, *own, save.site, copy.witness, node=node)
         handle, planned, note, op = self.share(source, compressor, key, derive=derive)
         if handle is not None:
             content = partial(_copied, copy.again, handle.content, save.layout)
@@ -265,8 +270,8 @@ class PayloadCache:
         shared = memory.latest(x._version)
         if shared is not None:
             return shared.tensor
-        then, source, _ = memory.output
-        return source if then == x._version else None
+        then, source, _, number = memory.output
+        return source if then == x._version and leads_to(x.grad_fn, number) else None
 
     def derive(self, y: Tensor, storage: int, key: Memory | None, source: Source, op: str) -> None:
         """Let saves of an op's output hold `source` in place of a payload of their own.
@@ -278,11 +283,12 @@ class PayloadCache:
             source: Computes it again, in the same memory order, from payloads that are kept.
             op: The op's name, for the records.
         """
-        self._memory(y, storage, key).output = (y._version, source, op)
+        self._memory(y, storage, key).output = y._version, source, op, node_number(y)
 
     def copied(self, y: Tensor, copy: Copy) -> None:
         """Let saves of `y`, just made, hold what its source comes from."""
-        self._memory(y, storage_id(y), memory_of(y)[1]).copy = (y._version, copy)
+        memory = self._memory(y, storage_id(y), memory_of(y)[1])
+        memory.copy = y._version, copy, node_number(y)
 
     def derive_weight(self, x: Tensor, source: Source) -> None:
         """Let saves of `x`, a rounded weight, hold the rounding of its parameter."""

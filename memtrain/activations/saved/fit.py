@@ -83,7 +83,8 @@ def _attention_mask(
         return chosen, copy
     if not is_for_cuda(x) and (op.dropout or mask.requires_grad):
         return chosen, copy  # the CPU writes it out, and saves no bias, but what dropout drew
-    if mask.dtype != torch.bool or not _is_told_apart(x, query, key, value):
+    told = not mask.is_inference() and _is_told_apart(x, query, key, value)
+    if mask.dtype != torch.bool or not told:
         return Keep(ATTENTION_MASK), copy
     numel = x.untyped_storage().nbytes() // x.itemsize
     low = _stored(x).amin()  # 0 where nothing is hidden

@@ -31,6 +31,15 @@ _STAND_INS = (
     "SelectBackward",
     "WeightNormInterfaceBackward",
 )
+_VIEWS = tuple(
+    f"{name}Backward"
+    for name in (
+        *("Alias", "AsStrided", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select", "Slice"),
+        *("Split", "SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "Unfold", "UnsafeView"),
+        *("Unsqueeze", "View"),
+        *("BackwardHookFunction", "RegisterPostBackwardFunction"),  # a module's hooks, FSDP2's
+    )
+)
 _STEPS = 6
 _STRIDED = torch.strided
 # Who calls to save the inputs, so many frames above at the most.
@@ -55,7 +64,7 @@ def foreign(x: Tensor) -> str:
 
 
 def is_parameter(x: Tensor) -> bool:
-    """Whether `x` is a trainable leaf, a view of one, or made of such by casts and views alone.
+    """Whether `x` is a parameter, its view, or made of trainable ones by casts and views alone.
 
     So weights are known that the model does not list: FSDP's unsharded ones, autocast's copies
     (those of cuDNN's recurrent layers too), explicit casts, weight norm's products.
@@ -69,8 +78,8 @@ def is_parameter(x: Tensor) -> bool:
         (True, False)
     """
     base = x if x._base is None else x._base
-    if base.is_leaf:
-        return base.requires_grad
+    if base.is_leaf:  # frozen ones, too: FSDP's, or of a network that the model does not own
+        return base.requires_grad or isinstance(base, nn.Parameter)
     nodes = [(x.grad_fn, _STEPS)]
     while nodes:
         node, steps = nodes.pop()
@@ -100,7 +109,7 @@ def cast_source(x: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
 
     Returns:
         A parameter, or one of `inputs`, with the elements of `x` (where `x` is a view: of its
-        base) in the same shape and memory order.
+        base) in the same shape and memory order; None where the copy was written to since.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(4, 4))
@@ -108,12 +117,13 @@ def cast_source(x: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
         True
     """
     copy = x if x._base is None else x._base
-    if not x.is_floating_point() or x.is_neg():
+    if not x.is_floating_point() or x.is_neg() or copy._version:
         return None
     if copy.grad_fn is None:
-        # Autocast's copy of a frozen weight: were it an activation, no gradient would need it.
-        found = [one for one in inputs if _is_frozen(one) and _is_cast(copy, one)]
-        return found[0] if len(found) == 1 else None
+        # Autocast's copy of a frozen weight, if no other matrix that the op reads lacks a gradient.
+        found = [one for one in inputs if one.dim() > 1 and not one.requires_grad]
+        alone = len(found) == 1 and isinstance(found[0], nn.Parameter)
+        return found[0] if alone and _is_cast(copy, found[0]) else None
     if not type(copy.grad_fn).__name__.startswith("ToCopyBackward"):
         return None
     node, number = copy.grad_fn.next_functions[0]
@@ -124,10 +134,6 @@ def cast_source(x: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
     return found[0] if found and _is_cast(copy, found[0]) else None
 
 
-def _is_frozen(x: Tensor) -> bool:
-    return isinstance(x, nn.Parameter) and not x.requires_grad
-
-
 def _is_cast(copy: Tensor, x: Tensor) -> bool:
     return (
         copy.shape == x.shape
@@ -136,6 +142,40 @@ def _is_cast(copy: Tensor, x: Tensor) -> bool:
         and copy.dtype != x.dtype
         and copy.untyped_storage().nbytes() == copy.nbytes  # dense, and nothing besides
     )
+
+
+def node_number(y: Tensor) -> int | None:
+    """The number of the graph's node that made a tensor's memory; None where none did."""
+    node = (y if y._base is None else y._base).grad_fn
+    return None if node is None else node._sequence_nr()
+
+
+def leads_to(node: Any, number: int | None) -> bool:
+    """Whether views alone lie between a tensor's node and the one that made its memory.
+
+    Else a user's `autograd.Function` may have written to the memory in between, past the version
+    counter, as kernels do that are given an address: fused rotary embeddings, for one.
+
+    Args:
+        node: The tensor's `grad_fn`. Where it has none, no graph tells.
+        number: As of `node_number`.
+
+    Example:
+        >>> y = torch.ones(4, requires_grad=True) * 2
+        >>> number = node_number(y)
+        >>> leads_to(y.view(2, 2).grad_fn, number), leads_to((y + 1).grad_fn, number)
+        (True, False)
+    """
+    if node is None:
+        return True
+    nodes = [(node, _STEPS)]
+    while nodes:
+        node, steps = nodes.pop()
+        if node._sequence_nr() == number:
+            return True
+        if steps and type(node).__name__.startswith(_VIEWS):
+            nodes += [(above, steps - 1) for above, _ in node.next_functions if above is not None]
+    return False
 
 
 def refuse_replica(module: nn.Module) -> None:

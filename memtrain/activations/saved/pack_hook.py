@@ -152,7 +152,7 @@ class SavedTensors:
         # Parameters and buffers, and numbers of theirs. One that the forward replaces is held, else
         # it would leave its numbers to another tensor, which would be kept as it is.
         self._held: Sequence[Tensor] = ()
-        self._own: set[int] = set()
+        self._own: dict[int, int] = {}  # with their versions as the forward begins
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
 
@@ -189,7 +189,7 @@ class SavedTensors:
         self._first_call = first_call
         self._held, self._inputs = own, inputs
         self._parameters = {storage_id(x) for x in own}
-        self._own = {id(x) for x in own if type(x) in PLAIN}
+        self._own = {id(x): 0 if x.is_inference() else x._version for x in own if type(x) in PLAIN}
         self._recorded = [] if record else None
         told = self.watch is not None or self.exact is not None or self.defers
         by = None if record or told else self.choose
@@ -293,11 +293,11 @@ class SavedTensors:
         site, layout, key, chosen, nothing, bound = settled
         saved = x.detach()
         if bound is not None and nothing is not None and self._ordinary:
-            handle = self.cache.share_again(saved, storage, settled, self.key)
+            handle = self.cache.share_again(saved, x, storage, settled, self.key)
             if handle is not None:
                 saved.data = nothing  # from now on the witness
                 return handle
-        save = Save(saved, storage, layout, key, site, saved)
+        save = Save(saved, storage, layout, key, site, saved, node=x.grad_fn)
         if nothing is None or isinstance(chosen, Keep):
             if x.numel() < self.min_elements:  # perhaps a small view of a large storage
                 return self._keep(save._replace(witness=self._witness(x)), chosen)
@@ -323,18 +323,24 @@ class SavedTensors:
             or expected.look != look_of(x)
             or not _calls_from(expected, sys._getframe(2))
         ):
-            self.expectations.watch()
-            if self.surprised is not None:
-                self.surprised()
-            return self._pack(x, self.custom, storage)
+            return self._pack_surprise(x, storage)
         _, _, _, origin, settled = expected
-        if settled is None or storage in self._inputs or storage in self._kept:
+        if storage in self._inputs or storage in self._kept:
             return KeptTensor(x.detach(), x._version)
         base = x._base  # as in `made_by`
         maker = type((x if base is None else base).grad_fn)
-        if (origin is None or maker is not origin) and is_parameter(x):
+        if (settled is None or origin is None or maker is not origin) and is_parameter(x):
             return KeptTensor(x.detach(), x._version)
+        if settled is None:  # an input of the model then, or what another save kept
+            return self._pack_surprise(x, storage)
         return self._pack_as(x, storage, settled)
+
+    def _pack_surprise(self, x: Tensor, storage: int) -> Saved:
+        """As `pack`, of a save that is not the expected one."""
+        self.expectations.watch()
+        if self.surprised is not None:
+            self.surprised()
+        return self._pack(x, self.custom, storage)
 
     def _form(self, x: Tensor, op: Op, storage: int) -> tuple[Any, ...]:
         """Equal for saves for which all choices are the same, but those that ask who else saved."""
@@ -365,7 +371,9 @@ class SavedTensors:
             return self._note(kept, Site(op.module, op.name, "saved"), x, note)
         source = cast_source(x, op.inputs) if x.dtype in HALVES and not op.replaced else None
         if source is not None and source.is_leaf:
-            return self._cast_again(x, source, op)
+            if self._own.get(id(source), source._version) == source._version:
+                return self._cast_again(x, source, op)
+            source = None  # it may have changed since it was cast
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return KeptTensor(x.detach(), x._version)
         saved = x.detach()
@@ -381,7 +389,7 @@ class SavedTensors:
                 save = Save(saved, storage, *memory_of(saved), site, saved)
                 self._record(kept, save, saved.nbytes, "payload")
             return kept
-        save = Save(saved, storage, *memory_of(saved), site, self._witness(x), form)
+        save = Save(saved, storage, *memory_of(saved), site, self._witness(x), form, x.grad_fn)
         copy = source if source is None else _cast_of(source, saved)
         known = x.requires_grad if requires_grad is None else requires_grad
         return self._compress(save, op, copy, requires_grad=known)
@@ -410,7 +418,7 @@ class SavedTensors:
 
     def derive(self, y: Tensor, source: Source, op: str) -> None:
         """Let saves of an op's output `y` hold `source`, unless they are kept anyway."""
-        storage = -1 if foreign(y) else storage_id(y)
+        storage = storage_id(y) if type(y) in PLAIN else -1
         if storage < 0 or storage in self._parameters or storage in self._inputs:
             return
         key = memory_of(y)[1]
@@ -425,7 +433,8 @@ class SavedTensors:
             x: Its source, referred to weakly.
             again: Makes the copy.
         """
-        if not foreign(y) and storage_id(y) not in self._parameters:
+        # A tensor of torch.inference_mode() has no version that would tell of changes.
+        if not foreign(y) and not x.is_inference() and storage_id(y) not in self._parameters:
             self.cache.copied(y, Copy.of(x, again))
 
     def _cast_again(self, x: Tensor, leaf: Tensor, op: Op) -> Compressed:

@@ -219,3 +219,90 @@ def test_no_storage_takes_the_number_of_a_copy_s_source():
     del x
     others = [torch.ones(BATCH) for _ in range(100)]
     assert copy.storage not in map(storage_id, others)
+
+
+class Cast(nn.Module):
+    """Casts its weight itself; then the copy, or the weight, is written to."""
+
+    def __init__(self, changed):
+        super().__init__()
+        self.weight, self.changed = nn.Parameter(torch.randn(WIDTH, WIDTH)), changed
+
+    def forward(self, x):
+        copy = self.weight.to(torch.bfloat16)
+        with torch.no_grad():
+            if self.changed == "copy":
+                copy[copy.abs() < 0.5] = 0
+            elif self.changed == "weight":
+                self.weight.mul_(2)
+        return x @ copy
+
+
+@pytest.mark.parametrize("changed", ["copy", "weight", ""])
+def test_a_copy_that_differs_from_its_weight_is_kept(changed):
+    x, grads = torch.randn(BATCH, WIDTH, dtype=torch.bfloat16), []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model, records = Cast(changed), []
+        if wrapped:
+            intercept(model, Identity(), records)
+        given = x.clone().requires_grad_()
+        model(given).square().sum().backward()
+        grads.append(given.grad)
+    assert torch.equal(*grads)
+    assert any("cast again" in record.reason for record in records) == (not changed)
+
+
+class Memory(nn.Module):
+    """Reads frozen keys of float32 and values, without a gradient, of the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(1, 4, 32, 16), requires_grad=False)
+        self.query = nn.Linear(16, 16)
+
+    def forward(self, x, values):
+        query = self.query(x)
+        return nn.functional.scaled_dot_product_attention(query, self.keys, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_frozen_weight_is_not_taken_for_another_tensor_s_source(dtype):
+    torch.manual_seed(0)
+    model, (x, values) = Memory(), torch.randn(2, 1, 4, 32, 16)
+    grads = []
+    for wrapped in (False, True):
+        if wrapped:
+            intercept(model, Identity())
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x, values.to(dtype)).float().square().sum().backward()
+        grads.append(model.query.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_frozen_weights_that_the_model_does_not_own_are_kept():
+    torch.manual_seed(0)
+    teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    model, records = Fn(lambda own, h: teacher(h.float())), []
+    intercept(model, Group(bits=4), records)
+    model(torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)).backward()
+    assert not any(record.compressor for record in records)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h, c: h + c.float(),
+        lambda h, c: h.float() + c.t().contiguous().t(),
+        lambda h, c: h * 2 + c.double().float(),
+    ],
+)
+def test_a_copy_of_a_tensor_of_inference_mode_is_one_of_no_one(use):
+    with torch.inference_mode():
+        frozen = torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model, x = Fn(lambda own, h: use(h, frozen) @ own.high), frozen.clone()
+    model(x).backward()
+    intercept(model, Group(bits=4))
+    model(x).backward()

@@ -15,6 +15,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved import expected
 from memtrain.activations.saved.op_names import calls
 from memtrain.activations.saved.origin import storage_id
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group
 
 
@@ -137,6 +138,26 @@ def test_an_unexpected_save_is_kept_and_its_module_watched_from_then_on():
     for one, other in zip(ours, model.parameters(), strict=True):
         torch.testing.assert_close(one, other.grad, rtol=0, atol=0)
     assert "" in interception.saved.expectations._watched
+
+
+class Noisy(nn.Module):
+    """Reads its input, or what noise is added to, which no one else holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x, noise):
+        return self.inner(x + noise if noise else x)
+
+
+def test_what_was_an_input_once_is_compressed_when_it_is_none():
+    model, x = Noisy(), torch.randn(128, 64)
+    attached(model)
+    # The same form of call, by all that is asked of it; at first what is unexpected is kept.
+    for noise in (0.0, 0.0, 0.0, 0.1, 0.1):
+        held, _ = saved_nbytes(lambda noise=noise: model(x, noise), exclude=[x])
+    assert held < x.nbytes / 4
 
 
 def test_an_exception_leaves_no_expectations():
