@@ -30,11 +30,12 @@ from memtrain.activations.intercept.graph_sites import (
     stripped,
 )
 from memtrain.activations.saved import payload_ops
-from memtrain.activations.saved.fit import FLOATS, INTEGERS
+from memtrain.activations.saved.fit import EXPONENTIALS, FLOATS, INTEGERS
 from memtrain.activations.saved.flatten import flatten
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
+from memtrain.compressors.log_group import of_logarithms
 
 NO_FAKE = "its compressor has no form on tensors without data, which graphs are traced with"
 """Begins the reason where a compressor of the user's own cannot be traced."""
@@ -242,7 +243,10 @@ class GraphSaves:
         jumps = any(use.jumps for use in uses)
         limit = sites.limit(node)
         options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]
-        return max(options, key=lambda option: _strictness(option[1], x))
+        place, chosen = max(options, key=lambda option: _strictness(option[1], x))
+        if not isinstance(chosen, Keep) and any(one.op in EXPONENTIALS for one in places):
+            chosen = of_logarithms(chosen)
+        return place, chosen
 
     # -- what the plan is told --------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from memtrain.activations.ops.autograd import (
 )
 from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
 from memtrain.compressors import Compressor, Key
+from memtrain.compressors.log_group import cut_
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.kernels.group import softmax_gradient
 
@@ -130,6 +131,7 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     else:
         saved = torch.log_softmax(x.float() if wide else x, ctx.dim)
         loss = _loss(saved, target, weight, options, ctx.dim)
+        cut_(saved, compressor)
         payloads = [compress(saved, compressor, key)]
     save_payloads(ctx, payloads, compressor, classes, weight)
     return loss
@@ -214,6 +216,7 @@ def _by_pieces(
             continue
         saved = torch.log_softmax(logits.float() if wide else logits, 1)
         losses.append(functional.nll_loss(saved, classes, ignore_index=ignored, reduction="none"))
+        cut_(saved, compressor)
         # Random bits of its own, as each process has for its part of a tensor.
         payloads.append(compress(saved, compressor, key._replace(rank=key.rank + len(payloads))))
         del saved  # before the next is made

@@ -8,12 +8,17 @@ from torch import Tensor
 from memtrain.activations.saved.cache import Copy, Save
 from memtrain.activations.saved.site import Op
 from memtrain.compressors import Compressor, Integers, Keep, Mask
+from memtrain.compressors.log_group import of_logarithms
 from memtrain.kernels.dispatch import is_for_cuda
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """They save a tensor for each step of a sequence that they read whole."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
+EXPONENTIALS = ("cross_entropy", "log_softmax", "logsumexp")
+"""Their backward takes exp() of what they save, which turns noise into bias."""
+NLL_LOSS = "nll_loss"
+"""It saves a log-softmax, too: the same payload serves."""
 ATTENTION = "scaled_dot_product_attention"
 UNSCALED_ATTENTION = "dot_product_attention"
 """The same function with a scale of 1 or more, of which rules may think otherwise: it saturates."""
@@ -126,6 +131,8 @@ def fit(
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor for this dtype and op, and what the save is a copy of."""
     plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
+    if plain and op.name in (*EXPONENTIALS, NLL_LOSS):
+        return of_logarithms(chosen), copy
     if chosen.is_identity or (plain and op.name not in ATTENTIONS):
         return chosen, copy
     if plain:

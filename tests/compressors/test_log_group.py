@@ -1,0 +1,64 @@
+"""Logarithms of which only exp() is asked: what lies far below its group's largest is cut off."""
+
+import math
+
+import pytest
+import torch
+
+from memtrain.compressors import Group, Host, Identity, Key
+from memtrain.compressors.log_group import SPAN, LogGroup, cut_, of_logarithms
+
+
+def around(x, group_size=8, bits=8):
+    code = LogGroup(bits=bits, group_size=group_size, rounding="nearest", bounds="fp32")
+    return code.decompress(code.compress(x, key=Key()))
+
+
+def test_a_range_ends_below_its_largest():
+    # by hand: from -20 to 0 in 255 steps of 4 / 51; -1 is 242.25 steps up, -2 is 229.5
+    x = torch.tensor([0.0, -1.0, -2.0, -1e9, -math.inf, -25.0, -20.0, -19.0])
+    codes = [255, 242, 230, 0, 0, 0, 0, 13]  # -2 lies half way, which is rounded up
+    expected = torch.tensor([-20 + code * 20 / 255 for code in codes])
+    torch.testing.assert_close(around(x), expected)
+
+
+def test_each_group_has_its_own_end_and_the_last_may_be_short():
+    x = torch.cat([torch.full((8,), 100.0), torch.full((8,), -100.0), torch.full((3,), 7.0)])
+    x[1], x[9], x[17] = -1e4, -math.inf, -1e4
+    expected = x.clone()
+    expected[1], expected[9], expected[17] = 100 - SPAN, -100 - SPAN, 7 - SPAN
+    torch.testing.assert_close(around(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bounds", ["bf16", "fp32"])
+def test_a_group_of_nothing_but_inf_stays_finite_and_its_exp_is_zero(dtype, bounds):
+    code = LogGroup(bits=8, group_size=8, bounds=bounds)
+    x = torch.full((16,), -math.inf, dtype=dtype)
+    values = code.decompress(code.compress(x, key=Key()))
+    assert values.isfinite().all()
+    assert not values.exp().any()
+
+
+def test_what_lies_within_the_range_is_quantised_as_by_a_group():
+    torch.manual_seed(0)
+    x, key = torch.randn(5, 77).log_softmax(-1), Key(seed=3)
+    one, two = (kind(bits=8, group_size=64).compress(x, key=key) for kind in (Group, LogGroup))
+    for name, part in one.tensors.items():
+        assert torch.equal(part, two.tensors[name])
+    assert around(torch.empty(0)).shape == (0,)
+
+
+def test_a_group_is_replaced_and_other_compressors_are_not():
+    group = Group(bits=3, group_size=64, bounds="fp32", whole_rows=True)
+    found = of_logarithms(group)
+    assert type(found) is LogGroup
+    assert found.whole_rows
+    assert vars(found) == vars(group)
+    assert type(of_logarithms(Host(inner=group)).inner) is LogGroup
+    assert of_logarithms(Identity()) == Identity()
+    x = torch.tensor([-math.inf, 0.0])
+    cut_(x, Identity())
+    assert x.tolist() == [-math.inf, 0.0]
+    cut_(x, group)
+    assert x.tolist() == [-SPAN, 0.0]
