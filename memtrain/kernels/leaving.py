@@ -39,5 +39,8 @@ class Leaving:
             self._release()
 
     def _release(self) -> None:
-        stream, copied, _ = self._held.popleft()
+        try:
+            stream, copied, _ = self._held.popleft()
+        except IndexError:  # another thread, in its backward or step, has just given it away
+            return
         stream.wait_event(copied)

@@ -1,0 +1,42 @@
+"""What leaves a device is given away once, whichever of several threads comes first."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from memtrain.kernels.leaving import AT_ONCE, Leaving
+
+
+class Raced(deque):
+    """Another thread gives all away, between a look and what follows it."""
+
+    def __len__(self):
+        seen = super().__len__()
+        self.clear()
+        return seen
+
+
+def leaving():
+    waited = []
+    held, stream = Leaving(), SimpleNamespace(wait_event=waited.append)
+    for copied in range(AT_ONCE):
+        held.add(stream, copied, object())
+    return held, waited
+
+
+def test_a_stream_waits_for_each_copy_in_order():
+    held, waited = leaving()
+    held.make_room()
+    assert waited == [0]
+    held.clear()
+    held.clear()
+    assert waited == [*range(AT_ONCE)]
+
+
+@pytest.mark.parametrize("give", [Leaving.make_room, Leaving.clear])
+def test_what_another_thread_gives_away_meanwhile_is_passed_over(give):
+    held, waited = leaving()
+    held._held = Raced(held._held)
+    give(held)
+    assert waited == []
