@@ -174,6 +174,23 @@ def test_a_plain_checkpoint_loads_at_any_step(kind):
     assert torch.allclose(last, params[-1], rtol=16 * 2.0**-24, atol=16 * 2.0**-24)
 
 
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64], ids=str)
+def test_a_single_number_goes_on_whose_count_of_steps_has_its_shape(kind, dtype):
+    param, grads = nn.Parameter(torch.ones((), dtype=dtype)), [torch.ones((), dtype=dtype)]
+    optimizer = make(kind, [param])
+    for _ in range(2):
+        step(optimizer, grads)
+    twin = nn.Parameter(param.detach().clone())
+    loaded = make(kind, [twin])
+    loaded.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, loaded):
+        step(each, grads)
+    assert torch.equal(param, twin)
+    for name, state in optimizer.state[param].items():
+        assert loaded.state[twin][name].dtype == state.dtype
+
+
 def test_portable_of_a_general_wrapper():
     params, _ = trained(AdamW4bit, steps=0)
     optimizer = CompressedOptimizer(torch.optim.Adagrad(params, lr=0.1))

@@ -299,7 +299,7 @@ class CompressedStates(Optimizer):
                 if self.is_payload(param, name, value):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
                     self.state[param][name] = fresh
-                elif isinstance(value, Tensor) and value.shape == param.shape:
+                elif isinstance(value, Tensor) and name != "step" and value.shape == param.shape:
                     self.state[param][name] = self._load_plain(param, name, place(value, param))
                 elif isinstance(value, Tensor):  # a counter: torch would share it with the source
                     own = self.state[param][name]
