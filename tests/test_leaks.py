@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import memtrain
 from memtrain.audit.live_storages import LiveStorages
+from memtrain.optim import AdamW4bit, ReleaseGradients, SplitWeights, compress
+from memtrain.optim.states import layout
 
 
 class Experts(nn.Module):
@@ -106,3 +109,49 @@ def test_a_part_of_a_model_that_is_gone_trains_on(preset):
 
     found, expected = gradients(gone=True), gradients(gone=False)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def stochastic(params):
+    choose = layout.Choice(first="B128/DE+SR", min_elements=0)
+    return compress(torch.optim.SGD(params, lr=0.1, momentum=0.9), choose)
+
+
+def two(make):
+    params = [nn.Parameter(torch.randn(128, 64)) for _ in range(2)]
+    return params, make(params)
+
+
+def step(params, optimizer):
+    sum(param.float().sum() for param in params).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [AdamW4bit, lambda params: compress(torch.optim.Adagrad(params)), stochastic],
+    ids=["fused", "around another", "stochastic"],
+)
+def test_a_parameter_that_is_taken_out_of_its_group_is_freed(make):
+    params, optimizer = two(make)
+    step(params, optimizer)
+    gone = weakref.ref(params[1])
+    del params[1], optimizer.param_groups[0]["params"][1]
+    optimizer.state.popitem()
+    assert gone() is None
+    step(params, optimizer)
+    copies = [copy.deepcopy((params, optimizer)), pickle.loads(pickle.dumps((params, optimizer)))]
+    for each in (*copies, (params, optimizer)):
+        step(*each)
+    assert all(torch.equal(twin[0], params[0]) for twin, _ in copies)
+
+
+@pytest.mark.parametrize("around", [SplitWeights, ReleaseGradients])
+def test_steps_of_stochastic_states_keep_no_masters_and_no_gradients(around):
+    params, optimizer = two(lambda params: around(stochastic(params)))
+    with LiveStorages() as live:
+        seen = []
+        for _ in range(3):
+            step(params, optimizer)
+            seen.append(live.nbytes())
+    assert len(set(seen)) == 1, seen

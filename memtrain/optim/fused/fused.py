@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from memtrain.optim.states.compressed_states import (
     refuse_sparse,
 )
 from memtrain.optim.states.moment_stalls import Sample
+from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import (
     is_sharded,
     local,
@@ -324,12 +325,19 @@ class FusedStates(CompressedStates):
         """The compressors of a parameter's states and the kernels' codecs, decided once."""
         # What stands for a parameter lives for one step, and holds its gradient.
         param = getattr(param, "_stands_for", param)
-        kept = self.__dict__.setdefault("_codecs", {})
-        found = kept.get((param, names))
-        if found is None:
+        kept = self._codecs.get(param)
+        if kept is None:
+            kept = self._codecs[param] = {}
+        if names not in kept:
             compressors = [self.compressor(param, name)[0] for name in names]
-            found = kept[param, names] = (compressors, self.codecs(compressors))
-        return found
+            kept[names] = (compressors, self.codecs(compressors))
+        return kept[names]
+
+    @cached_property
+    def _codecs(
+        self,
+    ) -> PerParameter[dict[tuple[str, ...], tuple[list[Compressor], tuple[Codec, ...] | None]]]:
+        return PerParameter()
 
     def _step_whole(
         self,

@@ -1,7 +1,7 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, row
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.moment_stalls import MomentStalls, Sample, sample
+from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
 from memtrain.optim.states.stall import StallWatch
 
@@ -42,10 +43,16 @@ class CompressedStates(Optimizer):
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
         """Compressor of state `name` of `param`, and the reason if it is not the chosen one."""
         param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
-        decided = self.__dict__.setdefault("_decided", {})
-        if (param, name) not in decided:
-            decided[param, name] = layout.decide(param, self.choose, name)
-        return decided[param, name]
+        decided = self._decided.get(param)
+        if decided is None:
+            decided = self._decided[param] = {}
+        if name not in decided:
+            decided[name] = layout.decide(param, self.choose, name)
+        return decided[name]
+
+    @cached_property
+    def _decided(self) -> PerParameter[dict[str, tuple[Compressor, str]]]:
+        return PerParameter()
 
     def is_payload(self, param: Tensor, name: str, value: Any) -> bool:
         """Whether a state's value is what its compressor made."""

@@ -16,6 +16,7 @@ from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.compressors.registry import check_seat
 from memtrain.optim.states import shards
+from memtrain.optim.states.per_parameter import Numbers
 
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
@@ -238,13 +239,11 @@ def state_key(
     if not is_stochastic(compressor):
         return _DEFAULT_KEY
     seed = getattr(getattr(optimizer, "choose", None), "seed", 0)
-    numbers = optimizer.__dict__.setdefault("_parameter_numbers", {})
-    if param not in numbers:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers.update((p, i) for i, p in enumerate(params))
+    numbers = optimizer.__dict__.setdefault("_parameter_numbers", Numbers())
+    params = (p for group in optimizer.param_groups for p in group["params"])
     step = int(state.get("step", state.get(STEP, 0)))
     rank, call = shards.part_number(param), zlib.crc32(name.encode())
-    return Key(seed, site=numbers[param], step=step, call=call, rank=rank)
+    return Key(seed, site=numbers.of(param, params), step=step, call=call, rank=rank)
 
 
 def unpack(

@@ -15,6 +15,7 @@ from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.in_groups import OWN
+from memtrain.optim.states.per_parameter import Numbers
 from memtrain.optim.states.shards import in_zero
 
 T = TypeVar("T")
@@ -250,10 +251,7 @@ class OptimizerWrapper(Optimizer):
 
     def number(self, param: Tensor) -> int:
         """A parameter's place among all of the groups."""
-        numbers = self.__dict__.setdefault("_numbers", {})
-        if param not in numbers:
-            numbers.update((p, i) for i, p in enumerate(self.params()))
-        return numbers[param]
+        return self.__dict__.setdefault("_numbers", Numbers()).of(param, self.params())
 
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now."""
