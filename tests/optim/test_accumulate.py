@@ -120,6 +120,47 @@ def test_what_step_finds_of_fewer_passes_is_applied():
     assert weight.tolist() == [-5.0, -5.0]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_throws_a_half_made_sum_away(set_to_none):
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = sgd([weight], accumulate=2)
+    (100 * weight.sum()).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    optimizer.step()
+    assert weight.tolist() == [0.0, 0.0]
+    (100 * weight.sum()).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for _ in range(2):
+        weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-2.0, -2.0]
+
+
+def test_zero_grad_takes_no_update_back():
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = sgd(weights, accumulate=2)
+    for _ in range(2):
+        weights[0].sum().backward()
+    weights[1].sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="second gradient"):
+        weights[0].sum().backward()
+    weights[1].sum().backward()  # a first one again
+    optimizer.step()
+    assert [weight.tolist() for weight in weights] == [[-2.0, -2.0], [-1.0, -1.0]]
+
+
+def test_zero_grad_throws_gradients_away_that_wait_for_their_norm():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = sgd([weight], clip="global_norm", limit=1.0)
+    (100 * weight.sum()).backward()
+    optimizer.zero_grad()
+    (0.3 * weight.sum()).backward()
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([-0.3, -0.3])
+    assert optimizer.norm == pytest.approx(0.3 * 2**0.5)
+
+
 def test_the_sum_is_clipped_and_nan_skips_it():
     weight = nn.Parameter(torch.zeros(2))
     optimizer = sgd([weight], accumulate=2, clip="parameter", limit=1.0)

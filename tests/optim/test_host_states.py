@@ -180,6 +180,31 @@ def test_gradients_are_added_up_on_the_host(clip):
     assert_same(there, here)
 
 
+THROWN = {
+    "half a sum": ["release.accumulate=2"],
+    "waiting": ["release.limit=0.01", *EXACT],
+    "half a sum that would wait": ["release.accumulate=2", *EXACT],
+}
+
+
+@pytest.mark.parametrize("name", THROWN)
+def test_what_zero_grad_throws_away_is_in_no_step(name):
+    def trained(*, thrown):
+        model, optimizer = wrapped(released(*THROWN[name], *ON_HOST))
+        for step in range(2):
+            if thrown:
+                (100 * loss_of(model, batch(step))).backward()
+                optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.5  # a step has the options of its first backward
+            passes = 2 if "accumulate" in THROWN[name][0] else 1
+            train(model, optimizer, range(step, step + 1), passes)
+        return model, optimizer
+
+    (_, optimizer), (_, other) = both = trained(thrown=True), trained(thrown=False)
+    assert optimizer.norm == other.norm
+    assert_same(*both)
+
+
 def test_sums_of_gradients_are_clipped_by_their_global_norm():
     """As torch clips gradients that were added up by autograd, which float32 does in one order."""
     limit, passes = 0.01, 3
@@ -409,6 +434,19 @@ def test_gradients_that_are_changed_after_the_backward_are_refused(passes):
     scaler.scale(model(torch.ones(4, 32).bfloat16()).sum()).backward()
     with pytest.raises(RuntimeError, match="GradScaler must see all gradients"):
         scaler.step(optimizer)
+
+
+def test_a_pass_that_zero_grad_threw_away_is_none_of_the_step():
+    model, plain = chain(), chain()
+    optimizer = beside(model, Bus({p: p.shape for p in model.parameters()}), accumulate=2)
+    model(torch.ones(4, 32).bfloat16()).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(4, 32).bfloat16()).sum().backward()
+    assert all(p.grad is None for p in model.parameters())  # none is told from the sum's last yet
+    optimizer.zero_grad()
+    run(model, optimizer, 2, passes=2)
+    run(plain, beside(plain, accumulate=2), 2, passes=2)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_what_the_host_cannot_take_is_refused_by_name():

@@ -82,6 +82,10 @@ class GradientSums:
             param, (payload, _) = self._held.popitem()
             yield param, sharded_like(self._decoded(param, payload), param)
 
+    def drop(self) -> None:
+        """Throw every sum of fewer passes away."""
+        self._held.clear()
+
     def advance(self) -> None:
         """A step is over."""
         self.steps += 1

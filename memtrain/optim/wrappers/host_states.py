@@ -179,6 +179,26 @@ class HostStates(OptimizerWrapper):
         self.tell_schedulers()
         return loss
 
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `ReleaseGradients.zero_grad`, of gradients on their way to the host too.
+
+        Args:
+            set_to_none: As in torch.
+
+        Raises:
+            RuntimeError: Whatever the optimizer inside raised in the backward before.
+        """
+        try:
+            self._drain()
+        finally:
+            super().zero_grad(set_to_none)
+            release = self._release
+            if release is not None:
+                release.zero_grad()
+                self._arrived.clear()
+                self._begun = self._begun and release.has_applied
+
     @torch.no_grad()
     def on_gradient(self, param: Tensor) -> None:
         """A backward's gradient is complete: send it to the host and let it be stepped there."""

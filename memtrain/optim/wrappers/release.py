@@ -55,9 +55,10 @@ class ReleaseGradients(OptimizerWrapper):
     """Updates each parameter inside backward and frees its gradient at once.
 
     `loss.backward()` updates; `optimizer.step()` afterwards only ends the step: hooks and LR
-    schedulers run, options changed from then on hold for the next backward. `zero_grad` has
-    nothing to do. A parameter used several times (tied) is updated once, after all its uses. What
-    has a gradient that backward did not bring (one assigned by hand) is updated by `step()`.
+    schedulers run, options changed from then on hold for the next backward. `zero_grad` throws away
+    what waits (sums of fewer passes, gradients of `global_norm`), not what was applied. A parameter
+    used several times (tied) is updated once, after all its uses. What has a gradient that backward
+    did not bring (one assigned by hand) is updated by `step()`.
 
     Clipping, since no two gradients are there at the same time (but with `global_norm`):
     `value` holds every element within +-limit; `parameter` scales each gradient whose own norm
@@ -214,6 +215,30 @@ class ReleaseGradients(OptimizerWrapper):
         self.tell_schedulers()
         return loss
 
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw away the gradients that have not been applied.
+
+        These are sums of fewer than `accumulate` passes, and all that wait for `global_norm`. What
+        backward has applied stays so: a second backward before `step()` is refused as before.
+
+        Args:
+            set_to_none: As in torch.
+        """
+        with self._lock:
+            if self.clip == "global_norm":
+                self.forget_step()
+            self._sums.drop()
+            super().zero_grad(set_to_none)
+
+    def forget_step(self) -> None:
+        """Let the next gradient begin a step anew, whatever has come of this one."""
+        if self._witness is not None:
+            self._witness.param.grad = self._witness = None
+        self._sums.drop()
+        self._done.clear()
+        self._squares, self._late, self._waiting = 0.0, [], []
+
     def follow(self, ddp: Any) -> None:
         """Update after each bucket's all-reduce: for parameters in a DistributedDataParallel.
 
@@ -265,10 +290,7 @@ class ReleaseGradients(OptimizerWrapper):
         self.norm, self.skipped = given["norm"], int(given["skipped"])
         self._sums = GradientSums(self.accumulate, self._sums.seed, self._sums.compressor)
         self._sums.steps = int(given.get("steps", 0))
-        if self._witness is not None:
-            self._witness.param.grad = self._witness = None
-        self._done.clear()
-        self._squares, self._late, self._waiting = 0.0, [], []
+        self.forget_step()
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
@@ -363,6 +385,11 @@ class ReleaseGradients(OptimizerWrapper):
         self._update(param, grad)
         if self._watches(param):
             self._witness = Witness(param, grad.clone())
+
+    @property
+    def has_applied(self) -> bool:
+        """Whether any gradient of this step has been applied, or waits for its norm."""
+        return bool(self._done)
 
     def has_updated(self, param: Tensor) -> bool:
         """Whether a gradient of this step has been applied, or waits for its norm."""
