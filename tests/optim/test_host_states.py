@@ -421,6 +421,91 @@ def test_what_goes_wrong_beside_the_backward_is_raised():
     run(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("cfg", [KEPT, [*KEPT, "weights=bf16+16"]], ids=str)
+def test_a_step_that_raised_leaves_nothing_to_the_next(cfg):
+    """As in place: mended options hold, and gradients that were thrown away step nothing."""
+
+    def stumbled(cfg):
+        model, optimizer = wrapped(cfg)
+        (group,) = optimizer.param_groups
+        train(model, optimizer, range(1))
+        group["lr"] = -1.0
+        with pytest.raises(ValueError, match=r"learning rate: -1\.0"):
+            train(model, optimizer, range(1))
+        group["lr"] = 3e-3
+        optimizer.zero_grad()
+        model.last(torch.ones(4, 128, dtype=model.last.weight.dtype)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        group["lr"] = 2e-3
+        optimizer.zero_grad()
+        optimizer.step(closure_of(model, 1))
+        return model, optimizer
+
+    assert_same(stumbled([*cfg, *ON_HOST]), stumbled(cfg))
+
+
+def test_a_weight_whose_journey_broke_off_is_sent_again():
+    model, plain = chain(), chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer = HostStates(AdamW4bit(model.parameters()), copies=lambda p: bus)
+    whole = bus.to_host
+
+    def broken(x):
+        if x.shape == model[-1].weight.shape:
+            raise MemoryError
+        return whole(x)
+
+    with torch.no_grad():
+        for each in (model, plain):
+            each[0].weight.mul_(0.5)
+    model(torch.ones(4, 32)).sum().backward()
+    bus.to_host = broken
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    bus.to_host = whole
+    optimizer.zero_grad()
+    run(model, optimizer, 1)
+    run(plain, AdamW4bit(plain.parameters()), 1)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_backward_that_breaks_off_in_a_step_is_waited_for_and_forgotten():
+    model = chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer = beside(model, bus)
+    handle = model[2].weight.register_hook(lambda grad: 1 / 0)
+
+    def closure():
+        model(torch.ones(4, 32).bfloat16()).float().square().sum().backward()
+
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
+    assert bus.count("stepped") == 3
+    assert not bus.under_way
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    optimizer.param_groups[0]["lr"] = 0.1
+    before = [p.clone() for p in model.parameters()]
+    optimizer.step(closure)
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_a_refused_option_of_released_gradients_can_be_mended():
+    model, plain = chain(), chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer, other = beside(model, bus), beside(plain)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"learning rate: -1\.0"):
+        run(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    run(model, optimizer, 2)
+    run(plain, other, 2)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_gradients_that_are_changed_after_the_backward_are_refused(passes):
     model, scaler = chain(), torch.amp.GradScaler("cpu")

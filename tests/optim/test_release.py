@@ -6,6 +6,7 @@ import io
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -252,6 +253,30 @@ def test_two_passes_skip_the_whole_step_for_inf():
     assert optimizer.skipped == 1
     optimizer.step(lambda: (0.1 * a + 0.1 * b).sum().backward())
     assert a.tolist() == pytest.approx([0.95, 0.95])
+
+
+@pytest.mark.parametrize("clip", ["none", "two_pass"])
+def test_a_closure_that_raised_does_not_spoil_the_next_step(clip):
+    model, plain = make(), make()
+    optimizer, other = (
+        ReleaseGradients(torch.optim.SGD(each.parameters(), lr=0.1), clip=clip)
+        for each in (model, plain)
+    )
+
+    def closure(model):
+        model(batch(0)).sum().backward()
+
+    def broken():
+        closure(model)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(broken)
+    assert all(p.grad is None for p in model.parameters())
+    model.load_state_dict(plain.state_dict())  # whatever was applied
+    optimizer.step(partial(closure, model))
+    other.step(partial(closure, plain))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_grad_scaler_is_refused_and_loss_scale_serves():

@@ -28,6 +28,9 @@ from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 IN_FLIGHT = 4
 """Gradients on their way to their step: a backward waits where the host is slower than that."""
 
+Written = tuple[Tensor, int]
+"""A weight that something else has written, on its way to the host, and its version."""
+
 Build = Callable[[CompressedStates, Mapping[Tensor, Tensor]], Optimizer]
 
 
@@ -145,6 +148,9 @@ class HostStates(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step what has a gradient, or end the step that backward has made; wait for all of it.
 
+        Where it raises the step is over too: gradients that were kept stay the parameters' own, and
+        released ones are gone.
+
         Args:
             closure: Recomputes the loss; optional.
 
@@ -159,21 +165,20 @@ class HostStates(OptimizerWrapper):
             refuse_scaler(self)
         self.refuse_replaced(self._leaves)
         self._begin()
-        if closure is None:
-            self._gather()
         given = [partial(self._closed, closure)] if closure is not None else []
-        with host_work():
-            loss = raw_step(self.inner, *given)
-        for param, leaf in self._leaves.items():
-            if self._release is None and leaf.grad is not None:
-                self._send_back(leaf)
-            leaf.grad = None
-            if self._release is not None:
+        try:
+            if closure is None:
+                self._gather()
+            with host_work():
+                loss = raw_step(self.inner, *given)
+        except BaseException:
+            self._forget_step()
+            raise
+        finally:
+            self._end_step()
+        if self._release is not None:
+            for param in self._leaves:
                 param.grad = None
-        for copies in {id(c): c for c in map(self.copies, self._leaves)}.values():
-            copies.join()
-        self._begun = False
-        self._arrived.clear()
         _take_options(self.inner.param_groups, self._groups)
         self._attach()
         self.tell_schedulers()
@@ -192,6 +197,7 @@ class HostStates(OptimizerWrapper):
         try:
             self._drain()
         finally:
+            self._join()
             super().zero_grad(set_to_none)
             release = self._release
             if release is not None:
@@ -425,6 +431,31 @@ class HostStates(OptimizerWrapper):
         _take_options(self._groups, self.inner.param_groups)
         self._begun = True
 
+    def _forget_step(self) -> None:
+        """A step has raised: wait for what is under way, and let released gradients go."""
+        for job in self._jobs:
+            job.exception()
+        self._jobs = []
+        if self._release is not None:
+            self._release.forget_step()
+        if self._witness is not None:
+            self._witness.param.grad = None
+
+    def _end_step(self) -> None:
+        """A step is over, made or not: weights go back, and the next has its own options."""
+        for leaf in self._leaves.values():
+            if self._release is None and leaf.grad is not None:
+                self._send_back(leaf)
+            leaf.grad = None
+        self._join()
+        self._begun, self._witness = False, None
+        self._arrived.clear()
+
+    def _join(self) -> None:
+        """Let work of the devices that follows see the weights that were sent back."""
+        for copies in {id(c): c for c in map(self.copies, self._leaves)}.values():
+            copies.join()
+
     def _watches(self, param: Tensor, release: ReleaseGradients) -> bool:
         """Whether this gradient is to tell if gradients are changed after the backward."""
         if self._witness is not None or not release.would_watch(self._leaves[param]):
@@ -432,26 +463,25 @@ class HostStates(OptimizerWrapper):
         self._arrived[param] += 1
         return self._arrived[param] == release.accumulate  # before, autograd would add to it
 
-    def _sent(self, param: Tensor, grad: Tensor) -> tuple[Tensor, Any, Tensor | None]:
+    def _sent(self, param: Tensor, grad: Tensor) -> tuple[Tensor, Any, Written | None]:
         """A gradient on its way to the host, and the weight, if something else has written it."""
-        copies = self.copies(param)
-        weight = None
-        if self._versions.get(param) != param._version:
-            weight, _ = copies.to_host(param.detach())
-            self._versions[param] = param._version
+        copies, weight, version = self.copies(param), None, param._version
+        if self._versions.get(param) != version:
+            weight = copies.to_host(param.detach())[0], version
         with host_work():
             return (*copies.to_host(grad), weight)
 
-    def _land(self, param: Tensor, grad: Tensor, started: Any, weight: Tensor | None) -> None:
+    def _land(self, param: Tensor, grad: Tensor, started: Any, weight: Written | None) -> None:
         """Wait for what `_sent` has sent; the copy of the parameter has its gradient then."""
         leaf = self._leaves[param]
         self.copies(param).wait(started)
         if weight is not None:
-            leaf.copy_(weight)
+            leaf.copy_(weight[0])
+            self._versions[param] = weight[1]
         leaf.grad = grad
 
     @torch.no_grad()
-    def _take(self, param: Tensor, grad: Tensor, started: Any, weight: Tensor | None) -> None:
+    def _take(self, param: Tensor, grad: Tensor, started: Any, weight: Written | None) -> None:
         """Step a parameter by a released gradient."""
         with host_work():
             self._land(param, grad, started, weight)
@@ -480,7 +510,7 @@ class HostStates(OptimizerWrapper):
     def _gather(self) -> None:
         """Bring the gradients that no hook has sent to the host; wait for those under way."""
         self._drain()
-        witness, self._witness = self._witness, None
+        witness = self._witness
         refuse_changes(witness)
         left = [p for p in self._leaves if p.grad is not None]
         refuse_sparse(left, type(self).__name__)

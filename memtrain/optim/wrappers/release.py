@@ -177,7 +177,7 @@ class ReleaseGradients(OptimizerWrapper):
     @torch.no_grad()
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """End the step that backward has made.
+        """End the step that backward has made; where it raises, what was not applied is gone.
 
         Args:
             closure: Computes the loss and runs its backward. Needed by `two_pass`, which calls it
@@ -193,17 +193,14 @@ class ReleaseGradients(OptimizerWrapper):
         refuse_scaler(self)
         self.refuse_replaced(self._handles)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
-        loss = run(closure)
-        witness, self._witness = self._witness, None
-        refuse_changes(witness)
-        for param, total in self._sums.rest():
-            self._update(param, total)
-        for param in self.params():
-            if param.grad is not None and param not in self._done:
-                self._update(param, param.grad)
-            param.grad = None
-        self._settle()
-        self._apply_waiting()
+        try:
+            loss = run(closure)
+            refuse_changes(self._witness)
+            self._update_rest()
+        except BaseException:
+            self.forget_step()
+            raise
+        self._witness = None
         if self._done and self._measures:
             self.norm = math.sqrt(self._squares)
         self._done.clear()
@@ -426,6 +423,17 @@ class ReleaseGradients(OptimizerWrapper):
             self._waiting.append((param, grad))
         elif self._pass != "measure":
             self._apply(param, grad, norm)
+
+    def _update_rest(self) -> None:
+        """Apply what a step finds: sums of fewer passes, gradients set by hand, what has waited."""
+        for param, total in self._sums.rest():
+            self._update(param, total)
+        for param in self.params():
+            if param.grad is not None and param not in self._done:
+                self._update(param, param.grad)
+            param.grad = None
+        self._settle()
+        self._apply_waiting()
 
     def _update_in_rows(self, param: Tensor, grad: RowPieces) -> None:
         """As `_update`: the norm becomes known as the pieces are gone through."""
