@@ -1,5 +1,6 @@
 """One of a few processes under gloo: prints what every scenario found as JSON."""
 
+import copy
 import json
 import sys
 
@@ -121,6 +122,29 @@ def ddp_all_but_activations(rank, world):
     }
 
 
+def ddp_in_its_own_group(rank, world):
+    """Two trainings side by side, of one process each: against one that keeps its gradients."""
+    groups = [dist.new_group([own]) for own in range(world)]
+    plain = DistributedDataParallel(make(), process_group=groups[rank])
+    train(plain, adamw(plain.parameters()), rank, world)
+    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+    model = make()
+    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
+    ddp = DistributedDataParallel(model, process_group=groups[rank])
+    train(ddp, optimizer, rank, world)
+    return {"distance": distance(ddp.parameters(), plain.parameters())}
+
+
+def ddp_can_be_copied(rank, world):
+    """Whether a DDP whose updates follow its buckets has a copy."""
+    model = make()
+    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
+    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
+    ddp = DistributedDataParallel(model)
+    train(ddp, optimizer, rank, world)
+    return agree(copy.deepcopy(ddp).parameters())
+
+
 def ddp_refuses_clipping(rank, world):
     """At which step clipping after the backward is refused, where it begins at the third."""
     cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
@@ -214,6 +238,8 @@ SCENARIOS = [
     ddp_released,
     ddp_around_before_wrap,
     ddp_accumulates_in_no_sync,
+    ddp_in_its_own_group,
+    ddp_can_be_copied,
     ddp_all_but_activations,
     ddp_skips_inf_on_all_ranks,
     ddp_refuses_clipping,

@@ -67,6 +67,16 @@ def test_ddp_accumulates_in_no_sync(found):
         assert rank["ddp_accumulates_in_no_sync"] == {"distance": 0.0, "agree": True}
 
 
+def test_ddp_reduces_over_its_own_processes_alone(found):
+    for rank in found:
+        assert rank["ddp_in_its_own_group"] == {"distance": 0.0}
+
+
+def test_a_ddp_whose_updates_follow_its_buckets_can_be_copied(found):
+    for rank in found:
+        assert rank["ddp_can_be_copied"]
+
+
 def test_states_weights_and_gradients_together_keep_ranks_equal(found):
     results = [rank["ddp_all_but_activations"] for rank in found]
     assert results[0] == results[1]

@@ -36,7 +36,7 @@ def hook_buckets(release: Any, ddp: Any) -> None:
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    own = WeakRef(release)
+    own, group = WeakRef(release), ddp.process_group
 
     def update(bucket: Any, reduced: Any) -> Tensor:
         buffer = reduced.value()[0] if isinstance(reduced.value(), list) else reduced.value()
@@ -48,8 +48,9 @@ def hook_buckets(release: Any, ddp: Any) -> None:
 
     # DDP checks these annotations.
     def reduce_then_update(
-        group: Any, bucket: torch.distributed.GradBucket
+        state: Any, bucket: torch.distributed.GradBucket
     ) -> torch.futures.Future[Tensor]:
         return allreduce_hook(group, bucket).then(lambda done: update(bucket, done))
 
+    # Not as the hook's state, for DDP holds that: a process group cannot be copied.
     ddp.register_comm_hook(None, reduce_then_update)
