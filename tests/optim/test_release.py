@@ -169,6 +169,17 @@ def test_accumulation_is_refused_before_anything_is_wrong():
     train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_weight_that_the_backward_still_reads_when_it_was_updated_is_refused(name):
+    first, second = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+    optimizer = ReleaseGradients(OPTIMIZERS[name]([first, second]))
+    hidden = torch.randn(4, 8) @ first @ second.detach()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (torch.tanh(hidden) @ second).sum().backward()
+    assert optimizer.has_updated(second)
+    assert not optimizer.has_updated(first)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_gradient_that_is_not_finite_skips_its_parameter_and_is_counted(bad):
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))

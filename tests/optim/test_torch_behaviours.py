@@ -56,6 +56,21 @@ def test_exact_states_follow_the_plain_optimizer_within_rounding(name):
 
 
 @every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_backward_that_needs_a_weight_from_before_a_step_is_refused(name, dtype):
+    weight, left = parameter(128, 64, dtype=dtype), parameter(128, 64, dtype=dtype)
+    optimizer = make(name, [weight, left])
+    left.grad = None
+    x = torch.randn(4, 64, dtype=dtype, requires_grad=True)
+    for _ in range(3):  # the second and third may be made from the table of the first
+        old, other = (x @ weight.t()).sum(), (x @ left.t()).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        other.backward(inputs=[x])
+
+
+@every
 def test_a_group_added_later_is_stepped(name):
     first, late = parameter(80, 80), parameter(70, 70)
     alone = twin(late)

@@ -214,11 +214,23 @@ class FusedStates(CompressedStates):
             if not apart:
                 _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
                 self._keep_table(entries)
+        self._tell_autograd()
         self._watch.after(watched)
         for param, one, exact in moments:
             self._watch.moments.add(one, exact, self.state[param][one.name])
         self.tell_schedulers()
         return loss
+
+    def _tell_autograd(self) -> None:
+        """Count a change of each parameter that was stepped: kernels write past autograd.
+
+        A backward that needs a weight as it was before the step is then refused, as by torch.
+        """
+        if is_simulated():
+            return
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        stepped += [local(param) for param in stepped if type(param) not in _USUAL]
+        torch.autograd.graph.increment_version(stepped)
 
     def _moments(self) -> list[tuple[Tensor, Sample, Tensor]]:
         """Samples of moments in blocks, and what this step makes of them before it rounds them."""

@@ -370,8 +370,7 @@ class SplitWeights(OptimizerWrapper):
         with inner.reading(masters=masters):
             own = [t if isinstance(t.grad, RowPieces) else t._replace(grad=None) for t in targets]
             super().step_targets(own)
-        for param in masters:
-            torch.autograd.graph.increment_version(param)  # kernels write past autograd
+        for param in masters:  # the step's own change
             self._versions[param] = param._version
 
     def _kept_master(self, param: Tensor) -> MasterWeight:
