@@ -20,6 +20,8 @@ from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.kernels.step.uploads import read
 from memtrain.precision.state import PrecisionState
 
+# Torch's op has no other CUDA kernels (2.11): none for bfloat16, which has one on a CPU.
+_UNSCALED_BY_TORCH = (torch.float16, torch.float32, torch.float64)
 SCALER_DEPTH = 12  # of calls between a GradScaler's step and an optimizer's
 OUTPUT_DEPTH = 6  # of objects within an output: a cache of keys and values, say
 
@@ -165,7 +167,7 @@ class LossScaler:
         if found is None:
             zero = torch.zeros((), device=grad.device)
             found = self._found_inf[grad.device] = (zero, torch.full_like(zero, 1 / scale.value))
-        torch._amp_foreach_non_finite_check_and_unscale_([grad], *found)
+        unscale(grad, *found)
         return grad
 
     def round_gradient(self, grad: Tensor, name: str, form: FloatFormat) -> Tensor:
@@ -263,6 +265,27 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _refuse_double_backward()
         return ctx.gradient(grads[0]), None, None
+
+
+def unscale(grad: Tensor, found_inf: Tensor, inverse: Tensor) -> None:
+    """Multiply a gradient by 1 / scale in place; where it is not finite, `found_inf` becomes 1.
+
+    Args:
+        grad: Of any float dtype.
+        found_inf: float32, one element: 0 or 1.
+        inverse: float32, one element: a power of two.
+
+    Example:
+        >>> grad, found_inf = torch.tensor([2.0, torch.inf]).bfloat16(), torch.tensor(0.0)
+        >>> unscale(grad, found_inf, torch.tensor(0.5))
+        >>> grad.tolist(), found_inf.item()
+        ([1.0, inf], 1.0)
+    """
+    if grad.dtype in _UNSCALED_BY_TORCH:
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inverse)
+    else:
+        found_inf.copy_(torch.maximum(found_inf, (~grad.isfinite().all()).to(found_inf.dtype)))
+        grad.mul_(inverse)
 
 
 def _refuse_double_backward() -> None:

@@ -14,6 +14,7 @@ from memtrain.config.sources import Config
 from memtrain.kernels.floats.formats import FP16
 from memtrain.optim.states.in_groups import without
 from memtrain.precision.assignment import Precision
+from memtrain.precision.loss_scaling import unscale
 from memtrain.precision.state import LossScale
 
 
@@ -292,6 +293,38 @@ def test_a_grad_scaler_of_the_users_own_is_honoured():
     scaler.update()
     assert torch.equal(model[0].weight, before)
     assert scaler.get_scale() == 2.0**7
+
+
+def test_gradients_of_bfloat16_never_reach_torchs_op_which_has_no_such_kernel_on_cuda(monkeypatch):
+    real, seen = torch._amp_foreach_non_finite_check_and_unscale_, []
+
+    def op(grads, *numbers):
+        seen.extend(grad.dtype for grad in grads)
+        return real(grads, *numbers)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", op)
+    x, y = data()
+    for dtype in (torch.bfloat16, torch.float32):
+        model, optimizer = wrapped(mlp().to(dtype), assignment="uniform")
+        for factor in (1.0, 1e32):  # 1e32 * 2**16 is past 3.4e38
+            (F.cross_entropy(model(x.to(dtype)), y) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert memtrain.precision_state(model).scale.overflows == 1
+        assert set(seen) == {dtype} - {torch.bfloat16}
+
+
+@pytest.mark.parametrize("last", [1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_gradients_of_bfloat16_are_unscaled_as_by_torchs_op(last, before):
+    magnitudes = torch.logspace(-40, 38, 200).tolist()  # from subnormal numbers on
+    grad = torch.tensor([0.0, *magnitudes, *(-x for x in magnitudes), last]).bfloat16()
+    ours, theirs = ((grad.clone(), torch.tensor(before)) for _ in range(2))
+    inverse = torch.tensor(2.0**-16)
+    unscale(*ours, inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_([theirs[0]], theirs[1], inverse)
+    assert torch.equal(ours[0].view(torch.int16), theirs[0].view(torch.int16))
+    assert torch.equal(ours[1], theirs[1])
 
 
 def test_the_gradient_of_a_weight_is_rounded_with_its_scale():
