@@ -8,10 +8,13 @@ import sharded
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memtrain
+from memtrain.optim.states import shards
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 
@@ -234,6 +237,18 @@ def fsdp_split(rank, world):
     }
 
 
+def parts_of_a_whole(rank, world):
+    """Whether parts on the host, whose mesh is elsewhere, are those that torch makes."""
+    mesh, equal = init_device_mesh("cpu", (world,)), []
+    for shape in ((5, 3), (1, 7), (6,), ()):
+        whole = torch.randn(shape)
+        placements = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+        for placement in placements:
+            theirs = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+            equal.append(torch.equal(shards._part_of(whole, theirs), theirs.to_local()))
+    return equal
+
+
 SCENARIOS = [
     ddp_released,
     ddp_around_before_wrap,
@@ -245,6 +260,7 @@ SCENARIOS = [
     ddp_refuses_clipping,
     fsdp_released,
     fsdp_split,
+    parts_of_a_whole,
     *sharded.SCENARIOS,
 ]
 

@@ -112,6 +112,11 @@ def test_fsdp_splits_each_shard(found):
         assert "before fully_shard" in result["refused"]
 
 
+def test_parts_of_a_whole_on_the_host_are_those_of_torch(found):
+    for rank in found:
+        assert rank["parts_of_a_whole"] == 9 * [True]
+
+
 # A state in float32 with an error of the quantiser's own is far above these: one rounding of
 # float32 in a parameter (the C++ kernels' square root), and the order of a sum of squares.
 ROUNDING = 2.0**-23

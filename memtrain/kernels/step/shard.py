@@ -25,6 +25,19 @@ Pending = list[tuple[Any, Tensor]]
 """Process groups, and contiguous float32 tensors that each reduces."""
 
 
+def for_collectives(x: Tensor, group: Any) -> Tensor:
+    """`x` where a process group has a backend: itself, or a copy on the group's first device.
+
+    FSDP2's `CPUOffloadPolicy` keeps parts on the host, and a group of NCCL alone takes none there.
+
+    Args:
+        x: Of a few elements, on any device.
+        group: A process group that this process belongs to.
+    """
+    devices = group._device_types
+    return x if x.device.type in {device.type for device in devices} else x.to(devices[0])
+
+
 def all_reduce(pending: Iterable[tuple[Any, Tensor]], op: str) -> None:
     """Reduce tensors in place over their process groups: one collective for each group.
 
@@ -39,7 +52,7 @@ def all_reduce(pending: Iterable[tuple[Any, Tensor]], op: str) -> None:
     for group, tensor in pending:
         batches.setdefault(group, []).append(tensor)
     for group, tensors in batches.items():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = for_collectives(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
         if op == "max":
             bits = flat.view(torch.int32).bitwise_and_(0x7FFFFFFF)  # torch's maxima give -NaN
             torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.MAX, group=group)

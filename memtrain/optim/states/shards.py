@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.kernels.step.shard import Shard
+from memtrain.kernels.step.shard import Shard, for_collectives
 
 
 def local(x: Tensor) -> Tensor:
@@ -34,11 +34,28 @@ def sharded_like(value: Tensor, param: Tensor, shape: torch.Size | None = None) 
     if not is_sharded(param):
         return value
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     like: Any = param
     stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
-    whole = like.shape if shape is None else shape
-    return DTensor.from_local(value, like.device_mesh, like.placements, shape=whole, stride=stride)
+    whole = TensorMeta(like.shape if shape is None else shape, stride, value.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=whole)
+    # As FSDP2 makes them: `from_local` moves what lies on the host (CPUOffloadPolicy) to the mesh.
+    return DTensor(value, spec, requires_grad=value.requires_grad)
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """All of a small sharded tensor, by a collective, where its part is; any other one itself."""
+    if not is_sharded(x):
+        return x
+    from torch.distributed.tensor import DTensor
+
+    parts: Any = x
+    own = local(x)
+    sent = for_collectives(own, parts.device_mesh.get_group(0))
+    if sent is not own:
+        parts = DTensor(sent, parts._spec, requires_grad=False)
+    return parts.full_tensor().to(own.device)
 
 
 def same_placement(value: Tensor, param: Tensor) -> bool:
@@ -117,12 +134,25 @@ def place(value: Tensor, param: Tensor) -> Tensor:
     """A state as its parameter is sharded: of a whole plain tensor, this process's part."""
     if not is_sharded(param) or is_sharded(value) or value.shape != param.shape:
         return value
+    like: Any = param
+    value, mesh = value.to(like.device), like.device_mesh
+    if like.device.type != mesh.device_type:  # `distribute_tensor` would move it there
+        return sharded_like(_part_of(value, like), param)
     from torch.distributed.tensor import distribute_tensor
 
-    like: Any = param
-    return distribute_tensor(
-        value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    return distribute_tensor(value, mesh, like.placements, src_data_rank=None)
+
+
+def _part_of(value: Tensor, like: Any) -> Tensor:
+    """This process's part of a whole tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        value.shape, like.device_mesh, like.placements
     )
+    for dim, (begin, size) in enumerate(zip(offset, shape, strict=True)):
+        value = value.narrow(dim, begin, size)
+    return value.contiguous()
 
 
 def check_unsharded(params: Iterable[Tensor]) -> None:

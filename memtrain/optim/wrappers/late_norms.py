@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.dispatch import is_for_cuda
-from memtrain.optim.states.shards import is_sharded
+from memtrain.optim.states.shards import is_sharded, whole_of
 
 PIECE = 2**22
 """Elements of a 16-bit gradient on a CPU that are added up at once: torch casts them to float32."""
@@ -62,5 +62,5 @@ def norm_of(grad: Tensor) -> float | Tensor:
         norm: Any = norm_in(torch.stack([*map(norm_in, grad.split(rows))]))
     else:
         norm = norm_in(grad)
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    whole = whole_of(norm)
     return whole if is_late(whole) else whole.item()
