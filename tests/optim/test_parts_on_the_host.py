@@ -12,9 +12,15 @@ from torch import nn
 
 from memtrain.kernels.step import shard
 from memtrain.kernels.step.shard import all_reduce, for_collectives
-from memtrain.optim import AdamW4bit, AdamW8bitFactor, SplitWeights, portable_state_dict
+from memtrain.optim import (
+    AdamW4bit,
+    AdamW8bitFactor,
+    ReleaseGradients,
+    SplitWeights,
+    portable_state_dict,
+)
 from memtrain.optim.states import shards
-from memtrain.optim.states.shards import local, place
+from memtrain.optim.states.shards import local, place, wait_for_part
 from memtrain.optim.wrappers.late_norms import norm_of
 
 pytestmark = pytest.mark.skipif(
@@ -123,3 +129,41 @@ def test_norms_are_added_up_where_the_group_reduces(mesh_of, monkeypatch):
     assert norm_of(grad) == pytest.approx(expected)
     monkeypatch.setattr(shards, "for_collectives", lambda x, group: 2 * x)
     assert norm_of(grad) == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_released_part_that_is_on_its_way_to_pinned_memory_is_waited_for(
+    pinned, mesh_of, monkeypatch
+):
+    """Its values arrive when the current stream is waited for: FSDP2's hooks come before that."""
+    mesh, waits = mesh_of("cpu"), []
+    param, twin = parameter(mesh), parameter(mesh)
+    grad = local(param.grad)
+    arrived = grad.clone()
+
+    def synchronize():
+        waits.append(grad.copy_(arrived))
+
+    optimizer = ReleaseGradients(AdamW4bit([param]))
+    if pinned:
+        grad.fill_(torch.nan)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize)
+    )
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is grad and pinned)
+    optimizer.on_gradient(param)
+    assert len(waits) == pinned
+    optimizer.step()
+    AdamW4bit([twin]).step()
+    assert optimizer.skipped == 0
+    assert torch.equal(local(param), local(twin))
+
+
+def test_a_gradient_that_is_no_part_is_not_waited_for(monkeypatch):
+    """`HostStates` waits for its own pinned gradients, beside what the stream does."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    wait_for_part(torch.ones(2))

@@ -77,6 +77,20 @@ def local_gradient(param: Tensor) -> Tensor:
     return local(grad)
 
 
+def wait_for_part(grad: Tensor) -> None:
+    """Let the host wait for a sharded gradient's part that is still on its way to it.
+
+    FSDP2's `CPUOffloadPolicy` copies without waiting, to pinned memory, in the stream that is the
+    current one when it calls the hooks. From torch 2.13 on it waits itself where there are hooks.
+
+    Args:
+        grad: Of a parameter.
+    """
+    own = local(grad)
+    if own is not grad and own.is_cpu and torch.cuda.is_initialized() and own.is_pinned():
+        torch.cuda.current_stream().synchronize()
+
+
 def shard_of(param: Tensor) -> Shard | None:
     """How a parameter is split; None if this process holds all of it."""
     if not is_sharded(param):

@@ -17,7 +17,7 @@ from memtrain.kernels.step import cuda_graph, uploads
 from memtrain.kernels.step.row_pieces import Make, RowPieces
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
-from memtrain.optim.states.shards import local
+from memtrain.optim.states.shards import local, wait_for_part
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
@@ -333,6 +333,7 @@ class ReleaseGradients(OptimizerWrapper):
         stays = False
         try:
             self._check(param)
+            wait_for_part(param.grad)
             total = self._sums.add(param, self.number(param), param.grad)
             if total is not None:
                 self._update(param, total)
