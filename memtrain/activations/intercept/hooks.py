@@ -58,8 +58,9 @@ _ONE_AGAIN = threading.RLock()  # modules on two devices may run again at once
 _CALL_BITS = 16  # of the number of a site's payload within one run of a module
 
 # A module whose forward runs: its path, what gives its result where it is run as one op, the op
-# that its own `autograd.Function` stands for, and what its own code saves.
-_Running = tuple[str, Callable[[], Any] | None, Op, Running]
+# that its own `autograd.Function` stands for, what its own code saves, and itself.
+_Running = tuple[str, Callable[[], Any] | None, Op, Running, nn.Module]
+_CALL = nn.Module._call_impl.__code__
 _Composite = Callable[[nn.Module, Tensor], Call | None]
 
 
@@ -239,8 +240,8 @@ class Interception:
     @contextmanager
     def dropping(self, first: FirstRun) -> Iterator[None]:
         """Inside the block a checkpointed module runs, and what it saves is dropped."""
-        name, as_one_op, op, _ = self._path[-1]
-        self._path[-1] = (name, as_one_op, op, None)  # its own ops are watched
+        name, as_one_op, op, _, module = self._path[-1]
+        self._path[-1] = (name, as_one_op, op, None, module)  # its own ops are watched
         self.saved.expectations.watch()
         self.executor.step_back()
         outer, (saved, executor) = self.saved, self._spare_pair()
@@ -276,9 +277,8 @@ class Interception:
         saved.hook, saved.surprised = numbering.pack, executor.step_back
         function = FUNCTION_MODULES.get(type(module).__name__)
         op = Op(name, function, (args, kwargs)) if function else Op(name, "autograd.Function")
-        path: list[_Running] = [
-            (name, None, op, saved.expectations.call(name, module.training, args, kwargs))
-        ]
+        running = saved.expectations.call(name, module.training, args, kwargs)
+        path: list[_Running] = [(name, None, op, running, module)]
         saved.custom, executor.module, self.graphs.root = op, name, name
         self.saved, self.executor, self._path, self._depth = saved, executor, path, 0
         self._outer, self._thread = (name, hooks), {"ident": own}
@@ -390,7 +390,8 @@ class Interception:
         refuse_replica(module)
         if not self._claim(name):
             return False
-        if self._path and module is self._model():  # Ctrl-C broke an earlier forward off
+        if self._path and module is self._model() and not _calls_itself(module):
+            # Ctrl-C broke an earlier forward off.
             self._stop(whole=False)
             self._path.clear()
         return True
@@ -435,7 +436,9 @@ class Interception:
         path, executor = self._path, self.executor
         if not path or self._thread.get("ident") != get_ident():
             return None
-        executor.module, as_one_op, _, _ = path.pop()
+        if path[-1][-1] is not module:  # another's pre-hook raised before ours
+            return None
+        executor.module, as_one_op, _, _, _ = path.pop()
         result = None
         failed = output is None and sys.exc_info()[0] is not None
         if as_one_op is not None:
@@ -446,7 +449,7 @@ class Interception:
                 executor.step_back()
         if path:
             saved = self.saved
-            name, _, saved.custom, running = path[-1]
+            name, _, saved.custom, running, _ = path[-1]
             executor.module = self.graphs.root = name
             saved.expectations.resume(name, running)
             if (saved.expectations.due is None) == executor.is_aside:
@@ -605,7 +608,7 @@ class _Hooked:
         running = expected.call(name, module.training, args, kwargs)
         if type(running) is list and top_hooks() != saved.hook:
             expected.watch()  # inside activation checkpointing, which saves alone
-        owner._path.append((name, as_one_op, op, running))
+        owner._path.append((name, as_one_op, op, running, module))
         saved.custom = op
         if as_one_op is None:
             if (expected.due is None) == executor.is_aside:
@@ -619,6 +622,15 @@ class _Hooked:
 
 
 run_untraced(_Hooked.before, Interception._after)
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether two calls of the module, of which the pre-hook's is one, run in this thread."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def _untouched(module: str, why: str) -> Record:

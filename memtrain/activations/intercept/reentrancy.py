@@ -1,5 +1,6 @@
 """Whether a forward is an interception's own: others may trace, transform, or hold hooks."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,23 +11,31 @@ from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
 
 _HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-_only: object | None = None  # the interception that traces
+
+
+class _Tracing(threading.local):
+    """What traces in this thread: others' forwards are compressed as ever."""
+
+    only: object | None = None
+
+
+_tracing = _Tracing()
 
 
 def suspended(interception: object) -> bool:
     """Whether another interception traces a forward."""
-    return _only is not None and _only is not interception
+    only = _tracing.only
+    return only is not None and only is not interception
 
 
 @contextmanager
 def suspend_others(interception: object) -> Iterator[None]:
     """Inside the block every other interception leaves forwards alone."""
-    global _only
-    outer, _only = _only, interception
+    outer, _tracing.only = _tracing.only, interception
     try:
         yield
     finally:
-        _only = outer
+        _tracing.only = outer
 
 
 def saves() -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.ops import (
@@ -103,10 +104,19 @@ def recognise_module(cls: type[nn.Module]) -> Callable[[nn.Module, Tensor], Call
     return MODULES.get(name)
 
 
+_EVERY_MODULES: tuple[Mapping[int, Any], ...] = (  # hooks, which torch adds in place
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
+
+
 def unwatched(module: nn.Module) -> bool:
     """Whether only we have hooks on the module: others would see that it runs as one op."""
     return (
         len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+        and not any(_EVERY_MODULES)
         and not module._backward_hooks
         and not module._backward_pre_hooks
     )

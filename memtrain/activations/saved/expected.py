@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from memtrain.activations.saved.bound import Bound
 from memtrain.activations.saved.flatten import Layout, Memory
@@ -105,7 +105,7 @@ class Expectations:
         self.due, self._saves = None, None
         if self._form is None or module in self._watched:
             return None
-        looks: list[Any] = [self._form, module, training]
+        looks: list[Any] = [self._form, module, training, is_grad_enabled()]
         for x in (*args, *kwargs.values()):  # what its saves are likely to depend on
             if isinstance(x, Tensor):
                 looks += (x.shape, x.stride(), x.dtype, x.requires_grad)

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.reentrancy import suspend_others
 from memtrain.activations.intercept.replaced_ops import recognise
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Identity, Key
@@ -318,3 +320,100 @@ def test_torch_func_inside_a_wrapped_forward_is_torchs_own_error():
         model(x)
     model, _ = memtrain.unwrap(model, optimizer)
     model(x).sum().backward()
+
+
+ROWS, WIDTH = 96, 64
+LEAST = 4 * ROWS * WIDTH  # bytes that a tensor takes which is not compressed
+
+
+class Saving(nn.Module):
+    """Saves the sine's input, and calls itself, or what may fail, before."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.twice = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            False,
+        )
+
+    def forward(self, x, *, again=True):
+        if self.twice and again:
+            with torch.no_grad():
+                x = x + self(x, again=False)
+        try:
+            h = self.first(x)
+        except ValueError:
+            h = self.second(x)
+        return h.sin()
+
+
+def held(model):
+    """Bytes that the third forward holds beside its input and the weights."""
+    x = torch.randn(ROWS, WIDTH)
+    for _ in range(3):
+        nbytes, _ = saved_nbytes(lambda: model(x), exclude=[x, *model.parameters()])
+    return nbytes
+
+
+def fails(module, args):
+    raise ValueError
+
+
+@pytest.mark.parametrize("case", ["usual", "calls itself", "a submodule's hook raises"])
+def test_what_a_model_calls_does_not_end_its_interception(case):
+    model = Saving()
+    model.twice = case == "calls itself"
+    if case == "a submodule's hook raises":
+        model.first.register_forward_pre_hook(fails)
+    intercept(model)
+    assert 0 < held(model) < LEAST
+
+
+def test_a_forward_that_was_broken_off_is_no_call_of_itself():
+    model, x = Saving(), torch.randn(ROWS, WIDTH)
+
+    def stop(module, args):
+        raise KeyboardInterrupt
+
+    intercept(model)
+    handle = model.first.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    assert 0 < held(model) < LEAST
+
+
+def test_a_plan_that_one_thread_makes_leaves_others_forwards_alone():
+    model, other = (
+        Saving(),
+        Interception(Saving(), lossy, options=Options(), seed=0, on_saved=list.copy),
+    )
+    intercept(model)
+    found = []
+    with suspend_others(other):
+        thread = threading.Thread(target=lambda: found.append(held(model)))
+        thread.start()
+        thread.join()
+        here = held(model)
+    assert 0 < found[0] < LEAST <= here
+
+
+def test_hooks_of_every_module_see_what_modules_give():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # written out in many ops
+
+    model, x, shapes = nn.Sequential(LlamaRMSNorm(WIDTH)), torch.randn(ROWS, WIDTH), []
+    intercept(model)
+    plain = model(x.requires_grad_())
+
+    def double(module, args, output):
+        shapes.append(tuple(output.shape))
+        return output * 2 if isinstance(module, LlamaRMSNorm) else None
+
+    handle = register_module_forward_hook(double)
+    try:
+        y = model(x)
+    finally:
+        handle.remove()
+    assert shapes == [(ROWS, WIDTH)] * 2
+    torch.testing.assert_close(y, 2 * plain)
