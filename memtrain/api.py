@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain import optim
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
-from memtrain.activations.intercept.compiler_internals import inside_compiled
+from memtrain.activations.intercept.compiler_internals import forget_graphs, inside_compiled
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config
@@ -150,9 +150,9 @@ def wrap(
         assign = partial(rounding.before_model, plan.assign_precision)
         handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))
     if interception is not None:
+        forget_graphs(called)
         interception.attach()
-    sums = sum_compressor(plan.config)
-    optimizer, weights, added = apply(model, optimizer, plan.config, sums)
+    optimizer, weights, added = apply(model, optimizer, plan.config, sum_compressor(plan.config))
     handles += added
     if interception is not None and steps_in_rows(model, optimizer):
         interception.make_in_rows()
@@ -165,7 +165,7 @@ def wrap(
     handles.append(optimizer.register_step_pre_hook(untrained))
     if interception is not None:
         handles.append(ModelState(wrapped_of(model)).attach(optimizer))
-        handles.append(FirstStep(plan, interception).attach(optimizer))
+        handles.append(FirstStep(plan, interception, called).attach(optimizer))
     return called, optimizer
 
 

@@ -191,7 +191,7 @@ def test_exceptions_of_the_user_win_and_must_exist():
             memtrain.wrap(other, torch.optim.AdamW(other.parameters()), wrong)
 
 
-@pytest.mark.parametrize("name", ["clip=value", "loss_scale=8"])
+@pytest.mark.parametrize("name", ["clip=value", "loss_scale=8", "accumulate=2", "limit=0.5"])
 def test_options_of_released_gradients_are_refused_where_gradients_are_kept(name):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())

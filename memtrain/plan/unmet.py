@@ -5,8 +5,10 @@ import warnings
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.optim import Optimizer
 
+from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.graph_saves import HOST, NO_FAKE
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.inlined_hooks import UNSUPPORTED
@@ -31,13 +33,19 @@ from memtrain.plan.rules import Rules, expand, matches
 SHARE = 0.1
 """Of what a forward saves: less than that, kept by custom Functions, is no warning."""
 
-_COMPILED = "it ran inside torch.compile, with a backend that is not of AOTAutograd"
+_COMPILED = (
+    "it ran inside torch.compile, with a backend that is not of AOTAutograd, or by a graph of an "
+    "equal module that is not wrapped"
+)
 _IN_GRAPH = "its graph of torch.compile keeps what the compiler chooses: it is not run again"
 _MENDS = {
     UNSUPPORTED: "train on torch 2.11 to 2.13, or without torch.compile",
     NO_FAKE: "give it one (torch.library.register_fake), or train without torch.compile",
     HOST.reason: "train without torch.compile, or name the compressor inside of host",
-    _COMPILED: "train with another backend, or say preset=optimizer_only",
+    _COMPILED: (
+        "train with another backend, call torch.compiler.reset() before the model's next forward, "
+        "or say preset=optimizer_only"
+    ),
     _IN_GRAPH: (
         "set torch._functorch.config.activation_memory_budget, call torch.utils.checkpoint in the "
         "model itself, or say activations.recompute=[]"
@@ -143,10 +151,11 @@ class FirstStep:
     Args:
         plan: Of the wrapped model; its `strict` makes it an error before anything is changed.
         interception: The model's.
+        model: As `wrap` was given it.
     """
 
-    def __init__(self, plan: Plan, interception: Interception) -> None:
-        self._plan, self._interception = plan, interception
+    def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
+        self._plan, self._interception, self._is_compiled = plan, interception, is_compiled(model)
         self._compiled, self._done = _frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
@@ -157,7 +166,9 @@ class FirstStep:
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """The hook. A step at a learning rate of 0 (how checkpoints make states) is none."""
-        if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        groups = optimizer.param_groups
+        has_gradient = any(p.grad is not None for group in groups for p in group["params"])
+        if has_gradient and any(float(group.get("lr", 1.0)) for group in groups):
             self.tell()
 
     def tell(self) -> bool:
@@ -165,7 +176,7 @@ class FirstStep:
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
-        compiled = not seen and _frames() != self._compiled
+        compiled = not seen and (self._is_compiled or _frames() != self._compiled)
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED

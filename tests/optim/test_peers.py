@@ -259,3 +259,22 @@ def test_what_torchao_splits_is_refused_by_a_whole_parameter_and_gathered_states
             assert torch.equal(mine.state[other.weight][name], meant)
     finally:
         dist.destroy_process_group()
+
+
+def test_payloads_are_refused_where_states_are_plain():
+    def wrapped(preset):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 256)
+        model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), preset)
+        model(torch.ones(4, 64)).sum().backward()
+        return optimizer
+
+    saving, loading = wrapped("balanced"), wrapped("activations_only")
+    saving.step()
+    loading.step()
+    before = str(loading.state_dict())
+    with pytest.raises(ValueError, match=r"'exp_avg' .*\(256, 64\).*portable_state_dict"):
+        loading.load_state_dict(saving.state_dict())
+    assert str(loading.state_dict()) == before
+    loading.load_state_dict(memtrain.optim.portable_state_dict(saving))
+    loading.step()

@@ -79,6 +79,28 @@ def inside_compiled(model: Any) -> nn.Module | None:
     return model._orig_mod if compiled else None
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` is around the model or one of its modules.
+
+    Example:
+        >>> is_compiled(nn.Sequential(nn.Linear(4, 4)))
+        False
+    """
+    modules = model.modules()
+    return any(one._compiled_call_impl or inside_compiled(one) is not None for one in modules)
+
+
+def forget_graphs(model: nn.Module) -> None:
+    """Let what was compiled be compiled anew, if the model is and was.
+
+    Dynamo guards a module of torch's own (`nn.Sequential`) by no hooks where it had none, so that a
+    graph from before would go on to serve.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and is_compiled(model) and dynamo.utils.counters["frames"]["ok"]:
+        dynamo.reset()
+
+
 def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:
     """Paths of what `torch.compile` is around in a copy of a model that shares its modules.
 

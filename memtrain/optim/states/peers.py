@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.compressors.registry import state_parts
 from memtrain.optim.states.first_step import first_names
+from memtrain.optim.states.layout import is_packed
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local, same_placement, sharded_like
 
@@ -112,7 +114,19 @@ def _as_plain(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
 
             if number in states:
                 states[number] = plain_states(states[number], kind, param, has)
+                _refuse_payloads(states[number], kind, param)
     return {**loaded, "state": states}
+
+
+def _refuse_payloads(values: dict[str, Any], kind: str, param: Tensor) -> None:
+    known = state_parts()
+    for name, value in values.items():
+        if is_packed(value, known):
+            raise ValueError(
+                f"state {name!r} of a parameter of shape {tuple(param.shape)} holds the payload "
+                f"{sorted(value)}, but the states of this {kind} are plain: load it under the "
+                "config that saved it; memtrain.optim.portable_state_dict then gives one for any"
+            )
 
 
 def _of_bitsandbytes(values: dict[str, Any], plain: str, shape: torch.Size) -> dict[str, Any]:

@@ -25,7 +25,7 @@ KEEP, RELEASE, CPU = "keep", "release", "cpu"
 def check_release(config: Any) -> None:
     """Raise ValueError for options of released gradients where they are kept: silent no-ops."""
     default = type(config.release)()
-    for name in ("clip", "loss_scale", "gradient_bytes"):
+    for name in ("clip", "limit", "loss_scale", "gradient_bytes", "accumulate"):
         nothing = getattr(default, name)
         value = getattr(config.release, name)
         if config.gradients == KEEP and value != nothing:

@@ -182,3 +182,43 @@ def test_a_first_compilation_takes_half_again_of_plains_at_most(model, tmp_path)
         for preset, found in seconds.items():
             found.append(process(preset, model, tmp_path / f"{preset}_{turn}")["seconds"])
     assert median(seconds["balanced"]) <= 1.5 * median(seconds["plain"])
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "blocks"])
+def test_what_was_compiled_and_trained_before_wrap_is_compiled_anew(parts):
+    """Of torch's own modules: their graphs are not guarded by hooks that they did not have."""
+
+    def block():
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    model = nn.Sequential(block(), block()) if parts else block()
+    for part in model if parts else ():
+        part.compile(backend=BACKEND)
+    called = model if parts else torch.compile(model, backend=BACKEND)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(128, 64)
+    called(x).sum().backward()
+    optimizer.step()
+    called, optimizer = memtrain.wrap(called, optimizer, ["preset=balanced", "strict=true"])
+    called(x).sum().backward()
+    optimizer.step()
+    sites = {row.site for row in memtrain.plan_of(model).entries("activation") if row.compressor}
+    assert len(sites) == (3 if parts else 1)  # two GELUs and the second block's input
+
+
+def test_a_graph_of_an_equal_module_that_is_plain_is_told_with_its_mend():
+    def make():
+        return torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=BACKEND)
+
+    def step():
+        for one in (plain, model):
+            one(x).sum().backward()
+
+    plain, model, x = make(), make(), torch.randn(128, 64)
+    model, optimizer = wrapped(model)
+    step()
+    with pytest.warns(RuntimeWarning, match=r"torch\.compiler\.reset\(\)"):
+        optimizer.step()
+    torch.compiler.reset()
+    model(x).sum().backward()
+    assert any(row.compressor for row in memtrain.plan_of(model).entries("activation"))
