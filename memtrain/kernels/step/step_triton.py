@@ -65,10 +65,10 @@ def _update_kernel(
     chunk = tl.load(programs_ptr + 2 * tl.program_id(0) + 1)
     first = chunk.to(tl.int64) * (COUNT * SIZE)
     # From here on 32 bits do.
-    numel = unless_refused(table_ptr, tensor, field(table_ptr, tensor, NUMEL))
-    left = tl.maximum(tl.minimum(numel - first, COUNT * SIZE), 0).to(tl.int32)  # numel may be 0
+    left = tl.minimum(field(table_ptr, tensor, NUMEL) - first, COUNT * SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
+    left = unless_refused(table_ptr, tensor, left)
     row, lane = block_order(COUNT, HALF, MASTER)[:, None], tl.arange(0, HALF)[None, :]
     real = row * SIZE < left
     numbers = read_scalars(floats(table_ptr, tensor, SCALARS))
