@@ -1,5 +1,7 @@
 """The AdamW step of tensors in parts: all parts here, in one process, beside the whole."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -125,6 +127,13 @@ def test_reductions_are_the_same_on_every_part(monkeypatch):
     assert [g for g, _ in shards.of_columns(scale, shard)] == ["a"]
 
 
+class Group(NamedTuple):
+    """Stands in for a process group."""
+
+    name: str
+    _device_types = (torch.device("cpu"),)
+
+
 def test_one_collective_a_group_and_nan_is_the_largest(monkeypatch):
     calls = []
 
@@ -132,12 +141,13 @@ def test_one_collective_a_group_and_nan_is_the_largest(monkeypatch):
         calls.append((group, tensor.tolist(), op))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", fake)
+    x, y = Group("x"), Group("y")
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])
-    shards.all_reduce([("x", a), ("x", b), ("y", b)], "sum")
-    assert [(group, values) for group, values, _ in calls] == [("x", [1.0, 2.0, 3.0]), ("y", [3.0])]
+    shards.all_reduce([(x, a), (x, b), (y, b)], "sum")
+    assert [(group, values) for group, values, _ in calls] == [(x, [1.0, 2.0, 3.0]), (y, [3.0])]
     calls.clear()
     worst = torch.tensor([-torch.nan, torch.inf, 0.0])
-    shards.all_reduce([("x", worst)], "max")
+    shards.all_reduce([(x, worst)], "max")
     ((_, (nan, inf, zero), _),) = calls
     assert nan > inf > zero == 0  # as integers
     assert worst[0].isnan()
