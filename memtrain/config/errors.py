@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
+_NO_LIST = "is not a ListConfig"  # OmegaConf's words
+
 
 def nearest(value: str, allowed: Sequence[str]) -> str:
     """End an error message: the nearest allowed value, then all of them.
@@ -66,10 +68,12 @@ def _word(value: Any) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Shorten an OmegaConf error to its key and its first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Shorten an OmegaConf error, or Hydra's of one, to its key and its first line."""
+    cause = error.__cause__ or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
-    return f"{key}: {lines[0]}" if key else lines[0]
+    what = "must be a list, in brackets" if _NO_LIST in lines[0] else lines[0]
+    return f"{key}: {what}" if key else what
 
 
 def explain(

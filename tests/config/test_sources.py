@@ -1,5 +1,7 @@
 """Six ways to give a config; every mistake names the value and what is allowed."""
 
+import re
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -144,3 +146,17 @@ def test_the_piecewise_family_is_what_one_bit_serves():
     clamps = {"clamp", "clip", "clamp_min", "clamp_max"}  # served by hardtanh's and threshold's
     slopes = {"prelu", "rrelu"}  # their slopes' own payload takes more
     assert set(expand("@piecewise")) == (set(EXACT) | clamps) - slopes
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("activations.recompute=@blocks", "activations.recompute: must be a list, in brackets"),
+        ("seed=abc", "seed: Value 'abc' of type 'str' could not be converted to Integer"),
+        ("strict=maybe", "strict: Value 'maybe' is not a valid bool"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told_with_the_right_one(override, message):
+    with pytest.raises(TypeError, match=re.escape(message)) as error:
+        compose([override])
+    assert override in str(error.value)
