@@ -10,18 +10,23 @@ from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 
 SPAN = 20.0
-"""How far below the largest of its group a logarithm counts: exp(-20) is 2e-9."""
+"""How far below the largest of its row a logarithm counts: exp(-20) is 2e-9."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogGroup(Group):
-    """`Group` of logarithms, as log-softmax gives them: a range ends `SPAN` below its largest.
+    """`Group` of log-probabilities, or of rows that logsumexp reads, without what exp() makes zero.
 
     A class that is masked (-inf, -1e9) would make its group NaN, or its steps too wide for the
-    others. Of what lies lower, exp() is below 2e-9 of the largest one's, and stays so. A group of
-    nothing but -inf gives half of the dtype's lowest number, whose exp() is 0 too.
+    others. What lies `SPAN` below 0, or below the largest of its row, is taken for that: its exp()
+    is below 2e-9 of the row's sum, and stays so. A row of nothing but -inf becomes half of the
+    dtype's lowest number, whose exp() is 0 too.
 
     Not to be named in configs: it takes the place of a `Group` that they name for such an op.
+
+    Args:
+        row: Elements of a row, which follow each other in memory; 0: of log-probabilities, whose
+            row's sum is known to be 1.
 
     Memory:
         As `Group`; while `compress` runs, a copy of `x` besides.
@@ -33,16 +38,19 @@ class LogGroup(Group):
         [[-20.0, 0.0]]
     """
 
+    row: int = 0
+
     def kernels(self, x: Tensor, shape: object) -> None:
-        """None: none of them ends a range."""
+        """None: none of them cuts."""
         return
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Quantise `x`, as `Group` does, within its groups' ranges."""
-        return super().compress(_within(x.detach(), self.group_size), key=key)
+        """Quantise `x`, as `Group` does, once it is cut."""
+        x = x.detach()
+        return super().compress(_in_rows(x, self.row) if self.row else x.clamp(min=-SPAN), key=key)
 
 
-def of_logarithms(compressor: Compressor) -> Compressor:
+def of_logarithms(compressor: Compressor, row: int = 0) -> Compressor:
     """The compressor with `LogGroup` in place of `Group`; others are as they were.
 
     Example:
@@ -50,9 +58,10 @@ def of_logarithms(compressor: Compressor) -> Compressor:
         (8, 'LogGroup')
     """
     if type(compressor) is Group:
-        return LogGroup(**{field.name: getattr(compressor, field.name) for field in fields(Group)})
+        own = {field.name: getattr(compressor, field.name) for field in fields(Group)}
+        return LogGroup(**own, row=row)
     if isinstance(compressor, Host):
-        return Host(inner=of_logarithms(compressor.inner))
+        return Host(inner=of_logarithms(compressor.inner, row))
     return compressor
 
 
@@ -62,14 +71,11 @@ def cut_(logarithms: Tensor, compressor: Compressor) -> None:
         logarithms.clamp_(min=-SPAN)
 
 
-def _within(x: Tensor, group_size: int) -> Tensor:
-    flat = x.reshape(-1)
-    out, whole = torch.empty_like(flat), flat.numel() // group_size * group_size
+def _in_rows(x: Tensor, row: int) -> Tensor:
+    if not x.numel():
+        return x
+    rows = x.reshape(-1, row)
     # Finite in the float32 of groups, and when it is rounded outwards to bfloat16.
     lowest = max(torch.finfo(x.dtype).min, torch.finfo(torch.float32).min) / 2
-    for part, to in ((flat[:whole], out[:whole]), (flat[whole:], out[whole:])):
-        if part.numel():
-            groups = part.view(-1, min(group_size, part.numel()))
-            floor = groups.amax(1, keepdim=True).sub_(SPAN).clamp_(min=lowest)
-            torch.maximum(groups, floor, out=to.view_as(groups))
-    return out.view(x.shape)
+    floor = rows.amax(1, keepdim=True).sub_(SPAN).clamp_(min=lowest)
+    return torch.maximum(rows, floor).view(x.shape)

@@ -9,12 +9,12 @@ from memtrain.compressors import Group, Host, Identity, Key
 from memtrain.compressors.log_group import SPAN, LogGroup, cut_, of_logarithms
 
 
-def around(x, group_size=8, bits=8):
-    code = LogGroup(bits=bits, group_size=group_size, rounding="nearest", bounds="fp32")
+def around(x, row=0):
+    code = LogGroup(bits=8, group_size=8, rounding="nearest", bounds="fp32", row=row)
     return code.decompress(code.compress(x, key=Key()))
 
 
-def test_a_range_ends_below_its_largest():
+def test_a_range_of_log_probabilities_ends_below_zero():
     # by hand: from -20 to 0 in 255 steps of 4 / 51; -1 is 242.25 steps up, -2 is 229.5
     x = torch.tensor([0.0, -1.0, -2.0, -1e9, -math.inf, -25.0, -20.0, -19.0])
     codes = [255, 242, 230, 0, 0, 0, 0, 13]  # -2 lies half way, which is rounded up
@@ -22,18 +22,19 @@ def test_a_range_ends_below_its_largest():
     torch.testing.assert_close(around(x), expected)
 
 
-def test_each_group_has_its_own_end_and_the_last_may_be_short():
-    x = torch.cat([torch.full((8,), 100.0), torch.full((8,), -100.0), torch.full((3,), 7.0)])
-    x[1], x[9], x[17] = -1e4, -math.inf, -1e4
-    expected = x.clone()
-    expected[1], expected[9], expected[17] = 100 - SPAN, -100 - SPAN, 7 - SPAN
-    torch.testing.assert_close(around(x), expected)
+def test_a_row_is_cut_by_its_own_largest_and_not_by_another_of_its_group():
+    x = torch.tensor([[100.0, -1e4, 100, 100], [-100, -100, -math.inf, -100]])
+    code = LogGroup(bits=8, group_size=8, bounds="fp32", row=4)
+    (bounds,) = code.compress(x, key=Key()).tensors["bounds"].tolist()
+    assert bounds == [-100 - SPAN, 100]
+    values = around(x.repeat_interleave(2, 0)[[0, 0]], row=4)  # a group of one row, twice
+    torch.testing.assert_close(values[:, 1], torch.full((2,), 100 - SPAN))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("bounds", ["bf16", "fp32"])
-def test_a_group_of_nothing_but_inf_stays_finite_and_its_exp_is_zero(dtype, bounds):
-    code = LogGroup(bits=8, group_size=8, bounds=bounds)
+def test_a_row_of_nothing_but_inf_stays_finite_and_its_exp_is_zero(dtype, bounds):
+    code = LogGroup(bits=8, group_size=8, bounds=bounds, row=16)
     x = torch.full((16,), -math.inf, dtype=dtype)
     values = code.decompress(code.compress(x, key=Key()))
     assert values.isfinite().all()
@@ -46,7 +47,7 @@ def test_what_lies_within_the_range_is_quantised_as_by_a_group():
     one, two = (kind(bits=8, group_size=64).compress(x, key=key) for kind in (Group, LogGroup))
     for name, part in one.tensors.items():
         assert torch.equal(part, two.tensors[name])
-    assert around(torch.empty(0)).shape == (0,)
+    assert around(torch.empty(0)).shape == around(torch.empty(0), row=3).shape == (0,)
 
 
 def test_a_group_is_replaced_and_other_compressors_are_not():
@@ -54,7 +55,8 @@ def test_a_group_is_replaced_and_other_compressors_are_not():
     found = of_logarithms(group)
     assert type(found) is LogGroup
     assert found.whole_rows
-    assert vars(found) == vars(group)
+    assert vars(found) == {**vars(group), "row": 0}
+    assert of_logarithms(group, row=7).row == 7
     assert type(of_logarithms(Host(inner=group)).inner) is LogGroup
     assert of_logarithms(Identity()) == Identity()
     x = torch.tensor([-math.inf, 0.0])

@@ -94,7 +94,7 @@ def forget_graphs(model: nn.Module) -> None:
     """Let what was compiled be compiled anew, if the model is and was.
 
     Dynamo guards a module of torch's own (`nn.Sequential`) by no hooks where it had none, so that a
-    graph from before would go on to serve.
+    graph from before would go on to serve. Every graph of the process is forgotten.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and is_compiled(model) and dynamo.utils.counters["frames"]["ok"]:

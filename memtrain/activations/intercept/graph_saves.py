@@ -30,7 +30,7 @@ from memtrain.activations.intercept.graph_sites import (
     stripped,
 )
 from memtrain.activations.saved import payload_ops
-from memtrain.activations.saved.fit import EXPONENTIALS, FLOATS, INTEGERS
+from memtrain.activations.saved.fit import FLOATS, INTEGERS, LOG_PROBABILITIES
 from memtrain.activations.saved.flatten import flatten
 from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
@@ -244,8 +244,8 @@ class GraphSaves:
         limit = sites.limit(node)
         options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]
         place, chosen = max(options, key=lambda option: _strictness(option[1], x))
-        if not isinstance(chosen, Keep) and any(one.op in EXPONENTIALS for one in places):
-            chosen = of_logarithms(chosen)
+        if not isinstance(chosen, Keep) and all(one.op in LOG_PROBABILITIES for one in places):
+            chosen = of_logarithms(chosen)  # what reads the values themselves has them whole
         return place, chosen
 
     # -- what the plan is told --------------------------------------------------------------

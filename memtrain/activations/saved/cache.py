@@ -21,6 +21,7 @@ from memtrain.activations.saved.handles import Compressed, Shared
 from memtrain.activations.saved.origin import leads_to, node_number, storage_id
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Key, Packed
+from memtrain.compressors.log_group import LogGroup
 
 SHARED = "shared with an earlier save"
 
@@ -268,7 +269,7 @@ class PayloadCache:
         if memory is None:
             return None
         shared = memory.latest(x._version)
-        if shared is not None:
+        if shared is not None and not isinstance(shared.compressor, LogGroup):  # which cuts
             return shared.tensor
         then, source, _, number = memory.output
         return source if then == x._version and leads_to(x.grad_fn, number) else None

@@ -15,10 +15,11 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """They save a tensor for each step of a sequence that they read whole."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
-EXPONENTIALS = ("cross_entropy", "log_softmax", "logsumexp")
+LOGSUMEXP_OP = "logsumexp"
+EXPONENTIALS = ("cross_entropy", "log_softmax", LOGSUMEXP_OP)
 """Their backward takes exp() of what they save, which turns noise into bias."""
-NLL_LOSS = "nll_loss"
-"""It saves a log-softmax, too: the same payload serves."""
+LOG_PROBABILITIES = ("cross_entropy", "log_softmax", "nll_loss")
+"""They save these alone."""
 ATTENTION = "scaled_dot_product_attention"
 UNSCALED_ATTENTION = "dot_product_attention"
 """The same function with a scale of 1 or more, of which rules may think otherwise: it saturates."""
@@ -131,13 +132,23 @@ def fit(
 ) -> tuple[Compressor | Keep, Copy | None]:
     """The compressor for this dtype and op, and what the save is a copy of."""
     plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
-    if plain and op.name in (*EXPONENTIALS, NLL_LOSS):
+    if plain and op.name in LOG_PROBABILITIES:
         return of_logarithms(chosen), copy
+    if plain and op.name == LOGSUMEXP_OP and _reduces_rows(save.tensor, op):
+        return of_logarithms(chosen, row=save.tensor.shape[-1]), copy
     if chosen.is_identity or (plain and op.name not in ATTENTIONS):
         return chosen, copy
     if plain:
         return _attention_mask(save, op, chosen, copy, requires_grad=requires_grad)
     return _lossless(save.tensor, op), copy
+
+
+def _reduces_rows(x: Tensor, op: Op) -> bool:
+    """Whether logsumexp reduces the last dimension of a contiguous tensor, and no other."""
+    args, kwargs = op.given
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    (dim,) = dim if isinstance(dim, tuple | list) and len(dim) == 1 else (dim,)
+    return x.dim() > 0 and dim in (-1, x.dim() - 1) and x.is_contiguous()
 
 
 def _lossless(x: Tensor, op: Op) -> Compressor | Keep:

@@ -37,9 +37,10 @@ _VIEWS = tuple(
         *("Alias", "AsStrided", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select", "Slice"),
         *("Split", "SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "Unfold", "UnsafeView"),
         *("Unsqueeze", "View"),
-        *("BackwardHookFunction", "RegisterPostBackwardFunction"),  # a module's hooks, FSDP2's
     )
 )
+# Of Python functions that give back what they are given: a module's hooks, FSDP2's.
+_HOOKS = ("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward")
 _STEPS = 6
 _STRIDED = torch.strided
 # Who calls to save the inputs, so many frames above at the most.
@@ -98,6 +99,13 @@ def is_parameter(x: Tensor) -> bool:
 def of_stand_in(node: type | None) -> bool:
     """Whether nodes of this type may lie between a parameter and what stands for it."""
     return node is not None and node.__name__.startswith(_STAND_INS)
+
+
+@lru_cache(maxsize=1024)
+def _is_view(node: type) -> bool:
+    """Whether nodes of this type write nothing; torch's own have a number, a user's have none."""
+    name = node.__name__
+    return name in _HOOKS or (name.startswith(_VIEWS) and name[-1].isdigit())
 
 
 def cast_source(x: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -173,7 +181,7 @@ def leads_to(node: Any, number: int | None) -> bool:
         node, steps = nodes.pop()
         if node._sequence_nr() == number:
             return True
-        if steps and type(node).__name__.startswith(_VIEWS):
+        if steps and _is_view(type(node)):
             nodes += [(above, steps - 1) for above, _ in node.next_functions if above is not None]
     return False
 

@@ -371,9 +371,9 @@ class SavedTensors:
             return self._note(kept, Site(op.module, op.name, "saved"), x, note)
         source = cast_source(x, op.inputs) if x.dtype in HALVES and not op.replaced else None
         if source is not None and source.is_leaf:
-            if self._own.get(id(source), source._version) == source._version:
-                return self._cast_again(x, source, op)
-            source = None  # it may have changed since it was cast
+            if self._own.get(id(source), source._version) != source._version:
+                return KeptTensor(x.detach(), x._version)  # it may have changed since it was cast
+            return self._cast_again(x, source, op)
         if storage in self._parameters or (storage not in self._inputs and is_parameter(x)):
             return KeptTensor(x.detach(), x._version)
         saved = x.detach()

@@ -54,7 +54,7 @@ class PerParameter(Generic[T]):
 
 
 class Numbers(PerParameter[int]):
-    """Parameter -> its place among all of the groups, as it was when that was first asked."""
+    """Parameter -> its place among all of the groups, when one was last found to be new."""
 
     def of(self, param: Tensor, params: Iterable[Tensor]) -> int:
         """A parameter's number.

@@ -253,6 +253,25 @@ def test_a_copy_that_differs_from_its_weight_is_kept(changed):
     assert any("cast again" in record.reason for record in records) == (not changed)
 
 
+class Streamed(nn.Linear):
+    """Its frozen weight comes from elsewhere, in each forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.copy_(self.weight * 1)
+        return super().forward(x)
+
+
+def test_a_frozen_weight_that_is_written_in_the_forward_is_no_activation():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Streamed(WIDTH, WIDTH))
+    model[1].requires_grad_(False)
+    records = []
+    intercept(model, Group(bits=4), records)
+    _, loss = forward(model, torch.randn(BATCH, WIDTH))
+    loss.backward()
+    assert not any(record.compressor for record in records if record.site.module == "1")
+
+
 class Memory(nn.Module):
     """Reads frozen keys of float32 and values, without a gradient, of the same shape."""
 
