@@ -135,7 +135,7 @@ class Interception:
     def __getstate__(self) -> dict[str, Any]:
         # of a forward that runs now, and the reference
         runtime = ("_own", "_path", "_outer", "_depth", "_thread", "_runs", "_spare")
-        runtime += ("_model", "_part")
+        runtime += ("_model", "_part", "_parts")
         state = {name: value for name, value in vars(self).items() if name not in runtime}
         return state | {"model": self.model}
 
@@ -151,18 +151,19 @@ class Interception:
         not their bytes.
         """
         self._model = self._part = weakref.ref(model, self._forget)
+        self._parts = [weakref.ref(module) for module in model.modules()]
 
     def _forget(self, model: Any) -> None:
         """Let the modules go of a model that is gone."""
         self._own = OwnTensors()
 
     def find_model(self) -> nn.Module:
-        """The model; of one that is gone, the part that last ran by itself."""
-        model = self._model()
-        model = self._part() if model is None else model
-        if model is None:
-            raise ReferenceError("the wrapped model is gone: no one refers to it any more")
-        return model
+        """The model; of one that is gone, the part that last ran by itself, or the first left."""
+        for known in (self._model, self._part, *self._parts):
+            model = known()
+            if model is not None:
+                return model
+        raise ReferenceError("the wrapped model is gone: no one refers to it any more")
 
     @property
     def model(self) -> nn.Module:

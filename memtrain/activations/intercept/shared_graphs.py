@@ -50,12 +50,13 @@ def _siblings(
     Of several that have graphs (the first block's input needs no gradient) it is the last one
     before them.
     """
-    if not root or root not in compiled:
+    modules = dict(model.named_modules())
+    if not root or root not in compiled or root not in modules:  # of a model that is gone
         return []
-    own, roots = model.get_submodule(root), {graph.root for graph in graphs}
+    own, roots = modules[root], {graph.root for graph in graphs}
     alike = [
         name
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if name and name in compiled and _alike(module, own)
     ]
     found: list[str] = []

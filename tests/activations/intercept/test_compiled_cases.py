@@ -1,6 +1,7 @@
 """Compiled models beside what else there is: modes, steps, caches, ops that are not traced."""
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -222,3 +223,33 @@ def test_a_graph_of_an_equal_module_that_is_plain_is_told_with_its_mend():
     torch.compiler.reset()
     model(x).sum().backward()
     assert any(row.compressor for row in memtrain.plan_of(model).entries("activation"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Net, lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))],
+    ids=["a frame itself", "traced"],
+)
+def test_a_part_that_outlives_its_model_is_compiled_anew(make):
+    """Lightning's module goes when its training ends; the network in it goes on."""
+    outer = nn.Sequential(make())
+    wrapped(outer)
+    inner, x = outer[0], torch.randn(128, 64)
+    del outer
+    gc.collect()
+    y = torch.compile(inner, backend=BACKEND)(x)
+    assert 0 < held(y, x, *inner.parameters()) < 4 * 128 * 256  # of one layer's result
+    y.sum().backward()
+
+
+def test_a_part_that_was_compiled_in_place_outlives_its_model():
+    outer = nn.Sequential(Net())
+    outer[0].compile(backend=BACKEND)
+    wrapped(outer)
+    inner, x = outer[0], torch.randn(128, 64)
+    del outer
+    gc.collect()
+    torch.compiler.reset()
+    y = inner(x)
+    assert 0 < held(y, x, *inner.parameters()) < 4 * 128 * 256
+    y.sum().backward()
