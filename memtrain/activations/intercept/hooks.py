@@ -151,7 +151,7 @@ class Interception:
         not their bytes.
         """
         self._model = self._part = weakref.ref(model, self._forget)
-        self._parts = [weakref.ref(module) for module in model.modules()]
+        self._parts: list[weakref.ref[nn.Module]] = []  # a copy that is made now has none yet
 
     def _forget(self, model: Any) -> None:
         """Let the modules go of a model that is gone."""
@@ -159,7 +159,11 @@ class Interception:
 
     def find_model(self) -> nn.Module:
         """The model; of one that is gone, the part that last ran by itself, or the first left."""
-        for known in (self._model, self._part, *self._parts):
+        model = self._model()
+        if model is not None:
+            self._parts = self._parts or [*map(weakref.ref, model.modules())]
+            return model
+        for known in (self._part, *self._parts):
             model = known()
             if model is not None:
                 return model
