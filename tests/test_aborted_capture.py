@@ -21,7 +21,7 @@ class Stream:
 
 
 class Device(TorchDispatchMode):
-    """What torch.cuda knows: the current stream, and the kernels of a capture."""
+    """The state of torch.cuda: the current stream, and the kernels of a capture."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_capture_that_raises_warns_of_no_empty_graph_and_leaves_its_stream(dev
 
 
 def test_of_an_empty_graph_torch_warns_before_it_leaves_the_stream(device):
-    """What the test above would meet, did its step launch nothing before it raises."""
+    """The test above would meet that, did its step launch nothing before it raises."""
     with pytest.raises(UserWarning, match="empty"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         pass
     assert [stream.name for stream in device.streams] == ["current", "capture"]

@@ -155,8 +155,9 @@ class FirstStep:
     """
 
     def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
-        self._plan, self._interception, self._is_compiled = plan, interception, is_compiled(model)
-        self._compiled, self._done = _frames(), False
+        self._plan, self._interception = plan, interception
+        self._is_compiled = any(map(is_compiled, model.modules()))
+        self._frames, self._done = _frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
         """Register the hook on the optimizer that `wrap` returns; gives its handle."""
@@ -166,6 +167,8 @@ class FirstStep:
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """The hook. A step at a learning rate of 0 (how checkpoints make states) is none."""
+        if self._done:
+            return
         groups = optimizer.param_groups
         has_gradient = any(p.grad is not None for group in groups for p in group["params"])
         if has_gradient and any(float(group.get("lr", 1.0)) for group in groups):
@@ -176,16 +179,16 @@ class FirstStep:
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
-        compiled = not seen and (self._is_compiled or _frames() != self._compiled)
+        compiled = not seen and (self._is_compiled or _frames() != self._frames)
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED
-        if compiled or (why != _COMPILED and _frames() != self._compiled):
+        if compiled or (why != _COMPILED and _frames() != self._frames):
             found = [Unmet(why, _MENDS[why], ("the compiled forward",), 0)]
         else:
             found = []
         recompute = self._interception.recompute
-        if _frames() != self._compiled and (left := [*{*recompute.names} - recompute.called]):
+        if _frames() != self._frames and (left := [*{*recompute.names} - recompute.called]):
             found.append(Unmet(_IN_GRAPH, _MENDS[_IN_GRAPH], tuple(sorted(left)), 0))
         found += unmet(self._plan, recompute.names)
         self._done = not (found and self._plan.config.strict)

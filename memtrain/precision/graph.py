@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.intercept.compiler_internals import inside_compiled
+from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.pack_hook import Choose, SavedTensors
 from memtrain.activations.saved.site import tensors_of
@@ -160,7 +160,7 @@ def check(model: nn.Module) -> None:
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ValueError for modules that `torch.compile` or `module.compile()` has compiled."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or inside_compiled(module) is not None:
+        if is_compiled(module):
             raise ValueError(
                 f"precision: {name or 'the model'} is compiled, so that its ops are not seen; "
                 "allowed: what is not, or precision.assignment=fp32"

@@ -1,4 +1,4 @@
-"""What leaves a device is given away once, whichever of several threads comes first."""
+"""Memory that leaves a device is given away once, whichever of several threads comes first."""
 
 from collections import deque
 from types import SimpleNamespace

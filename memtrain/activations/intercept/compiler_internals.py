@@ -79,15 +79,14 @@ def inside_compiled(model: Any) -> nn.Module | None:
     return model._orig_mod if compiled else None
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` is around the model or one of its modules.
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `module.compile()` has compiled the module itself.
 
     Example:
-        >>> is_compiled(nn.Sequential(nn.Linear(4, 4)))
+        >>> is_compiled(nn.Linear(4, 4))
         False
     """
-    modules = model.modules()
-    return any(one._compiled_call_impl or inside_compiled(one) is not None for one in modules)
+    return module._compiled_call_impl is not None or inside_compiled(module) is not None
 
 
 def forget_graphs(model: nn.Module) -> None:
@@ -97,7 +96,9 @@ def forget_graphs(model: nn.Module) -> None:
     graph from before would go on to serve. Every graph of the process is forgotten.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and is_compiled(model) and dynamo.utils.counters["frames"]["ok"]:
+    if dynamo is None or not dynamo.utils.counters["frames"]["ok"]:
+        return
+    if any(map(is_compiled, model.modules())):
         dynamo.reset()
 
 

@@ -1,7 +1,6 @@
 """Families of ops that a rule may name at once, by how their backward uses what it saves."""
 
 from memtrain.activations.intercept.replaced_ops import SMOOTH
-from memtrain.activations.saved.fit import EXPONENTIALS
 
 _NONLINEAR = """
 relu relu6 leaky_relu prelu rrelu elu celu selu gelu gelu_tanh quick_gelu silu mish sigmoid
@@ -50,5 +49,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "@smooth": SMOOTH,
     "@piecewise": tuple(_PIECEWISE.split()),
     "@singular": (*_SINGULAR.split(), *_SOLVED.split(), *_EXTREMAL.split()),
-    "@exponential": EXPONENTIALS,
+    # Their backward takes exp() of what they save, which turns noise into bias.
+    "@exponential": ("cross_entropy", "log_softmax", "logsumexp"),
 }

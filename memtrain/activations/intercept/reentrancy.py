@@ -14,7 +14,7 @@ _HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Tracing(threading.local):
-    """What traces in this thread: others' forwards are compressed as ever."""
+    """The interception that traces in this thread; others' forwards are compressed as ever."""
 
     only: object | None = None
 

@@ -15,9 +15,6 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """They save a tensor for each step of a sequence that they read whole."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
-LOGSUMEXP_OP = "logsumexp"
-EXPONENTIALS = ("cross_entropy", "log_softmax", LOGSUMEXP_OP)
-"""Their backward takes exp() of what they save, which turns noise into bias."""
 LOG_PROBABILITIES = ("cross_entropy", "log_softmax", "nll_loss")
 """They save these alone."""
 ATTENTION = "scaled_dot_product_attention"
@@ -134,7 +131,7 @@ def fit(
     plain = save.tensor.dtype in FLOATS and not chosen.gives_derivative
     if plain and op.name in LOG_PROBABILITIES:
         return of_logarithms(chosen), copy
-    if plain and op.name == LOGSUMEXP_OP and _reduces_rows(save.tensor, op):
+    if plain and op.name == "logsumexp" and _reduces_rows(save.tensor, op):
         return of_logarithms(chosen, row=save.tensor.shape[-1]), copy
     if chosen.is_identity or (plain and op.name not in ATTENTIONS):
         return chosen, copy

@@ -1,4 +1,4 @@
-"""What an optimizer has found out about its parameters, for as long as these live."""
+"""Facts that an optimizer keeps of its parameters, for as long as these live."""
 
 import weakref
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class PerParameter(Generic[T]):
         self._known: dict[int, tuple[T, weakref.ref[Tensor]]] = {}
 
     def get(self, param: Tensor) -> T | None:
-        """What is known of a parameter, or None."""
+        """The value of a parameter, or None."""
         found = self._known.get(id(param))
         return None if found is None else found[0]
 
