@@ -9,7 +9,8 @@ from torch import nn
 import memtrain
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.config.sources import GRADIENTS, WEIGHTS, Config
-from memtrain.optim.wrappers.release import CLIPS, ReleaseGradients
+from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.release_checks import CLIPS
 from memtrain.optim.wrappers.weights import FORMATS
 from memtrain.plan.entries import WORKSPACE
 from memtrain.training.data import build_source

@@ -77,11 +77,13 @@ def ddp_around_before_wrap(rank, world):
     train(plain, adamw(plain.parameters()), 0, 1)
     ddp = DistributedDataParallel(make())
     cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-    try:
-        memtrain.wrap(ddp, adamw(ddp.parameters()), {**cfg, "weights": "bf16+8"})
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
+    refused = []
+    for model in (ddp, ddp.module, ddp.module[0]):
+        try:
+            memtrain.wrap(model, adamw(model.parameters()), {**cfg, "weights": "bf16+8"})
+            refused.append("")
+        except ValueError as error:
+            refused.append(str(error))
     ddp, optimizer = memtrain.wrap(ddp, adamw(ddp.parameters()), cfg)
     train(ddp, optimizer, rank, world)
     return {
@@ -89,6 +91,21 @@ def ddp_around_before_wrap(rank, world):
         "agree": agree(ddp.parameters()),
         "refused": refused,
     }
+
+
+def ddp_after_unwrap(rank, world):
+    """Whether a DDP refuses to train once `unwrap` has converted its weights."""
+    model = make()
+    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), "all_four")
+    ddp = DistributedDataParallel(model)
+    train(ddp, optimizer, rank, world)
+    memtrain.unwrap(model, optimizer)
+    with torch.no_grad():
+        ddp(batch(0, rank, world))
+    try:
+        ddp(batch(0, rank, world))
+    except RuntimeError as error:
+        return str(error)
 
 
 def ddp_accumulates_in_no_sync(rank, world):
@@ -252,6 +269,7 @@ def parts_of_a_whole(rank, world):
 SCENARIOS = [
     ddp_released,
     ddp_around_before_wrap,
+    ddp_after_unwrap,
     ddp_accumulates_in_no_sync,
     ddp_in_its_own_group,
     ddp_can_be_copied,

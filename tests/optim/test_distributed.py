@@ -59,7 +59,12 @@ def test_a_model_that_is_in_ddp_already(found):
         # Against one process with the whole batch: sums in another order, four Adam steps of 1e-2.
         assert result["distance"] < 1e-6
         assert result["agree"]
-        assert "Wrap the model first" in result["refused"]
+        assert [("Wrap the model first" in why) for why in result["refused"]] == [True] * 3
+
+
+def test_a_ddp_whose_weights_unwrap_has_converted_refuses_to_train(found):
+    for rank in found:
+        assert "make a new one around the model" in rank["ddp_after_unwrap"]
 
 
 def test_ddp_accumulates_in_no_sync(found):

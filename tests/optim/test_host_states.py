@@ -388,9 +388,10 @@ def test_steps_run_beside_the_backward_and_order_is_kept(passes):
     main = [one for one in bus.log if one[0] != "stepped"]
     shapes = [p.shape for p in reversed(list(model.parameters()))]
     backward = [(what, shape) for shape in shapes for what in ("gradient", "sent")]
-    assert main == 3 * [*passes * backward, ("joined", None)]  # each goes over as it comes
+    joined = ("joined", None)  # at the end of each backward, and of the step
+    assert main == 3 * [*passes * [*backward, joined], joined]  # each goes over as it comes
     for own in range(3):
-        ends = [k for k, (what, _) in enumerate(bus.log) if what == "joined"]
+        ends = [k for k, (what, _) in enumerate(bus.log) if what == "joined"][passes :: passes + 1]
         stepped = bus.log[ends[own - 1] if own else 0 : ends[own]]
         assert [shape for what, shape in stepped if what == "stepped"] == shapes
 

@@ -76,6 +76,11 @@ class GradientSums:
         self._held[param] = self.compressor.compress(total, key=key).tensors, count
         return None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a sum of fewer passes."""
+        return bool(self._held)
+
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Give up every sum of fewer passes, with its parameter."""
         while self._held:

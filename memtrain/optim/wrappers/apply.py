@@ -13,9 +13,14 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
-from memtrain.optim.wrappers.buckets import follow_ddp
+from memtrain.optim.wrappers.buckets import follow_ddp, models_in_ddp, refuse_training
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
-from memtrain.optim.wrappers.release import ReleaseGradients, check_complex, released_by
+from memtrain.optim.wrappers.release import ReleaseGradients, released_by
+from memtrain.optim.wrappers.release_checks import (
+    check_complex,
+    check_gradient_readers,
+    check_separate,
+)
 from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
 from memtrain.optim.wrappers.wrapper import WeakRef
 
@@ -39,6 +44,8 @@ def check(model: nn.Module, config: Any) -> None:
     """Raise ValueError for what `apply` could not do; nothing is changed."""
     if config.gradients == RELEASE:
         check_complex(model.parameters(), config.release.clip, config.release.accumulate)
+        check_separate(model.parameters())
+        check_gradient_readers(model)
     if config.optim.device == CPU:
         own = config.optim
         if not (own.rules or own.exceptions or own.sites):
@@ -54,10 +61,11 @@ def check(model: nn.Module, config: Any) -> None:
             )
     if config.weights == KEEP:
         return
-    if isinstance(model, DistributedDataParallel):
+    if models_in_ddp(model.parameters()):
         raise ValueError(
-            f"weights={config.weights!r} with a DistributedDataParallel: its buckets have the "
-            "weights' dtype already. Wrap the model first, then put DistributedDataParallel around"
+            f"weights={config.weights!r} of a model that is in a DistributedDataParallel: its "
+            "buckets have the weights' dtype already, and it would not reduce the gradients of "
+            "converted weights. Wrap the model first, then put DistributedDataParallel around"
         )
     check_unsharded(model.parameters())
 
@@ -206,5 +214,6 @@ def remove(optimizer: Optimizer, handles: list[Any]) -> Optimizer:
     if isinstance(optimizer, ReleaseGradients):
         optimizer = optimizer.detach()
     if isinstance(optimizer, SplitWeights):
+        refuse_training(models_in_ddp(optimizer.corrections))
         optimizer = optimizer.restore()
     return optimizer if host is None else host.move_back()

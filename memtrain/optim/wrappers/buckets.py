@@ -1,10 +1,11 @@
 """Released gradients under DistributedDataParallel: updates follow each bucket's all-reduce."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memtrain.optim.wrappers.wrapper import WeakRef
 
@@ -25,6 +26,32 @@ def follow_ddp(find: Callable[[Tensor], WeakRef[Any]], module: Any, args: Any) -
     optimizer = next(filter(None, (find(param)() for param in module.parameters())), None)
     if optimizer is not None and not optimizer.follows:
         optimizer.follow(ddp)
+
+
+def models_in_ddp(params: Iterable[Tensor]) -> list[nn.Module]:
+    """Every live DistributedDataParallel that reduces the gradients of some of these parameters.
+
+    A model has no reference to the one around it, so that all of the process's are looked at.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    own, ddp = set(params), torch.nn.parallel.DistributedDataParallel
+    live = [x for x in gc.get_objects() if issubclass(type(x), ddp)]
+    return [x for x in live if not own.isdisjoint(x.parameters())]
+
+
+def refuse_training(models: Iterable[nn.Module]) -> None:
+    """Let DistributedDataParallels refuse to train: their weights have another dtype by now."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "memtrain.unwrap has converted the weights of this DistributedDataParallel, whose "
+                "buckets would not reduce their gradients any more: make a new one around the model"
+            )
+
+    for model in models:
+        model.register_forward_pre_hook(refuse)
 
 
 def hook_buckets(release: Any, ddp: Any) -> None:

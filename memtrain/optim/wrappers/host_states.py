@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, RLock
 from typing import Any
 
 import torch
@@ -20,7 +20,12 @@ from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
-from memtrain.optim.wrappers.release import ReleaseGradients, call_on_gradient, refuse_scaler
+from memtrain.optim.wrappers.release import (
+    ReleaseGradients,
+    call_on_gradient,
+    one_at_a_time,
+    refuse_scaler,
+)
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
 from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
@@ -43,10 +48,10 @@ class HostStates(OptimizerWrapper):
     and so is a checkpoint. The parameters, groups and gradients that a user sees are the device's.
 
     With released gradients each goes over as backward brings it, is stepped by the C++ kernels in a
-    thread beside the backward, and its weight is sent back at once; `step()` waits for the rest.
-    (A next forward that waited for each weight alone would gain little: it begins with those whose
-    gradients came last.) Gradients that are kept go over in `step()`, all at once. With weights of
-    two bytes the bus has 2 bytes a parameter down in each backward, and 2 up in each step.
+    thread beside the backward, and its weight is sent back at once. The end of the backward waits
+    for the rest, so that whatever reads a weight after `loss.backward()` reads the stepped one, as
+    in place. Gradients that are kept go over in `step()`, all at once. With weights of two bytes
+    the bus has 2 bytes a parameter down in each backward, and 2 up in each step.
 
     A weight that something else writes in place (`model.load_state_dict`) is fetched again before
     its next step.
@@ -206,11 +211,13 @@ class HostStates(OptimizerWrapper):
                 self._begun = self._begun and release.has_applied
 
     @torch.no_grad()
+    @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
         """A backward's gradient is complete: send it to the host and let it be stepped there."""
         release, grad = self._release, param.grad
         if release is None or grad is None:
             return
+        release.enter(self._wait)
         refuse_sparse([param], type(self).__name__)
         if self.before is not None and self.before():
             self.before = None
@@ -231,8 +238,6 @@ class HostStates(OptimizerWrapper):
         if not copies.beside:
             work()
             return
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "memtrain-host-states")
         self._jobs.append(self._worker.submit(self._beside, work))
 
     def follow(self, ddp: Any) -> None:
@@ -376,7 +381,8 @@ class HostStates(OptimizerWrapper):
     def _start(self) -> None:
         """Make what does not outlive a process."""
         self._handles: dict[Tensor, Any] = {}
-        self._worker: ThreadPoolExecutor | None = None
+        self._lock = RLock()  # autograd brings gradients in one thread for each device
+        self._worker = ThreadPoolExecutor(1, "memtrain-host-states")  # its thread starts with a job
         self._jobs: list[Future[None]] = []
         self._room = BoundedSemaphore(IN_FLIGHT)
         self._witness: Witness | None = None
@@ -450,6 +456,11 @@ class HostStates(OptimizerWrapper):
         self._join()
         self._begun, self._witness = False, None
         self._arrived.clear()
+
+    def _wait(self) -> None:
+        """A backward ends: what follows reads stepped weights. Errors wait for `step`."""
+        wait(self._jobs)
+        self._join()
 
     def _join(self) -> None:
         """Let work of the devices that follows see the weights that were sent back."""
@@ -563,6 +574,7 @@ class HostStates(OptimizerWrapper):
 _RUNTIME = (
     "before",
     "_handles",
+    "_lock",
     "_worker",
     "_jobs",
     "_room",

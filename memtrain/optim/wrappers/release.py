@@ -1,7 +1,7 @@
 """Gradient release: each weight is updated inside backward, as its gradient arrives."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from threading import RLock
 from typing import Any, TypeVar
@@ -21,14 +21,18 @@ from memtrain.optim.states.shards import local, wait_for_part
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
+from memtrain.optim.wrappers.backward import Backward
 from memtrain.optim.wrappers.buckets import hook_buckets
 from memtrain.optim.wrappers.late_norms import LateNorm
+from memtrain.optim.wrappers.release_checks import (
+    check_complex,
+    check_options,
+    check_separate,
+    refuse_scaler,
+)
 from memtrain.optim.wrappers.row_gradients import RowGradients
 from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
-
-CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
-"""How gradients may be clipped; `ReleaseGradients` says what each does."""
 
 PIECE = 2**26
 """Bytes of a piece of a gradient: less than the largest of a layer, where pieces matter."""
@@ -36,15 +40,18 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _one_at_a_time(method: _F) -> _F:
-    """Let a method wait while another thread is in one of those that it is the decorator of.
+def one_at_a_time(method: _F) -> _F:
+    """Let a method wait while another thread is in one of its object's methods decorated so.
 
     Gradients come in several threads: autograd has one for each device, and DDP's all-reduces end
     in those of their backend.
+
+    Args:
+        method: Of an object with a `_lock`, an `RLock`.
     """
 
     @wraps(method)
-    def inner(self: "ReleaseGradients", *args: Any) -> Any:
+    def inner(self: Any, *args: Any) -> Any:
         with self._lock:
             return method(self, *args)
 
@@ -141,7 +148,7 @@ class ReleaseGradients(OptimizerWrapper):
         sums: Compressor = BUFFER,
         seed: int = 0,
     ) -> None:
-        _check_options(clip, limit, loss_scale, accumulate, gradient_bytes)
+        check_options(clip, limit, loss_scale, accumulate, gradient_bytes)
         check_seat(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
@@ -161,6 +168,8 @@ class ReleaseGradients(OptimizerWrapper):
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
         self._bucketed: set[Tensor] = set()
         self._witness: Witness | None = None
+        self.backward = Backward()
+        """The backward in which gradients arrive."""
         self.before: Callable[[], bool] | None = None
         """Called before updates, until it returns True."""
         self.after: Callable[[Tensor], None] | None = None
@@ -171,6 +180,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._lock = RLock()
         params = [p for group in inner.param_groups for p in group["params"]]
         check_complex(params, clip, accumulate)
+        check_separate(params)
         super().__init__(inner)
         self._attach()
 
@@ -201,6 +211,7 @@ class ReleaseGradients(OptimizerWrapper):
             self.forget_step()
             raise
         self._witness = None
+        self.backward.forget()
         if self._done and self._measures:
             self.norm = math.sqrt(self._squares)
         self._done.clear()
@@ -217,12 +228,17 @@ class ReleaseGradients(OptimizerWrapper):
         """Throw away the gradients that have not been applied.
 
         These are sums of fewer than `accumulate` passes, and all that wait for `global_norm`. What
-        backward has applied stays so: a second backward before `step()` is refused as before.
+        backward has applied stays so: a second backward before `step()` is refused as before. After
+        a backward that raised (out of memory), the step that it began is over.
 
         Args:
             set_to_none: As in torch.
         """
         with self._lock:
+            if self.backward.broke_off:
+                self.forget_step()
+                self._sums.advance()
+                self.advance()
             if self.clip == "global_norm":
                 self.forget_step()
             self._sums.drop()
@@ -234,6 +250,7 @@ class ReleaseGradients(OptimizerWrapper):
             self._witness.param.grad = self._witness = None
         self._sums.drop()
         self._done.clear()
+        self.backward.forget()
         self._squares, self._late, self._waiting = 0.0, [], []
 
     def follow(self, ddp: Any) -> None:
@@ -292,11 +309,12 @@ class ReleaseGradients(OptimizerWrapper):
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
         runtime |= {"_late": [], "_waiting": [], "after": None, "rows": None, "_lock": None}
+        runtime["backward"] = None
         return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock = RLock()
+        self._lock, self.backward = RLock(), Backward()
         self.rows = RowGradients(WeakRef(self))
         self._attach()
 
@@ -324,11 +342,12 @@ class ReleaseGradients(OptimizerWrapper):
         self._fewest = min(map(Tensor.numel, self._handles), default=0)
 
     @torch.no_grad()
-    @_one_at_a_time
+    @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
         """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
         if param in self._bucketed or param.grad is None:
             return
+        self.enter()
         self.refuse_replaced(self._handles)
         stays = False
         try:
@@ -344,10 +363,27 @@ class ReleaseGradients(OptimizerWrapper):
             else:
                 param.grad = None
 
+    def enter(self, at_end: Callable[[], None] = lambda: None) -> None:
+        """Record the backward in which a gradient arrives, unless one before it broke off.
+
+        Args:
+            at_end: Called when this backward ends, or when it is refused.
+        """
+        if self.backward.entered(at_end):
+            at_end()
+            if self._done or self._sums.waiting:
+                raise RuntimeError(
+                    "a backward before this one raised (out of memory, for example) after "
+                    f"{len(self._done)} of {len(self._handles)} parameters had been updated: call "
+                    "optimizer.zero_grad() after such an error, which ends that step, and go on "
+                    "with the next batch"
+                )
+
     @torch.no_grad()
-    @_one_at_a_time
+    @one_at_a_time
     def on_rows(self, param: Tensor, make: Make) -> None:
         """A backward's gradient is complete, and can be made in pieces: update."""
+        self.enter()
         self.refuse_replaced(self._handles)
         measure = late_norms.norm_of if self._measures else None
         self._update(param, RowPieces(make, param, self.rows_at_once(param), measure))
@@ -377,7 +413,7 @@ class ReleaseGradients(OptimizerWrapper):
         return [hook for number, hook in hooks.items() if number != self._handles[param].id]
 
     @torch.no_grad()
-    @_one_at_a_time
+    @one_at_a_time
     def on_reduced(self, param: Tensor, grad: Tensor) -> None:
         """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
         self._update(param, grad)
@@ -567,48 +603,3 @@ def released_by(param: Tensor) -> WeakRef[Any]:
         if isinstance(hook, partial) and hook.func is call_on_gradient:
             return hook.args[0]
     return WeakRef()
-
-
-def _check_options(
-    clip: str, limit: float, loss_scale: float, accumulate: int, gradient_bytes: int | None
-) -> None:
-    """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
-    if gradient_bytes is not None and gradient_bytes < 1:
-        raise ValueError(f"gradient_bytes={gradient_bytes} is out of range; allowed: at least 1")
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} is out of range; allowed: at least 1")
-    if accumulate > 1 and clip == "two_pass":
-        raise ValueError(
-            f"accumulate={accumulate} with clip='two_pass': its closure runs backward once"
-        )
-    if clip not in CLIPS:
-        raise ValueError(f"clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
-    for name, value in (("limit", limit), ("loss_scale", loss_scale)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
-
-
-def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
-    """Raise ValueError for complex parameters where their gradients would have to be real."""
-    kept = {"clip='value'": clip == "value", f"accumulate={accumulate}": accumulate > 1}
-    for param in params:
-        for option in [name for name, asked in kept.items() if asked and param.is_complex()]:
-            raise ValueError(
-                f"{option} takes gradients of real numbers, and a parameter of shape "
-                f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
-                "previous or two_pass, and accumulate=1"
-            )
-
-
-def refuse_scaler(release: object) -> None:
-    """Raise RuntimeError if a GradScaler has handed over what it found."""
-    given = [name for name in ("grad_scale", "found_inf") if name in vars(release)]
-    for name in given:
-        delattr(release, name)
-    if given:
-        raise RuntimeError(
-            "GradScaler must see all gradients before any update, and they were applied and "
-            "freed in backward. Without it: multiply the loss by a constant and give it as "
-            "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
-            "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
-        )

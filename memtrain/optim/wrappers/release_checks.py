@@ -1,0 +1,98 @@
+"""Checks of released gradients: what they cannot serve is refused before anything changes."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.optim.states.shards import local
+
+CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
+"""How gradients may be clipped; `ReleaseGradients` says what each does."""
+
+
+def check_options(
+    clip: str, limit: float, loss_scale: float, accumulate: int, gradient_bytes: int | None
+) -> None:
+    """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
+    if gradient_bytes is not None and gradient_bytes < 1:
+        raise ValueError(f"gradient_bytes={gradient_bytes} is out of range; allowed: at least 1")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate} is out of range; allowed: at least 1")
+    if accumulate > 1 and clip == "two_pass":
+        raise ValueError(
+            f"accumulate={accumulate} with clip='two_pass': its closure runs backward once"
+        )
+    if clip not in CLIPS:
+        raise ValueError(f"clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
+    for name, value in (("limit", limit), ("loss_scale", loss_scale)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
+
+
+def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
+    """Raise ValueError for complex parameters where their gradients would have to be real."""
+    kept = {"clip='value'": clip == "value", f"accumulate={accumulate}": accumulate > 1}
+    for param in params:
+        for option in [name for name, asked in kept.items() if asked and param.is_complex()]:
+            raise ValueError(
+                f"{option} takes gradients of real numbers, and a parameter of shape "
+                f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
+                "previous or two_pass, and accumulate=1"
+            )
+
+
+def refuse_scaler(release: object) -> None:
+    """Raise RuntimeError if a GradScaler has handed over what it found."""
+    given = [name for name in ("grad_scale", "found_inf") if name in vars(release)]
+    for name in given:
+        delattr(release, name)
+    if given:
+        raise RuntimeError(
+            "GradScaler must see all gradients before any update, and they were applied and "
+            "freed in backward. Without it: multiply the loss by a constant and give it as "
+            "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
+            "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
+        )
+
+
+def check_separate(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for parameters whose in-place updates count as changes of each other.
+
+    Views of one tensor (`weight.unbind()`) share its version counter: the update of one inside the
+    backward would spoil what autograd has saved of the others.
+
+    Args:
+        params: Of an optimizer or a model.
+    """
+    by_storage: dict[int, list[Tensor]] = defaultdict(list)
+    for param in {id(param): param for param in params if param.requires_grad}.values():
+        own = local(param)
+        if own.numel() and not own.is_meta:
+            by_storage[own.untyped_storage()._cdata].append(own)
+    for first, *others in by_storage.values():
+        before = [other._version for other in others]
+        if others:
+            torch.autograd.graph.increment_version(first)
+        for other, version in zip(others, before, strict=True):
+            if other._version != version:
+                raise ValueError(
+                    f"gradients='release' with parameters of shapes {tuple(first.shape)} and "
+                    f"{tuple(other.shape)} that are views of one tensor (unbind, chunk, split): "
+                    "the update of one inside the backward counts as a change of the other, which "
+                    "autograd refuses; allowed: parameters of their own (clone each view before "
+                    "nn.Parameter), or gradients=keep"
+                )
+
+
+def check_gradient_readers(model: nn.Module) -> None:
+    """Raise ValueError for a model with parts that read `.grad` after the backward."""
+    for name, module in model.named_modules():
+        if any(base.__name__.startswith("AdaLora") for base in type(module).__mro__):
+            raise ValueError(
+                f"gradients='release' with PEFT's AdaLoRA ({name or 'the model'} is a "
+                f"{type(module).__name__}): update_and_allocate reads the gradients after the "
+                "backward, when they are freed; allowed: gradients=keep, or LoraConfig"
+            )
