@@ -1,12 +1,5 @@
-"""Experiments of the papers, which a checkout runs and the installed package does not hold.
+"""Repeats tables and comparisons of the papers from a checkout; not part of the installed package.
 
-Importing it adds their models and data to those of `memtrain-train`.
+`python -m experiments.choice` compares presets over tasks and seeds, `python -m
+experiments.paper_table` prints the few-bit paper's table of activation memory.
 """
-
-from experiments.cifar import cifar
-from experiments.fashion import fashion
-from memtrain.training.data import SOURCES
-from memtrain.training.networks import MODELS
-
-MODELS["cifar"] = ("images", cifar)
-SOURCES["fashion"] = fashion

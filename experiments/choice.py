@@ -1,26 +1,27 @@
-"""Which preset for which work: held-out loss, peak and processor time of presets, over seeds.
+"""Compare presets and compressors: held-out loss, peak and processor time over seeds.
 
-    python -m experiments.choice                      every small task, way and seed; the same call
-                                                      goes on where it stopped
+    python -m experiments.choice                      every small task, preset and seed; the same
+                                                      call continues where it stopped
     python -m experiments.choice tasks=gpt variants=plain,balanced seeds=0,1
-    python -m experiments.choice tasks=gpt_full,vit_full     the full-size twins: a GPU's work
+    python -m experiments.choice tasks=digits variants=plain,actnn_l3,gact4 output=FILE
+    python -m experiments.choice tasks=gpt_full,lora_full     full-size tasks: a GPU's work
     python -m experiments.choice --table              means and 95% intervals of what is done
-    python -m experiments.choice --plot               the same, loss against peak, as a PNG
 
 Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place of each task's own
-(`steps=N,M`: runs of both), `baseline=WAY` of the table's differences (plain), and `curves=FILE`,
-into which each step's loss goes of what the call trains; `--plot curves=FILE` draws them.
-`checkpointing` is torch's around each repeated block; of a task without such blocks it is `plain`.
-`adam8bit` and `adam4bit` need bitsandbytes and torchao.
+(`steps=N,M`: runs of both), and `baseline=VARIANT` for the table's differences (plain).
+
+`checkpointing` is torch's around each repeated block; on a task without such blocks it equals
+`plain`. `adam8bit` and `adam4bit` need bitsandbytes and torchao. `fewbitN` and `actnnN` store N
+bits in nonlinearities alone: a code of the derivative, or of the input in groups of 256.
+`patch_*` and `group*` store what convolutions and max-pools read in 4 bits a value.
 """
 
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,86 +39,108 @@ from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.timeline import SAVED
 
 
-def _of_library(module: str, name: str) -> Callable[..., Optimizer]:
+def _library(module: str, name: str) -> Callable[..., Optimizer]:
     return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
 
 
-class Way(NamedTuple):
-    """A way to train."""
+class Variant(NamedTuple):
+    """A way to train a task."""
 
     config: Any = None
-    """Of memtrain; None: plain PyTorch."""
+    """memtrain's config; None: unmodified PyTorch."""
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
-    """Whether torch's own is around each repeated block."""
+    """Whether torch's checkpointing is around each repeated block."""
     make: Callable[..., Optimizer] = AdamW
 
 
-WAYS = {
-    "plain": Way(),
-    "checkpointing": Way(checkpointing=True),
-    "adam8bit": Way(make=_of_library("bitsandbytes.optim", "AdamW8bit")),
-    "adam4bit": Way(make=_of_library("torchao.optim", "AdamW4bit")),
-    "optimizer_only": Way("optimizer_only"),
-    "activations_only": Way("activations_only"),
-    "balanced": Way("balanced"),
-    "balanced_8bit": Way(["preset=balanced", "optim=factored_8bit"]),
-    "balanced_rank1": Way(["preset=balanced", "optim=rank1_4bit"]),
-    "lora": Way("lora"),
-    "smallest": Way("smallest"),
-    "checkpointed": Way("checkpointed"),
-    "plain_bf16": Way(dtype=torch.bfloat16),
-    "all_four": Way("all_four", torch.bfloat16),
-    "all_four_2bit": Way("all_four_2bit", torch.bfloat16),
+def _nonlinear(preset: str, name: str, bits: int) -> Variant:
+    """A preset whose first rule, the nonlinearities', has that compressor; nothing is derived."""
+    first = f"activations.rules.0.compressor={{name:{name},bits:{bits}}}"
+    return Variant([f"preset={preset}", first, "activations.derive_outputs=false"])
+
+
+def _maps(name: str, **options: Any) -> Variant:
+    """Compress the inputs of convolutions and max-pools, and the signs of ReLUs."""
+    where = {"op": "conv2d|max_pool2d", "tensor": "input"}
+    signs = {"op": "@piecewise", "compressor": {"name": "derivative", "bits": 1}}
+    rules = [{**where, "compressor": {"name": name, **options}}, signs]
+    return Variant({"preset": "exact", "activations": {"rules": rules}})
+
+
+PRESETS = {
+    "plain": Variant(),
+    "checkpointing": Variant(checkpointing=True),
+    "adam8bit": Variant(make=_library("bitsandbytes.optim", "AdamW8bit")),
+    "adam4bit": Variant(make=_library("torchao.optim", "AdamW4bit")),
+    "optimizer_only": Variant("optimizer_only"),
+    "activations_only": Variant("activations_only"),
+    "balanced": Variant("balanced"),
+    "balanced_8bit": Variant(["preset=balanced", "optim=factored_8bit"]),
+    "balanced_rank1": Variant(["preset=balanced", "optim=rank1_4bit"]),
+    "lora": Variant("lora"),
+    "smallest": Variant("smallest"),
+    "checkpointed": Variant("checkpointed"),
+    "plain_bf16": Variant(dtype=torch.bfloat16),
+    "all_four": Variant("all_four", torch.bfloat16),
+    "all_four_2bit": Variant("all_four_2bit", torch.bfloat16),
 }
-"""Name -> what it is."""
+"""Trained by a call without `variants=`."""
+VARIANTS = {
+    **PRESETS,
+    **{f"fewbit{bits}": _nonlinear("fewbit3", "derivative", bits) for bits in (1, 2, 3, 4)},
+    **{f"actnn{bits}": _nonlinear("fewbit3", "group", bits) for bits in (1, 2, 3, 4)},
+    "actnn4_fewbit2": _nonlinear("actnn_fewbit", "derivative", 2),
+    "actnn4_actnn2": _nonlinear("actnn_fewbit", "group", 2),
+    "actnn_l2": Variant("actnn_l2"),
+    "actnn_l3": Variant("actnn_l3"),
+    "actnn_l3_uniform": Variant(["preset=actnn_l3", "activations.adapt_interval=1000000"]),
+    "gact4": Variant("gact4"),
+    "gact2": Variant(["preset=gact4", "activations.average_bits=2"]),
+    "patch_nearest": _maps("patch", rounding="nearest"),
+    "patch_stochastic": _maps("patch", rounding="stochastic"),
+    "group16_2bit": _maps("group", bits=2, group_size=16),
+    "group32_3bit": _maps("group", bits=3, group_size=32),
+    "group256_4bit": _maps("group", bits=4, group_size=256),
+}
+"""Name -> variant."""
 MEASURED = ("peak_mib", "saved_mib", "step_ms", "recomputed_blocks", "torch", "memtrain", "threads")
 
 
-def train(
-    ways: Mapping[str, Way],
-    told: Callable[[Way, nn.Module], Row] | None,
-    name: str,
-    variant: str,
-    seed: int,
-    lr: float,
-    steps: int,
-) -> Row:
+def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     """Train one run, on CUDA where there is one.
 
     Args:
-        ways: By name.
-        told: What a way's trained model tells besides, by column.
-        name: Of `experiments.tasks.TASKS`.
-        variant: Of `ways`.
-        seed: Of the data's split and order, and of the weights.
+        name: A key of `experiments.tasks.TASKS`.
+        variant: A key of `VARIANTS`.
+        seed: Seeds the data's split and order, and the weights.
         lr: The highest learning rate.
-        steps: So many.
+        steps: Number of steps.
 
     Returns:
-        What the run's line says besides `KEY`: the peak, and the most of saved activations, are of
-        live storages in a second step, the time is the median of all steps' processor times.
+        The row's columns besides `KEY`. The peak, and the most of saved activations, count live
+        storages in a second step; the time is the median of all steps' processor times.
     """
-    task, way = TASKS[name], ways[variant]
+    task, chosen = TASKS[name], VARIANTS[variant]
     source = task.source(seed)
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = task.model().to(device, way.dtype)
-    blocks = _checkpoint(model) if way.checkpointing else 0
+    model = task.model().to(device, chosen.dtype)
+    blocks = _checkpoint(model) if chosen.checkpointing else 0
     options = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": task.weight_decay}
-    optimizer: Any = way.make(groups_of(model), **options)
-    batch = partial(_batch, source, size=task.batch, device=device, dtype=way.dtype)
+    optimizer: Any = chosen.make(groups_of(model), **options)
+    batch = partial(_batch, source, size=task.batch, device=device, dtype=chosen.dtype)
     inputs, targets = batch(0)
     loss = partial(_loss, targets=targets.flatten())
-    timeline = measure(model, optimizer, inputs, way.config, StepOptions(loss=loss))
+    timeline = measure(model, optimizer, inputs, chosen.config, StepOptions(loss=loss))
     adapt = None
-    if way.config is not None:
-        model, optimizer = memtrain.wrap(model, optimizer, way.config)
+    if chosen.config is not None:
+        model, optimizer = memtrain.wrap(model, optimizer, chosen.config)
         plan = memtrain.plan_of(model)
         if plan.bits is not None and plan.config.activations.sensitivity == "passes":
             adapt = memtrain.adapter(model).step
     losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps, adapt=adapt)
-    row = quality(validate(model, source), losses) | {
+    return quality(validate(model, source), losses) | {
         "peak_mib": timeline.peak.nbytes / 2**20,
         "saved_mib": max(moment.parts.get(SAVED, 0) for moment in timeline.moments) / 2**20,
         "step_ms": 1e3 * statistics.median(seconds),
@@ -126,11 +149,10 @@ def train(
         "memtrain": memtrain.__version__,
         "threads": torch.get_num_threads(),
     }
-    return row | (told(way, model) if told else {})
 
 
 def _checkpoint(model: nn.Module) -> int:
-    """Put torch's checkpointing around the repeated blocks; how many there are."""
+    """Put torch's checkpointing around the repeated blocks; return their number."""
     blocks = [model.get_submodule(path) for path in blocks_of(model)]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -148,49 +170,16 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets)
 
 
-def study(  # noqa: PLR0913 - each is a field of a study
-    about: str,
-    ways: Mapping[str, Way],
-    tasks: tuple[str, ...],
-    output: str,
-    cost: str,
-    *,
-    baseline: str = "plain",
-    told: Callable[[Way, nn.Module], Row] | None = None,
-    columns: Mapping[str, str] = MappingProxyType({}),
-) -> Study:
-    """A study of ways to train.
-
-    Args:
-        about: Printed where a call is wrong.
-        ways: By name, `baseline` among them.
-        tasks: That a call without `tasks=` trains.
-        output: The CSV file.
-        cost: The column that the plot is over, and that beside the step time tells what is beaten.
-        baseline: The way that differences are from.
-        told: What a way's trained model tells besides.
-        columns: Of what is told, and the formats of their means.
-    """
-    return Study(
-        about=about,
-        tasks=tasks,
-        variants=tuple(ways),
-        baseline=baseline,
-        train=partial(train, ways, told),
-        columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED, *columns),
-        shown={"accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"}
-        | dict(columns),
-        costs=(cost, "step_ms"),
-        output=Path(output),
-    )
-
-
-STUDY = study(
-    str(__doc__),
-    WAYS,
-    ("digits", "vit", "gpt", "encoder", "lora", "unet3d"),
-    "outputs/choice.csv",
-    "peak_mib",
+STUDY = Study(
+    about=str(__doc__),
+    tasks=("digits", "vit", "gpt", "encoder", "lora", "unet3d"),
+    variants=tuple(VARIANTS),
+    default=tuple(PRESETS),
+    train=train,
+    columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED),
+    shown={"accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"},
+    costs=("peak_mib", "step_ms"),
+    output=Path("outputs/choice.csv"),
 )
 
 

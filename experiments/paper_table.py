@@ -1,4 +1,4 @@
-"""Activation memory of a sample, the few-bit paper's numbers beside ours."""
+"""The few-bit paper's table of activation memory: `python -m experiments.paper_table`."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -152,16 +152,16 @@ def table(rows: Iterable[tuple[str, Ours]]) -> Table:
     return shown
 
 
-def show(console: Console, errors: Console) -> None:
-    """Count every row, and print the table.
-
-    Args:
-        console: Where to.
-        errors: Where progress is told.
-    """
+def main() -> None:
+    """Count every row, and print the table; progress goes to stderr."""
+    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     rows = []
     for number, name in enumerate(PAPER, 1):
         with working(errors, f"tracing {name} ({number} of {len(PAPER)})"):
             rows.append((name, measured(name)))
     console.print(table(rows), highlight=False)
     console.out(CONVENTION, end="", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

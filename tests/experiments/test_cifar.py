@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import experiments  # noqa: F401 (adds its models to memtrain-train's)
-from memtrain.training.networks import build_model
+from experiments.cifar import cifar
 
 
 @pytest.mark.parametrize(
@@ -18,10 +17,9 @@ from memtrain.training.networks import build_model
     ],
 )
 def test_cifar_families(family, parameters):
-    spec = {"name": "cifar", "family": family, "channels": 3}
-    model = build_model(spec, seed=0)
+    model = cifar(family=family, channels=3)
     assert sum(p.numel() for p in model.parameters()) == parameters
-    narrow = build_model({**spec, "width": 0.1}, seed=0)
+    narrow = cifar(family=family, channels=3, width=0.1)
     for size in (8, 32):
         logits = narrow(torch.randn(2, 3, size, size))
         assert logits.shape == (2, 10)
@@ -35,4 +33,4 @@ def test_cifar_families(family, parameters):
 )
 def test_bad_cifar_config(change, message):
     with pytest.raises(ValueError, match=message):
-        build_model({"name": "cifar", **change}, seed=0)
+        cifar(**change)

@@ -198,7 +198,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.paper_table:
         raise ValueError(
             "--paper-table is an experiment of memtrain's repository: "
-            "python -m experiments paper_table there"
+            "python -m experiments.paper_table there"
         )
     for name, least in (("top", 1), ("depth", 0)):
         if getattr(options, name) < least:
