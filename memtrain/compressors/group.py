@@ -20,8 +20,8 @@ class Group(Compressor):
 
     Stochastic rounding is unbiased: the mean over keys is the tensor, to 2**-16 of a step. The
     error of an element is below one step (half a step if to nearest) of its group. float64 is
-    rounded to float32 first. A NaN or an Inf makes its own group NaN and touches no other;
-    `kernels.group.group.group_quantize` tells the rest.
+    rounded to float32 first. A NaN or an Inf changes no other element and decodes to a bound of its
+    group; `kernels.group.group.group_quantize` tells the rest.
 
     Args:
         bits: Bits per element, 1 to 8.

@@ -21,8 +21,8 @@ class Patch(Compressor):
 
     The error of a value is below a third of its patch's range (stochastic, unbiased) or at most a
     sixth (nearest), besides the rounding of the minimum and the maximum to 16 bits, which leaves
-    16-bit tensors as they are. A NaN or an Inf makes its own patch NaN and touches no other;
-    `kernels.patch.patch.patch_quantize` tells the rest.
+    16-bit tensors as they are. A NaN or an Inf changes no other value and decodes to a bound of its
+    patch; `kernels.patch.patch.patch_quantize` tells the rest.
 
     Args:
         rounding: `"nearest"` (the key does nothing) or `"stochastic"` (the key gives the seed).

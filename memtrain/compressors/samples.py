@@ -22,8 +22,8 @@ class Samples(Compressor):
     The assignment is made where the tensor lies: a GPU is not waited for.
 
     A row is padded to whole groups with its own last element, and the groups of a row shorter than
-    one are no longer than it needs. Rounding is unbiased, and a NaN or an Inf makes its own group
-    NaN, as in `Group`; its sample ranks first, which may pass other samples' widths on.
+    one are no longer than it needs. Rounding is unbiased, and a NaN or an Inf changes no other
+    element, as in `Group`: sensitivities are those of finite elements.
 
     Args:
         bits: Widths, 1 to 8, for equal parts of the samples; in any order.
@@ -173,7 +173,7 @@ class Samples(Compressor):
             weights = torch.empty_like(scores)
             send(torch.tensor(self.weights, dtype=weights.dtype, device="cpu"), weights)
             scores = scores * weights
-        # Stable, and NaN counts as the largest: equal tensors give equal payloads.
+        # Stable: equal tensors give equal payloads.
         return torch.sort(scores, descending=True, stable=True).indices
 
 
@@ -185,8 +185,7 @@ def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
         group_size: Elements per group.
 
     Returns:
-        float32 [n_samples], on the device of `x`. NaN where a sample has a NaN or an Inf of both
-        signs.
+        float32 [n_samples], on the device of `x`; of finite elements, 0 where there are none.
 
     Example:
         >>> sensitivity(torch.tensor([[0.0, 2.0], [1.0, 1.0]]))
@@ -204,8 +203,11 @@ def _ranges(padded: Tensor, length: int) -> Tensor:
     n_samples, size = padded.shape
     if size == 0 or n_samples == 0:
         return padded.new_zeros(n_samples, dtype=torch.float32)
-    lo, hi = torch.aminmax(padded.view(n_samples, size // length, length), dim=2)
-    return (hi.float() - lo.float()).square().sum(1)
+    groups = padded.view(n_samples, size // length, length).float()
+    finite = groups.isfinite()
+    lo = groups.where(finite, torch.inf).amin(2)
+    hi = groups.where(finite, -torch.inf).amax(2)
+    return torch.where(lo <= hi, hi - lo, 0.0).square().sum(1)
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, int]:

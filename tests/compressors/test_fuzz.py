@@ -204,10 +204,14 @@ def grouped(rows, length, bits, compressor, dtype):
     bad_size = -size % length
     padded = torch.cat([rows, rows[:, -1:].expand(n, bad_size)], 1) if size else rows
     groups = padded.view(n, padded.shape[1] // length, length)
-    clean = groups.isfinite().all(2, keepdim=True)
-    target = torch.where(clean, groups.clamp(-BF16_MAX, BF16_MAX), torch.nan)
+    clean, target = groups.isfinite(), groups
     if groups.numel():
-        lo, hi = (bound.unsqueeze(2) for bound in target.aminmax(dim=2))
+        lo, hi = (
+            reduce(groups.where(clean, end), 2, keepdim=True).clamp(-BF16_MAX, BF16_MAX)
+            for reduce, end in ((torch.amin, math.inf), (torch.amax, -math.inf))
+        )
+        target = groups.nan_to_num(-math.inf).maximum(lo).minimum(hi)
+        target = target.where(clean.any(2, keepdim=True), torch.nan)
         ends = torch.bfloat16 if compressor.bounds == "bf16" else torch.float32
         share = 0.5 if compressor.rounding == "nearest" else 1.0
         parts = (2.0**bits - 1).view(n, 1, 1)
@@ -250,13 +254,17 @@ def patch(compressor, x, packed, key):
         spread = each.repeat_interleave(4, 1).repeat_interleave(4, 2)
         return spread[:, :rows, :columns]
 
-    whole = over((~clean).double(), 0.0, torch.amax) == 0
-    lo, hi = over(inside, math.inf, torch.amin), over(inside, -math.inf, torch.amax)
+    some = over(clean.double(), 0.0, torch.amax) > 0
+    lo, hi = (
+        over(inside.where(clean, end), end, reduce)
+        for end, reduce in ((math.inf, torch.amin), (-math.inf, torch.amax))
+    )
+    target = inside.nan_to_num(-math.inf).maximum(lo).minimum(hi)
     share = 0.5 if compressor.rounding == "nearest" else 1.0
     error = range_error(lo, hi, 3, share, kind, ends if kind == torch.float32 else torch.float32)
     # both levels around a value were rounded
     error = error + 2 * last_place(kind, torch.maximum(lo.abs(), hi.abs()))
-    return torch.where(whole, inside, torch.nan), error
+    return torch.where(some, target, torch.nan), error
 
 
 def coded(x, scale, compressor, lost=0.0):

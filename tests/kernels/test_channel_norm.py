@@ -231,24 +231,13 @@ def test_a_product_divides_exactly(size):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of the interpreter
 def test_bad_numbers_stay_in_their_channels(name, bad):
-    """A bad number of x spoils its group of codes, and the channels that it holds some of; one of
-    dy its channel."""
+    """One of dy spoils its channel."""
     if name == "triton":
         pytest.importorskip("triton")
     where, codes = Channels(1, 2, 4, 32), Codes(4, 32)
     x, *others = example(where)
     clean = on(name, where, codes, x, *others)
-    spoilt = x.clone()
-    spoilt[40] = bad  # in channel 1
-    payload, (dx, dweight, dbias) = on(name, where, codes, spoilt, *others)
-    assert payload[1][1].isnan().all()
-    assert not payload[0][1].any()
-    groups, channels = [0, 2, 3, 4, 5, 6, 7], [0, 2, 3]
-    assert torch.equal(payload[0][groups], clean[0][0][groups])
-    assert dx.view(2, 4, 32)[:, 1].isnan().all()
-    assert torch.equal(dx.view(2, 4, 32)[:, channels], clean[1][0].view(2, 4, 32)[:, channels])
-    assert dweight[1].isnan()
-    assert torch.equal(dbias, clean[1][2])
+    channels = [0, 2, 3]
     dy = others[-1].clone()
     dy[40] = bad
     _, (dx, dweight, dbias) = on(name, where, codes, x, *others[:-1], dy)

@@ -1,15 +1,15 @@
-"""All three backends compute the same operations in the same order, so they are bit-equal."""
+"""Both forms compute the same operations in the same order, so they are bit-equal."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.patch import patch
 
-BACKENDS = ["reference", "cpu", "triton"]
-TWINS = ["cpu", "triton"]
+# NumPy warns of Inf times 0, where the interpreter of Triton meets a group with no range.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+BACKENDS = ["reference", "triton"]
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALVES]
 SEED = -12345678901234
@@ -98,57 +98,19 @@ def test_stochastic_codes_follow_the_definition(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", TWINS)
-def test_twin_equals_reference(name, dtype):
-    shapes = [(2, 4, 16, 1), (3, 7, 9, 1), (2, 5, 6, 7), (1, 1, 1, 1)]
-    if name == "cpu":
-        shapes += [(2, 8, 131, 1), (5, 14, 14, 1), (9, 7, 7, 1), (2, 9, 10, 40), (1, 4, 64, 1)]
-    for shape in shapes:
+def test_triton_equals_reference(dtype):
+    for shape in [(2, 4, 16, 1), (3, 7, 9, 1), (2, 5, 6, 7), (1, 1, 1, 1)]:
         x = (torch.randn(shape) * 10.0 ** torch.randint(-4, 4, (1, *shape[1:3], 1))).to(dtype)
         for stochastic in (False, True):
             words = patch.quantize_reference(x, SEED, stochastic)
             values = patch.dequantize_reference(words, *shape[1:3], dtype)
-            with backend(name):
+            with backend("triton"):
                 assert torch.equal(patch.patch_quantize(x, SEED, stochastic), words)
                 assert same(patch.patch_dequantize(words, *shape[1:3], dtype), values)
 
 
-@pytest.mark.parametrize("level", [0, 2], ids=["portable", "avx512"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (37, 7, 7, 1),
-        (5, 14, 14, 1),
-        (3, 9, 30, 1),
-        (41, 3, 2, 1),
-        (2, 13, 33, 1),
-        (1, 9, 7, 20),
-        (19, 1, 5, 1),
-        (17, 4, 4, 1),
-    ],
-)
-def test_every_instruction_set_and_shape_equals_the_reference(level, dtype, shape):
-    x = torch.randn(shape).to(dtype)
-    x[0, 0, 0, 0], x[-1, -1, -1, -1] = NAN, INF
-    for stochastic in (False, True):
-        results = []
-        for choice in ("reference", "cpu"):
-            try:
-                cpu.call("mt_limit_isa", level)
-                with backend(choice):
-                    words = patch.patch_quantize(x, SEED, stochastic)
-                    y = patch.patch_dequantize(words, shape[1], shape[2], dtype)
-                    results.append((words, y))
-            finally:
-                cpu.call("mt_limit_isa", 2)
-        for reference, kernel in zip(*results, strict=True):
-            assert same(reference, kernel)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", TWINS)
-def test_twin_equals_reference_on_hard_numbers(name, dtype):
+def test_triton_equals_reference_on_hard_numbers(dtype):
     hard = [
         [0.0] * 16,
         [-0.0] * 8 + [0.0] * 8,
@@ -165,65 +127,23 @@ def test_twin_equals_reference_on_hard_numbers(name, dtype):
         [0.0] * 15 + [NAN],
         [INF] + [0.0] * 15,
         [-INF, INF] * 8,
+        [1.0, NAN, 2.0, -INF, INF, 3.0, 4.0, 5.0] * 2,
     ]
     x = torch.tensor(hard).to(dtype).view(-1, 4, 4, 1)
     for stochastic in (False, True):
         words = patch.quantize_reference(x, SEED, stochastic)
         values = patch.dequantize_reference(words, 4, 4, dtype)
-        with backend(name):
+        with backend("triton"):
             assert torch.equal(patch.patch_quantize(x, SEED, stochastic), words)
             assert same(patch.patch_dequantize(words, 4, 4, dtype), values)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_the_middle_between_levels_is_where_the_reference_has_it(dtype):
-    # The C++ kernel divides 16-bit numbers at integers. Hard is a minimum far smaller than the
-    # next level, where float32 rounds their difference; and a level's own opposite.
-    n = 8192
-    exponent = -torch.randint(1, 29, (n, 1))
-    lo = (1 + torch.randint(0, 128, (n, 1)) / 128) * 2.0**exponent
-    lo *= torch.randint(0, 2, (n, 1)) * 2 - 1
-    hi = 1 + torch.randint(0, 128, (n, 1)) / 128
-    lo[::9] = -hi[::9]
-    ends = torch.cat([lo, hi], dim=1).to(dtype)
-    level = torch.cat(patch._levels(ends.float(), dtype), dim=1)
-    middle = ((level[:, :-1] + level[:, 1:]) / 2).to(dtype).repeat(1, 4)
-    near = (middle.view(torch.int16) + torch.randint(-1, 2, middle.shape)).to(torch.int16)
-    near = near.view(dtype).maximum(ends[:, :1]).minimum(ends[:, 1:])
-    x = torch.cat([ends, near, middle[:, :2]], dim=1).view(n // 64, 8, 8, 4, 4)
-    x = x.transpose(2, 3).reshape(n // 64, 32, 32, 1)
-    with backend("cpu"):
-        words = patch.patch_quantize(x)
-    assert torch.equal(words, patch.quantize_reference(x, 0, False))
-
-
-def test_every_float16_survives_the_c_plus_plus_conversions():
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
-    x = bits.view(torch.float16)
-    x = x[x.isfinite()].repeat_interleave(16).view(-1, 4, 4, 1)
-    with backend("cpu"):
-        assert same(roundtrip(x), x)
-
-
-@pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -(2**63)])
-def test_twin_equals_reference_for_every_seed(name, seed):
+def test_triton_equals_reference_for_every_seed(seed):
     x = torch.randn(3, 8, 8, 1)
     expected = patch.quantize_reference(x, seed, True)
-    with backend(name):
+    with backend("triton"):
         assert torch.equal(patch.patch_quantize(x, seed, True), expected)
-
-
-def test_threads_do_not_change_the_result():
-    x = torch.randn(40, 50, 51, 3)
-    threads = torch.get_num_threads()
-    results = []
-    for count in (1, 3):
-        torch.set_num_threads(count)
-        words = patch.patch_quantize(x, SEED, True)
-        results.append((words, patch.patch_dequantize(words, 50, 51)))
-    torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # What the docstring promises
@@ -239,15 +159,18 @@ def test_empty_tensors(name, shape):
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bad_numbers_stay_in_their_patch(name, bad, dtype):
+def test_bad_numbers_change_no_other_value(name, bad, dtype):
     x = torch.randn(2, 8, 9, 1).to(dtype)
+    near = x[1, 4:8, :4]
+    x[1, 5, 2], x[1, 6, 0] = near.max() if bad > 0 else near.min(), near[0, 0]
     with backend(name):
-        clean = roundtrip(x)
+        clean = roundtrip(x, stochastic=True)
         x[1, 5, 2] = bad
-        spoilt = roundtrip(x)
-    assert spoilt[1, 4:8, :4].isnan().all()
+        assert same(roundtrip(x, stochastic=True), clean)
+        x[1, 4:8, :4] = bad
+        decoded = roundtrip(x, stochastic=True)
     clean[1, 4:8, :4] = NAN
-    assert same(spoilt, clean)
+    assert same(decoded, clean)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -46,9 +46,17 @@ def group_quantize(
 
     Ranges up to twice float32's largest number are safe: halves are subtracted, not the bounds. A
     range below 2**-100 counts as zero: all its codes are 0, and decode to `lo`. The bounds never
-    exceed bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. A group with a
-    NaN or an Inf gets bounds NaN and codes 0, and decodes to NaN throughout; other groups do not
-    notice. The padding of the last group has codes 0. -0 is 0.
+    exceed bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. The padding of
+    the last group has codes 0. -0 is 0.
+
+    The bounds are those of a group's *finite* elements, so that a NaN or an Inf changes no other
+    element's code. `+Inf` itself decodes to `hi`, `-Inf` and NaN to `lo`. These stand for their
+    elements only where the gradient does not ask for them: a gradient that meets a non-finite
+    saved value is 0 (a mask) or comes from a loss that is not finite either. A group with no
+    finite element has bounds NaN and decodes to NaN. A finite outlier, such as a mask of -1e9, is
+    one of the bounds: its group's codes stay unbiased, but their step is as wide as it is far.
+    Where an op does not need such a tail, the caller cuts it (`compressors/log_group.py`): two
+    bounds cannot tell a mask from a value whose gradient counts.
 
     Args:
         x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a
@@ -139,15 +147,14 @@ def quantize_reference(
     flat = x.reshape(-1).float()
     groups = bit_codes.blocks(flat, group_size)
     valid = bit_codes.blocks(torch.ones_like(flat, dtype=torch.bool), group_size)
-    filled = torch.where(valid, groups, groups[:, :1])
-    bounds = _bounds(filled, wide)
-    step, inverse = _steps(bounds, bits)
+    bounds = _bounds(groups, valid & groups.isfinite(), wide)
+    _, inverse = _steps(bounds, bits)
     if stochastic:
         u = philox.uniform_pairs(groups.shape[0], group_size, seed, x.device)
     else:
         u = torch.full_like(groups, 0.5)
-    t = (0.5 * filled - 0.5 * bounds[:, :1]) * inverse + u
-    codes = torch.where(valid & step.isfinite(), t, 0.0).clamp(0, 2**bits - 1)
+    t = (0.5 * groups - 0.5 * bounds[:, :1]) * inverse + u
+    codes = torch.where(valid & (t > 0), t, 0.0).clamp(max=2**bits - 1)  # 0 for NaN
     return bit_codes.pack(codes.to(torch.int64), bits), bounds.to(_bounds_dtype(wide))
 
 
@@ -168,16 +175,17 @@ def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def _bounds(groups: Tensor, wide: bool) -> Tensor:
-    """The bounds as float32, rounded outwards unless wide: [n_groups, 2]."""
+def _bounds(groups: Tensor, counts: Tensor, wide: bool) -> Tensor:
+    """The bounds of the elements that count, float32, rounded outwards unless wide: [n, 2]."""
     if groups.shape[0] == 0:
         return groups.new_zeros(0, 2)
-    lo, hi = groups.amin(1), groups.amax(1)
+    lo = torch.where(counts, groups, torch.inf).amin(1)
+    hi = torch.where(counts, groups, -torch.inf).amax(1)
     if not wide:
         lo, hi = _outward(lo, up=False), _outward(hi, up=True)
     # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
     bounds = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
-    return torch.where(groups.isfinite().all(1, keepdim=True), bounds, torch.nan)
+    return torch.where(counts.any(1, keepdim=True), bounds, torch.nan)
 
 
 def _outward(x: Tensor, up: bool) -> Tensor:

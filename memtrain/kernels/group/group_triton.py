@@ -134,7 +134,6 @@ def encode(
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     WIDE: tl.constexpr,
-    REPEATED: tl.constexpr = False,  # what is not there repeats a value of its group, else it is 0
     drawn=None,  # of a pair's groups, with `odd`: whether these are the second ones
     odd=None,
 ):
@@ -143,35 +142,20 @@ def encode(
     left = left_of(group, n, WIDTH)
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
-    tops = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
     for s in tl.static_range(8):
         x = xs[s]
-        tops = tl.maximum(tops, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        if REPEATED:
-            lows, highs = tl.minimum(lows, x), tl.maximum(highs, x)
-        else:
-            valid = inside & (column + s * WIDTH < left)
-            lows = tl.minimum(lows, tl.where(valid, x, float("inf")))
-            highs = tl.maximum(highs, tl.where(valid, x, float("-inf")))
-    # Minima pass over a NaN on a GPU, but the interpreter's keep it. Such a group is lost anyway.
-    lows = tl.where(lows == lows, lows, float("inf"))
-    highs = tl.where(highs == highs, highs, float("-inf"))
-    lo = bound(tl.min(lows, axis=1)[:, None], False, not WIDE)
-    hi = bound(tl.max(highs, axis=1)[:, None], True, not WIDE)
-    # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
-    finite = tl.max(tops, axis=1)[:, None] < 0x7F800000
+        counts = inside & (column + s * WIDTH < left) & (tl.abs(x) < float("inf"))
+        lows = tl.minimum(lows, tl.where(counts, x, float("inf")))
+        highs = tl.maximum(highs, tl.where(counts, x, float("-inf")))
+    low = tl.min(lows, axis=1)[:, None]
+    some = low < float("inf")  # a finite element
+    lo = tl.where(some, bound(low, False, not WIDE), float("nan"))
+    hi = tl.where(some, bound(tl.max(highs, axis=1)[:, None], True, not WIDE), float("nan"))
     step = half_step(lo, hi, LEVELS)
     inverse = tl.where(
         step > 0.0, tl.div_rn(step * 0.0 + 1.0, tl.where(step > 0.0, step, 1.0)), 0.0
     )
-    _store_bounds(
-        bounds_ptr,
-        group,
-        here,
-        tl.where(finite, lo, float("nan")),
-        tl.where(finite, hi, float("nan")),
-        WIDE,
-    )
+    _store_bounds(bounds_ptr, group, here, lo, hi, WIDE)
 
     if STOCHASTIC:
         if drawn is None:
@@ -187,8 +171,9 @@ def encode(
             r = (words[s // 2] >> (s % 2 * 16)) & 0xFFFF
             # (r + 0.5) / 65536, exactly: the bits are those of 2**23 + r
             u = tl.fma((r | 0x4B000000).to(tl.float32, bitcast=True), 2.0**-16, 2.0**-17 - 128.0)
-        t = tl.maximum(tl.minimum((0.5 * xs[s] - base) * inverse + u, LEVELS), 0.0)
-        t = tl.where(finite & (column + s * WIDTH < left), t, 0.0)
+        t = (0.5 * xs[s] - base) * inverse + u
+        t = tl.where((t > 0.0) & (column + s * WIDTH < left), t, 0.0)  # 0 for NaN
+        t = tl.where(t < LEVELS, t, LEVELS)
         codes = codes + (t.to(tl.int32),)  # noqa: RUF005
 
     store_codes(codes_ptr + group * (WIDTH * BITS) + column, codes, inside, BITS, WIDTH)
@@ -226,17 +211,16 @@ def _quantize_kernel(
         if ROWS:
             row = group.to(tl.int32) // per_row
             start = row.to(tl.int64) * stride + (group - row * per_row) * (WIDTH * 8)
-        first = tl.load(x_ptr + start, mask=here, other=0.0)
         xs = ()
         for s in tl.static_range(8):
             valid = (column < WIDTH) & (column + s * WIDTH < left)
-            x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=first)
+            x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=0.0)
             xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
         if STOCHASTIC and odd == 0:
             drawn = _words(seed, place, column, xs[0], WIDTH)
         encode(
             xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
-            BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE, True, drawn, odd == 1,
+            BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE, drawn, odd == 1,
         )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def channel_norm_backward(  # noqa: PLR0913 (a tensor's places, and a payload's)
     would send a share of mean(g) into dx, and give sum(dx), which is 0 by nature, a size. Two
     passes over `dy` and the codes: one for the sums, whose parts are added in float64, and one for
     dx, in float32. The number of threads changes nothing. A NaN or an Inf spoils its own channels'
-    gradients, and a NaN in a group of codes those of the channels that the group holds some of.
+    gradients.
 
     Args:
         dy: float32, bfloat16 or float16, contiguous: the elements in memory order.

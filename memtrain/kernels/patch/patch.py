@@ -32,8 +32,9 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
     lowest bit, 16 bits minimum, 16 bits maximum, and the codes row by row.
 
     Denormals and any range keep their four levels; a patch of one 16-bit value is exact. No bound
-    exceeds bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. A patch with
-    a NaN or an Inf decodes to NaN throughout; other patches do not notice. -0 is 0.
+    exceeds bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. The bounds
+    are those of a patch's finite values: `+Inf` itself decodes to the maximum, `-Inf` and NaN to
+    the minimum, and no other value changes. A patch with no finite value decodes to NaN. -0 is 0.
 
     Args:
         x: [outer, rows, columns, inner], contiguous, float32, bfloat16, float16 or float64
@@ -154,12 +155,14 @@ def _bounds(values: Tensor, kind: torch.dtype) -> Tensor:
     """Minimum and maximum of each patch as float32, rounded outwards to 16 bits: [n, 2]."""
     if len(values) == 0:
         return values.new_zeros(0, 2)
-    lo, hi = values.amin(1), values.amax(1)
+    finite = values.isfinite()
+    lo = torch.where(finite, values, torch.inf).amin(1)
+    hi = torch.where(finite, values, -torch.inf).amax(1)
     if kind == torch.float32:
         lo, hi = _outward(lo, up=False), _outward(hi, up=True)
     # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
     bounds = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
-    return torch.where(values.isfinite().all(1, keepdim=True), bounds, torch.nan)
+    return torch.where(finite.any(1, keepdim=True), bounds, torch.nan)
 
 
 def _bits(bounds: Tensor, kind: torch.dtype) -> Tensor:
@@ -205,21 +208,15 @@ def _empty(x: Tensor, seed: int, stochastic: bool) -> Tensor:
 
 def _quantize(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     words = _empty(x, seed, stochastic)
-    chosen = choose(x)
-    if chosen == "reference":
+    if choose(x) != "triton":
         return quantize_reference(x, seed, stochastic)
     if x.dtype in cpu.FLOAT_TYPES:
         x = x.contiguous()
     else:
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
-    if chosen == "triton":
-        from memtrain.kernels.patch import patch_triton
+    from memtrain.kernels.patch import patch_triton
 
-        patch_triton.quantize(x, words, seed, stochastic)
-    else:
-        cpu.call(
-            "mt_patch_quantize", x, cpu.FLOAT_TYPES[x.dtype], words, *x.shape, seed, int(stochastic)
-        )
+    patch_triton.quantize(x, words, seed, stochastic)
     return words
 
 
@@ -237,16 +234,11 @@ def _empty_values(words: Tensor, rows: int, columns: int, dtype: torch.dtype) ->
 def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     out = _empty_values(words, rows, columns, _kind(dtype))
     _check_dtype(dtype)
-    chosen = choose(words)
-    if chosen == "reference":
+    if choose(words) != "triton":
         return dequantize_reference(words, rows, columns, dtype)
-    words = words.contiguous()
-    if chosen == "triton":
-        from memtrain.kernels.patch import patch_triton
+    from memtrain.kernels.patch import patch_triton
 
-        patch_triton.dequantize(words, out)
-    else:
-        cpu.call("mt_patch_dequantize", words, out, cpu.FLOAT_TYPES[out.dtype], *out.shape)
+    patch_triton.dequantize(words.contiguous(), out)
     return out.to(dtype)
 
 

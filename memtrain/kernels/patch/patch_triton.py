@@ -110,17 +110,15 @@ def _quantize_kernel(
                 x = tl.load(x_ptr + at * inner + channel, mask=inside, other=0)
                 xs = xs + (_widen(x, KIND),)  # noqa: RUF005
 
-    lo = xs[0]
-    hi = xs[0]
-    top = tl.zeros((LANES,), tl.uint32)
+    lo = tl.full((LANES,), float("inf"), tl.float32)
+    hi = -lo
     for k in tl.static_range(16):
-        lo = tl.where(xs[k] < lo, xs[k], lo)
-        hi = tl.where(xs[k] > hi, xs[k], hi)
-        magnitude = xs[k].to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-        top = tl.where(magnitude > top, magnitude, top)
-    finite = top < 0x7F800000
-    lo = tl.where(finite, bound(lo, False, KIND == 0), float("nan"))
-    hi = tl.where(finite, bound(hi, True, KIND == 0), float("nan"))
+        finite = tl.abs(xs[k]) < float("inf")
+        lo = tl.where(finite & (xs[k] < lo), xs[k], lo)
+        hi = tl.where(finite & (xs[k] > hi), xs[k], hi)
+    some = lo < float("inf")
+    lo = tl.where(some, bound(lo, False, KIND == 0), float("nan"))
+    hi = tl.where(some, bound(hi, True, KIND == 0), float("nan"))
     second, third = _inner_levels(lo, hi, KIND)
 
     # Halves, since a difference may overflow.

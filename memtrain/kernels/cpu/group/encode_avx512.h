@@ -190,7 +190,7 @@ MT_INLINE __m512i encode(__m512 x, __m512i draws, const G& group, const Places& 
   const __m512 above = F::half_less(x, base_of(group));
   __m512 t = _mm512_add_ps(_mm512_mul_ps(above, inverse_of(group, p, place)), u);
   if (!kInside)
-    t = _mm512_max_ps(_mm512_min_ps(t, _mm512_set1_ps(p.most[place])), _mm512_setzero_ps());
+    t = _mm512_min_ps(_mm512_max_ps(t, _mm512_setzero_ps()), _mm512_set1_ps(p.most[place]));
   return _mm512_cvttps_epi32(t);
 }
 
@@ -369,8 +369,6 @@ void encode_groups(const typename F::T* x, uint8_t* out, void* bounds, bool wide
       encode_short<kBits, F, kStochastic, 2>(block, places, e);
     else
       encode_block<kBits, F, kStochastic, false>(block, places, e);
-    for (int k = 0; k < count; ++k)
-      if (!(s.finite >> k & 1)) std::memset(to + k * bytes, 0, bytes);
     g += count;
   }
 }

@@ -1,4 +1,5 @@
 // Min/max group quantisation (definition: kernels/group/group.py, layout of codes: kernels/packing/bits.py).
+#include <cmath>
 #include <cstring>
 
 #include "group/group_avx512.h"
@@ -32,8 +33,15 @@ struct Group {
   }
 };
 
-MT_INLINE Group rounded_bounds(float lo, float hi, uint32_t top, bool wide) {
-  if (top >= 0x7F800000) return {float_of(0x7FC00000), float_of(0x7FC00000)};
+// The same of a group's finite numbers, where not all are: rare, so one by one.
+static Group finite_bounds(const float* x, int64_t size, bool wide) {
+  float lo = INFINITY, hi = -INFINITY;
+  for (int64_t i = 0; i < size; ++i) {
+    if (!std::isfinite(x[i])) continue;
+    lo = x[i] < lo ? x[i] : lo;
+    hi = x[i] > hi ? x[i] : hi;
+  }
+  if (lo > hi) return {float_of(0x7FC00000), float_of(0x7FC00000)};
   return {outward(lo, false, wide), outward(hi, true, wide)};
 }
 
@@ -69,7 +77,8 @@ MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
     hi = x[i] > hi ? x[i] : hi;
     top = m > top ? m : top;
   }
-  return rounded_bounds(lo, hi, top, wide);
+  if (top >= 0x7F800000) return finite_bounds(x, size, wide);
+  return {outward(lo, false, wide), outward(hi, true, wide)};
 }
 
 struct Encoder {
@@ -80,8 +89,8 @@ struct Encoder {
 
 MT_INLINE uint8_t encode_one(float x, float u, const Encoder& e) {
   float t = (0.5f * x - e.base) * e.inverse + u;
+  t = t > 0.0f ? t : 0.0f;  // 0 for NaN
   t = t < e.levels ? t : e.levels;
-  t = t > 0.0f ? t : 0.0f;
   return static_cast<uint8_t>(static_cast<int32_t>(t));
 }
 
@@ -237,9 +246,7 @@ MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end,
     const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const Encoder e{0.5f * b.lo, inverse, levels, job.seed, job.stochastic};
     uint8_t* out = job.codes + g * (size / 8 * bits);
-    if (b.lo != b.lo)
-      std::memset(codes, 0, size);
-    else if (size % 256 == 0)
+    if (size % 256 == 0)
       encode<32>(x, codes, size, g, e);
     else if (size % 128 == 0)
       encode<16>(x, codes, size, g, e);

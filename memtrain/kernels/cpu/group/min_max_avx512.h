@@ -165,11 +165,32 @@ MT_INLINE MinMax min_max_of(const uint16_t* x, int64_t size, int count) {
   return {number_of(low), number_of(high), finite};
 }
 
+MT_INLINE float number_at(const float* x) { return *x; }
+MT_INLINE float number_at(const uint16_t* x) {
+  const uint32_t bits = static_cast<uint32_t>(*x) << 16;
+  float number;
+  __builtin_memcpy(&number, &bits, 4);
+  return number;
+}
+
+// Lane `g` of a group that holds others, too: the least and the greatest of its finite numbers.
+template <typename T>
+__attribute__((noinline)) void keep_finite(const T* x, int64_t size, int g, MinMax& found) {
+  float lo = __builtin_inff(), hi = -lo;
+  for (int64_t i = 0; i < size; ++i) {
+    const float v = number_at(x + i);
+    if (v - v != 0.0f) continue;
+    lo = v < lo ? v : lo, hi = v > hi ? v : hi;
+  }
+  const auto lane = static_cast<__mmask16>(1 << g);
+  found.lo = _mm512_mask_mov_ps(found.lo, lane, _mm512_set1_ps(lo));
+  found.hi = _mm512_mask_mov_ps(found.hi, lane, _mm512_set1_ps(hi));
+}
+
 // What encoding needs to know of each group.
 struct Scales {
   float base[kTogether], inverse[kTogether];
-  __mmask16 finite;
-  __mmask16 inside;  // no number of the group lies beyond its bounds
+  __mmask16 inside;  // all the group's numbers are finite and within its bounds
 };
 
 // As `outward` in group.cpp.
@@ -205,23 +226,25 @@ MT_INLINE void store_bounds(__m512 lo, __m512 hi, bool wide, int count, void* to
 template <typename T>
 MT_INLINE Scales scales_of(const T* x, int64_t size, int count, bool wide, float levels,
                            void* bounds) {
-  const MinMax found = min_max_of(x, size, count);
+  MinMax found = min_max_of(x, size, count);
+  for (int g = 0; g < count; ++g)
+    if (!(found.finite >> g & 1)) keep_finite(x + g * size, size, g, found);
   Scales s;
-  s.finite = found.finite;
   const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
   const __m512 limit = _mm512_set1_ps(0x1.FEp127f), half = _mm512_set1_ps(0.5f);
   __m512 lo = outward(found.lo, false, wide);
   __m512 hi = outward(found.hi, true, wide);
-  lo = _mm512_mask_mov_ps(nan, s.finite, lo), hi = _mm512_mask_mov_ps(nan, s.finite, hi);
-  s.inside = _mm512_cmp_ps_mask(_mm512_abs_ps(lo), limit, _CMP_LT_OQ) &
+  const __mmask16 some = _mm512_cmp_ps_mask(found.lo, found.hi, _CMP_LE_OQ);
+  lo = _mm512_mask_mov_ps(nan, some, lo), hi = _mm512_mask_mov_ps(nan, some, hi);
+  s.inside = found.finite & _mm512_cmp_ps_mask(_mm512_abs_ps(lo), limit, _CMP_LT_OQ) &
              _mm512_cmp_ps_mask(_mm512_abs_ps(hi), limit, _CMP_LT_OQ);
   store_bounds(lo, hi, wide, count, bounds);
   const __m512 base = _mm512_mul_ps(half, lo);
   const __m512 range = _mm512_sub_ps(_mm512_mul_ps(half, hi), base);
-  const __mmask16 some = _mm512_cmp_ps_mask(range, _mm512_set1_ps(0x1p-101f), _CMP_GE_OQ);
+  const __mmask16 wide_enough = _mm512_cmp_ps_mask(range, _mm512_set1_ps(0x1p-101f), _CMP_GE_OQ);
   const __m512 step = _mm512_div_ps(range, _mm512_set1_ps(levels));
   _mm512_storeu_ps(s.base, base);
-  _mm512_storeu_ps(s.inverse, _mm512_maskz_div_ps(some, _mm512_set1_ps(1.0f), step));
+  _mm512_storeu_ps(s.inverse, _mm512_maskz_div_ps(wide_enough, _mm512_set1_ps(1.0f), step));
   return s;
 }
 
