@@ -1,9 +1,9 @@
 """State of a wrapped model, and functions that read it."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,8 +14,9 @@ from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.optim.states import in_groups
 from memtrain.optim.states.compressed_states import CompressedStates
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.shards import in_zero, is_sharded
-from memtrain.optim.wrappers.apply import KEEP
+from memtrain.optim.wrappers.apply import KEEP, masters_of
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 from memtrain.plan.plan import Plan
 from memtrain.precision.state import PrecisionState
@@ -26,20 +27,68 @@ ATTRIBUTE = "_memtrain"
 
 @dataclass
 class Wrapped:
-    """Attributes that `wrap` sets on the model."""
+    """What `wrap` leaves on the model."""
 
     plan: Plan
     interception: Interception | None
-    weights: Any
-    """A weak reference to the optimizer's `SplitWeights`, empty without."""
     handles: list[Any]
-    """Of the hooks that weights, gradients and the loss scale need."""
+    """Of every hook; a `ModelState` for each optimizer."""
+    _kept: Sequence[Optimizer] = ()
+
+    def optimizers(self) -> list[Optimizer | None]:
+        """The optimizers that `wrap` returned with the model; None for one that is gone."""
+        return [one.optimizer() for one in self.handles if isinstance(one, ModelState)]
+
+    def keep(self, optimizers: Sequence[Optimizer]) -> None:
+        """Keep optimizers alive with the model; copies of the model alone have none."""
+        self._kept = optimizers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for handle in self.handles:
             if isinstance(handle, ModelState):
                 handle.wrapped = WeakRef[Wrapped](self)
+
+
+def joined(model: nn.Module | Sequence[nn.Module], optimizers: Iterable[Any]) -> nn.Module:
+    """The `ModuleList` that `wrap` made of a list of models; a module as it is.
+
+    Args:
+        model: What was given to `wrap`.
+        optimizers: What it returned.
+
+    Raises:
+        ValueError: If the list was not wrapped with these optimizers.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    for optimizer in optimizers:
+        found = vars(optimizer).get("_models")
+        if found is not None and [*found] == [*model]:
+            return found
+    raise ValueError(f"this list of {len(model)} models is not wrapped with these optimizers")
+
+
+def is_wrapped_with(model: nn.Module, optimizer: Any) -> bool:
+    """Whether `wrap` returned this optimizer with the model, or with a part of it.
+
+    Args:
+        model: Any.
+        optimizer: Any; of accelerate's, the one inside counts.
+
+    Example:
+        >>> import memtrain, torch
+        >>> model = torch.nn.Linear(4, 4)
+        >>> model, optimizer = memtrain.wrap(model, torch.optim.SGD(model.parameters()))
+        >>> is_wrapped_with(model, optimizer)
+        True
+    """
+    optimizer = inner_optimizer(optimizer)
+    found = (getattr(module, ATTRIBUTE, None) for module in model.modules())
+    return any(one is optimizer for wrapped in found if wrapped for one in wrapped.optimizers())
 
 
 def wrapped_of(model: nn.Module) -> Wrapped:
@@ -69,14 +118,16 @@ def plan_of(model: nn.Module) -> Plan:
 class ModelState:
     """Hooks that save `state_dict(model)` with its optimizer, and load it with that.
 
-    The model and an optimizer of memtrain's hold it both, so that copies of both share a copy.
+    The model and an optimizer of memtrain's both refer to this object, so that copies of both share
+    a copy. This object keeps neither alive.
 
     Args:
-        wrapped: What `wrap` left on the model; it is not kept alive.
+        wrapped: What `wrap` left on the model.
     """
 
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = WeakRef(wrapped)
+        self.optimizer = WeakRef[Optimizer]()
         self._loaded: Mapping[str, Any] = {}
         self._handles: list[Any] = []
 
@@ -89,6 +140,7 @@ class ModelState:
         Returns:
             This one, a handle: its `remove` takes the hooks off.
         """
+        self.optimizer = WeakRef(optimizer)
         self._handles = [
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._take),
@@ -105,7 +157,9 @@ class ModelState:
 
     def _save(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         wrapped = self.wrapped()
-        return saved if wrapped is None else in_groups.saved(saved, {"model": _state(wrapped)})
+        if wrapped is None or wrapped.interception is None:
+            return saved
+        return in_groups.saved(saved, {"model": _state(wrapped)})
 
     def _take(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         self._loaded = in_groups.found(loaded).get("model", {})
@@ -120,28 +174,32 @@ class ModelState:
 
 
 class Untrained:
-    """A hook before steps that tells of parameters that nothing steps.
+    """A hook before steps that reports parameters that no optimizer steps.
 
-    It warns, once, of those that are in no group: of an adapter that is added after `wrap`, say,
-    until `add_param_group` gets its own. Where no parameter in any group is the model's any more
-    it is an error: `load_state_dict(assign=True)` leaves the optimizer with parameters that are no
-    one's, and nothing would be trained. What was in no group at `wrap` is the user's choice.
+    A warning, once, names those that are in no group: an adapter that is added after `wrap`, say,
+    until `add_param_group` gets its parameters. If no parameter in any group is the model's any
+    more, the hook raises: `load_state_dict(assign=True)` leaves the optimizer with parameters that
+    no model has, and nothing would be trained. What was in no group at `wrap` is the user's choice.
 
     Args:
-        model: What `wrap` wrapped; it is not kept alive.
-        optimizer: The one that was given.
-        interception: Of the model, if any: it knows when parameters are others than before. Without
-            it only the model's first one tells.
+        model: The wrapped model; it is not kept alive.
+        optimizers: Those that `wrap` returns with it; they are not kept alive.
+        interception: Of the model, if any, which knows when parameters were replaced. Without it
+            only the first parameter is compared.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, interception: Interception | None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        interception: Interception | None,
     ) -> None:
         self._model, self._interception = WeakRef(model), interception
-        left_out = _trained_by_nobody(model, optimizer)
-        self._names = {name for name, _ in left_out}  # sharding replaces them
+        self._optimizers = [WeakRef(optimizer) for optimizer in optimizers]
+        left_out = _untrained(model, _stepped(optimizers))
+        self._names = {name for name, _ in left_out}  # sharding replaces the parameters
         self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
-        self._looked_at: list[int] | None = None
+        self._checked: list[int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_params": {}}  # a copy has no model either
@@ -153,23 +211,24 @@ class Untrained:
             return
         first = id(next(model.parameters(), None))  # known before a closure's forward, too
         now = [first] if interception is None else [first, *interception.trained]
-        if now == self._looked_at:
+        if now == self._checked:
             return
-        found = _trained_by_nobody(model, optimizer)
+        others = (reference() for reference in self._optimizers)
+        stepped = _stepped([optimizer, *(one for one in others if one is not None)])
+        found = _untrained(model, stepped)
         found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
         names = [name for name, _ in found]
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        elsewhere = held.isdisjoint(model.parameters())
-        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, held))):
-            names = []  # the model's are made of those that are stepped
-        if names and held and elsewhere:
+        elsewhere = stepped.isdisjoint(model.parameters())
+        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, stepped))):
+            names = []  # the model's parameters are made of those that are stepped
+        if names and stepped and elsewhere:
             raise RuntimeError(
                 f"{_listed(names)}: in no group of the optimizer, whose parameters are none of the "
                 "model's any more, as after load_state_dict(assign=True), so that a step would "
                 "change nothing; allowed: load_state_dict without assign, or memtrain.wrap after "
                 "it, with an optimizer of the new parameters"
             )
-        self._looked_at = now
+        self._checked = now
         if not names:
             return
         self._names.update(names)
@@ -182,15 +241,18 @@ class Untrained:
         )
 
 
+def _stepped(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+    return {p for one in optimizers for group in one.param_groups for p in group["params"]}
+
+
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
 
-def _trained_by_nobody(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+def _untrained(model: nn.Module, stepped: set[Tensor]) -> list[tuple[str, Tensor]]:
     named = model.named_parameters()
-    return [(name, p) for name, p in named if p.requires_grad and p not in held]
+    return [(name, p) for name, p in named if p.requires_grad and p not in stepped]
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -322,13 +384,13 @@ def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's `state_dict` in float32: of split weights the masters, to export or evaluate.
 
     Args:
-        model: A model that `wrap` returned, with its optimizer alive.
+        model: A model that `wrap` returned.
 
     Returns:
         The keys of `model.state_dict()`; parameters float32, buffers as they are.
 
     Raises:
-        ValueError: If the model is not wrapped, or its optimizer is gone.
+        ValueError: If the model is not wrapped, or is a copy without its optimizer.
 
     Example:
         >>> import memtrain, torch
@@ -340,10 +402,11 @@ def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> model.weight.item(), fp32_state_dict(model)["weight"].item()
         (0.10009765625, 0.10000000149011612)
     """
-    split, found = _split(model), {}
+    masters, found = _masters(model), {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.is_floating_point():
-            found[name] = split.master(value) if split else value.detach().float()
+            owner = masters.get(value)
+            found[name] = owner.master(value) if owner else value.detach().float()
         else:
             found[name] = value.detach() if isinstance(value, Tensor) else value
     return found
@@ -353,13 +416,13 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
     """Load a float32 `state_dict` into a model whose weights may be split.
 
     Args:
-        model: A model that `wrap` returned, with its optimizer alive.
+        model: A model that `wrap` returned.
         state_dict: What `fp32_state_dict`, or the plain model's `state_dict`, returned.
 
     Raises:
         ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
     """
-    split = _split(model)
+    masters = _masters(model)
     own = model.state_dict(keep_vars=True)
     if own.keys() != state_dict.keys():
         wrong = sorted(own.keys() ^ state_dict.keys())[:5]
@@ -370,16 +433,20 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
             raise ValueError(f"{name} has shape {shapes}")
     model.load_state_dict(dict(state_dict))
     for name, value in own.items():
-        if split is not None and isinstance(value, nn.Parameter):
-            split.set_master(value, state_dict[name])
+        if isinstance(value, nn.Parameter) and value in masters:
+            masters[value].set_master(value, state_dict[name])
 
 
-def _split(model: nn.Module) -> Any:
+def _masters(model: nn.Module) -> dict[Tensor, Any]:
+    """Parameter -> the optimizer's part that knows its float32 master; empty if none is split."""
     wrapped = wrapped_of(model)
-    split = wrapped.weights()
-    if split is None and wrapped.plan.config.weights != KEEP:
+    if wrapped.plan.config.weights == KEEP:
+        return {}
+    optimizers = wrapped.optimizers()
+    if not optimizers or any(one is None for one in optimizers):
         raise ValueError(
             "the optimizer that memtrain.wrap returned with this model holds its weights' lower "
             "bits, and is gone (or this is a copy of the model)"
         )
-    return split
+    owners = [(one, masters_of(one)) for one in optimizers]
+    return {p: owner for one, owner in owners for p in _stepped([cast(Optimizer, one)])}

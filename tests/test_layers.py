@@ -27,6 +27,7 @@ FLOORS = [
     ["config"],
     ["plan"],
     ["wrapped"],
+    ["wrap_checks"],
     ["api"],
     ["gradient_quality"],
     ["audit.live_storages", "audit.live_tensors", "audit.join", "audit.process_memory"],

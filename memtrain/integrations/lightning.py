@@ -7,7 +7,6 @@ from memtrain.config.sources import KEEP
 from memtrain.integrations.framework import for_framework
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
-from memtrain.wrapped import ATTRIBUTE
 
 
 def memtrain_callback(cfg: Any = None) -> Any:
@@ -20,9 +19,8 @@ def memtrain_callback(cfg: Any = None) -> Any:
         cfg: Anything that `memtrain.wrap` takes.
 
     Returns:
-        A `lightning.pytorch.Callback`. When `fit` starts it raises ValueError for several
-        optimizers, and for split weights where the strategy has put the module into
-        DistributedDataParallel already.
+        A `lightning.pytorch.Callback`. When `fit` starts it raises ValueError for split weights
+        where the strategy has put the module into DistributedDataParallel already.
 
     Raises:
         ImportError: If Lightning is not installed.
@@ -40,14 +38,8 @@ class _WrappingCallback:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Wrap, once the optimizer is there and before its checkpoint is loaded."""
-        if hasattr(pl_module, ATTRIBUTE):  # a second fit
-            return
-        if len(trainer.optimizers) != 1:
-            given = len(trainer.optimizers)
-            raise ValueError(f"configure_optimizers made {given} optimizers; allowed: one")
         config = self._config(trainer)
-        _, optimizer = memtrain.wrap(pl_module, trainer.optimizers[0], config)
-        trainer.strategy.optimizers = [optimizer]
+        _, trainer.strategy.optimizers = memtrain.wrap(pl_module, trainer.optimizers, config)
 
     def _config(self, trainer: Any) -> Any:
         config = self.cfg.config if isinstance(self.cfg, Plan) else load(self.cfg)

@@ -13,7 +13,7 @@ from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import parse
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
-from memtrain.wrapped import ATTRIBUTE
+from memtrain.wrapped import is_wrapped_with
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class _WrappingTrainer:
         return super().create_scheduler(*args, **kwargs)  # pyright: ignore
 
     def _wrap(self, model: Any, optimizer: Any) -> None:
-        if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+        if is_wrapped_with(model, optimizer):
             return
         config = for_framework(
             self.memtrain_config,

@@ -57,6 +57,11 @@ def compress(
         'AdamW4bit'
     """
     refuse(optimizer)
+    if choose is not None and not callable(choose):
+        raise TypeError(
+            f"choose={choose!r}; allowed: a function of a parameter and a state's name; "
+            "memtrain.wrap(model, optimizer, cfg) takes presets"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True is refused: compressed states have no gradient")
     choose = Bounded(choose or layout.Choice(min_elements=0), min_elements)

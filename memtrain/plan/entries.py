@@ -1,7 +1,7 @@
 """The entries of a plan: bytes of weights, gradients, states and saved tensors."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,12 +114,14 @@ BUCKETS = "(buckets of DistributedDataParallel)"
 IN_BUCKETS = "kept: its bucket holds it until step()"
 
 
-def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list[PlanEntry]:
+def predict_weights(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
+) -> list[PlanEntry]:
     """One entry per parameter: its bytes now, and as `config.weights` keeps it.
 
     Args:
         model: Real or fake.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or a list of them.
         config: `weights` and `optim.device` are read.
 
     Returns:
@@ -146,12 +148,14 @@ def predict_weights(model: nn.Module, optimizer: Optimizer, config: Any) -> list
     return entries
 
 
-def predict_gradients(model: nn.Module, optimizer: Optimizer, config: Any) -> list[PlanEntry]:
+def predict_gradients(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
+) -> list[PlanEntry]:
     """One entry per trained parameter, and the workspace of released ones.
 
     Args:
         model: Real or fake.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or a list of them.
         config: `weights` (a gradient has its weight's dtype), `gradients`,
             `release.accumulate`, `release.sums` and `optim.device` are read.
 
@@ -240,8 +244,9 @@ def weight_dtype(config: Any) -> torch.dtype | None:
     return None if config.weights == KEEP else parse(config.weights).dtype
 
 
-def _held(optimizer: Optimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+def _held(optimizer: Optimizer | Sequence[Optimizer]) -> set[Tensor]:
+    each = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    return {p for one in each for group in one.param_groups for p in group["params"]}
 
 
 NO_COUNTER = "a counter: not of the parameter's shape"

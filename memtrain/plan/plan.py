@@ -1,7 +1,7 @@
 """The plan: what is done to every site, decided by rules before anything runs."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -269,13 +269,17 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module, optimizer: Optimizer, cfg: Any = None, *, batch: Any = None
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    cfg: Any = None,
+    *,
+    batch: Any = None,
 ) -> Plan:
     """Decide what is done to every site; nothing is changed.
 
     Args:
         model: The model; what `torch.compile` made of one, too.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or a list of them.
         cfg: Anything that `memtrain.config.load` takes, a plan file's path, or a plan.
         batch: What the model is called with: records the activation sites by a forward on fake
             tensors. Without it the first training forward of a wrapped model records them.
@@ -288,7 +292,9 @@ def make_plan(
             rule of the user's) whose module or parameter does not exist.
         TypeError: For values of the wrong type.
     """
-    called, optimizer = model, inner_optimizer(optimizer)
+    called = model
+    each = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    each = [inner_optimizer(one) for one in each]
     model = inside_compiled(called) or called
     config = file.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
     modules = [name for name, _ in model.named_modules()]
@@ -304,14 +310,16 @@ def make_plan(
         check(model)
     no_blocks = BLOCKS in config.activations.recompute and not recomputed(model, [BLOCKS])
     plan = replace(plan, bits=plan.automatic_bits(), precision=precision, no_blocks=no_blocks)
-    plan._entries["weight"] = predict_weights(model, optimizer, config)
-    plan._entries["gradient"] = predict_gradients(model, optimizer, config)
+    plan._entries["weight"] = predict_weights(model, each, config)
+    plan._entries["gradient"] = predict_gradients(model, each, config)
     by_rules = plan.choose_state if plan.state_rules else None
     least = config.optim.min_elements
     masters = training_dtypes(model, config)
-    plan._entries["state"] = predict_states(
-        model, optimizer, by_rules, min_elements=least, masters=masters
-    )
+    plan._entries["state"] = [
+        entry
+        for one in each
+        for entry in predict_states(model, one, by_rules, min_elements=least, masters=masters)
+    ]
     if config.optim.device == CPU:
         states = plan._entries["state"]
         plan._entries["state"] = [replace(one, planned=0, host=one.planned) for one in states]

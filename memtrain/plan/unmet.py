@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -164,6 +165,16 @@ class FirstStep:
         if isinstance(optimizer, ReleaseGradients | HostStates):  # which updates before it steps
             optimizer.before = self.tell
         return optimizer.register_step_pre_hook(self)
+
+    def attach_model(self, model: nn.Module) -> list[Any]:
+        """As `attach`, for a model without an optimizer: the end of a forward reports."""
+        if type(model).forward is nn.Module.forward:  # a container, whose parts are called
+            return [handle for part in model.children() for handle in self.attach_model(part)]
+        return [model.register_forward_hook(self._after_forward)]
+
+    def _after_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.tell()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """The hook. A step at a learning rate of 0 (how checkpoints make states) is none."""

@@ -63,6 +63,7 @@ class FusedStates(CompressedStates):
         min_elements: Parameters of at most so many elements keep float32 states.
     """
 
+    separable: ClassVar[bool] = True
     rule: ClassVar[str]
     plain: ClassVar[type[Optimizer]]
     names: ClassVar[tuple[str, ...]] = ()

@@ -42,6 +42,9 @@ class Lion(Optimizer):
         Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
     """
 
+    separable = True
+    """Each parameter is stepped from its own gradient and states."""
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -16,9 +16,10 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
+    on_each,
     refuse_sparse,
 )
-from memtrain.optim.states.first_step import first_states, raw_step
+from memtrain.optim.states.first_step import first_states, is_separable, raw_step
 from memtrain.optim.states.untraced import untraced
 
 _ZERO_IN_HALF = 2.0**-25
@@ -30,6 +31,7 @@ class CompressedOptimizer(CompressedStates):
 
     For one parameter at a time the states are decompressed, the optimizer makes its own step for
     that parameter, and the states are compressed: only one parameter's states are whole at once.
+    An optimizer that is not known to be separable (`is_separable`) steps all parameters at once.
     A state is compressed if it is a float tensor of the parameter's shape with more than
     `min_elements` elements and `choose` does not say `Identity`; with `Identity` everywhere the
     run is bit-identical to the plain optimizer's. NaN and Inf in a state spread as the
@@ -47,7 +49,8 @@ class CompressedOptimizer(CompressedStates):
         ValueError: If it is differentiable: compressed states have no gradient.
 
     Memory:
-        The compressors' bytes, and one parameter's states for the time of its step.
+        The compressors' bytes, and one parameter's states for the time of its step; all
+        parameters' states for an optimizer that is not known to be separable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(100, 100))
@@ -76,8 +79,11 @@ class CompressedOptimizer(CompressedStates):
         for group in optimizer.param_groups:
             self._refuse_fused_only(optimizer, group)
         super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})
-        moved = {p: self._packed(p, state) for p, state in optimizer.state.items()}
+        held = {p for p, _, _ in on_each(optimizer.param_groups)}
+        shared = {key: state for key, state in optimizer.state.items() if key not in held}
+        moved = {p: self._packed(p, optimizer.state[p]) for p in held & optimizer.state.keys()}
         self.adopt(optimizer)
+        optimizer.state.update(shared)  # of no parameter: the optimizer's own
         self.state.update(moved)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +138,8 @@ class CompressedOptimizer(CompressedStates):
                 wrongly, or whose `eps` is 0 in float16; nothing was changed then.
         """
         cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
-        loss = closure_loss(closure)
+        whole = not is_separable(self)
+        loss = None if whole else closure_loss(closure)
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
         inner = _inner(self)
         for group in self.param_groups:
@@ -141,7 +148,10 @@ class CompressedOptimizer(CompressedStates):
             _refuse_no_eps(inner, group)
         watched = self._watch.before(self.param_groups)
         looks = self._watch.looks and not is_simulated()
-        for group in self.param_groups:
+        if whole:
+            with self._states_in(inner, looks):
+                loss = raw_step(inner, *([] if closure is None else [closure]))
+        for group in [] if whole else self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
             # advances (a counter, a running sum) moves once, not once per parameter.
             options = dict(group)
@@ -160,6 +170,48 @@ class CompressedOptimizer(CompressedStates):
         self._watch.after(watched)
         self.tell_schedulers()
         return loss
+
+    @contextmanager
+    def _states_in(self, inner: Optimizer, looks: bool = False) -> Iterator[None]:
+        """Inside the block the inner optimizer has all states; what it changed is compressed."""
+        groups, inner.param_groups = inner.param_groups, self.param_groups
+        before: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
+        for param, group, _ in on_each(self.param_groups):
+            known = self._known(param, group) if param in self.state else {}
+            before[param] = {k: (v, getattr(v, "_version", None)) for k, v in known.items()}
+            if known:
+                inner.state[param] = known
+        seen = {param: self._samples(param) for param in before} if looks else {}
+        try:
+            yield
+            for param in before:
+                state, old = inner.state.get(param, {}), before[param]
+                same = state.keys() == old.keys() and all(
+                    value is old[name][0] and getattr(value, "_version", None) == old[name][1]
+                    for name, value in state.items()
+                )
+                if same:  # a second rounding of it would add up
+                    continue
+                self.state[param] = packed = self._packed(param, state)
+                for one in seen.get(param, []):
+                    self._watch.moments.add(one, one.of(state[one.name]), packed[one.name])
+        finally:
+            inner.param_groups = groups
+            for param in before:
+                inner.state.pop(param, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval` of an inner optimizer that has them, as schedule-free ones do."""
+        if name not in ("train", "eval"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        method = getattr(_inner(self), name)
+
+        @torch.no_grad()
+        def with_states(*args: Any, **kwargs: Any) -> Any:
+            with self._states_in(_inner(self)):
+                return method(*args, **kwargs)
+
+        return with_states
 
     def _known(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """As `unpacked`, in the dtypes of the inner optimizer's own states of this parameter.
@@ -251,13 +303,14 @@ def refuse(optimizer: Optimizer) -> None:
     """Raise for an optimizer that cannot have compressed states."""
     if isinstance(optimizer, CompressedStates):
         raise TypeError(
-            f"{type(optimizer).__name__} has compressed states already: wrap torch's own, or leave "
-            "the states to this one with optim=none"
+            f"{type(optimizer).__name__} has compressed states already; allowed: torch's own "
+            "optimizer, or optim=none, which leaves the states to this one"
         )
     if isinstance(optimizer, LBFGS):
         raise TypeError(
             "LBFGS cannot have compressed states: its history is one vector over all parameters, "
-            "and its line search calls the closure many times a step"
+            "and its line search calls the closure many times a step; allowed: the preset "
+            "activations_only, which leaves them"
         )
 
 

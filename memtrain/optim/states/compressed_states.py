@@ -331,6 +331,11 @@ def _refuse_step(*args: Any, **kwargs: Any) -> None:
 _refuse_step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def is_taken_over(optimizer: Optimizer) -> bool:
+    """Whether another optimizer has this one's states, and steps in its place."""
+    return vars(optimizer).get("step") is _refuse_step
+
+
 def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any], str]]:
     """Every parameter with its group and a name: its own, or `group.index`."""
     found = []

@@ -19,6 +19,15 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
+def chain(optimizer: Any) -> list[Any]:
+    """The optimizer and those inside it, to the original one that a compressed one took over."""
+    found = []
+    while optimizer is not None:
+        found.append(optimizer)
+        optimizer = getattr(optimizer, "inner", None) or getattr(optimizer, "original", None)
+    return found
+
+
 def share(optimizer: Optimizer, inner: Optimizer) -> None:
     """Let `optimizer` run the hooks that `inner` has, and those that either gets later."""
     for name in (*STEP, *SAVE, *LOAD):

@@ -1,7 +1,6 @@
 """Weights, gradients and the states' device under `wrap`: optimizers around one, and hooks."""
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ from memtrain.optim.wrappers.release_checks import (
     check_separate,
 )
 from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
-from memtrain.optim.wrappers.wrapper import WeakRef
 
 KEEP, RELEASE, CPU = "keep", "release", "cpu"
 
@@ -71,29 +69,29 @@ def check(model: nn.Module, config: Any) -> None:
 
 
 def apply(
-    model: nn.Module, optimizer: Optimizer, config: Any, sums: Compressor
-) -> tuple[Optimizer, WeakRef[Any], list[Any]]:
-    """Convert the weights, and put what the config asks for around the optimizer.
+    model: nn.Module, optimizers: list[Optimizer], config: Any, sums: Compressor
+) -> tuple[list[Optimizer], list[Any]]:
+    """Convert the weights, and put what the config asks for around each optimizer.
 
     Args:
         model: Its parameters are converted in place.
-        optimizer: Plain, or with compressed states.
+        optimizers: Plain, or with compressed states.
         config: Of the plan.
         sums: The compressor of gradients that wait for a step of several backward passes.
 
     Returns:
-        The optimizer to use, a reference to what knows the float32 masters (empty without), and
-        the handles of hooks on the model, which `remove` takes back.
+        The optimizers to use, and the handles of hooks on the model, which `remove` takes off.
     """
-    weights, handles = WeakRef[Any](), []
-    others = () if config.weights == KEEP else _trained_by_others(model, optimizer)
-    if config.optim.device == CPU:
-        compressed = cast(CompressedStates, optimizer)  # there are rules: see `check`
-        optimizer = HostStates(compressed, partial(_around, model, config, sums))
+    held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
+    others = () if config.weights == KEEP else _trained_by_others(model, held)
+    frozen = [p for p in model.parameters() if p not in held]
+    around = partial(_around, model, config, sums, frozen)
+    if config.optim.device == CPU:  # there are rules for states: see `check`
+        optimizers = [HostStates(cast(CompressedStates, one), around) for one in optimizers]
     else:
-        optimizer = _around(model, config, sums, optimizer, {})
+        optimizers = [around(one) for one in optimizers]
+    handles: list[Any] = []
     if config.weights != KEEP:
-        weights = WeakRef(_knows_masters(optimizer))
         low = partial(cast_inputs, parse(config.weights).dtype)
         # After the interception's own hook: the copies are not the user's to keep alive.
         handles.append(model.register_forward_pre_hook(low, with_kwargs=True))
@@ -102,22 +100,23 @@ def apply(
         warnings.warn(
             f"{others[0]}{more}: require gradients, are in no group of the optimizer, and "
             f"weights={config.weights!r} has rounded them without a correction, so that small "
-            "updates by another optimizer are lost; allowed: one optimizer with a group for them, "
-            "or weights=keep; requires_grad_(False) for what is not trained",
+            "updates by another optimizer are lost; allowed: memtrain.wrap(model, [first, second]) "
+            "with every optimizer, or weights=keep; requires_grad_(False) for what is not trained",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     if config.gradients == RELEASE:
-        if isinstance(optimizer, ReleaseGradients) and isinstance(model, DistributedDataParallel):
-            optimizer.follow(model)
+        if isinstance(model, DistributedDataParallel):
+            for one in optimizers:
+                if isinstance(one, ReleaseGradients):
+                    one.follow(model)
         else:
             handles.append(model.register_forward_pre_hook(partial(follow_ddp, released_by)))
-    return optimizer, weights, handles
+    return optimizers, handles
 
 
-def _trained_by_others(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of weights that are trained and rounded, but not stepped by the optimizer."""
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+def _trained_by_others(model: nn.Module, held: set[Tensor]) -> list[str]:
+    """Names of weights that are trained and rounded, but not stepped by an optimizer here."""
     kept = held.union(keeps_float32(model))
     return [
         name
@@ -126,9 +125,10 @@ def _trained_by_others(model: nn.Module, optimizer: Optimizer) -> list[str]:
     ]
 
 
-def _knows_masters(optimizer: Any) -> Any:
-    while not isinstance(optimizer, SplitWeights | HostStates):
-        optimizer = optimizer.inner
+def masters_of(optimizer: Any) -> Any:
+    """The `SplitWeights` or `HostStates` that knows float32 masters, or None."""
+    while optimizer is not None and not isinstance(optimizer, SplitWeights | HostStates):
+        optimizer = getattr(optimizer, "inner", None)
     return optimizer
 
 
@@ -136,21 +136,20 @@ def _around(
     model: nn.Module,
     config: Any,
     sums: Compressor,
+    frozen: list[nn.Parameter],
     optimizer: Optimizer,
-    leaves: Mapping[Tensor, Tensor],
+    *_: Any,
 ) -> Optimizer:
     """Wrap an optimizer in what weights and gradients ask for.
 
     Args:
-        model: Its parameters are converted in place, but for those with a leaf.
+        model: Its parameters are converted in place.
         config: Of the plan.
         sums: As in `apply`.
-        optimizer: Plain, or with compressed states.
-        leaves: Parameter -> what the optimizer holds in its place.
+        frozen: Parameters that are no optimizer's.
+        optimizer: Plain, or with compressed states; on the host, of the copies there.
     """
     if config.weights != KEEP:
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        frozen = [p for p in model.parameters() if leaves.get(p, p) not in held]
         keep, seed = keeps_float32(model), config.seed
         optimizer = SplitWeights(optimizer, config.weights, seed=seed, keep=keep, frozen=frozen)
     if config.gradients == RELEASE:
@@ -196,18 +195,22 @@ def check_removable(optimizer: Optimizer, config: Any) -> None:
         raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {given}")
 
 
-def remove(optimizer: Optimizer, handles: list[Any]) -> Optimizer:
+def remove(optimizers: list[Optimizer], handles: list[Any]) -> list[Optimizer]:
     """Take back what `apply` did.
 
     Args:
-        optimizer: What `apply` gave.
+        optimizers: What `apply` gave.
         handles: Of its hooks on the model.
 
     Returns:
-        The optimizer that was given to `apply`; the weights are float32 again if they were.
+        The optimizers that were given to `apply`; the weights are float32 again if they were.
     """
     for handle in handles:
         handle.remove()
+    return [_inside(optimizer) for optimizer in optimizers]
+
+
+def _inside(optimizer: Optimizer) -> Optimizer:
     host = optimizer if isinstance(optimizer, HostStates) else None
     if host is not None:
         optimizer = host.release_inner()

@@ -24,8 +24,14 @@ def follow_ddp(find: Callable[[Tensor], WeakRef[Any]], module: Any, args: Any) -
     if ddp is None:
         return
     optimizer = next(filter(None, (find(param)() for param in module.parameters())), None)
-    if optimizer is not None and not optimizer.follows:
-        optimizer.follow(ddp)
+    if optimizer is None or optimizer.follows:
+        return
+    if any(find(param)() not in (None, optimizer) for param in module.parameters()):
+        raise RuntimeError(
+            "gradients=release of several optimizers under DistributedDataParallel, which takes "
+            "one communication hook; allowed: gradients=keep, or one optimizer with more groups"
+        )
+    optimizer.follow(ddp)
 
 
 def models_in_ddp(params: Iterable[Tensor]) -> list[nn.Module]:

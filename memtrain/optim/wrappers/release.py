@@ -27,6 +27,7 @@ from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.release_checks import (
     check_complex,
     check_options,
+    check_separable,
     check_separate,
     refuse_scaler,
 )
@@ -181,6 +182,7 @@ class ReleaseGradients(OptimizerWrapper):
         params = [p for group in inner.param_groups for p in group["params"]]
         check_complex(params, clip, accumulate)
         check_separate(params)
+        check_separable(inner)
         super().__init__(inner)
         self._attach()
 

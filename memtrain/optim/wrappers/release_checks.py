@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from memtrain.optim.states.first_step import is_separable
 from memtrain.optim.states.shards import local
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
@@ -56,6 +58,17 @@ def refuse_scaler(release: object) -> None:
             "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
             "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
         )
+
+
+def check_separable(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that may read the gradients of all parameters at once."""
+    if is_separable(optimizer):
+        return
+    raise ValueError(
+        "gradients='release' steps each parameter alone, inside the backward, and "
+        f"{type(optimizer).__name__} may read the gradients of all (only torch's and memtrain's "
+        "optimizers, and classes with separable=True, are known not to); allowed: gradients=keep"
+    )
 
 
 def check_separate(params: Iterable[Tensor]) -> None:

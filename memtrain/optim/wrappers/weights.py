@@ -15,6 +15,7 @@ from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.optim.states.first_step import is_separable
 from memtrain.optim.states.in_groups import CORRECTION
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stall import StallWatch
@@ -117,7 +118,8 @@ class SplitWeights(OptimizerWrapper):
     Memory:
         2 bytes per parameter, and 0, 1 or 2 of correction. In `step()` no more with a fused
         optimizer's kernels; else 8 bytes for each of 4 Mi elements (master and gradient in
-        float32), or of the largest parameter.
+        float32), or of the largest parameter; of all parameters where the inner optimizer is not
+        known to be separable (`is_separable`).
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -177,7 +179,8 @@ class SplitWeights(OptimizerWrapper):
         watched = None if self._cannot_stall() else self._stall.before(self.param_groups)
         fused = [m for m in targets if self._is_fused(m)]
         self._step_fused(fused)
-        for chunk in chunks([m.param for m in targets if not self._is_fused(m)]):
+        others = [m.param for m in targets if not self._is_fused(m)]
+        for chunk in chunks(others) if is_separable(self) else [[*self.params()]]:
             self.step_targets([Target(p, p) for p in chunk])
         self._stall.after(watched)
         self.advance()

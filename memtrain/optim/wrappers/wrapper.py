@@ -267,10 +267,8 @@ class OptimizerWrapper(Optimizer):
 
     def tell_schedulers(self) -> None:
         """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
-        inner: Any = self.inner
-        while inner is not None:
+        for inner in optimizer_hooks.chain(self.inner):
             inner._opt_called = True
-            inner = getattr(inner, "inner", None) or getattr(inner, "original", None)
 
     def own_state(self) -> dict[str, Any]:
         """Counters and the like, by who keeps them: saved in each parameter group."""

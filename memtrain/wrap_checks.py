@@ -1,0 +1,120 @@
+"""What `wrap` refuses, before anything is changed."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memtrain.config.sources import Config
+from memtrain.optim.states.compressed_states import is_taken_over
+from memtrain.optim.states.optimizer_hooks import chain
+from memtrain.optim.states.shards import in_zero
+from memtrain.optim.wrappers.apply import CPU, KEEP
+from memtrain.optim.wrappers.release_checks import check_separable
+from memtrain.plan.plan import Plan
+from memtrain.wrapped import ATTRIBUTE, is_wrapped_with, wrapped_of
+
+
+def check_given(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise for models and optimizers that `wrap` does not take.
+
+    Args:
+        model: What is wrapped, as a module of its own.
+        optimizers: All of its optimizers.
+
+    Raises:
+        TypeError: If one of them is of another type.
+        ValueError: If they do not belong together, or are wrapped already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer is a {kind}, not a torch.optim.Optimizer")
+    for name, module in model.named_modules():
+        if name and hasattr(module, ATTRIBUTE):
+            raise ValueError(
+                f"{name} is wrapped already; allowed: unwrap it first, with its optimizer, then "
+                "wrap the whole model with the list of its optimizers"
+            )
+    if any(is_wrapped_with(model, one) for one in optimizers):
+        raise ValueError(
+            "the model is wrapped already with this optimizer; allowed: unwrap(model, optimizer) "
+            "first, to wrap it under another config, or a new optimizer"
+        )
+    known = wrapped_of(model).optimizers() if hasattr(model, ATTRIBUTE) else []
+    inside = [one for outer in known for one in chain(outer)]
+    if any(is_taken_over(one) and one not in inside for one in optimizers):
+        raise ValueError(
+            "the optimizer's states were taken over by one that memtrain made, of another model or "
+            "gone with its states; allowed: memtrain.unwrap of that pair first, or a new optimizer"
+        )
+    _check_parameters(model, optimizers)
+
+
+def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    own = set(model.parameters())
+    if not own:
+        raise ValueError(f"this {type(model).__name__} has no parameters: nothing to train")
+    stepped = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    unknown = sum(p not in own for p in stepped)
+    if unknown and in_zero(own):
+        raise ValueError(
+            "DeepSpeed's ZeRO has joined the optimizer's parameters to flat vectors: call "
+            "memtrain.wrap before deepspeed.initialize, with weights=keep and gradients=keep"
+        )
+    if unknown:
+        raise ValueError(
+            f"the optimizer holds {unknown} parameters that are not the model's; allowed: "
+            "wrap([model, other], optimizer) with every model that it trains, or an optimizer for "
+            "each model"
+        )
+    if len(set(stepped)) < len(stepped):
+        raise ValueError(
+            f"{len(stepped) - len(set(stepped))} parameters are in two optimizers of the list; "
+            "allowed: each parameter in one"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise ValueError for what a plan asks of optimizers that they cannot do.
+
+    Args:
+        optimizers: All that are given.
+        plan: Their plan.
+    """
+    config = plan.config
+    asked = {
+        "optim=none": bool(plan.state_rules),
+        "weights=keep": config.weights != KEEP,
+        "gradients=keep": config.gradients != KEEP,
+        "precision=none": plan.precision is not None,
+    }
+    missing = [allowed for allowed, is_asked in asked.items() if is_asked]
+    if not optimizers and missing:
+        raise ValueError(
+            "optimizer=None with a config that changes more than saved activations; allowed: "
+            f"cfg='activations_only', or {', '.join(missing)} in this config"
+        )
+    if len(optimizers) > 1 and plan.precision is not None:
+        raise ValueError(
+            f"precision={config.precision.assignment} with {len(optimizers)} optimizers: one loss "
+            "scale decides for all; allowed: one optimizer, or precision=none"
+        )
+    for optimizer in optimizers:
+        _check_whole(optimizer, config)
+
+
+def _check_whole(optimizer: Optimizer, config: Config) -> None:
+    """Raise for an optimizer whose parameters must be stepped, or moved, all at once."""
+    name = type(optimizer).__name__
+    if config.gradients != KEEP:
+        check_separable(optimizer)
+    around = config.weights != KEEP or config.optim.device == CPU
+    if around and callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"{name} has train() and eval(), which change float32 weights in place; allowed with "
+            f"it: weights=keep and optim.device=keep, not weights={config.weights!r}, "
+            f"optim.device={config.optim.device!r}"
+        )

@@ -1,0 +1,195 @@
+"""Optimizers whose step of one parameter reads another's gradient: stepped all at once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memtrain
+from memtrain.optim import ReleaseGradients, compress
+from memtrain.optim.states.first_step import SEPARABLE, is_separable
+
+
+class Coupled(torch.optim.Optimizer):
+    """Momentum, with a step size from the norm of all gradients, and a sum over all of them."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        square = sum(p.grad.square().sum() for _, p in ready)
+        self.param_groups[0]["total"] += float(square)
+        self.state["shared"]["steps"] = self.state["shared"].get("steps", 0) + 1
+        for group, p in ready:
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            state["momentum_buffer"].mul_(0.9).add_(p.grad / (1 + self.param_groups[0]["total"]))
+            p.sub_(group["lr"] * state["momentum_buffer"])
+        return loss
+
+
+class ScheduleFree(Coupled):
+    """Swaps weights by a state, as schedule-free optimizers do for evaluation."""
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(self.state[p]["momentum_buffer"])
+
+    @torch.no_grad()
+    def train(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.state[p]["momentum_buffer"])
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def groups(model):
+    return [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+
+
+def train(model, optimizer, steps=5, closure=False):
+    losses = []
+    for k in range(steps):
+        torch.manual_seed(k)
+        x = torch.randn(32, 64)
+
+        def loss_of(x=x):
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        if closure:
+            losses.append(optimizer.step(loss_of).item())
+            continue
+        losses.append(loss_of().item())
+        optimizer.step()
+    return losses
+
+
+def test_every_separable_class_of_torch_is_known_and_no_other():
+    classes = {
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    assert classes - SEPARABLE == {torch.optim.Optimizer, torch.optim.LBFGS}
+
+
+@pytest.mark.parametrize("kind", sorted(SEPARABLE - {torch.optim.SparseAdam}, key=str))
+def test_separable_classes_step_alone_as_together(kind):
+    def run(alone):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3, 4)) for _ in range(4)]
+        optimizers = [kind([p]) for p in params] if alone else [kind(params)]
+        for k in range(4):
+            for p in params:
+                p.grad = torch.randn(3, 4, generator=torch.Generator().manual_seed(k))
+            for optimizer in optimizers:
+                optimizer.step()
+        return params
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("cls", [Coupled, ScheduleFree])
+def test_exact_is_exact(cls, closure):
+    plain, model = make(), make()
+    reference = cls(groups(plain))
+    _, optimizer = memtrain.wrap(model, cls(groups(model)), "exact")
+    assert not is_separable(optimizer)
+    expected = train(plain, reference, closure=closure)
+    assert train(model, optimizer, closure=closure) == expected
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert optimizer.param_groups[0]["total"] == reference.param_groups[0]["total"] > 0
+    _, original = memtrain.unwrap(model, optimizer)
+    assert original.state["shared"] == {"steps": 5}
+    assert train(model, original) == train(plain, reference)
+
+
+@pytest.mark.parametrize(
+    "cfg", ["balanced", "optimizer_only", ["weights=bf16+16", "optim=identity"]]
+)
+def test_compressed_it_follows(cfg):
+    plain, model = make(), make()
+    _, optimizer = memtrain.wrap(model, Coupled(groups(model)), cfg)
+    losses, expected = train(model, optimizer, 20), train(plain, Coupled(groups(plain)), 20)
+    assert losses[0] - losses[-1] > 0.9 * (expected[0] - expected[-1])
+    total = optimizer.param_groups[0]["total"]
+    assert total == pytest.approx(plain_total(plain, 20), rel=0.05)
+
+
+def plain_total(_, steps):
+    fresh = make()
+    optimizer = Coupled(groups(fresh))
+    train(fresh, optimizer, steps)
+    return optimizer.param_groups[0]["total"]
+
+
+def test_states_that_a_step_leaves_alone_are_not_rounded_again():
+    model = make()
+    optimizer = compress(Coupled(groups(model)))
+    train(model, optimizer, 2)
+    before = copy.deepcopy(optimizer.state[model[2].weight]["momentum_buffer"])
+    optimizer.zero_grad()
+    model[0](torch.randn(8, 64)).sum().backward()  # nothing for the second group
+    optimizer.step()
+    after = optimizer.state[model[2].weight]["momentum_buffer"]
+    assert isinstance(after, dict)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_train_and_eval_reach_the_inner_optimizer():
+    model = make()
+    _, optimizer = memtrain.wrap(model, ScheduleFree(groups(model)), "balanced")
+    train(model, optimizer, 3)
+    weight = model[0].weight.detach().clone()
+    momentum = optimizer.unpacked(model[0].weight)["momentum_buffer"]
+    optimizer.eval()
+    assert torch.equal(model[0].weight, weight + momentum)
+    optimizer.train()
+    assert torch.allclose(model[0].weight, weight, atol=1e-6)
+    assert isinstance(optimizer.state[model[0].weight]["momentum_buffer"], dict)
+    plain = make()
+    assert not hasattr(memtrain.wrap(plain, Coupled(groups(plain)))[1], "train")
+
+
+def test_what_needs_parameters_one_by_one_is_refused_before_anything_changes():
+    model = make()
+    with pytest.raises(ValueError, match=r"Coupled may read the gradients of all .*gradients=keep"):
+        memtrain.wrap(model, Coupled(groups(model)), "all_four")
+    with pytest.raises(ValueError, match="Coupled may read the gradients of all"):
+        ReleaseGradients(Coupled(groups(model)))
+    with pytest.raises(ValueError, match=r"has train\(\) and eval\(\).*weights=keep"):
+        memtrain.wrap(model, ScheduleFree(groups(model)), ["weights=bf16+8"])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not hasattr(model, "_memtrain")
+
+
+def test_a_subclass_says_that_it_is_separable():
+    class Mine(torch.optim.SGD):
+        separable = True
+
+    class Other(torch.optim.SGD): ...
+
+    model = make()
+    assert not is_separable(compress(Other(model.parameters())))
+    assert is_separable(compress(Mine(model.parameters())))
+    memtrain.wrap(model, Mine(model.parameters(), lr=0.1), "all_four")
