@@ -6,19 +6,21 @@ import json
 import re
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from memtrain.audit.report import Report, Row
 from memtrain.cli.render import data_files
-from memtrain.cli.render.charts import draw_png
+from memtrain.cli.render.charts import step_svg
 from memtrain.cli.render.data_files import COLUMNS, as_csv
-from memtrain.cli.render.outcome import BY, Outcome, advice, broken_limits, grouped
+from memtrain.cli.render.outcome import BY, Outcome, advice, broken_limits, grouped, timelines
 from memtrain.cli.render.page import as_html
 from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.diff import compare, show_changes
 from memtrain.cli.report.main import main
+from memtrain.config.sizes import format_size
 
 VOID = {"meta"}
 
@@ -118,7 +120,7 @@ def test_pictures_need_matplotlib_and_say_so_before_the_work(monkeypatch, capsys
     for module in ("matplotlib.figure", "squarify"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
-            for option in ("--html", "--png"):
+            for option in ("--html", "--svg"):
                 assert main(["model=gpt2", option, str(tmp_path / "a")]) == 2
                 error = capsys.readouterr().err
                 assert (
@@ -131,14 +133,18 @@ def test_the_same_report_gives_the_same_page(report, settings):
     assert as_html(Outcome(report, settings)) == as_html(Outcome(report, settings))
 
 
-def test_a_picture_is_drawn(report, settings, tmp_path):
-    matplotlib = pytest.importorskip("matplotlib.image")
-    draw_png(tmp_path / "a.png", report, settings)
-    pixels = matplotlib.imread(tmp_path / "a.png")
-    colours = {
-        tuple((pixel[:3] * 255).round().astype(int)) for pixel in pixels[::3, ::3].reshape(-1, 4)
-    }
-    assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77), (0xCC, 0xBB, 0x44)} <= colours
+def test_a_picture_of_the_step_stands_alone(report, settings):
+    svg = step_svg(report, settings)
+    assert svg == step_svg(report, settings)
+    root = ElementTree.fromstring(svg)  # namespaces are declared
+    texts = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    for side, line in timelines(report).items():
+        peak = format_size(line.peak.nbytes)
+        name = "PyTorch" if side == "plain" else "memtrain, exact"
+        assert f"{name}: {peak} at the peak" in texts
+    assert {"weights", "gradients", "saved activations", "forward", "backward"} <= {*texts}
+    assert "prefers-color-scheme: dark" in svg
+    assert all(colour in svg for colour in ("#4477aa", "#ee6677", "#ccbb44"))
 
 
 def test_json_is_read_back(report, settings, tmp_path):

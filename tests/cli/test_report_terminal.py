@@ -110,7 +110,7 @@ def test_where_one_may_not_write_nothing_is_left(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "closed"
     folder.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    for option in ("--json", "--csv", "--html", "--png", "--plan", "--measure-rates"):
+    for option in ("--json", "--csv", "--html", "--svg", "--plan", "--measure-rates"):
         assert main(["model=gpt2", option, str(folder / "a")]) == 2
         assert f"cannot write {option}" in (error := capsys.readouterr().err)
         assert "no permission" in error
@@ -142,7 +142,7 @@ def test_dash_is_the_standard_output(builder, capsys):
     assert content["settings"]["model"] == "py:theirs:build"
     assert main(["model=py:theirs:build", "--no-peak", "--csv", "-"]) == 0
     assert capsys.readouterr().out.startswith("kind,module,name,plain,planned,")
-    for wrong in (["--html", "-"], ["--png", "-"], ["--json", "-", "--csv", "-"],
+    for wrong in (["--html", "-"], ["--svg", "-"], ["--json", "-", "--csv", "-"],
                   ["--json", "-", "--gradients"]):  # fmt: skip
         assert main(["model=py:theirs:build", *wrong]) == 2
         assert "-" in capsys.readouterr().err

@@ -5,12 +5,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from memtrain.audit.peak import PARTS, Timeline
+from memtrain.audit.peak import PARTS
 from memtrain.audit.report import CATEGORIES, Report
-from memtrain.cli.render.outcome import SIDES, module_of, thinned, timelines
+from memtrain.cli.render.outcome import MOST, SIDES, module_of, thinned, timelines
 from memtrain.cli.render.text_tables import heading
 from memtrain.config.sizes import format_size
 
@@ -33,6 +32,17 @@ _GIB = 2**30
 _STRIP = 14  # the height of a module's name
 _LEAST = 5.0  # a box with a shorter side is not divided further
 _AREA = 60.0  # several smaller boxes beside each other are one
+_COARSE = 100  # moments of a timeline in a file of its own
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_STYLE = """
+<style>
+text { fill: #1f2328; font-family: system-ui, sans-serif !important; }
+[style*="stroke: #000000"] { stroke: #59636e !important; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #f0f6fc; }
+  [style*="stroke: #000000"] { stroke: #9198a1 !important; }
+}
+</style>"""
 _HINT = "hint:"  # an artist's id begins with it where the rest is to be its tooltip
 
 Box = tuple[float, float, float, float]
@@ -58,30 +68,33 @@ def check_installed(option: str) -> None:
         raise ImportError(message) from error
 
 
-def draw_png(path: Path, report: Report, settings: Mapping[str, Any]) -> None:
-    """Draw the bars and the timelines of a report.
+def step_svg(report: Report, settings: Mapping[str, Any]) -> str:
+    """Draw live bytes over a step, plain beside planned, as an SVG file for light and dark pages.
 
     Args:
-        path: The PNG file to write.
-        report: The audit.
-        settings: What it was made for.
+        report: The audit; without timelines only the legend is drawn.
+        settings: Key -> value, as `arguments.settings` says: names the preset and the model.
 
-    Raises:
-        OSError: If the file cannot be written.
+    Returns:
+        The text of the file.
     """
     lines = timelines(report)
-    figure = _figure(9 * 72, (2.0 + 2.4 * len(lines)) * 72)
-    ratios = [1.6, *[2.4] * len(lines)]
-    axes = figure.subplots(1 + len(lines), 1, height_ratios=ratios, squeeze=False)[:, 0]
-    _bars(axes[0], report)
-    axes[0].set_title(heading(settings)[0], fontsize=9)
-    for axis, side in zip(axes[1:], lines, strict=True):
-        _timeline(axis, report, side)
-        axis.set_title(_peak_words(side, lines[side]), fontsize=9, loc="left")
-    names = drawn_parts(report)
-    handles = [axes[0].barh([0], [0], color=COLOURS[name]) for name in names]
-    figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    figure.savefig(path, format="png", dpi=120)
+    figure = _figure(_CHART, 270)
+    figure.suptitle(heading(settings)[0], fontsize=9)
+    names = {"plain": "PyTorch", "planned": f"memtrain, {settings.get('preset', 'planned')}"}
+    for axis, side in zip(
+        figure.subplots(1, len(lines) or 1, squeeze=False)[0], lines, strict=False
+    ):
+        _timeline(axis, report, side, _COARSE)
+        axis.set_title(
+            f"{names[side]}: {format_size(lines[side].peak.nbytes)} at the peak", fontsize=11
+        )
+    parts = drawn_parts(report)
+    handles = [figure.axes[0].barh([0], [0], color=COLOURS[name]) for name in parts]
+    figure.legend(handles, parts, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    svg = _svg(figure, "live bytes over a training step, plain beside planned")
+    start = svg.index(">") + 1
+    return f'<svg xmlns="{_SVG}" xmlns:xlink="{_XLINK}"{svg[4:start]}{_STYLE}{svg[start:]}'
 
 
 def bars_svg(report: Report) -> str:
@@ -159,9 +172,16 @@ def _svg(figure: Any, label: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memtrain"}):
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
     svg = text.getvalue()
+    svg = re.sub(r' d="([^"]*)"', _short_path, svg)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])  # HTML knows SVG
     svg = re.sub(rf'<g id="{_HINT}([^"]*)">', r"<g><title>\1</title>", svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+
+
+def _short_path(match: re.Match[str]) -> str:
+    """A path with tenths of a point: a third of the bytes."""
+    path = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}", match[1])
+    return f' d="{" ".join(path.split())}"'
 
 
 def _hint(first: str, words: Sequence[str]) -> str:
@@ -191,13 +211,14 @@ def _bars(axis: Any, report: Report) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _timeline(axis: Any, report: Report, side: str) -> None:
+def _timeline(axis: Any, report: Report, side: str, most: int = MOST) -> None:
     lines = timelines(report)
-    peak, moments = lines[side].peak, thinned(lines[side].moments)
-    heights = [[m.parts.get(part, 0) / _GIB for m in moments] for part in PARTS]
+    peak, moments = lines[side].peak, thinned(lines[side].moments, most)
+    parts = [part for part in PARTS if any(m.parts.get(part) for m in moments)]
+    heights = [[m.parts.get(part, 0) / _GIB for m in moments] for part in parts]
     # a step is as wide as the others at the end too
     stairs = [[*values, values[-1]] for values in heights]
-    colours = [COLOURS[part] for part in PARTS]
+    colours = [COLOURS[part] for part in parts]
     axis.stackplot(range(len(moments) + 1), *stairs, colors=colours, step="post")
     at = next(i for i, moment in enumerate(moments) if moment.nbytes == peak.nbytes)
     axis.plot(at + 0.5, peak.nbytes / _GIB, "o", color="black", markersize=3)
@@ -208,10 +229,6 @@ def _timeline(axis: Any, report: Report, side: str) -> None:
         axis.axvline(start, color="0.5", linewidth=0.6)
     axis.set_xticks([0, *starts], [moments[i].phase for i in (0, *starts)], ha="left", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _peak_words(side: str, line: Timeline) -> str:
-    return f"{side}: {format_size(line.peak.nbytes)}, {line.peak.label}"
 
 
 def _module(axis: Any, rows: Sequence[Bytes], box: Box, path: str = "", outer: str = "") -> None:

@@ -19,7 +19,7 @@ from memtrain.config.sizes import UNITS, parse_size
 from memtrain.config.sources import Config, load, nearest, options
 from memtrain.training.settings import typed
 
-FILES = ("json", "csv", "html", "png")
+FILES = ("json", "csv", "html", "svg")
 """Options that write a file."""
 PLANNER = ("allow", "max_error", "objective", "rates")
 """Keys that mean something with a budget."""
@@ -61,7 +61,7 @@ examples:
   Is the prediction right? Run it:
     memtrain-report model=resnet18 batch=4 device=cpu --measure
   A page with pictures for a colleague, data for a script:
-    memtrain-report model=gpt2 --html gpt2.html --png gpt2.png
+    memtrain-report model=gpt2 --html gpt2.html --svg gpt2.svg
     memtrain-report model=gpt2 --json - | jq .categories
   What did my change cost? Fail the build if it is too much:
     memtrain-report model=gpt2 --json before.json
@@ -105,7 +105,8 @@ options:
                then no table is printed
   --html FILE  write a page that stands alone: bars, treemap, timeline (needs
                matplotlib and squarify)
-  --png FILE   draw bars, and the timeline of the peak (needs matplotlib)
+  --svg FILE   draw the live bytes over the step, plain beside planned (needs
+               matplotlib and squarify)
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
   --measure-rates FILE  time copies, matrix products and codes on this device
                (device=, dtype=), for rates=
@@ -186,7 +187,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, path in files(options):
         if path != STDOUT:
             check_writable(path, name)
-        if name in ("--html", "--png"):
+        if name in ("--html", "--svg"):
             check_installed(name)
     for name in ("plan", "measure_rates", "snapshot"):
         if (path := getattr(options, name)) is not None:

@@ -198,10 +198,7 @@ def _audited(
 def _write(options: argparse.Namespace, outcome: Outcome) -> None:
     """Write the files that are asked for."""
     for option, path in files(options):
-        if option == "--png":
-            with replaced(path, option) as partly:
-                charts.draw_png(partly, outcome.report, outcome.settings)
-        elif path != STDOUT:
+        if path != STDOUT:
             write(path, option, _text(option, outcome))
 
 
@@ -217,6 +214,8 @@ def _printed(options: argparse.Namespace, outcome: Outcome, console: Console) ->
 def _text(option: str, outcome: Outcome) -> str:
     if option == "--html":
         return as_html(outcome)
+    if option == "--svg":
+        return charts.step_svg(outcome.report, outcome.settings)
     return data_files.as_csv(outcome.report) if option == "--csv" else data_files.as_text(outcome)
 
 
