@@ -13,7 +13,7 @@ OPTIONS = {
     "factored": {"second": "factored"},
     "factored_2bit": {"first": "Lloyd-Max", "second": "factored"},
 }
-# Bytes that a step must read and write per parameter (docs/design.md)
+# Bytes that a step must read and write per parameter
 FLOORS = {"rank1": 18.6, "block": 14.1, "factored": 17.1, "factored_2bit": 16.5}
 TORCH_FLOOR = 28.0
 

@@ -1,21 +1,23 @@
-"""The README's Python blocks run, in order, as one program; its shell commands exist."""
+"""The README's loop runs as it stands, its commands and presets exist, and it stays short."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from memtrain.config.sources import options
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
-
-
-def test_python_blocks_run():
-    code = blocks("python")
-    assert len(code) >= 2
-    program = "import os\nos.environ['HF_HUB_OFFLINE'] = '1'\n" + "\n".join(code)
+def test_the_loop_of_the_diff_runs():
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
+    added = [line for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) == 4
+    assert not re.search("(?m)^-", diff)
+    loop = "\n".join(line[1:] for line in diff.splitlines())
+    program = f"import os\nos.environ['HF_HUB_OFFLINE'] = '1'\n{loop}"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
@@ -23,15 +25,23 @@ def test_python_blocks_run():
 
 
 def test_make_targets_exist():
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"\bmake (\w+)", README)
     assert {"demo", "test"} <= set(targets)
     assert all(f"\n{target}:" in makefile for target in targets)
 
 
-def test_presets_in_the_readme_exist():
-    from memtrain.config.sources import options
+def test_presets_are_named():
+    """Six in the README, and every one on the page that helps to choose."""
+    table = README.split("The six main presets:")[1].split("\n\n")[1]
+    six = re.findall(r"(?m)^\| `(\w+)` \|", table)
+    assert len(six) == 6
+    assert set(six) < set(options("preset"))
+    choose = (ROOT / "docs/choose.md").read_text()
+    assert [name for name in options("preset") if f"`{name}`" not in choose] == []
 
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", README, flags=re.MULTILINE)
-    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(named) == options("preset")
+
+def test_the_picture_says_what_the_alt_text_says():
+    (alt, path) = re.search(r"!\[(.*)\]\((\S+\.svg)\)", README).groups()
+    assert "balanced" in alt
+    assert re.search(r"memtrain, balanced: \d+\.\d\d GiB at the peak", (ROOT / path).read_text())

@@ -21,7 +21,7 @@ class Projection(Compressor):
     """Keeps `S x` for an x of [tokens, features], and gives back `S^T (S x)`: E[S^T S] = I.
 
     A linear layer reads its input in backward only for `grad_W = dy^T x`. With this it becomes
-    `(S dy)^T (S x)`: unbiased, its variance as in docs/guides/projection.md; the gradients
+    `(S dy)^T (S x)`: unbiased, its variance as in docs/guides/compressors.md; the gradients
     of input and bias stay exact. So does every gradient that is *linear* in the saved tensor; what
     reads it through a nonlinearity (a norm, an activation, softmax) is biased: write rules for
     `op: linear|addmm`. S, [p, tokens], is replayed from the key's 64 bits and never stored:

@@ -20,7 +20,7 @@ from memtrain.planner.knapsack import Option
 from memtrain.planner.schemes import BITS2, BITS4, FACTORED, TORCH
 
 _REREAD = {BITS4: 4.5, FACTORED: 4.1, BITS2: 4.7}
-"""Bytes per parameter that two passes over a tensor read again (docs/design.md, section 5)."""
+"""Bytes per parameter that two passes over a tensor read again."""
 _TINY, _REPEATS = 256, 200
 """Elements whose copy is all launch, and how often it is timed at once."""
 

@@ -49,7 +49,7 @@ def outcomes(kind, n, p, monkeypatch):
 
 
 def variance(x, grad, kind, p):
-    """The variance of `grad.T @ S^T S x` by a formula for each kind (docs/projection.md)."""
+    """The variance of `grad.T @ S^T S x`, by kind (docs/guides/compressors.md)."""
     n, length, other = len(x), x.norm(dim=1), grad.norm(dim=1)
     x2, y2, product = length.square(), other.square(), (x.t() @ grad).square().sum()
     squares = x2 @ y2

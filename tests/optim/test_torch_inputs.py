@@ -101,8 +101,8 @@ REFUSALS = [
     ),
 ]
 """Every case in which memtrain's optimizers do not do what torch's do, but for an `eps` that is 0
-in float16 (test_half_precision.py): docs/guides/optimizers.md tells them too. A case that is listed
-and works after all fails the suite."""
+in float16 (test_half_precision.py): docs/guides/optimizers.md lists the main
+ones. A case that is listed and works after all fails the suite."""
 
 TAKEN = {
     "lr as a Tensor is not supported for capturable=False and foreach=True",

@@ -18,7 +18,7 @@ from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
 from memtrain.optim.states.stall import StallWatch
 
-FORMAT = 1  # of compressed states; docs/guides/optimizers.md says what it holds
+FORMAT = 1  # of compressed states
 
 _TAKEN_OVER = ("step", "state_dict", "load_state_dict")
 """Methods that an original refuses: a checkpoint of it, which has no states, would lose them."""
