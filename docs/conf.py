@@ -22,6 +22,9 @@ autodoc_typehints = "signature"
 napoleon_custom_sections = ["Memory", "Reference"]
 html_theme = "furo"
 html_copy_source = False
+html_show_copyright = False
+html_title = "memtrain"
+pygments_style = "friendly"
 
 
 def setup(app: Any) -> None:

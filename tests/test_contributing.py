@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SECTIONS = re.split(r"(?m)^## ", (ROOT / "CONTRIBUTING.md").read_text())[1:]
+SECTIONS = re.split(r"(?m)^### ", (ROOT / "CONTRIBUTING.md").read_text())[1:]
 LINK = re.compile(r"\((tests/recipes/(\w+)\.diff)\)")
 RECIPES = {link[2]: text for text in SECTIONS if (link := LINK.search(text))}
 FOLDERS = ("memtrain", "tests", "experiments", "benchmarks")
