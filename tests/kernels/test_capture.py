@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import cuda_graph, launch, update_rules
-from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step import cuda_graph, launch, prepared, update_rules
+from memtrain.kernels.step.prepared import PreparedSteps
 from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.table_triton import point
 from memtrain.optim import AdamW4bit
@@ -73,7 +73,7 @@ def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
         start = test_adamw.entry(shape, kind, None)
     else:
         start = test_blockstep.entry(shape, kind, 8, weight_decay=0.1)
-    here, there, tables = copy.deepcopy(start), copy.deepcopy(start), GraphTables()
+    here, there, tables = copy.deepcopy(start), copy.deepcopy(start), PreparedSteps()
     with backend(name):
         for step in range(1, 3 if name == "triton" else 4):
             grad = torch.randn(shape)  # at another address each time
@@ -91,40 +91,41 @@ def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
 
 def test_a_capture_makes_no_tables(monkeypatch):
     entry = of_step(test_adamw.entry((5, 7), "block", None), 1, on_device=True)
-    start, tables = entry.param.clone(), GraphTables()
+    start, tables = entry.param.clone(), PreparedSteps()
     monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
     with backend("triton"), pytest.raises(RuntimeError, match="make a step with a gradient"):
         fused_step([entry], tables)
     assert torch.equal(entry.param, start)
 
 
-def test_captured_launches_stay_and_others_are_few(monkeypatch):
-    tables, inside = GraphTables(), [False]
+def test_captured_steps_stay_and_others_are_few(monkeypatch):
+    steps, inside = PreparedSteps(), [False]
     monkeypatch.setattr(cuda_graph, "capturing", lambda: inside[0])
-    first, other = tables.get("first", object, [1]), tables.get("other", object, [2, 3])
+    captured, other = object(), object()
+    steps.keep(1, "captured", captured)
+    steps.keep(2, "other", other)
     inside[0] = True
-    assert tables.get("first", object, [1]) is first
+    assert steps.find(1, "captured") is captured
     inside[0] = False
-    for k in range(2 * cuda_graph.LIMIT):
-        tables.get(k, object, [0, 1])
-    assert tables.get("first", object, [1]) is first
-    last = tables.get(2 * cuda_graph.LIMIT - 1, list, [0, 1])
-    assert not isinstance(last, list)
-    assert tables.get(0, list, [0, 1]) == []  # made anew
-    assert tables.get("other", object, [2, 3]) is other  # of other parameters
-    monkeypatch.setattr(cuda_graph, "TABLES", 16)
+    for k in range(2 * prepared.LIMIT):
+        steps.keep(1, k, object())
+    assert steps.find(1, "captured") is captured
+    assert steps.find(1, 2 * prepared.LIMIT - 1) is not None
+    assert steps.find(1, 0) is None
+    assert steps.find(2, "other") is other  # of other parameters
+    monkeypatch.setattr(prepared, "MOST", 16)
     for k in range(16):  # parameters that were replaced, say
-        tables.get(f"more {k}", object, [10 + k])
-    assert tables.get("other", list, [2, 3]) == []
-    assert tables.get("first", object, [1]) is first
+        steps.keep(10 + k, "more", object())
+    assert steps.find(2, "other") is None
+    assert steps.find(1, "captured") is captured
 
 
 def test_a_step_of_many_kinds_is_captured_as_it_was_made(monkeypatch):
     monkeypatch.setattr(capturable, "DEVICES", ("cpu", "cuda"))
-    made, make = [], launch.Launch.__init__
-    monkeypatch.setattr(launch.Launch, "run", lambda self: None)
+    made, make = [], launch.TritonGroup.__init__
+    monkeypatch.setattr(launch.TritonGroup, "step", lambda self, inputs: None)
     monkeypatch.setattr(
-        launch.Launch, "__init__", lambda self, *args: made.append(1) or make(self, *args)
+        launch.TritonGroup, "__init__", lambda self, *args: made.append(1) or make(self, *args)
     )
     shapes = [(128, 128), (127, 65), (8192,), (8193,), (128,), (7,)]
     dtypes = torch.bfloat16, torch.float32
@@ -137,7 +138,7 @@ def test_a_step_of_many_kinds_is_captured_as_it_was_made(monkeypatch):
                 param.grad = torch.randn_like(param)
             optimizer.step()
             counts.append(len(made))
-        assert counts[0] == counts[1] == counts[2] > cuda_graph.LIMIT
+        assert counts[0] == counts[1] == counts[2] > prepared.LIMIT
         monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
         optimizer.step()
 

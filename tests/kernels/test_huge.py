@@ -13,6 +13,7 @@ from memtrain.compressors import COMPRESSORS, Group, Key
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.packing.pack import pack_codes, pack_mask, unpack_codes, unpack_mask
 from memtrain.kernels.step import launch, table_triton
+from memtrain.kernels.step.groups import inputs_of
 from memtrain.kernels.step.program_sizes import elements
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import sgd
@@ -151,7 +152,9 @@ def test_a_step_that_is_refused_changes_nothing_wherever_a_program_begins(where,
     else:
         entry = test_lloyd_max.entry((16, 128), test_lloyd_max.hyper())
     before = copy.deepcopy(entry)
-    one = launch.Launch([entry._replace(guard=torch.tensor(torch.inf))])
+    entry = entry._replace(guard=torch.tensor(torch.inf))
+    one = launch.TritonGroup([entry])
+    one.begin(inputs_of([entry]))
     table, each = one._table, elements(entry)
     table[0, table_triton.NUMEL.value] = where + 2048
     for name in (table_triton.P, table_triton.G):  # element `where` is the first one here

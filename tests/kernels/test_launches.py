@@ -13,12 +13,13 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrain
-from memtrain.kernels import cpu, device_guard
+from memtrain.kernels import cpu, device_guard, dispatch
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.step import launch, reduce_triton, step, step_triton
+from memtrain.kernels.step import launch, prepared, reduce_triton, step, step_triton
 from memtrain.kernels.step.codecs import Codec
+from memtrain.kernels.step.groups import same_kernels
 from tests.kernels import test_adamw
 
 SOURCES = sorted(Path(memtrain.__file__).parent.rglob("*.py"))
@@ -203,16 +204,16 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
     ours, theirs = entries(), entries()
     on_gpu = {id(ours[k].param) for k in (1, 2)}
     seen = {"cpu": [], "triton": []}
+    on_cpu, by_triton = prepared.CpuGroup, launch.TritonGroup
     with FakeTensorMode():
         params = [torch.empty(2, device=device) for device in ("cuda:1", "cpu", "cuda:1")]
         placed = [e._replace(param=param) for e, param in zip(ours, params, strict=False)]
-        assert step._backends(placed) == [step.choose(param) for param in params]
+        assert prepared._backends(placed) == [dispatch.choose(param) for param in params]
     monkeypatch.setattr(
-        step, "_backends", lambda es: ["triton" if id(e.param) in on_gpu else "cpu" for e in es]
+        prepared, "_backends", lambda es: ["triton" if id(e.param) in on_gpu else "cpu" for e in es]
     )
-    on_cpu, by_triton = step._step_cpu, launch.step
-    monkeypatch.setattr(step, "_step_cpu", lambda e: (seen["cpu"].extend(e), on_cpu(e)))
-    monkeypatch.setattr(launch, "step", lambda e, t: (seen["triton"].extend(e), by_triton(e, t)))
+    monkeypatch.setattr(prepared, "CpuGroup", lambda e: seen["cpu"].extend(e) or on_cpu(e))
+    monkeypatch.setattr(launch, "TritonGroup", lambda e: seen["triton"].extend(e) or by_triton(e))
     step.fused_step(ours)
     places = {id(e.param): k for k, e in enumerate(ours)}
     assert {name: [places[id(e.param)] for e in some] for name, some in seen.items()} == {
@@ -230,7 +231,7 @@ def test_one_launch_serves_one_device():
     whole = test_adamw.entry((4, 128), "exact", test_adamw.hyper())
     with simulating("cuda"), FakeTensorMode():
         params = [torch.empty(4, 128, device=device) for device in ("cuda:0", "cuda:1", "cuda:0")]
-        found = {launch.alike(whole._replace(param=param)) for param in params}
+        found = {same_kernels(whole._replace(param=param)) for param in params}
     assert len(found) == 2
 
 
@@ -248,14 +249,18 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
     """With the constants and options of a case, which the ahead-of-time test compiles."""
     taken = []
     monkeypatch.setattr(launch, "launch", lambda kernel, *_, **given: taken.append((kernel, given)))
+    entries = []
     for shape in ((4, 256), (4, 129)):
-        for kind in test_adamw.CODECS:
-            launch.step([test_adamw.entry(shape, kind, test_adamw.hyper())])
+        entries += [test_adamw.entry(shape, kind, test_adamw.hyper()) for kind in test_adamw.CODECS]
         exact = test_adamw.entry(shape, "exact", test_adamw.hyper())
         state = test_adamw.coded(
             quantize_blocks_reference(exact.param, Codebook("DE", 8, True), 256)
         )
-        launch.step([exact._replace(states=(state, state), codecs=(Codec("block", 8, "DE"),) * 2)])
+        codecs = (Codec("block", 8, "DE"),) * 2
+        entries.append(exact._replace(states=(state, state), codecs=codecs))
+    with backend("triton"):
+        for entry in entries:
+            step.fused_step([entry])
     # Of six kinds of states; rank-1 takes one launch more, each of two factored ones three.
     assert len(taken) == 2 * (6 + 1 + 3 + 3)
     made = step_triton.AOT_CASES + reduce_triton.AOT_CASES

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.step import passes
-from memtrain.kernels.step.step import _reads_guard, fused_step
+from memtrain.kernels.step.prepared import PreparedStep
+from memtrain.kernels.step.step import fused_step
 from tests.kernels.test_passes import held, unlaunched
 from tests.kernels.test_row_pieces import FORMS, entry_of, tensors
 
@@ -65,7 +65,7 @@ def test_a_guard_that_is_not_finite_leaves_them_as_they_are(name):
     entry = channels_last(entry_of("factored", "bf16+8", (16, 8, 3, 3)))._replace(guard=guard)
     before = copy.deepcopy(tensors(entry))
     with backend(name):
-        assert _reads_guard(entry) == (name == "triton")  # without a wait of the host
+        assert len(PreparedStep([entry])._alone) == (name == "triton")  # without a wait of the host
         fused_step([entry])
         assert all(map(torch.equal, tensors(entry), before))
         guard.fill_(1.0)
@@ -80,7 +80,7 @@ def test_a_step_holds_the_copies_of_one_parameter(form):
     real, left = held(lambda: fused_step(given))
     assert (left, most <= real <= most + 64) == (0, True)  # scalars, too
     with simulating():
-        assert held(lambda: passes.simulate(given)) == (most, 0)
+        assert held(lambda: fused_step(given)) == (most, 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,4 +90,4 @@ def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
         fused_step(given)  # tables of programs are made at the first call
         real = held(lambda: fused_step(given))
     with simulating("cuda"):
-        assert held(lambda: passes.simulate(given)) == real
+        assert held(lambda: fused_step(given)) == real

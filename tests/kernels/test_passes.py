@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.kernels.dispatch import simulating
-from memtrain.kernels.step import passes, row_pieces
-from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.dispatch import backend, simulating
+from memtrain.kernels.step import row_pieces
+from memtrain.kernels.step.prepared import PreparedSteps
 from memtrain.kernels.step.row_pieces import RowPieces
+from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.update_rules import COUNT, on_device
 from tests.kernels.test_row_pieces import FORMS, entry_of
 
-KEPT = torch.zeros(0)
+KEPT, TABLE = torch.zeros(0), torch.zeros(2**12, dtype=torch.int64)
 
 
 def held(run):
@@ -33,9 +34,19 @@ def unlaunched(monkeypatch):
     from memtrain.kernels.step import launch
 
     monkeypatch.setattr(launch, "launch", lambda *given, **options: None)
-    monkeypatch.setattr(launch.Launch, "_send", lambda self, table: (KEPT, KEPT))
-    monkeypatch.setattr(launch.Launch, "rows", lambda self, name, begin, piece: KEPT)
+    monkeypatch.setattr(launch, "DeviceTable", Untold)
+    monkeypatch.setattr(launch.TritonGroup, "rows", lambda self, name, begin, piece: KEPT)
     return launch
+
+
+class Untold:
+    """A table that takes no memory of its own, and to which nothing travels."""
+
+    def __init__(self, size, device):
+        self.numbers = TABLE[:size]
+
+    def write(self, numbers, often):
+        pass
 
 
 def entries(form):
@@ -49,15 +60,16 @@ SHAPES["rank-1"] = [(320, 256), (8, 16, 32)]
 @pytest.mark.parametrize("form", FORMS)
 def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
     given = entries(form)
-    unlaunched.step(given)  # tables of programs are made at the first call
-    real = held(lambda: unlaunched.step(given))
+    with backend("triton"):
+        fused_step(given)  # tables of programs are made at the first call
+        real = held(lambda: fused_step(given))
     with simulating("cuda"):
-        assert held(lambda: passes.simulate(given)) == real
+        assert held(lambda: fused_step(given)) == real
     assert (real[0] > 0) == (form in ("rank-1", "factored", "8 bits, factored", "2 bits"))
     with simulating():
-        assert held(lambda: passes.simulate(given)) == (0, 0)
+        assert held(lambda: fused_step(given)) == (0, 0)
         turned = [e._replace(grad=e.grad.mT.contiguous().mT) for e in given]
-        assert held(lambda: passes.simulate(turned))[0] == sum(e.grad.nbytes for e in given)
+        assert held(lambda: fused_step(turned))[0] == sum(e.grad.nbytes for e in given)
 
 
 @pytest.mark.parametrize("form", ["4 bits", "rank-1", "factored", "2 bits"])
@@ -81,20 +93,18 @@ def test_the_vectors_of_a_step_that_a_graph_may_capture_stay(form, unlaunched, m
     given = entries(form)
     rows = on_device(given[0].scalars, len(given), torch.device("cpu"))
     given = [e._replace(scalars=row) for e, row in zip(given, rows, strict=True)]
-    sent = torch.zeros(len(given) // 2, COUNT), KEPT
-    monkeypatch.setattr(unlaunched.Launch, "_send", lambda self, table: sent)
+    sent = torch.zeros(len(given) // 2, COUNT)
     monkeypatch.setattr(unlaunched.table_triton, "point", lambda *given: None)
-    monkeypatch.setattr(unlaunched, "stacked", lambda scalars, device: sent[0])
-    tables = GraphTables()
-    unlaunched.step(given, tables)  # and the tables of programs
-    del tables
+    monkeypatch.setattr(unlaunched, "stacked", lambda scalars, device: sent)
 
-    def stepped(step, tables):
-        step(given, tables)
-        step(given, tables)
+    def stepped(steps):
+        fused_step(given, steps)
+        fused_step(given, steps)
 
-    kept = GraphTables(), GraphTables()
-    real = held(lambda: stepped(unlaunched.step, kept[0]))
+    kept = PreparedSteps(), PreparedSteps()
+    with backend("triton"):
+        fused_step(given)  # the tables of programs
+        real = held(lambda: stepped(kept[0]))
     with simulating("cuda"):
-        assert held(lambda: stepped(passes.simulate, kept[1])) == real
+        assert held(lambda: stepped(kept[1])) == real
     assert (real[1] > 0) == (form != "4 bits")

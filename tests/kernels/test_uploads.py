@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import cuda_graph, launch, update_rules, uploads
-from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step import launch, prepared, update_rules, uploads
+from memtrain.kernels.step.prepared import PreparedSteps
 from memtrain.kernels.step.step import FIELDS, fused_step
 from tests.kernels.test_blockstep import entry
 
@@ -71,7 +71,7 @@ def both(make):
         [*three_steps(soon, None)]
         device = make()
         with device:
-            held = [*three_steps(late, GraphTables())]  # gradients that kernels will read
+            held = [*three_steps(late, PreparedSteps())]  # gradients that kernels will read
         assert all(torch.equal(a.param, b.param) for a, b in zip(late, entries, strict=True))
         device.run()
         del held
@@ -112,7 +112,7 @@ def device(monkeypatch):
 
 
 def test_only_what_has_changed_travels(device):
-    tables, entries = GraphTables(), [entry((40,), "sgd", 32), entry((3, 5), "sgd", 32)]
+    tables, entries = PreparedSteps(), [entry((40,), "sgd", 32), entry((3, 5), "sgd", 32)]
     other = [e._replace(scalars=update_rules.sgd(lr=0.5, momentum=0.9)) for e in entries]
     moved = [e._replace(grad=e.grad.clone()) for e in other]
     alone = [other[0]]
@@ -127,11 +127,11 @@ def test_only_what_has_changed_travels(device):
 
 
 def test_tables_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "TABLES", 3)
-    tables = GraphTables()
+    monkeypatch.setattr(prepared, "MOST", 3)
+    tables = PreparedSteps()
     entries = [entry((k,), "sgd", 32) for k in range(1, 6)]
     with backend("triton"), device:
         for one in [*entries, entries[-1], entries[0]]:
             fused_step([one], tables)
     assert len(device.sent) == 6  # the last one was there, the first no more
-    assert len(tables._tables) == 3
+    assert len(tables) == 3

@@ -1,10 +1,10 @@
 """Tables and launches of the Triton step (kernels: `reduce_triton`, `step_triton`)."""
 
-from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,87 +12,70 @@ from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, upper_buckets
-from memtrain.kernels.step.cuda_graph import GraphTables
-from memtrain.kernels.step.passes import Passes, alike, groups_of
+from memtrain.kernels.step.groups import Group, Inputs
 from memtrain.kernels.step.program_sizes import COLS, ROWS, elements, is_whole
-from memtrain.kernels.step.step import FIELDS, SCALARS, SECOND, Entry, table_row
-from memtrain.kernels.step.update_rules import COUNT, RULES, stacked
+from memtrain.kernels.step.step import (
+    FIELDS,
+    GRADIENT_FIELD,
+    SCALARS,
+    SECOND,
+    SEED_FIELD,
+    Entry,
+    table_row,
+)
+from memtrain.kernels.step.update_rules import COUNT, RULES, stacked, stacked_rows
 from memtrain.kernels.step.update_rules_triton import EXACT
 from memtrain.kernels.step.uploads import DeviceTable
 
 kernels: Any = step_triton  # launches take options that no signature shows
 first_pass: Any = reduce_triton
 two_bits: Any = lloyd_max_triton
-_HOST = torch.device("cpu")
+GUARD_FIELD = table_triton.GUARD.value
+VECTOR_FIELDS = {
+    name: table_triton.ROW_OLD.value + k for k, name in enumerate(table_triton.VECTORS)
+}
+"""Vector of the passes -> its field in a row of the table."""
 
 
-def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
-    """`step.fused_step` for contiguous parameters: a few launches for each kind and dtype."""
-    for group in groups_of(entries):
-        launch_of(group, tables).run()
-
-
-def launch_of(entries: list[Entry], tables: GraphTables | None) -> "Launch":
-    """A launch for entries that are alike; of its tables only what has changed travels.
-
-    Args:
-        entries: As `Launch` takes them.
-        tables: Keep what was made for the same parameters before, for the launch itself where a
-            graph may have captured it. Without: all is new.
-    """
-    if tables is None:
-        return Launch(entries)
-    kind = alike(entries[0])
-    if isinstance(entries[0].scalars, Tensor):
-        params = [entry.param.data_ptr() for entry in entries]
-        passes = tables.get((kind, *map(_held, entries)), lambda: Launch(entries), params)
-        passes.renew(entries)
-        return passes
-    size = len(entries) * (SCALARS // 8 + FIELDS)
-    key = kind, *[entry.param.data_ptr() for entry in entries]
-    return Launch(entries, tables.table(key, size, entries[0].param.device))
-
-
-def _held(entry: Entry) -> Hashable:
-    """Key of an entry in a launch's tables: its tensors, besides its gradient."""
-    tensors = [entry.param, *(part for state in entry.states for part in state.values())]
-    guard = None if entry.guard is None else entry.guard.data_ptr()
-    own = (entry.codecs, tuple(entry.param.shape), *entry.master.device_fields(), guard)
-    return (*own, *(tensor.data_ptr() for tensor in tensors))
-
-
-class Launch(Passes):
+class TritonGroup(Group):
     """The passes over contiguous parameters of one kind and dtype, with their kernels.
 
     Args:
-        entries: As `step.fused_step` takes them; their gradients are contiguous.
-        table: Of the same parameters' last step.
+        entries: As `Group` takes them; their gradients are contiguous.
+
+    Memory:
+        288 bytes per entry, on the device and on the host; no tensor of the entries is kept alive.
     """
 
-    def __init__(self, entries: list[Entry], table: DeviceTable | None = None) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
         super().__init__(entries)
-        first = entries[0]
-        self.device = first.param.device
-        self._scalars, self._table = self._send(table)
-        self._reduce_form = {"SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form}
-        self._reduce_form["WHOLE"] = is_whole(first)
-        size = first.codecs[0].block if first.codecs else 128
-        self._each = elements(first)
-        count = self._each // size
-        states, second = len(first.codecs), self._reduce_form["SECOND"]
-        self._update_form = {"COUNT": count, "HALF": size // 2}
-        if first.bits == lloyd_max.BITS:
-            self._update_form |= {name: self._reduce_form[name] for name in ("MASTER", "WHOLE")}
-            float16 = first.param.dtype == torch.float16
-            self._update_form |= two_bits.options(is_whole(first), first.master.form, float16)
-        else:
-            self._update_form |= self._reduce_form
-            self._update_form["RULE"] = list(RULES).index(first.rule)
-            self._update_form |= {"STATES": states, "BITS": first.bits}
-            self._update_form |= kernels.update_options(
-                first.bits, second, is_whole(first), first.param.itemsize < 4
-            )
+        first, count = entries[0], len(entries)
+        whole = is_whole(first)
+        self._whole, self._itemsize = whole, first.grad.itemsize
+        self._like = [
+            torch.empty(0, dtype=x.dtype, device=self.device) for x in (first.param, first.grad)
+        ]
+        self._reduce_form = {
+            "SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form, "WHOLE": whole
+        }  # fmt: skip
+        self._update_form = _update_form(first, self._reduce_form)
+        self._each, self._matrices = elements(first), [entry.matrix for entry in entries]
         self._programs = self._count_programs()
+        self._own = count * SCALARS // 8
+        self._device = DeviceTable(self._own + count * FIELDS, self.device)
+        self._table = self._device.numbers[self._own :].view(count, FIELDS)
+        self._numbers = np.zeros(self._own + count * FIELDS, np.int64)
+        self._rows = self._numbers[self._own :].reshape(count, FIELDS)
+        self._scalars = self._device.numbers[: self._own].view(torch.float32).view(count, COUNT)
+        at = self._scalars.data_ptr()
+        self._rows[:] = [_row(entry, at + k * SCALARS) for k, entry in enumerate(entries)]
+        self._is_new = True
+
+    def begin(self, inputs: Inputs) -> None:
+        """As `Group.begin`."""
+        super().begin(inputs)
+        self._point_to_vectors()
+        self._send(inputs)
 
     def rows(self, name: str, begin: int, piece: Tensor) -> Tensor:
         """Programs of a pass, `reduce` or `update`, over some rows of the one entry.
@@ -103,62 +86,47 @@ class Launch(Passes):
             piece: The gradient of these rows, contiguous, on 16 bytes; it is not kept alive.
                 Kernels are told where the first row of all would be.
         """
-        (entry,) = self.entries
-        cols = entry.matrix[1]
+        ((_, cols),) = self._matrices
         end = begin + len(piece)
-        place = self._table[0, table_triton.G.value]
-        place.fill_(piece.data_ptr() - begin * cols * piece.itemsize)
+        self._table[0, GRADIENT_FIELD].fill_(piece.data_ptr() - begin * cols * piece.itemsize)
         if name == "update":
             return self._programs[name][begin * cols // self._each : -(-end * cols // self._each)]
         across, down = -(-cols // COLS), ROWS
         return self._programs[name][begin // down * across : -(-end // down) * across]
 
-    def renew(self, entries: list[Entry]) -> None:
-        """As `Passes.renew`."""
-        super().renew(entries)
-        self._scalars.copy_(stacked([entry.scalars for entry in entries], self.device))
-        table_triton.point(self._table, table_triton.G.value, [entry.grad for entry in entries])
+    def _point_to_vectors(self) -> None:
+        for key, buffer in self._buffers.items():
+            first = self._flat[key].data_ptr()
+            for k, name in enumerate(buffer.names):
+                own = buffer.sizes[:, k] > 0
+                at = first + 4 * buffer.offsets[own, k]
+                self._rows[own, VECTOR_FIELDS[name]] = at
 
-    def _send(self, table: DeviceTable | None) -> tuple[Tensor, Tensor]:
-        """Scalars, float32 [entries, COUNT], and the table, int64 [entries, FIELDS]."""
-        count, numbers = len(self.entries), [entry.scalars for entry in self.entries]
-        own = 0 if isinstance(numbers[0], Tensor) else count * SCALARS // 8
-        if table is None:
-            table = DeviceTable(own + count * FIELDS, self.device)
-        if own:
-            scalars = table.numbers[:own].view(torch.float32).view(count, COUNT)
-        else:
-            scalars = stacked(numbers, self.device)
-        rows = torch.frombuffer(self._rows(scalars.data_ptr()), dtype=torch.int64)
-        if own:
-            rows = torch.cat([stacked(numbers, _HOST).view(-1).view(torch.int64), rows])
-        table.write(rows, own)
-        return scalars, table.numbers[own:].view(count, FIELDS)
-
-    def _rows(self, first: int) -> "array[int]":
-        """The rows of the table, given the address of the scalars."""
-        rows, places = array("q"), (table_triton.FIRST, table_triton.SECOND_STATE)
-        for k, (entry, vectors) in enumerate(zip(self.entries, self._vectors, strict=True)):
-            row = table_row(entry, first + k * SCALARS, entry.master.device_fields())
-            row += [vectors[n].data_ptr() if n in vectors else 0 for n in table_triton.VECTORS]
-            row.append(0 if entry.guard is None else entry.guard.data_ptr())
-            for codec, state in zip(entry.codecs, places, strict=False):
-                if codec.form in ("block", "rank1"):
-                    row[state.value + 3] = upper_buckets(codec, self.device).data_ptr()
-            rows.extend((*row, *(0,) * (FIELDS - len(row))))
-        return rows
+    def _send(self, inputs: Inputs) -> None:
+        """Let kernels find this step's gradients, scalars, guards and random bits."""
+        if inputs.seeds:
+            self._rows[:, SEED_FIELD] = inputs.seeds
+        if inputs.guards:
+            self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
+        if not self.captured:
+            self._numbers[: self._own] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
+        if self._is_new or not self.captured:
+            self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
+            self._device.write(self._numbers, self._own)
+        else:  # a capture finds the table, and sends none
+            table_triton.point(self._table, GRADIENT_FIELD, inputs.grads)
+        if self.captured:
+            self._scalars.copy_(stacked(inputs.scalars, self.device))
+        self._is_new = False
 
     def _count_programs(self) -> dict[str, Tensor]:
-        sizes = [entry.matrix for entry in self.entries]
+        sizes = self._matrices
         counts = {"update": [-(-rows * cols // self._each) for rows, cols in sizes]}
         if self.form in ROWS_AND_COLUMNS:
             counts["reduce"] = [-(-rows // ROWS) * -(-cols // COLS) for rows, cols in sizes]
         if self.form == "factored":
             counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
         return {name: programs(tuple(each), self.device) for name, each in counts.items()}
-
-    def _like(self) -> tuple[Tensor, Tensor]:
-        return self.entries[0].param, self.entries[0].grad
 
     def _reduce(self, some: Tensor | None) -> None:
         reduce = self._programs["reduce"] if some is None else some
@@ -168,27 +136,56 @@ class Launch(Passes):
             reduce,
             self._table,
             self._scalars,
-            *self._like(),
+            *self._like,
             **self._reduce_form,
-            **first_pass.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
+            **first_pass.reduce_options(self._reduce_form["SECOND"], self._whole),
         )
 
     def _average(self) -> None:
         mean = self._programs["mean"]
         launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
-        launch(first_pass._ratio_kernel, (len(self.entries),), self._table, **EXACT)
+        launch(first_pass._ratio_kernel, (len(self.shapes),), self._table, **EXACT)
 
     def _update(self, some: Tensor | None) -> None:
         update = self._programs["update"] if some is None else some
-        of_two_bits = self.entries[0].bits == lloyd_max.BITS
+        of_two_bits = self.bits == lloyd_max.BITS
         launch(
             two_bits._update_kernel if of_two_bits else kernels._update_kernel,
             (len(update),),
             update,
             self._table,
-            *self._like(),
+            *self._like,
             **self._update_form,
         )
+
+
+def _update_form(first: Entry, reduce_form: dict[str, Any]) -> dict[str, Any]:
+    """Constants and options of the update's launch."""
+    size, whole = first.codecs[0].block if first.codecs else 128, reduce_form["WHOLE"]
+    form = {"COUNT": elements(first) // size, "HALF": size // 2}
+    if first.bits == lloyd_max.BITS:
+        form |= {name: reduce_form[name] for name in ("MASTER", "WHOLE")}
+        float16 = first.param.dtype == torch.float16
+        return form | two_bits.options(whole, first.master.form, float16)
+    form |= reduce_form | {"RULE": list(RULES).index(first.rule)}
+    form |= {"STATES": len(first.codecs), "BITS": first.bits}
+    narrow = first.param.itemsize < 4
+    return form | kernels.update_options(first.bits, reduce_form["SECOND"], whole, narrow)
+
+
+def _row(entry: Entry, scalars: int) -> list[int]:
+    """The row of the table of an entry, given the address of its scalars."""
+    row = table_row(entry, scalars, entry.master.device_fields())
+    row += [0] * (FIELDS - len(row))
+    if entry.form == "rank1":
+        scale, shape = entry.states[1]["scale"].data_ptr(), entry.param.shape
+        row[VECTOR_FIELDS["row_old"]] = scale
+        row[VECTOR_FIELDS["col_old"]] = scale + 4 * shape[0]  # in two dimensions
+    places = (table_triton.FIRST.value, table_triton.SECOND_STATE.value)
+    for codec, place in zip(entry.codecs, places, strict=False):
+        if codec.form in ("block", "rank1"):
+            row[place + 3] = upper_buckets(codec, entry.param.device).data_ptr()
+    return row
 
 
 @lru_cache(maxsize=256)

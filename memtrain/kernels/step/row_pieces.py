@@ -13,8 +13,9 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend_of, choose, is_for_cuda, is_simulated
 from memtrain.kernels.step import program_sizes
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, Codec
-from memtrain.kernels.step.passes import Passes
-from memtrain.kernels.step.step import Entry, cpu_table, fits, point_to_scalars
+from memtrain.kernels.step.groups import Group, inputs_of
+from memtrain.kernels.step.step import SCALARS_FIELD, Entry, cpu_table, fits
+from memtrain.kernels.step.update_rules import stacked_rows
 
 Make = Callable[[int, int], Tensor]
 """First row, and the row after the last -> these rows of a gradient: [rows, columns]."""
@@ -179,12 +180,13 @@ class _CpuPasses(_Passes):
         self._two = entry.form in ROWS_AND_COLUMNS
         self._row = entry.matrix[1] * pieces.dtype.itemsize  # bytes
         table = cpu_table([entry._replace(grad=torch.empty(0, dtype=pieces.dtype))])
-        self._scalars = point_to_scalars(table, [entry.scalars])
+        self._scalars = stacked_rows([entry.scalars])
+        table[:, SCALARS_FIELD] = self._scalars.ctypes.data
         size = np.zeros(1, np.int64)
-        cpu.call("mt_rows_bytes", table, size.ctypes.data)
+        cpu.call("mt_rows_bytes", table.ctypes.data, size.ctypes.data)
         self._memory = np.empty(int(size[0]) + _LINE, np.uint8)
         self._held = -(-self._memory.ctypes.data // _LINE) * _LINE
-        cpu.call("mt_rows_begin", table, self._held)
+        cpu.call("mt_rows_begin", table.ctypes.data, self._held)
 
     def reduce(self, begin: int, piece: Tensor) -> None:
         """Pass 1."""
@@ -212,7 +214,12 @@ class _LatePasses(_Passes):
     """Triton's over fake tensors: kernels would read the norm where it lies, and nothing waits."""
 
     def __init__(self, entry: Entry, pieces: RowPieces) -> None:
-        self._all = Passes([entry._replace(guard=pieces.norm)])
+        entry = entry._replace(guard=pieces.norm)
+        self._all = self._group(entry, pieces)
+        self._all.begin(inputs_of([entry]))
+
+    def _group(self, entry: Entry, pieces: RowPieces) -> Any:
+        return Group([entry])
 
     def reduce(self, begin: int, piece: Tensor) -> None:
         """Pass 1."""
@@ -232,27 +239,28 @@ class _LatePasses(_Passes):
 
     def end(self) -> None:
         """After the passes."""
-        self._all.keep()
+        self._all.end()
 
 
 class _TritonPasses(_LatePasses):
     """The Triton kernels'."""
 
-    def __init__(self, entry: Entry, pieces: RowPieces) -> None:
+    def _group(self, entry: Entry, pieces: RowPieces) -> Any:
         from memtrain.kernels.step import launch  # Triton is optional
 
-        like = entry.param.new_empty(0, dtype=pieces.dtype)
-        self._all = self._launch = launch.Launch([entry._replace(grad=like, guard=pieces.norm)])
+        return launch.TritonGroup(
+            [entry._replace(grad=entry.grad.new_empty(0, dtype=pieces.dtype))]
+        )
 
     def reduce(self, begin: int, piece: Tensor) -> None:
         """Pass 1."""
         piece = _aligned(piece)  # a copy is to live until the kernel is launched
-        self._all.reduce(self._launch.rows("reduce", begin, piece))
+        self._all.reduce(self._all.rows("reduce", begin, piece))
 
     def update(self, begin: int, piece: Tensor) -> None:
         """Pass 2."""
         piece = _aligned(piece)
-        self._all.update(self._launch.rows("update", begin, piece))
+        self._all.update(self._all.rows("update", begin, piece))
 
 
 def _aligned(piece: Tensor) -> Tensor:

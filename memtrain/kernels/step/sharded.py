@@ -10,7 +10,7 @@ from typing import Any
 
 from memtrain.kernels.dispatch import choose
 from memtrain.kernels.step import shard
-from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.groups import inputs_of, same_kernels
 from memtrain.kernels.step.shard import Pending, Shard, all_reduce
 from memtrain.kernels.step.step import (
     Entry,
@@ -22,7 +22,7 @@ from memtrain.kernels.step.step import (
 )
 
 
-def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
+def step(entries: Sequence[Entry]) -> None:
     """`step.fused_step` for entries with a rank-1 or factored state that have a `shard`.
 
     Each process of the shards' groups must call it, with the same entries in the same order; parts
@@ -33,21 +33,21 @@ def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
 
     Args:
         entries: Each with the part of this process.
-        tables: As `step.fused_step` takes them.
 
     Memory:
         Vectors of rows and columns; in torch's arithmetic some float32 tensors of a part's size.
     """
-    plain = [k for k, entry in enumerate(entries) if not _launches(entry)]
-    launches = _launch({k: entry for k, entry in enumerate(entries) if k not in plain}, tables)
+    plain = [k for k, entry in enumerate(entries) if not _by_kernels(entry)]
+    groups = _begin({k: entry for k, entry in enumerate(entries) if k not in plain})
     sums: dict[int, Sums] = {k: reduce_reference(entries[k]) for k in plain}
-    for numbers, launch in launches:
-        sums |= dict(zip(numbers, launch.sums(), strict=True))
+    for positions, group in groups:
+        sums |= dict(zip(positions, group.sums(), strict=True))
     # In the order of the entries on every process, whatever serves them there.
     _reduce([(entry, sums[k]) for k, entry in enumerate(entries)])
-    for numbers, launch in launches:
-        launch.finalize_scales([sums[k] for k in numbers])
-        launch.update()
+    for positions, group in groups:
+        group.finalize_scales([sums[k] for k in positions])
+        group.update()
+        group.end()
     for k in plain:
         if entries[k].param.numel():
             update_reference(entries[k], sums[k])
@@ -55,27 +55,29 @@ def step(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
             entries[k].states[1]["scale"].copy_(sums[k]["scale"])
 
 
-def _launches(entry: Entry) -> bool:
+def _by_kernels(entry: Entry) -> bool:
     if not entry.param.numel() or choose(entry.param) != "triton":
         return False
     return fits(entry) and _shard(entry).by_rows
 
 
-def _launch(entries: dict[int, Entry], tables: GraphTables | None) -> list[tuple[list[int], Any]]:
-    """Pass 1 by kernels: launches, and which entries each serves."""
+def _begin(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
+    """Pass 1 by kernels: groups, and which entries each serves."""
     if not entries:
         return []
-    from memtrain.kernels.step import launch
+    from memtrain.kernels.step.launch import TritonGroup
 
-    groups: dict[object, list[int]] = defaultdict(list)
+    kinds: dict[object, list[int]] = defaultdict(list)
     for k, entry in entries.items():
-        groups[launch.alike(entry)].append(k)
-    launches = []
-    for numbers in groups.values():
-        own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in numbers]
-        launches.append((numbers, launch.launch_of(own, tables)))
-        launches[-1][1].reduce()
-    return launches
+        kinds[same_kernels(entry)].append(k)
+    groups = []
+    for positions in kinds.values():
+        own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in positions]
+        group = TritonGroup(own)
+        group.begin(inputs_of(own))
+        group.reduce()
+        groups.append((positions, group))
+    return groups
 
 
 def _shard(entry: Entry) -> Shard:

@@ -2,8 +2,8 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import lloyd_max, rank1
-from memtrain.kernels.dispatch import choose
 from memtrain.kernels.step import shard, update_rules
 from memtrain.kernels.step.codecs import (
     ROWS_AND_COLUMNS,
@@ -21,15 +20,14 @@ from memtrain.kernels.step.codecs import (
     codebook_and_bounds,
     ratio,
 )
-from memtrain.kernels.step.cuda_graph import GraphTables
 from memtrain.kernels.step.shard import Shard
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.update_rules import RULES, Scalars
 
 SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
 FIELDS, _MAX_DIMS = 32, 8
-GRADIENT_FIELD, SCALARS_FIELD = 1, 10
-"""Places of addresses in a row of the kernels' table."""
+GRADIENT_FIELD, SCALARS_FIELD, SEED_FIELD = 1, 10, 22
+"""Of a row of the kernels' table, what changes from step to step."""
 
 Sums = dict[str, Tensor]
 """Results of the first pass: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
@@ -80,7 +78,7 @@ def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
     return (codecs[-1].form, codecs[0].bits) if codecs else ("none", 0)
 
 
-def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> None:
+def fused_step(given: Sequence[Entry], steps: Any = None) -> None:
     """Decompress the states, take one step, compress them again: for all entries.
 
     The step uses the new states before they are quantised (factored: the new second moment as its
@@ -98,7 +96,7 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
 
     Args:
         given: What to update. Parameters without elements are skipped.
-        tables: Of steps that a CUDA graph may capture; their scalars are on the device.
+        steps: `PreparedSteps`, where another step of the same tensors finds this one's tables.
 
     Memory:
         No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
@@ -121,37 +119,20 @@ def fused_step(given: Sequence[Entry], tables: GraphTables | None = None) -> Non
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
     """
-    given = _checked(given)
-    parts = [e for e in given if e.shard is not None and e.form in ROWS_AND_COLUMNS]
-    whole = [e for e in given if e.shard is None or e.form not in ROWS_AND_COLUMNS]
-    together: dict[str, list[Entry]] = {}
-    for entry, chosen in zip(whole, _backends(whole), strict=True):
-        if not entry.param.numel():
-            continue
-        if chosen == "reference" or not (fits(entry) or fits_copied(entry)):
-            step_reference(entry)
-        elif not fits(entry):
-            step_copied(entry, partial(_step_by, chosen))
-        else:
-            if not entry.grad.is_contiguous():
-                entry = entry._replace(grad=entry.grad.contiguous())
-            together.setdefault(chosen, []).append(entry)
-    if parts:
-        from memtrain.kernels.step import sharded
+    from memtrain.kernels.step import prepared
 
-        sharded.step(parts, tables)
-    for chosen, entries in together.items():
-        _step_by(chosen, entries, tables)
-
-
-def _step_by(chosen: str, entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
-    """One call of the kernels of `"cpu"` or `"triton"`."""
-    if chosen == "cpu":
-        _step_cpu(entries)
-    else:
-        from memtrain.kernels.step import launch
-
-        launch.step(entries, tables)
+    if steps is None or not given:
+        prepared.PreparedStep(given).run()
+        return
+    first, signature = given[0].param.data_ptr(), prepared.signature_of(given)
+    known = steps.find(first, signature)
+    if known is not None:
+        known.run(prepared.inputs_of(given))
+        return
+    step = prepared.PreparedStep(given)
+    step.run()
+    if step.lasting:
+        steps.keep(first, signature, step)
 
 
 def step_copied(entry: Entry, step: Callable[[list[Entry]], None]) -> None:
@@ -167,13 +148,6 @@ def step_copied(entry: Entry, step: Callable[[list[Entry]], None]) -> None:
     param.copy_(own.param)
     if entry.master.correction is not None and master.correction is not None:
         entry.master.correction.copy_(master.correction)
-
-
-def _backends(entries: Sequence[Entry]) -> list[str]:
-    """The backend of each entry, asked once for each device."""
-    first = {entry.param.device: entry.param for entry in entries}
-    found = {device: choose(param) for device, param in first.items()}
-    return [found[entry.param.device] for entry in entries]
 
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
@@ -249,21 +223,8 @@ def _sizes(
     return tuple(tuple(codec.sizes(shape).items()) for codec in codecs)
 
 
-def _checked(entries: Sequence[Entry]) -> list[Entry]:
-    """All that may be stepped; those whose guard no kernel reads only if it is finite."""
-    for entry in entries:
-        _check(entry)
-    return [e for e in entries if e.guard is None or _reads_guard(e) or e.guard.isfinite()]
-
-
-def _reads_guard(entry: Entry) -> bool:
-    """Whether kernels will; of parts of a tensor it is the whole's, the same in every process."""
-    apart = entry.shard is not None and entry.form in ROWS_AND_COLUMNS
-    serves = fits(entry) or fits_copied(entry)
-    return not apart and choose(entry.param) == "triton" and serves
-
-
-def _check(entry: Entry) -> None:
+def check_entry(entry: Entry) -> None:
+    """Raise `ValueError` for a rule without a kernel, and for tensors of other sizes or devices."""
     param, master = entry.param, entry.master
     sizes, device = _sizes(entry.rule, entry.codecs, len(entry.states), param.shape), param.device
     usual = entry.grad.numel() == param.numel() and master.correction is None
@@ -379,11 +340,7 @@ def _check_library() -> None:
         )
 
 
-def _step_cpu(entries: Sequence[Entry]) -> None:
-    run_table(cpu_table(entries), [entry.scalars for entry in entries])
-
-
-def cpu_table(entries: Sequence[Entry]) -> Tensor:
+def cpu_table(entries: Sequence[Entry]) -> np.ndarray:
     """The C++ kernels' table, but for the scalars: int64, [entries, FIELDS].
 
     Args:
@@ -396,29 +353,7 @@ def cpu_table(entries: Sequence[Entry]) -> Tensor:
         shape = entry.param.shape if _kind(entry.codecs)[0] == "rank1" else ()
         row = table_row(entry, 0, master)
         rows.extend((*row, len(shape), *shape, *_ZEROS[len(shape) :]))
-    return torch.frombuffer(rows, dtype=torch.int64).view(-1, FIELDS)
-
-
-def run_table(table: Tensor, scalars: Sequence[Scalars | Tensor]) -> None:
-    """Step the entries of a table, which C++ sees as addresses: who owns these outlives the call.
-
-    Args:
-        table: Of `cpu_table`.
-        scalars: Of each entry.
-    """
-    held = point_to_scalars(table, scalars)
-    cpu.call("mt_step", table, len(table))
-    del held
-
-
-def point_to_scalars(table: Tensor, scalars: Sequence[Scalars | Tensor]) -> Tensor:
-    """Write the addresses of scalars into a table of `cpu_table`; what is returned holds them."""
-    different = {id(one): one for one in scalars}  # mostly one for all
-    places = {kept: k * SCALARS for k, kept in enumerate(different)}
-    stacked = update_rules.stacked([*different.values()], table.device)
-    offsets = [places[id(one)] for one in scalars] if len(different) > 1 else 0
-    table.numpy()[:, SCALARS_FIELD] = stacked.data_ptr() + np.array(offsets)
-    return stacked
+    return np.frombuffer(rows, np.int64).reshape(-1, FIELDS)
 
 
 def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:

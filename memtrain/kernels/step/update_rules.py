@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -332,8 +333,20 @@ def stacked(scalars: Sequence[Scalars | Tensor], device: torch.device) -> Tensor
     """The scalars of n entries as kernels read them, float32 [n, COUNT]: on the host, or none."""
     if isinstance(scalars[0], Tensor):
         return torch.stack([row for row in scalars if isinstance(row, Tensor)]).float()
-    rows = [(*own, *_NONE[len(own) :]) for own in scalars]
-    return torch.tensor(rows, dtype=torch.float32, device="cpu").to(device)
+    return torch.from_numpy(stacked_rows(scalars)).to(device)
+
+
+def stacked_rows(scalars: Sequence[Scalars | Tensor]) -> np.ndarray:
+    """The scalars of n entries that the host has made, float32 [n, COUNT]."""
+    if isinstance(scalars[0], Tensor):
+        return stacked(scalars, torch.device("cpu")).numpy()
+    different = {id(one): one for one in scalars}  # mostly one for all
+    with np.errstate(over="ignore"):  # beyond float32's range: Inf, as torch has it
+        rows = np.array([(*own, *_NONE[len(own) :]) for own in different.values()], np.float32)
+    if len(rows) == 1:
+        return rows.repeat(len(scalars), 0)
+    positions = {kept: k for k, kept in enumerate(different)}
+    return rows[[positions[id(one)] for one in scalars]]
 
 
 def where(number: Number, yes: Callable[[], Tensor], no: Tensor) -> Tensor:

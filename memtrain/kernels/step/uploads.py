@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,7 +25,7 @@ class DeviceTable:
 
     Example:
         >>> table = DeviceTable(3, torch.device("cpu"))
-        >>> table.write(torch.tensor([7, 8, 9]), 1)
+        >>> table.write(np.array([7, 8, 9]), 1)
         >>> table.numbers
         tensor([7, 8, 9])
     """
@@ -32,23 +33,23 @@ class DeviceTable:
     def __init__(self, size: int, device: torch.device) -> None:
         self.numbers = torch.empty(size, dtype=torch.int64, device=device)
         """int64, [size], on the device: always the same tensor."""
-        self._sent: Tensor | None = None
+        self._sent: np.ndarray | None = None
 
-    def write(self, numbers: Tensor, often: int) -> None:
+    def write(self, numbers: np.ndarray, often: int) -> None:
         """Send numbers, unless they are there.
 
         Args:
-            numbers: int64, [size], on the host; not to be written afterwards.
+            numbers: int64, [size].
             often: How many of the first ones change more often than the others: where nothing else
                 has changed, only they travel.
         """
         old, end = self._sent, len(numbers)
-        if old is not None and torch.equal(old[often:], numbers[often:]):
-            if torch.equal(old[:often], numbers[:often]):
+        if old is not None and np.array_equal(old[often:], numbers[often:]):
+            if np.array_equal(old[:often], numbers[:often]):
                 return
             end = often
-        send(numbers[:end], self.numbers[:end])
-        self._sent = numbers
+        self._sent = numbers.copy()
+        send(torch.from_numpy(self._sent)[:end], self.numbers[:end])
 
 
 def send(numbers: Tensor, to: Tensor) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -16,15 +15,16 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.kernels.step import cuda_graph, passes, row_pieces
+from memtrain.kernels.step import cuda_graph, row_pieces
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
-from memtrain.kernels.step.cuda_graph import GraphTables
+from memtrain.kernels.step.groups import Inputs
+from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.split import PLAIN, MasterWeight
-from memtrain.kernels.step.step import Entry, fused_step, has_kernel
+from memtrain.kernels.step.step import Entry, has_kernel
 from memtrain.kernels.step.update_rules import Number, Scalars, on_device
 from memtrain.optim.fused import capturable
-from memtrain.optim.fused.again import StepAgain
+from memtrain.optim.fused.given import Given, given_to
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
@@ -75,6 +75,7 @@ class FusedStates(CompressedStates):
     _masters: Mapping[Tensor, MasterWeight] = {}
     _guards: Mapping[Tensor, Tensor] = {}
     _pieces: Mapping[Tensor, RowPieces] = {}
+    _keeps_steps: bool = True
 
     def __init_subclass__(cls) -> None:
         """Refuse names of states whose sign is not known: it decides their codebook."""
@@ -133,6 +134,7 @@ class FusedStates(CompressedStates):
         masters: Mapping[Tensor, MasterWeight] | None = None,
         guards: Mapping[Tensor, Tensor] | None = None,
         pieces: Mapping[Tensor, RowPieces] | None = None,
+        keeps_steps: bool | None = None,
     ) -> Iterator[None]:
         """Let steps inside the block read what stands beside parameters.
 
@@ -140,8 +142,11 @@ class FusedStates(CompressedStates):
             masters: Are read in the place of these parameters, and written.
             guards: Where one of them is not finite, its parameter and states are left as they are.
             pieces: Are read in the place of these parameters' gradients.
+            keeps_steps: Whether what is prepared for these steps may serve later ones: False for
+                parameters that live for one step.
         """
         given = {"_masters": masters, "_guards": guards, "_pieces": pieces}
+        given["_keeps_steps"] = keeps_steps
         given = {name: value for name, value in given.items() if value is not None}
         vars(self).update(given)
         try:
@@ -191,8 +196,9 @@ class FusedStates(CompressedStates):
             ValueError: For a group's option that is out of range; nothing was changed then.
         """
         loss = closure_loss(closure)
-        again = self._as_before()
-        if again is None:
+        given = self._given()
+        prepared = None if given is None else self._steps.find(given.first, given.signature)
+        if prepared is None:
             params = [p for g in self.param_groups for p in g["params"]]
             refuse_sparse(params, type(self).__name__)
             _refuse_meta(params, type(self).__name__)
@@ -205,16 +211,10 @@ class FusedStates(CompressedStates):
         if not cuda_graph.capturing():
             watched = self._watch.before(self.param_groups, masters)
             moments = self._moments() if self._watch.looks else []
-        if again is not None:
-            self._step_again(*again)
+        if prepared is not None and given is not None:
+            prepared.run(self._inputs(prepared, given))
         else:
-            entries = [entry for group in self.param_groups for entry in self._entries(group)]
-            apart = [entry for entry in entries if entry.param in self._pieces]
-            for entry in apart:
-                row_pieces.step(entry, self._pieces[entry.param])
-            if not apart:
-                _run(entries, self.__dict__.setdefault("_tables", GraphTables()))
-                self._keep_table(entries)
+            self._prepare_and_step()
         self._tell_autograd()
         self._watch.after(watched)
         for param, one, exact in moments:
@@ -249,37 +249,47 @@ class FusedStates(CompressedStates):
                     found.append((param, one, new[names.index(one.name)]))
         return found
 
-    def _as_before(self) -> tuple[StepAgain, list[int]] | None:
-        """The last step and the addresses of gradients, where only these and scalars are new."""
-        again: StepAgain | None = self.__dict__.pop("_again", None)
-        beside = self._masters or self._guards or self._pieces
-        if again is None or beside or is_simulated():
+    @cached_property
+    def _steps(self) -> PreparedSteps:
+        return PreparedSteps()
+
+    def _given(self) -> Given | None:
+        """What a step works on; None where none that was prepared can serve."""
+        if self._pieces or not self._keeps_steps:
             return None
-        if any(group.get("capturable") for group in self.param_groups):
+        if is_simulated() and not any(group.get("capturable") for group in self.param_groups):
             return None
         names = [self.state_names(group) for group in self.param_groups]
-        gradients = again.gradients(self.param_groups, self.state, names)
-        return None if gradients is None else (again, gradients)
+        return given_to(self.param_groups, names, self.state, self._masters, self._guards)
 
-    def _step_again(self, again: StepAgain, gradients: Sequence[int]) -> None:
-        """Step as before, with new gradients and scalars."""
-        counts = again.count() if self.counts else None
-        turns = None if counts is None else iter(counts)
+    def _inputs(self, prepared: PreparedStep, given: Given) -> Inputs:
+        """Of another step of the same tensors."""
         scalars: list[Scalars | Tensor] = []
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            own = self._turns(params) if turns is None else [*islice(turns, len(params))]
-            scalars += self._scalars_of(group, own)
-        again.run(gradients, scalars)
-        self.__dict__["_again"] = again
+        on_host = self.counts and not any(g.get("capturable") for g in self.param_groups)
+        counts = given.count() if on_host else None
+        begin = 0
+        for group, count in zip(self.param_groups, given.counts, strict=True):
+            params, begin = given.params[begin : begin + count], begin + count
+            if counts is None:
+                scalars += self._scalars(group, params)
+            else:
+                scalars += self._scalars_of(group, counts[begin - count : begin])
+        states = given.payloads() if prepared.reads_states else ()
+        return Inputs(given.grads, scalars, states, given.seeds, given.guards)
 
-    def _keep_table(self, entries: Sequence[Entry]) -> None:
-        """Keep the table of a step for those that are as it."""
-        if self._masters or self._guards or is_simulated():
+    def _prepare_and_step(self) -> None:
+        """Step by entries of their own, and keep what was prepared for a next step."""
+        entries = [entry for group in self.param_groups for entry in self._entries(group)]
+        if self._pieces:
+            for entry in entries:
+                if entry.param in self._pieces:
+                    row_pieces.step(entry, self._pieces[entry.param])
             return
-        if StepAgain.serves(entries, self.param_groups):
-            names = [self.state_names(group) for group in self.param_groups]
-            self.__dict__["_again"] = StepAgain(entries, self.param_groups, self.state, names)
+        given = self._given()
+        prepared = PreparedStep(entries)
+        prepared.run()
+        if given is not None and prepared.lasting and len(entries) == len(given.params):
+            self._steps.keep(given.first, given.signature, prepared)
 
     def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
         """The kernel's entries of a group; what no kernel serves is stepped at once."""
@@ -372,7 +382,8 @@ class FusedStates(CompressedStates):
         payloads = tuple({"tensor": local(x)} for x in whole.values())
         own, grad, master = local(param), local_gradient(param), self._masters.get(param, PLAIN)
         codecs = (EXACT,) * len(whole)
-        _run([Entry(own, grad, payloads, codecs, self.rule, scalars, None, master)])
+        entry = Entry(own, grad, payloads, codecs, self.rule, scalars, None, master)
+        PreparedStep([entry]).run()
         layout.count_rounding(state, compressors.values())
         for name, compressor in compressors.items():
             key = layout.state_key(self, compressor, param, name, state)
@@ -451,13 +462,6 @@ class FusedStates(CompressedStates):
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.
         whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
         return super()._load_plain(param, name, whole)
-
-
-def _run(entries: Sequence[Entry], tables: GraphTables | None = None) -> None:
-    if is_simulated():  # the kernels' tables hold addresses, which fake tensors have not
-        passes.simulate(entries, tables)
-    else:
-        fused_step(entries, tables)
 
 
 def _options_on(group: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class Backward:
         """Whether a backward that brought gradients raised before its end, since `forget`."""
         return self._broke_off or (self._end is not None and self._end() is None)
 
+    def refused(self) -> None:
+        """Count the backward that runs as ended: its error says what to do."""
+        self._end = None
+
     def forget(self) -> None:
         """The next backward begins a step."""
         self._end, self._broke_off = None, False

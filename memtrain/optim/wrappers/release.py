@@ -547,6 +547,7 @@ class ReleaseGradients(OptimizerWrapper):
                 "closure that computes the loss and calls backward()"
             )
         if param in self._done:
+            self.backward.refused()
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {tuple(param.shape)} arrived before "
                 "optimizer.step(): the first has been applied and freed, so gradients cannot be "

@@ -128,7 +128,8 @@ def _reading(optimizer: FusedStates, targets: Sequence[Target]) -> Iterator[None
     for leaf in pieces:
         leaf.grad = stand_in(leaf)
     try:
-        with optimizer.reading(guards=guards, pieces=pieces):
+        lasts = all(target.leaf is target.param for target in targets)
+        with optimizer.reading(guards=guards, pieces=pieces, keeps_steps=lasts):
             yield
     finally:
         for leaf in pieces:

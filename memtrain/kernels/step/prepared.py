@@ -1,0 +1,246 @@
+"""A step of many tensors, prepared once: checked, grouped, tabulated, then stepped again and again.
+
+A step's way: entries are checked, each goes to the kernels of its device, and entries of one kind
+share a group with a table of addresses (`groups`, `launch`). Another step of the same tensors
+writes its gradients' addresses and its scalars to the tables, and runs the groups.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from memtrain.kernels import dispatch
+from memtrain.kernels.dispatch import backend_of, choose, is_simulated
+from memtrain.kernels.step import cuda_graph
+from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS
+from memtrain.kernels.step.groups import CpuGroup, Group, Inputs, inputs_of, same_kernels
+from memtrain.kernels.step.step import (
+    Entry,
+    check_entry,
+    fits,
+    fits_copied,
+    step_copied,
+    step_reference,
+)
+
+LIMIT = 8
+"""Prepared steps that begin with one parameter and that no graph has captured: it and others with
+gradients, say."""
+MOST = 2**14
+"""First parameters of prepared steps: released gradients take a step for each parameter."""
+
+
+class PreparedStep:
+    """The step of some entries; another one needs new gradients and scalars only.
+
+    Args:
+        entries: As `step.fused_step` takes them; they are kept until the first `run` ends.
+
+    Raises:
+        ValueError: As `step.fused_step`.
+        RuntimeError: Inside a capture, where scalars are on the device and kernels need a table:
+            it travels there from host memory, which a graph would not repeat.
+
+    Memory:
+        As `CpuGroup` and `TritonGroup`.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            check_entry(entry)
+        self._entries = [*entries]
+        self._alone: dict[int, str] = {}  # position -> backend: references and copies
+        self._sharded: list[int] = []
+        self._count = len(entries)
+        self.lasting = True
+        """Whether another step can run from `Inputs`: kernels find every entry in their tables."""
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for k, chosen in enumerate(_backends(entries)):
+            self._place(k, chosen, kinds)
+        self.lasting = self.lasting and not (self._alone or self._sharded)
+        self._groups = [
+            (positions, _group([self._entries[k] for k in positions], chosen))
+            for (chosen, *_), positions in kinds.items()
+        ]
+
+    def _place(self, k: int, chosen: str, kinds: dict[Any, list[int]]) -> None:
+        """Choose what steps an entry."""
+        entry, simulated = self._entries[k], is_simulated()
+        if entry.shard is not None and (simulated or entry.form in ROWS_AND_COLUMNS):
+            self._sharded.append(k)
+            return
+        served = chosen != "reference" and (fits(entry) or fits_copied(entry))
+        if entry.guard is not None and not (served and chosen == "triton"):
+            self.lasting = False
+            if not entry.guard.isfinite():
+                return
+            entry = self._entries[k] = entry._replace(guard=None)
+        if not entry.param.numel():
+            return
+        if not served or not fits(entry):
+            self._alone[k] = chosen
+            return
+        if not entry.grad.is_contiguous():
+            self.lasting = False
+            entry = self._entries[k] = entry._replace(grad=entry.grad.contiguous())
+        if chosen == "triton":
+            kinds[chosen, same_kernels(entry)].append(k)
+        elif not simulated:
+            self.lasting = self.lasting and entry.master.tick is None
+            kinds[(chosen,)].append(k)
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether a step from `Inputs` reads their states."""
+        return any(group.reads_states for _, group in self._groups)
+
+    def run(self, inputs: Inputs | None = None) -> None:
+        """Make a step.
+
+        Args:
+            inputs: Of another step than the entries' own, where the step is `lasting`.
+        """
+        entries, self._entries = self._entries, []
+        if inputs is None:
+            self._run_others(entries)
+            inputs = inputs_of(entries)
+        for positions, group in self._groups:
+            group.step(inputs if len(positions) == self._count else inputs.at(positions))
+
+    def _run_others(self, entries: Sequence[Entry]) -> None:
+        for k, chosen in self._alone.items():
+            entry = entries[k]
+            if chosen == "reference" or not fits_copied(entry):
+                step_reference(entry)
+            else:
+                step_copied(entry, _step_now)
+        if self._sharded and not is_simulated():
+            from memtrain.kernels.step import sharded
+
+            sharded.step([entries[k] for k in self._sharded])
+
+
+def _step_now(entries: Sequence[Entry]) -> None:
+    PreparedStep(entries).run()
+
+
+def _backends(entries: Sequence[Entry]) -> list[str]:
+    """The backend of each entry, asked once for each device."""
+    ask = backend_of if is_simulated() else choose
+    first = {entry.param.device: entry.param for entry in entries}
+    found = {device: ask(param) for device, param in first.items()}
+    return [found[entry.param.device] for entry in entries]
+
+
+def _group(entries: list[Entry], chosen: str) -> CpuGroup | Group:
+    if is_simulated():
+        return Group(entries)
+    if chosen == "cpu":
+        return CpuGroup(entries)
+    if isinstance(entries[0].scalars, Tensor) and cuda_graph.capturing():
+        raise RuntimeError(
+            "a capture must repeat a step that was made outside of one: these parameters, "
+            "states and options were not stepped together yet; make a step with a gradient "
+            "for exactly these parameters first"
+        )
+    from memtrain.kernels.step.launch import TritonGroup  # Triton is optional
+
+    return TritonGroup(entries)
+
+
+class PreparedSteps:
+    """Prepared steps, found by a signature of everything that their tables hold.
+
+    A CUDA graph that has captured a step replays it: such a step stays for good, at its addresses.
+    Of the others, the `LIMIT` made last stay for each first parameter.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[Any, list[_Kept]] = {}
+
+    def find(self, first: Hashable, signature: Any) -> PreparedStep | None:
+        """The step of a signature, or None.
+
+        Args:
+            first: Tells the step's first parameter.
+            signature: Equal for steps whose tables are, but for `Inputs`.
+        """
+        for one in self._steps.get(first, []):
+            if one.signature == signature:
+                one.captured = one.captured or cuda_graph.capturing()
+                return one.step
+        return None
+
+    def keep(self, first: Hashable, signature: Any, step: PreparedStep) -> None:
+        """Keep a step for `find`."""
+        if first not in self._steps and len(self._steps) >= MOST:
+            self._drop_oldest()
+        kept = self._steps.setdefault(first, [])
+        spare = [one for one in kept if not one.captured]
+        if len(spare) >= LIMIT:
+            kept.remove(spare[0])
+        kept.append(_Kept(signature, step))
+
+    def _drop_oldest(self) -> None:
+        for first, kept in self._steps.items():
+            if not any(one.captured for one in kept):
+                del self._steps[first]
+                return
+
+    def __len__(self) -> int:
+        return sum(map(len, self._steps.values()))
+
+
+class _Kept:
+    def __init__(self, signature: Any, step: PreparedStep) -> None:
+        self.signature, self.step, self.captured = signature, step, False
+
+
+def signature(
+    params: Sequence[Tensor], grads: Sequence[Tensor], tensors: Iterable[Tensor], more: Any
+) -> list[Any]:
+    """Equal for steps whose tables are, but for `Inputs`.
+
+    A few questions for all tensors: one by one they would take longer than a small model's step.
+
+    Args:
+        params: On their devices, dense.
+        grads: Of the same shapes; only what kernels depend on is read.
+        tensors: Payloads and corrections.
+        more: What else the tables depend on: rules, codecs.
+    """
+    both, rest = [*params, *grads], [*tensors]
+    address = _storage if is_simulated() else Tensor.data_ptr
+    return [
+        more,
+        dispatch.forced,
+        [x.dtype for x in both],
+        [x.shape for x in both],
+        [*map(Tensor.is_contiguous, both)],
+        {x.device for x in params},
+        [*map(address, params)],
+        [*map(address, rest)],
+        [*map(Tensor.numel, rest)],
+        {x.device for x in rest},
+        [] if is_simulated() else [at & 15 for at in map(Tensor.data_ptr, grads)],
+    ]
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def signature_of(entries: Sequence[Entry]) -> list[Any]:
+    """The `signature` of entries."""
+    payloads = chain.from_iterable(entry.states for entry in entries)
+    tensors = [*chain.from_iterable(payload.values() for payload in payloads)]
+    for entry in entries:
+        tensors += [x for x in (entry.master.correction, entry.master.tick) if x is not None]
+    more = [
+        (e.rule, e.codecs, e.master.form, isinstance(e.scalars, Tensor), e.guard is not None)
+        for e in entries
+    ]
+    return signature([e.param for e in entries], [e.grad for e in entries], tensors, more)
