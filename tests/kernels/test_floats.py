@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.floats import rounding
 from memtrain.precision import BF16, E4M3FN, E5M2, FP8_BACKWARD, FP8_FORWARD, FP16, FloatFormat
@@ -76,29 +75,6 @@ def test_backends_equal_the_reference(name, dtype, form):
     assert (got[1].item(), got[3].item()) == (expected[1].item(), expected[3].item())
     assert got[1].dtype == expected[1].dtype == torch.int64
     assert got[1].item() > 0
-
-
-@pytest.fixture
-def without_avx512():
-    cpu.call("mt_limit_isa", 1)
-    yield
-    cpu.call("mt_limit_isa", 2)
-
-
-@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_machines_without_avx512_get_the_same(form, without_avx512):
-    for dtype in DTYPES:
-        x = numbers(700, form, dtype)
-        with backend("reference"):
-            expected = all_three(x, form)
-            back = form.decode(expected[2], dtype)
-        with backend("cpu"):
-            got = all_three(x, form)
-            assert same(form.decode(got[2], dtype), back)
-        assert same(got[0], expected[0])
-        assert torch.equal(got[2], expected[2])
-        assert (got[1].item(), got[3].item()) == (expected[1].item(), expected[3].item())
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])

@@ -120,7 +120,7 @@ def test_twin_equals_the_reference_where_numbers_divide_by_their_reciprocal(name
         assert equal(group.group_dequantize(codes, bounds, bits, 24, x.numel()), values)
 
 
-@pytest.mark.parametrize("level", [0, 2], ids=["portable", "avx512"])
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_instruction_set_equals_the_reference(level, dtype, bits):

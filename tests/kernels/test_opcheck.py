@@ -118,17 +118,6 @@ CASES = {
             (torch.bfloat16, None, False, torch.float16),
         )
     ],
-    "channel_norm_quantize": lambda: [
-        (torch.randn(n).to(dtype), *torch.rand(2, 2), *where, 4, 32, 7, True, False)
-        for n, where in ((80, (1, 5, 2, 8, 1)), (48, (2, 3, 2, 4, 2)), (0, (1, 0, 2, 8, 1)))
-        for dtype in DTYPES[:3]
-    ],
-    "channel_norm_backward": lambda: [
-        (torch.randn(80).to(dtype), *payload, *torch.rand(2, 2), 1, 5, 2, 8, 1, 4, 32, needs_dx)
-        for payload in [group.group_quantize(torch.randn(80), 4, 32)]
-        for dtype in DTYPES[:3]
-        for needs_dx in (True, False)
-    ],
     "patch_quantize": lambda: [(x, 7, stochastic) for x in maps() for stochastic in (False, True)],
     "patch_dequantize": lambda: [(patch.patch_quantize(x), *x.shape[1:3], x.dtype) for x in maps()],
     "codebook_quantize_blocks": lambda: [

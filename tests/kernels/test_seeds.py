@@ -9,7 +9,7 @@ from memtrain.kernels.dispatch import BACKENDS, backend
 from memtrain.kernels.floats import rounding
 from memtrain.kernels.floats.formats import named_format
 from memtrain.kernels.group import group
-from memtrain.kernels.norm import channel_norm, norm
+from memtrain.kernels.norm import norm
 from memtrain.kernels.patch import patch
 from memtrain.kernels.random import draws, philox
 from memtrain.kernels.step import split
@@ -28,9 +28,6 @@ OPS = {
     "its op": lambda x, seed: group.group_quantize(x.clone().requires_grad_(), 4, 16, seed),
     "of float16": lambda x, seed: group.group_quantize(x.half(), 4, 16, seed),
     "norm_quantize": lambda x, seed: norm.norm_quantize(x, 16, codes=norm.Codes(4, 16, seed)),
-    "channel_norm_quantize": lambda x, seed: channel_norm.channel_norm_quantize(
-        x.view(-1), *torch.ones(2, 16), channel_norm.Channels(1, 4, 16, 1), norm.Codes(4, 16, seed)
-    ),
     "patch_quantize": lambda x, seed: patch.patch_quantize(x.view(1, 4, 16, 1), seed, True),
     "round_count": lambda x, seed: rounding.round_count(x, LAYOUT, seed),
     "round_count_": lambda x, seed: rounding.round_count_(x.clone(), LAYOUT, seed),

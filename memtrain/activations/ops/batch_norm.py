@@ -7,7 +7,6 @@ loses a large mean's worth of precision: the bounds of a group are rounded to bf
 what a payload gives back is taken off again: it is 0 of x_hat, and noise of the payload.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -16,18 +15,12 @@ from torch import Tensor
 from memtrain.activations.ops.autograd import (
     autograd_function,
     save_compressed,
-    save_payloads,
     saved_compressed,
-    saved_payloads,
 )
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.ops.spatial import memory_format_of
-from memtrain.activations.saved.flatten import layout_of, restore
-from memtrain.compressors import Compressor, Key, Packed
+from memtrain.compressors import Compressor, Key
 from memtrain.kernels.dispatch import is_for_cuda
-from memtrain.kernels.norm import channel_norm
-from memtrain.kernels.norm.channel_norm import Channels
-from memtrain.kernels.norm.norm import Codes
 
 
 def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)
@@ -170,8 +163,6 @@ def _batch_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 ) -> Tensor:
     norm, cudnn = torch._batch_norm_impl_index, torch.backends.cudnn.enabled
     y, own_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
-    if _save_channel_codes(ctx, x, (own_mean, rstd), weight, bias, compressor, key):
-        return y
     x_hat = y
     if weight is not None or bias is not None:
         x_hat = _normalised(x, own_mean, rstd)
@@ -183,8 +174,6 @@ def _batch_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _batch_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if ctx.where is not None:
-        return *_gradients_of_codes(ctx, grad), None, None
     x_hat, (rstd, weight) = saved_compressed(ctx)
     wanted = list(ctx.needs_input_grad[:3])
     mean, one = standard(rstd)
@@ -212,8 +201,6 @@ def _group_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     on_cpu = x.is_cpu and not is_for_cuda(x)
     x = x.contiguous(memory_format=memory_format_of(x) if on_cpu else torch.contiguous_format)
     y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
-    if _save_channel_codes(ctx, x, (mean, rstd), weight, bias, compressor, key, groups=groups):
-        return y
     x_hat = y
     if weight is not None or bias is not None:
         x_hat = None
@@ -228,8 +215,6 @@ def _group_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if ctx.where is not None:
-        return _gradients_of_codes(ctx, grad)
     x_hat, (rstd, weight) = saved_compressed(ctx)
     mean, one = standard(rstd)
     if not ctx.compressor.is_identity:
@@ -267,99 +252,3 @@ def _scaled(dx: Tensor | None, rstd: Tensor, like: Tensor) -> Tensor | None:
 def standard(rstd: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Mean 0 and reciprocal deviation 1, as many as there are statistics."""
     return torch.zeros_like(rstd, dtype=dtype), torch.ones_like(rstd, dtype=dtype)
-
-
-# Where kernels serve, x_hat is known as codes only: it is never there as a tensor.
-
-
-def _save_channel_codes(  # noqa: PLR0913 (a norm's results, and the site's)
-    ctx: Any,
-    x: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    compressor: Compressor,
-    key: Key,
-    *,
-    groups: int = 0,
-) -> bool:
-    """Save the codes of x_hat, the reciprocal deviations and the weight; False where it cannot.
-
-    It can with groups of whole eights of a tensor that is dense in memory, with statistics and
-    parameters in float32 (`channel_norm.fits`). `_gradients_of_codes` reads `ctx.where`.
-    """
-    where, ctx.where = channels_of(x, groups), None
-    exact = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
-    codes = compressor.group_codes(key) if where and exact else None
-    if where and codes and save_codes(ctx, x, statistics, where, compressor, codes, weight):
-        ctx.where = where
-    return ctx.where is not None
-
-
-def save_codes(
-    ctx: Any,
-    x: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    where: Channels,
-    compressor: Compressor,
-    codes: Codes,
-    *others: Tensor | None,
-) -> bool:
-    """Save the codes of `(x - mean) * rstd`, `rstd` and others; False where no kernel serves."""
-    mean, rstd = statistics
-    if mean.dtype != torch.float32 or rstd.dtype != torch.float32:
-        return False
-    if not channel_norm.fits(x, where, codes.group_size):
-        return False
-    layout = layout_of(x)
-    dense = x if x.is_contiguous() else x.permute(layout.order)
-    payload = channel_norm.channel_norm_quantize(dense, *statistics, where, codes)
-    packed = Packed({"codes": payload[0], "bounds": payload[1]}, dense.shape, x.dtype)
-    save_payloads(ctx, [(packed, layout)], compressor, rstd, *others)
-    return True
-
-
-def _gradients_of_codes(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, weight and bias from the codes of x_hat: those asked for."""
-    ((packed, layout),), (rstd, weight) = saved_payloads(ctx)
-    flat = dy.permute(layout.order).reshape(-1)
-    wanted = ctx.needs_input_grad[:3]
-    dx, dw, db = channel_norm.channel_norm_backward(
-        flat,
-        packed.tensors["codes"],
-        packed.tensors["bounds"],
-        rstd,
-        weight,
-        ctx.where,
-        ctx.compressor.bits,
-        ctx.compressor.group_size,
-        needs_dx=wanted[0],
-    )
-    full = restore(dx, layout) if wanted[0] else None
-    return full, dw if wanted[1] else None, db if wanted[2] else None
-
-
-def channels_of(x: Tensor, groups: int = 0) -> Channels | None:
-    """Where the channels of a dense tensor lie in memory; None for an empty one or one with holes.
-
-    Args:
-        x: [N, C, ...].
-        groups: Of channels, normalised in each sample; 0: each channel over all samples.
-
-    Example:
-        >>> x = torch.ones(2, 6, 4, 4)
-        >>> channels_of(x), channels_of(x.contiguous(memory_format=torch.channels_last), 3)[:4]
-        (Channels(outer=1, middle=2, channels=6, inner=16, together=1), (2, 16, 6, 1))
-    """
-    order = layout_of(x).order
-    if (
-        x.numel() == 0
-        or not x.permute(order).is_contiguous()
-        or (groups and len(x) > 1 and order[0] != 0)
-    ):
-        return None
-    n, c = x.shape[:2]
-    inner = math.prod(x.shape[dim] for dim in order[order.index(1) + 1 :])
-    if groups:
-        return Channels(n, x[0, 0].numel() // inner, c, inner, c // groups)
-    return Channels(1, x.numel() // (c * inner), c, inner)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled
@@ -16,14 +16,13 @@ from memtrain.activations.ops.autograd import (
     save_payloads,
     saved_payloads,
 )
-from memtrain.activations.ops.batch_norm import save_codes, standard
+from memtrain.activations.ops.batch_norm import standard
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels import dispatch
-from memtrain.kernels.dispatch import is_for_cuda, is_ordinary
-from memtrain.kernels.norm import channel_norm, norm
-from memtrain.kernels.norm.channel_norm import Channels
+from memtrain.kernels.dispatch import is_for_cuda
+from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.norm import Codes
 
 
@@ -164,24 +163,13 @@ def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
-    ctx.normalized, ctx.output, ctx.bound = shape, _layer_norm_output, None
+    ctx.normalized, ctx.output = shape, _layer_norm_output
     codes = compressor.group_codes(key)
     if codes is not None:
-        bound = None
-        if type(x) is Tensor and is_ordinary() and x.is_contiguous():
-            bound = _bound_rows(x, len(shape), compressor)
-        if bound is not None:
-            y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-            parts = bound.quantize(x, mean, rstd, codes.seed)
-            ctx.compressor, ctx.payloads, ctx.bound = compressor, bound.payloads, bound.dequantize
-            ctx.save_for_backward(*parts, rstd, weight, bias)
-            return y
         y = _fused(ctx, x, shape, weight, bias, eps, compressor, codes, centred=True)
         if y is not None:
             return y
-    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-    if codes and _save_row_codes(ctx, x, (mean, rstd), compressor, codes, weight, bias):
-        return y
+    y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
     # x_hat by the same op with other weights: the rounding of these must not enter. Ones and
     # zeros, since torch's CPU kernel takes 1.7 times as long without any.
     like = weight if weight is not None else bias
@@ -197,19 +185,14 @@ _NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    on_cuda = False  # what is bound is a CPU's
-    if ctx.bound is not None and is_ordinary():
-        codes, bounds, rstd, weight, bias = ctx.saved_tensors
-        x_hat = ctx.bound(codes, bounds)
-    else:
-        saved = saved_payloads(ctx)  # once: what ran again for this backward gives it once
-        on_cuda = is_for_cuda(grad)
-        if on_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
-            found = _fused_backward(ctx, grad, saved, centred=True)
-            if found is not None:
-                return found
-        (payload,), (rstd, weight, bias) = saved
-        x_hat = decompress(payload, ctx.compressor)
+    saved = saved_payloads(ctx)  # once: what ran again for this backward gives it once
+    on_cuda = is_for_cuda(grad)
+    if on_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
+        found = _fused_backward(ctx, grad, saved, centred=True)
+        if found is not None:
+            return found
+    (payload,), (rstd, weight, bias) = saved
+    x_hat = decompress(payload, ctx.compressor)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
     mixed = on_cuda or (like is not None and like.dtype != x_hat.dtype)
@@ -407,64 +390,3 @@ def _usual(x: Tensor, shape: Sequence[int], parameter: Tensor | None) -> bool:
         return own == torch.Size(shape)
     same = own == parameter.shape == torch.Size(shape) and parameter.device == x.device
     return same and parameter.dtype in (x.dtype, torch.float32)
-
-
-def _save_row_codes(
-    ctx: Any,
-    x: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    compressor: Compressor,
-    codes: Codes,
-    *others: Tensor | None,
-) -> bool:
-    """Save the codes of the rows of x_hat, of any length, as `save_codes` does."""
-    rows = statistics[1].numel()
-    if not rows or not x.is_contiguous():
-        return False
-    where = _rows(rows, x.numel() // rows)
-    return save_codes(ctx, x, statistics, where, compressor, codes, *others)
-
-
-class _BoundRows(NamedTuple):
-    """Kernels for tensors of one form on the CPU: what the form tells is found once."""
-
-    quantize: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    dequantize: Callable[[Tensor, Tensor], Tensor]
-    payloads: list[tuple[Any, ...]]
-    """As of `save_payloads`."""
-
-
-_BOUND: dict[Any, _BoundRows | None] = {}
-_FORMS = 1024
-
-
-def _bound_rows(x: Tensor, dims: int, compressor: Compressor) -> _BoundRows | None:
-    """The kernels that `_bind_rows` gave for the first tensor of this form."""
-    form = x.shape, x.dtype, x.device, dims, compressor
-    if form not in _BOUND:
-        if len(_BOUND) >= _FORMS:  # shapes that vary collect without end
-            _BOUND.clear()
-        _BOUND[form] = _bind_rows(x.detach(), dims, compressor)
-    return _BOUND[form]
-
-
-def _bind_rows(x: Tensor, dims: int, compressor: Compressor) -> _BoundRows | None:
-    """The kernels of codes of rows, where `_save_row_codes` serves contiguous plain tensors.
-
-    Of float32: statistics of 16-bit tensors are as narrow as these where their weights are.
-    """
-    codes, columns = compressor.group_codes(Key()), math.prod(x.shape[-dims:])
-    if x.dtype != torch.float32 or codes is None or not x.numel():
-        return None
-    if columns % codes.group_size == 0 or x.is_cuda:  # `_fused` serves, or Triton's one pass
-        return None
-    kernels, where = compressor.kernels(x, x.shape), _rows(x.numel() // columns, columns)
-    if kernels is None or not channel_norm.fits(x, where, codes.group_size):
-        return None
-    payload = compressor.parts, x.shape, x.dtype, layout_of(x)
-    return _BoundRows(channel_norm.bound(x.dtype, where, codes), kernels[1], [payload])
-
-
-@lru_cache(maxsize=1024)
-def _rows(rows: int, columns: int) -> Channels:
-    return Channels(1, 1, rows, columns)

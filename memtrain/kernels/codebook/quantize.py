@@ -8,7 +8,6 @@ Reference:
     Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
 """
 
-import math
 from functools import cache
 
 import torch
@@ -220,65 +219,24 @@ def dequantize_matrix_reference(codes: Tensor, row: Tensor, col: Tensor, book: C
     return values.view(-1)[: least.numel()].view(least.shape) * least
 
 
-@cache
-def buckets(book: Codebook, stochastic: bool) -> tuple[Tensor, Tensor, int, int]:
-    """Bounds between codes, found by a number's first bits: what the C++ kernel searches.
-
-    A bucket is all numbers that share a sign, an exponent and the first bits of the mantissa:
-    fine enough that at most one bound lies in it, with room for the rounding of a division.
-
-    Args:
-        book: The codebook.
-        stochastic: Whether the bounds are the values but the lowest and the highest (stochastic
-            codes), else the midpoints.
-
-    Returns:
-        bounds: float32, [count + 1], with NaN at the end, which nothing passes.
-        below: int32, [2 * buckets], the bounds below each bucket, those of negative numbers last.
-        shift: A number's bits are shifted right by so many ...
-        lowest: ... and this is the first bucket's.
-    """
-    device = torch.device("cpu")
-    bounds = book.values(device)[1:-1] if stochastic else book.midpoints(device)
-    least = bounds.abs()[bounds != 0].min().item()
-    exponent = math.floor(math.log2(least)) - 1
-    for mantissa in range(2, 12):
-        shift = 23 - mantissa
-        lowest = ((127 + exponent) << mantissa) - 1
-        n = (127 << mantissa) - lowest + 1
-        keys = (torch.arange(n + 1, device=device) + lowest) << shift
-        edges = keys.to(torch.int32).view(torch.float32).double()
-        edges[0], edges[-1] = 0.0, math.inf
-        lo, hi = edges[:-1] * (1 - 2.0**-18), edges[1:] * (1 + 2.0**-18)
-        lo, hi = torch.cat([lo, -hi]), torch.cat([hi, -lo])
-        below = torch.searchsorted(bounds.double(), lo)
-        if (torch.searchsorted(bounds.double(), hi, right=True) - below).max() <= 1:
-            break
-    return torch.cat([bounds, torch.tensor([math.nan], device=device)]), below.int(), shift, lowest
-
-
-def _quantize(
-    x: Tensor, book: Codebook, seed: int | None, backend: str, codes: Tensor, scales: Scales
-) -> None:
+def _quantize(x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scales: Scales) -> None:
     """Codes by a kernel; the scales of blocks are written too, those of rows and columns read."""
     scale, row, col = scales
-    if backend == "triton":
+    if choose(x) == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
         quantize_triton.quantize(x, book, seed, codes, scale, row, col)
         return
-    bounds, below, shift, lowest = buckets(book, seed is not None)
-    values = book.values(x.device) if seed is not None else None
-    searched = (bounds, values, below, shift, lowest, len(below) // 2, len(bounds) - 1)
-    n, block = x.numel(), codes.shape[1] * 8 // book.bits
-    sizes = (n, len(col) if col is not None else 1, block, book.bits, seed or 0)
-    cpu.call("mt_codebook_quantize", x.float(), row, col, *searched, codes, scale, *sizes)
+    tables = inner_bounds(book, x.device, stochastic=seed is not None), book.values(x.device)
+    block, cols = codes.shape[1] * 8 // book.bits, len(col) if col is not None else 1
+    sizes = (x.numel(), cols, block, book.bits, int(seed is not None), seed or 0)
+    cpu.call("mt_codebook_quantize", x.float(), row, col, *tables, codes, scale, *sizes)
 
 
-def _dequantize(codes: Tensor, book: Codebook, backend: str, out: Tensor, scales: Scales) -> None:
+def _dequantize(codes: Tensor, book: Codebook, out: Tensor, scales: Scales) -> None:
     """Values by a kernel, written to `out`."""
     scale, row, col = scales
-    if backend == "triton":
+    if choose(codes) == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
         quantize_triton.dequantize(codes, book, out, scale, row, col)
@@ -288,8 +246,21 @@ def _dequantize(codes: Tensor, book: Codebook, backend: str, out: Tensor, scales
     cpu.call("mt_codebook_dequantize", codes, scale, row, col, values, out, *sizes)
 
 
-def _fits(backend: str, block_size: int) -> bool:
-    return backend == "cpu" or (backend == "triton" and block_size <= MAX_TRITON_BLOCK)
+@cache
+def inner_bounds(book: Codebook, device: torch.device, *, stochastic: bool) -> Tensor:
+    """What kernels compare with, float32 [2**bits - 1]: midpoints, or the values between two ends.
+
+    Of stochastic codes NaN ends the bounds, which no element passes, not an infinite one either.
+    """
+    if not stochastic:
+        return book.midpoints(device)
+    values, end = book.values(torch.device("cpu")), torch.tensor([torch.nan], device="cpu")
+    return torch.cat([values[1:-1], end]).to(device)  # at once: other streams read it too
+
+
+def _fits(x: Tensor, block_size: int = MATRIX_BLOCK) -> bool:
+    chosen = choose(x)
+    return chosen == "cpu" or (chosen == "triton" and block_size <= MAX_TRITON_BLOCK)
 
 
 def _new_codes(x: Tensor, block_size: int, bits: int) -> Tensor:
@@ -300,46 +271,46 @@ def _new_codes(x: Tensor, block_size: int, bits: int) -> Tensor:
 def _quantize_blocks(
     x: Tensor, name: str, bits: int, signed: bool, block_size: int, seed: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    backend, book = choose(x), Codebook(name, bits, signed)
-    if not _fits(backend, block_size):
+    book = Codebook(name, bits, signed)
+    if not _fits(x, block_size):
         return quantize_blocks_reference(x, book, block_size, seed)
     codes, scale = _empty_blocks(x, name, bits, signed, block_size, seed)
-    _quantize(x.contiguous(), book, seed, backend, codes, (scale, None, None))
+    _quantize(x.contiguous(), book, seed, codes, (scale, None, None))
     return codes, scale
 
 
 def _dequantize_blocks(
     codes: Tensor, scale: Tensor, name: str, bits: int, signed: bool, numel: int
 ) -> Tensor:
-    backend, book = choose(codes), Codebook(name, bits, signed)
-    if not _fits(backend, codes.shape[1] * 8 // bits):
+    book = Codebook(name, bits, signed)
+    if not _fits(codes, codes.shape[1] * 8 // bits):
         return dequantize_blocks_reference(codes, scale, book, numel)
     out = scale.new_empty(numel)
-    _dequantize(codes.contiguous(), book, backend, out, (scale.contiguous(), None, None))
+    _dequantize(codes.contiguous(), book, out, (scale.contiguous(), None, None))
     return out
 
 
 def _quantize_matrix(
     x: Tensor, row: Tensor, col: Tensor, name: str, bits: int, signed: bool, seed: int | None
 ) -> Tensor:
-    backend, book = choose(x), Codebook(name, bits, signed)
-    if backend == "reference":
+    book = Codebook(name, bits, signed)
+    if not _fits(x):
         return quantize_matrix_reference(x, row, col, book, seed)
     codes = _new_codes(x, MATRIX_BLOCK, bits)
     scales = (None, row.contiguous(), col.contiguous())
-    _quantize(x.contiguous(), book, seed, backend, codes, scales)
+    _quantize(x.contiguous(), book, seed, codes, scales)
     return codes
 
 
 def _dequantize_matrix(
     codes: Tensor, row: Tensor, col: Tensor, name: str, bits: int, signed: bool
 ) -> Tensor:
-    backend, book = choose(codes), Codebook(name, bits, signed)
-    if backend == "reference":
+    book = Codebook(name, bits, signed)
+    if not _fits(codes):
         return dequantize_matrix_reference(codes, row, col, book)
     out = row.new_empty(len(row), len(col))
     scales = (None, row.contiguous(), col.contiguous())
-    _dequantize(codes.contiguous(), book, backend, out, scales)
+    _dequantize(codes.contiguous(), book, out, scales)
     return out
 
 

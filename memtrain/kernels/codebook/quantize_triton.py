@@ -4,12 +4,10 @@ A block is eight slices of `block_size / 8` elements, one tile each: the slices 
 counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 
+from memtrain.kernels.codebook.quantize import inner_bounds
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.group.group_triton import left_of, load_codes, store_codes, tile
@@ -180,15 +178,6 @@ def _dequantize_kernel(
             tl.store(out_ptr + start + offset, tl.load(values_ptr + code) * scale, mask=valid)
 
 
-@cache
-def _bounds(book, device, stochastic):
-    if not stochastic:
-        return book.midpoints(device)
-    # Nothing passes NaN: not an infinite number either, for which there is no next value.
-    values, end = book.values(torch.device("cpu")), torch.tensor([float("nan")], device="cpu")
-    return torch.cat([values[1:-1], end]).to(device)  # at once: other streams read it too
-
-
 def quantize(x, book: Codebook, seed, codes, scale, row, col):
     """Codes of `x` into `codes`, and their blocks' scales into `scale` where there are no rows."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
@@ -205,7 +194,7 @@ def quantize(x, book: Codebook, seed, codes, scale, row, col):
         x,
         row,
         col,
-        _bounds(book, x.device, seed is not None),
+        inner_bounds(book, x.device, stochastic=seed is not None),
         values,
         codes,
         scale,

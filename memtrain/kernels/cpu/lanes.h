@@ -19,6 +19,14 @@ MT_INLINE I lane_numbers() {
 
 // Magnitudes compared as integers: NaN is above Inf is above every number.
 MT_INLINE I magnitude(F x) { return (I)x & 0x7fffffff; }
+MT_INLINE I load(const int32_t* p) { return (I)load(reinterpret_cast<const float*>(p)); }
+MT_INLINE void store(int32_t* p, I v) { store(reinterpret_cast<float*>(p), (F)v); }
+
+// To bfloat16, to the nearest, ties to even.
+MT_INLINE void store_bfloat(uint16_t* p, F x) {
+  const I bits = (I)x, even = (bits + ((bits >> 16) & 1) + 0x7fff) >> 16;
+  narrow(p, (I)select(magnitude(x) < 0x7f800001, (F)even, (F)splat_int(0x7fc0)));
+}
 MT_INLINE float as_float(int32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, 4);

@@ -62,6 +62,40 @@ MT_INLINE HalfI most(HalfI a, HalfI b) { return (HalfI)_mm256_max_epi32((__m256i
 MT_INLINE HalfI least(HalfI a, HalfI b) { return (HalfI)_mm256_min_epi32((__m256i)a, (__m256i)b); }
 MT_INLINE I imax(I a, I b) { return {most(a.low, b.low), most(a.high, b.high)}; }
 MT_INLINE I imin(I a, I b) { return {least(a.low, b.low), least(a.high, b.high)}; }
+MT_INLINE I splat_int(int32_t x) { return {(HalfI)_mm256_set1_epi32(x), (HalfI)_mm256_set1_epi32(x)}; }
+// The second where one is NaN.
+MT_INLINE HalfF lesser(HalfF a, HalfF b) { return (HalfF)_mm256_min_ps((__m256)a, (__m256)b); }
+MT_INLINE HalfF greater(HalfF a, HalfF b) { return (HalfF)_mm256_max_ps((__m256)a, (__m256)b); }
+MT_INLINE F lesser(F a, F b) { return {lesser(a.low, b.low), lesser(a.high, b.high)}; }
+MT_INLINE F greater(F a, F b) { return {greater(a.low, b.low), greater(a.high, b.high)}; }
+MT_INLINE float least_of(F v) {
+  float x = v[0];
+  for (int l = 1; l < 16; ++l) x = v[l] < x ? v[l] : x;
+  return x;
+}
+MT_INLINE float greatest_of(F v) {
+  float x = v[0];
+  for (int l = 1; l < 16; ++l) x = v[l] > x ? v[l] : x;
+  return x;
+}
+MT_INLINE I to_int(F x) {
+  return {(HalfI)_mm256_cvttps_epi32((__m256)x.low), (HalfI)_mm256_cvttps_epi32((__m256)x.high)};
+}
+MT_INLINE F to_float(I x) {
+  return {(HalfF)_mm256_cvtepi32_ps((__m256i)x.low), (HalfF)_mm256_cvtepi32_ps((__m256i)x.high)};
+}
+// The upper and the lower 32 bits of the products.
+MT_INLINE void multiply(HalfI x, uint32_t by, HalfI& high, HalfI& low) {
+  const __m256i m = _mm256_set1_epi32(static_cast<int>(by));
+  const __m256i even = _mm256_mul_epu32((__m256i)x, m);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)x, 32), m);
+  high = (HalfI)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  low = (HalfI)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+}
+MT_INLINE void multiply(I x, uint32_t by, I& high, I& low) {
+  multiply(x.low, by, high.low, low.low);
+  multiply(x.high, by, high.high, low.high);
+}
 
 MT_INLINE int32_t top_of(I v) {
   const __m256i eight = (__m256i)most(v.low, v.high);
@@ -73,6 +107,18 @@ MT_INLINE int32_t top_of(I v) {
 MT_INLINE I widen(const uint8_t* p) {
   const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
   return {(HalfI)_mm256_cvtepu8_epi32(bytes), (HalfI)_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+MT_INLINE I widen(const uint16_t* p) {
+  const auto half = [](const uint16_t* from) __attribute__((always_inline)) {
+    return (HalfI)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+  };
+  return {half(p), half(p + 8)};
+}
+// The low 16 bits of each.
+MT_INLINE void narrow(uint16_t* p, I v) {
+  const I low = v & 0xFFFF;
+  const __m256i x = _mm256_packus_epi32((__m256i)low.low, (__m256i)low.high);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(x, 0xD8));
 }
 
 // The low byte of each.

@@ -16,9 +16,34 @@ MT_INLINE F splat(float x) { return (F)_mm512_set1_ps(x); }
 MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
 MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
 MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
+MT_INLINE I splat_int(int32_t x) { return (I)_mm512_set1_epi32(x); }
+// The second where one is NaN.
+MT_INLINE F lesser(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
+MT_INLINE F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
+MT_INLINE float least_of(F v) { return _mm512_reduce_min_ps((__m512)v); }
+MT_INLINE float greatest_of(F v) { return _mm512_reduce_max_ps((__m512)v); }
+MT_INLINE I to_int(F x) { return (I)_mm512_cvttps_epi32((__m512)x); }
+MT_INLINE F to_float(I x) { return (F)_mm512_cvtepi32_ps((__m512i)x); }
+MT_INLINE F look_up(const float* table, I at) {
+  return (F)_mm512_i32gather_ps((__m512i)at, table, 4);
+}
+// The upper and the lower 32 bits of the products.
+MT_INLINE void multiply(I x, uint32_t by, I& high, I& low) {
+  const __m512i m = _mm512_set1_epi32(static_cast<int>(by));
+  const __m512i even = _mm512_mul_epu32((__m512i)x, m);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)x, 32), m);
+  high = (I)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);
+  low = (I)_mm512_mask_shuffle_epi32(even, 0xAAAA, odd, _MM_PERM_CCAA);
+}
 MT_INLINE int32_t top_of(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
 MT_INLINE I widen(const uint8_t* p) {
   return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+MT_INLINE I widen(const uint16_t* p) {
+  return (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+}
+MT_INLINE void narrow(uint16_t* p, I v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
 }
 MT_INLINE void narrow(uint8_t* p, I v) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));

@@ -18,6 +18,29 @@ MT_INLINE F splat(float x) { return F{} + x; }
 MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
 MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
 MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
+MT_INLINE I splat_int(int32_t x) { return I{} + x; }
+// The second where one is NaN.
+MT_INLINE F lesser(F a, F b) { return a < b ? a : b; }
+MT_INLINE F greater(F a, F b) { return a > b ? a : b; }
+MT_HELPER float least_of(F v) {
+  float x = v[0];
+  for (int l = 1; l < 16; ++l) x = v[l] < x ? v[l] : x;
+  return x;
+}
+MT_HELPER float greatest_of(F v) {
+  float x = v[0];
+  for (int l = 1; l < 16; ++l) x = v[l] > x ? v[l] : x;
+  return x;
+}
+MT_INLINE I to_int(F x) { return __builtin_convertvector(x, I); }
+MT_INLINE F to_float(I x) { return __builtin_convertvector(x, F); }
+// The upper and the lower 32 bits of the products.
+MT_HELPER void multiply(I x, uint32_t by, I& high, I& low) {
+  for (int l = 0; l < 16; ++l) {
+    const uint64_t product = uint64_t{by} * static_cast<uint32_t>(x[l]);
+    high[l] = static_cast<int32_t>(product >> 32), low[l] = static_cast<int32_t>(product);
+  }
+}
 
 MT_HELPER int32_t top_of(I v) {
   int32_t x[16], m;
@@ -32,6 +55,18 @@ MT_HELPER I widen(const uint8_t* p) {
   Bytes b;
   __builtin_memcpy(&b, p, sizeof b);
   return __builtin_convertvector(b, I);
+}
+
+typedef uint16_t Halves __attribute__((vector_size(32)));
+MT_HELPER I widen(const uint16_t* p) {
+  Halves h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, I);
+}
+
+MT_HELPER void narrow(uint16_t* p, I v) {
+  Halves h = __builtin_convertvector(v, Halves);
+  __builtin_memcpy(p, &h, sizeof h);
 }
 
 MT_HELPER void narrow(uint8_t* p, I v) {

@@ -16,7 +16,6 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,9 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ kn
 _SIZES = tuple(2**bits for bits in range(1, 9))
 
 # Value and codes in one pass: C++ functions that equal torch's to the bit.
-_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3, "silu": 4}
-_TORCHS_PART = 32768  # torch shares a tensor out among threads in parts of so many elements or more
-_TORCHS_RUN = 32  # and works on so many at a time; what is left of a part has another exp()
+_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
 
 
 def encode(
@@ -331,7 +328,7 @@ def _forward_cpu(
     """The value and the codes of `x`, in memory order; of a clone where it is not dense."""
     run, is_fused = _encoder(function, parameters, boundaries, parity, shift, x.dtype)
     dense = x if is_dense(x) else x.clone()
-    if is_fused and (function != "silu" or _is_torchs_silu(x)):
+    if is_fused:
         y = torch.empty_like(dense)
         return y, run(dense, y.data_ptr())
     return _value_like(dense, function, x, parameters), run(dense, 0)
@@ -341,29 +338,6 @@ def _value_like(dense: Tensor, function: str, x: Tensor, parameters: Sequence[fl
     """The value with the strides of `dense`; of `x`: its last bit depends on the strides."""
     y = value(function, x, parameters)
     return y if y.stride() == dense.stride() else torch.empty_like(dense).copy_(y)
-
-
-def _is_torchs_silu(x: Tensor) -> bool:
-    """Whether one pass gives torch's own SiLU of all of `x`, to the bit."""
-    if x.dtype == torch.float32:  # 16 bits do not tell torch's two kinds of exp() apart
-        if not is_dense(x):  # torch works on its rows
-            return False
-        n, threads = x.numel(), torch.get_num_threads()
-        parts = max(1, min(threads, (n + _TORCHS_PART - 1) // _TORCHS_PART))
-        if n % (parts * _TORCHS_RUN) != 0:
-            return False
-    return _has_torchs_exp(x.dtype)
-
-
-@cache
-def _has_torchs_exp(dtype: torch.dtype) -> bool:
-    """Whether this library's SiLU is torch's to the bit, as torch was built and runs here."""
-    if cast(ctypes.CDLL, cpu.library()).mt_isa() == 0:  # without fused multiply-adds: slow
-        return False
-    x = torch.linspace(-20, 20, 2048, device="cpu").to(dtype)
-    y = torch.empty_like(x)
-    _encoder("silu", (), (0.0,), "plain", 0.0, dtype)[0](x, y.data_ptr())
-    return torch.equal(y, value("silu", x))
 
 
 # -- the definition -------------------------------------------------------------------------------

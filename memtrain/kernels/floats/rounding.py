@@ -328,7 +328,7 @@ def encode_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor
 def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) -> Tensor:
     """`decode` in plain torch: the definition."""
     mark = 1 << (layout.width - 1)
-    code = codes.to(torch.int64) & (2 * mark - 1)
+    code = codes.to(torch.int32) & (2 * mark - 1)
     magnitude = code & (mark - 1)
     bits = _value_bits(magnitude.clamp(max=layout.limit), layout)
     bits = torch.where(magnitude > layout.limit, _NAN, bits)
@@ -340,20 +340,20 @@ def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) ->
 
 def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
     """The bits of `x` as float32, negative below zero; and the codes, rounded without a limit."""
-    bits = x.float().view(torch.int32).to(torch.int64)
+    bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    significand = (magnitude & 0x7FFFFF) + torch.where(magnitude >= 1 << 23, 1 << 23, 0)
+    significand = (magnitude & 0x7FFFFF) + ((magnitude >= 1 << 23).int() << 23)
     below = layout.least + 127 - (magnitude >> 23).clamp(min=1)  # the least normal's binade
     base = (-below).clamp(min=0) << layout.mantissa_bits
     shift = 23 - layout.mantissa_bits + below.clamp(min=0)
     if layout.rounding == STOCHASTIC:
         significand >>= (shift - 30).clamp(0, 24)
         shift.clamp_(max=30)
-        draw = 2 * draws(x, seed) + 1
+        draw = 2 * draws(x, seed).int() + 1
         part = (draw << (shift - 17).clamp(min=0)) >> (17 - shift).clamp(min=0)
     else:
         shift.clamp_(max=25)
-        part = 1 << (shift - 1)
+        part = torch.ones_like(shift) << (shift - 1)
     if layout.rounding == EVEN:
         part += ((base + (significand >> shift)) & 1) - 1
     return bits, base + ((significand + part) >> shift)
@@ -364,14 +364,14 @@ def _value_bits(code: Tensor, layout: FormatFields) -> Tensor:
     normal = (code << (23 - layout.mantissa_bits)) + ((layout.least + 126) << 23)
     if layout.least == -126:  # float32's own subnormals
         return normal
-    whole = code.to(torch.float32).view(torch.int32).to(torch.int64)
+    whole = code.to(torch.float32).view(torch.int32)
     small = torch.where(code > 0, whole + ((layout.least - layout.mantissa_bits) << 23), 0)
     return torch.where(code < 1 << layout.mantissa_bits, small, normal)
 
 
 def _signed(bits: Tensor, sign: Tensor) -> Tensor:
     """float32 numbers of these bits, negative where `sign` is."""
-    return torch.where(sign < 0, bits - (1 << 31), bits).to(torch.int32).view(torch.float32)
+    return torch.where(sign < 0, bits | -(1 << 31), bits).view(torch.float32)
 
 
 def draws(x: Tensor, seed: int, first: int = 0) -> Tensor:

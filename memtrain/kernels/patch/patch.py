@@ -248,6 +248,11 @@ def _copied(x: Tensor, *options: Any) -> int:
     return x.numel() * (4 if cast else x.element_size()) if cast or not x.is_contiguous() else 0
 
 
+def _in_torch(numel: int, *, back: bool) -> int:
+    """Bytes of what the reference, which serves on the CPU, holds at a time."""
+    return int((17.5 if back else 35) * numel)
+
+
 def _widened(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Bytes of float32 values that are then cast."""
     return 0 if _kind(dtype) == dtype else 4 * len(words) * rows * columns * words.shape[3]
@@ -257,13 +262,16 @@ _quantize_op = register(
     "patch_quantize(Tensor x, int seed, bool stochastic) -> Tensor",
     _quantize,
     _empty,
-    inside=_copied,
+    inside=lambda x, *options: _in_torch(x.numel(), back=False),
     inside_cuda=_copied,
 )
 _dequantize_op = register(
     "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
     _dequantize,
     _empty_values,
-    inside=_widened,
+    inside=lambda words, rows, columns, dtype: (
+        _widened(words, rows, columns, dtype)
+        + _in_torch(len(words) * rows * columns * words.shape[3], back=True)
+    ),
     inside_cuda=_widened,
 )

@@ -128,11 +128,6 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         own(name, "floats_decode", M.floats_encode(x, FORM, 0)[0], FORM, dtype)
         narrow = dtype == torch.bfloat16
         own(name, "norm_quantize", x, 512, torch.ones(512), None, 1e-5, True, narrow, *CODES)
-        where, payload = (1, 512, 64, 8, 1), group.group_quantize(w(N), 4, 256)
-        own(name, "channel_norm_quantize", x.view(-1), *torch.rand(2, 64), *where, *CODES)
-        for dx in (True, False):
-            args = (x.view(-1), *payload, *torch.rand(2, 64), *where, 4, 256, dx)
-            own(f"{name}, {dx}", "channel_norm_backward", *args)
 payload = M.codebook_quantize_blocks(w(N), *BOOK, 128)
 own("blocks", "codebook_dequantize_blocks", *payload, *BOOK, N)
 payload = M.codebook_quantize_matrix(w(512, 512), *sides, *BOOK, None)

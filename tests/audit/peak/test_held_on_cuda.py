@@ -1,7 +1,6 @@
 """Triton's ops hold while they run what they declare: what their wrappers allocate, op by op."""
 
 import importlib
-import math
 import pkgutil
 from itertools import accumulate
 
@@ -17,7 +16,7 @@ from memtrain.kernels.derivative import derivative
 from memtrain.kernels.dispatch import INSIDE_CUDA, backend
 from memtrain.kernels.floats import rounding
 from memtrain.kernels.group import group, softmax_gradient
-from memtrain.kernels.norm import channel_norm, norm
+from memtrain.kernels.norm import norm
 from memtrain.kernels.packing import pack
 from memtrain.kernels.patch import patch
 from memtrain.precision import FP8_FORWARD
@@ -31,13 +30,6 @@ LAYOUTS = {
     "contiguous": lambda x: x,
     "turned": lambda x: x.t(),
     "gaps": lambda x: x.new_zeros(len(x), 2 * x.shape[1])[:, : x.shape[1]],
-}
-WHERE = {
-    "images": (1, 4, 64, 64, 1),
-    "channels last": (1, 2048, 8, 1, 1),
-    "one channel": (1, 16, 1, 1024, 1),
-    "groups": (8, 1, 16, 128, 4),
-    "groups, channels last": (4, 64, 64, 1, 64),
 }
 CASES = {}
 """Op and case -> its Triton implementation's module and name, the op, and arguments."""
@@ -89,16 +81,6 @@ for dtype in (torch.float32, *HALVES):
         for centred in (True, False):
             more = *given, centred, dtype
             own(f"{case}, {centred}", "norm_backward", norm, "_backward", *more)
-for name, sizes in WHERE.items():
-    x, channels = zeros(shape=math.prod(sizes[:4])), sizes[2]
-    payload, statistics = group.group_quantize(x, 4, 256), sizes[0] * channels // sizes[4]
-    each = torch.ones(2, statistics).unbind()
-    own(name, "channel_norm_quantize", channel_norm, "_quantize", x, *each, *sizes, *CODES)
-    for weight in (None, torch.ones(channels)):
-        for dx in (True, False):
-            given = x, *payload, each[0], weight, *sizes, 4, 256, dx
-            case = f"{name}, {'no' if weight is None else 'a'} weight, {dx}"
-            own(case, "channel_norm_backward", channel_norm, "_backward", *given)
 own("codes", "unpack_codes", pack, "_unpack", torch.zeros(N // 2, dtype=torch.uint8), 4, N)
 blocks, sides = quantize._quantize_blocks(zeros(), *BOOK, 128), torch.rand(2, 128).unbind()
 own("", "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *blocks, *BOOK, N)

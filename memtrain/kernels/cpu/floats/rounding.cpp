@@ -1,5 +1,4 @@
 // Rounding to floating-point formats of up to 16 bits (definition: kernels/floats/rounding.py).
-#include "floats/rounding_avx512.h"
 #include "floats/runs.h"
 #include "philox.h"
 
@@ -8,6 +7,10 @@ namespace memtrain {
 constexpr int64_t kRun = 1024, kRunWidth = kRun / 8;
 constexpr int32_t kRunInf = 0x7F800000, kRunNan = 0x7FC00000;
 enum Rounding : int32_t { kAway, kEven, kStochastic };
+
+struct FloatForm {
+  int32_t mantissa, least, limit, over_bits, over_code, nan, mark, infinity, rounding;
+};
 
 static FloatForm form_of(const int64_t* numbers) {
   int32_t n[9];
@@ -143,13 +146,6 @@ MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const i
   using namespace memtrain;
   const FloatForm f = form_of(numbers);
   std::atomic<int64_t> overflows{0};
-  if (floats_fit(f)) {
-    parallel_for(n, 32 * kRun, threads, [&](int64_t begin, int64_t end) {
-      overflows += floats_round(x, out, begin, end, f, type, bytes);
-    });
-    *count = overflows;
-    return;
-  }
   parallel_for((n + kRun - 1) / kRun, 32, threads, [&](int64_t begin, int64_t end) {
     float in[kRun];
     uint32_t copy[kRun];
@@ -184,12 +180,6 @@ MT_EXPORT void mt_floats_decode(const void* codes, void* out, const int64_t* num
                                 int64_t type, int64_t bytes, int64_t threads) {
   using namespace memtrain;
   const FloatForm f = form_of(numbers);
-  if (floats_fit(f)) {
-    parallel_for(n, 65536, threads, [&](int64_t begin, int64_t end) {
-      floats_decode(codes, bytes, out, begin, end, f, type);
-    });
-    return;
-  }
   parallel_for(n, 65536, threads, [&](int64_t begin, int64_t end) {
     int32_t in[kRun];
     uint32_t bits[kRun];

@@ -1,16 +1,16 @@
-// Min/max group quantisation (definition: kernels/group/group.py, layout of codes: kernels/packing/bits.py).
+// Min/max group quantisation (definition: kernels/group/group.py).
+#ifndef MT_LANES
+#define MT_SELF "group/group.cpp"
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
-#include "group/group_avx512.h"
-#include "group/tiles.h"
+#include "group/group.h"
 #include "halves.h"
 #include "packing/codes.h"
-#include "philox.h"
 
 namespace memtrain {
 
-constexpr int64_t kPiece = 32;  // running minima and maxima, which GCC keeps in vectors
 constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
 
 // To bf16 away from the group's inside: `up` towards +inf, else towards -inf. Adding 0x10000 to
@@ -25,18 +25,18 @@ MT_INLINE float outward(float x, bool up, bool wide) {
   return x + 0.0f;  // -0 becomes 0: which zero a minimum finds depends on the order
 }
 
-struct Group {
+struct Bounds {
   float lo, hi;
-  float half_step(float levels) const {
+  float half_step(int64_t bits) const {
     float half = 0.5f * hi - 0.5f * lo;
-    return half < kTiny ? 0.0f : half / levels;  // NaN stays NaN
+    return half < kTiny ? 0.0f : half / static_cast<float>((1 << bits) - 1);  // NaN stays NaN
   }
 };
 
-// The same of a group's finite numbers, where not all are: rare, so one by one.
-static Group finite_bounds(const float* x, int64_t size, bool wide) {
+// The bounds of finite numbers where not all are: rare, so one by one.
+static Bounds finite_bounds(const float* x, int64_t n, bool wide) {
   float lo = INFINITY, hi = -INFINITY;
-  for (int64_t i = 0; i < size; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     if (!std::isfinite(x[i])) continue;
     lo = x[i] < lo ? x[i] : lo;
     hi = x[i] > hi ? x[i] : hi;
@@ -45,370 +45,253 @@ static Group finite_bounds(const float* x, int64_t size, bool wide) {
   return {outward(lo, false, wide), outward(hi, true, wide)};
 }
 
-MT_INLINE Group bounds_of(const float* x, int64_t size, bool wide) {
-  float lo = x[0], hi = x[0];
-  uint32_t top = 0;  // greatest magnitude as bits: above 0x7F7FFFFF there is an Inf or a NaN
-  int64_t whole = size / kPiece * kPiece;
-  if (whole) {
-    float los[kPiece], his[kPiece];
-    uint32_t tops[kPiece];
-    for (int c = 0; c < kPiece; ++c) los[c] = his[c] = x[c], tops[c] = bits_of(x[c]) & 0x7FFFFFFF;
-    for (int64_t i = kPiece; i < whole; i += kPiece)
-      for (int c = 0; c < kPiece; ++c) {
-        float v = x[i + c];
-        uint32_t m = bits_of(v) & 0x7FFFFFFF;
-        los[c] = v < los[c] ? v : los[c];
-        his[c] = v > his[c] ? v : his[c];
-        tops[c] = m > tops[c] ? m : tops[c];
-      }
-    for (int c = 0; c < 16; ++c) {
-      los[c] = los[c + 16] < los[c] ? los[c + 16] : los[c];
-      his[c] = his[c + 16] > his[c] ? his[c + 16] : his[c];
-    }
-    for (int c = 0; c < 16; ++c) {
-      lo = los[c] < lo ? los[c] : lo;
-      hi = his[c] > hi ? his[c] : hi;
-    }
-    for (int c = 0; c < kPiece; ++c) top = tops[c] > top ? tops[c] : top;
-  }
-  for (int64_t i = whole; i < size; ++i) {
-    uint32_t m = bits_of(x[i]) & 0x7FFFFFFF;
-    lo = x[i] < lo ? x[i] : lo;
-    hi = x[i] > hi ? x[i] : hi;
-    top = m > top ? m : top;
-  }
-  if (top >= 0x7F800000) return finite_bounds(x, size, wide);
-  return {outward(lo, false, wide), outward(hi, true, wide)};
-}
-
-struct Encoder {
-  float base, inverse, levels;
-  uint64_t seed;
-  bool stochastic;
-};
-
-MT_INLINE uint8_t encode_one(float x, float u, const Encoder& e) {
-  float t = (0.5f * x - e.base) * e.inverse + u;
-  t = t > 0.0f ? t : 0.0f;  // 0 for NaN
-  t = t < e.levels ? t : e.levels;
-  return static_cast<uint8_t>(static_cast<int32_t>(t));
-}
-
-// Codes of group `g`, a byte each, N positions of all slices at a time: eight slices of two groups
-// share their counters (kernels/random/philox.py).
-template <int N>
-MT_INLINE void encode(const float* __restrict x, uint8_t* __restrict codes, int64_t size,
-                      int64_t g, const Encoder e) {
-  const uint32_t first = static_cast<uint32_t>(g / 2 * (size / 8));
-  const int turn = g % 2 ? 8 : 0;
-  const int64_t width = size / 8;
-  uint32_t words[4][N];
-  float u[N];
-  for (int i = 0; i < N; ++i) u[i] = 0.5f;
-  for (int64_t c = 0; c < width; c += N) {
-    if (e.stochastic) philox_piece<N>(first + static_cast<uint32_t>(c), e.seed, words);
-    for (int s = 0; s < 8; ++s) {
-      if (e.stochastic)
-        MT_LOOP for (int i = 0; i < N; ++i) {
-          const uint32_t word = words[s / 2][i];
-          const uint32_t turned = word >> turn | word << ((32 - turn) & 31);
-          const uint32_t r = (turned >> (s % 2 * 16)) & 0xFFFF;
-          u[i] = (static_cast<float>(static_cast<int32_t>(r)) + 0.5f) * 0x1p-16f;
-        }
-      const float* from = x + s * width + c;
-      uint8_t* to = codes + s * width + c;
-      if (width - c >= N)
-        MT_LOOP for (int i = 0; i < N; ++i) to[i] = encode_one(from[i], u[i], e);
-      else
-        for (int i = 0; i < width - c; ++i) to[i] = encode_one(from[i], u[i], e);
-    }
-  }
-}
-
-// N positions of byte K of the packed words, and of the bytes after it.
-template <int BITS, int N, int K = 0>
-MT_INLINE void pack(const uint8_t* __restrict codes, uint8_t* __restrict out, int64_t width) {
-  constexpr int kLanes = lanes_of(BITS), kBytes = kLanes * BITS / 8;
-  constexpr int kFirst = 8 * K / BITS;  // the first lane with a bit in this byte
-  for (int i = 0; i < N; ++i) {
-    uint32_t byte = static_cast<uint32_t>(codes[kFirst * width + i]) >> (8 * K - kFirst * BITS);
-    for (int l = kFirst + 1; l < kLanes && l * BITS < 8 * K + 8; ++l)
-      byte |= static_cast<uint32_t>(codes[l * width + i]) << (l * BITS - 8 * K);
-    out[K * width + i] = static_cast<uint8_t>(byte);
-  }
-  if constexpr (K + 1 < kBytes) pack<BITS, N, K + 1>(codes, out, width);
-}
-
-template <int BITS>
-MT_INLINE void pack_group(const uint8_t* codes, uint8_t* out, int64_t size) {
-  const int64_t width = size / lanes_of(BITS);
-  int64_t p = 0;
-  for (; p + 16 <= width; p += 16) pack<BITS, 16>(codes + p, out + p, width);
-  for (; p < width; ++p) pack<BITS, 1>(codes + p, out + p, width);
-}
-
-// N positions of lane L, and of the lanes after it.
-template <int BITS, int N, int L = 0>
-MT_INLINE void decode(const uint8_t* __restrict in, float* __restrict out, int64_t width,
-                      float base, float step) {
-  constexpr int kShift = L * BITS % 8;
-  constexpr bool kTwo = kShift + BITS > 8;  // the code lies in two bytes
-  const uint8_t* low = in + L * BITS / 8 * width;
-  for (int i = 0; i < N; ++i) {
-    uint32_t word = low[i];
-    if (kTwo) word |= static_cast<uint32_t>(low[width + i]) << 8;
-    word = (word >> kShift) & ((1u << BITS) - 1);
-    out[L * width + i] = 2.0f * (base + static_cast<float>(static_cast<int32_t>(word)) * step);
-  }
-  if constexpr (L + 1 < lanes_of(BITS)) decode<BITS, N, L + 1>(in, out, width, base, step);
-}
-
-template <int BITS>
-MT_INLINE void decode_group(const uint8_t* in, float* out, int64_t size, float base, float step) {
-  const int64_t width = size / lanes_of(BITS);
-  int64_t p = 0;
-  for (; p + 16 <= width; p += 16) decode<BITS, 16>(in + p, out + p, width, base, step);
-  for (; p < width; ++p) decode<BITS, 1>(in + p, out + p, width, base, step);
-}
-
-struct Job {
-  const void* x;  // float or bf16: what is quantised
-  void* y;        // float or bf16: where it is decoded to
-  uint8_t* codes;
-  void* bounds;
-  bool bf16, wide, stochastic;
-  int64_t n, bits, size;
-  uint64_t seed;
-};
-
-MT_INLINE void widen(const uint16_t* __restrict x, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = from_bfloat(x[i]);
-}
-
-// The group as `size` floats; what is missing in the last one repeats its first element.
-MT_INLINE const float* load_group(const Job& job, int64_t g, float* buffer) {
-  const int64_t at = g * job.size, left = job.n - at, n = left < job.size ? left : job.size;
-  if (!job.bf16 && n == job.size) return static_cast<const float*>(job.x) + at;
-  if (job.bf16)
-    widen(static_cast<const uint16_t*>(job.x) + at, buffer, n);
-  else
-    std::memcpy(buffer, static_cast<const float*>(job.x) + at, n * sizeof(float));
-  for (int64_t i = n; i < job.size; ++i) buffer[i] = buffer[0];
-  return buffer;
-}
-
-MT_INLINE void store_bounds(const Job& job, int64_t g, Group b) {
-  if (job.wide) {
-    float* to = static_cast<float*>(job.bounds) + 2 * g;
-    to[0] = b.lo, to[1] = b.hi;
+static void store_bounds(const Quantizer& to, int64_t g, Bounds b) {
+  if (to.wide) {
+    float* at = static_cast<float*>(to.bounds) + 2 * g;
+    at[0] = b.lo, at[1] = b.hi;
   } else {
-    uint16_t* to = static_cast<uint16_t*>(job.bounds) + 2 * g;
-    to[0] = bits_of(b.lo) >> 16, to[1] = bits_of(b.hi) >> 16;
+    uint16_t* at = static_cast<uint16_t*>(to.bounds) + 2 * g;
+    at[0] = bits_of(b.lo) >> 16, at[1] = bits_of(b.hi) >> 16;
   }
 }
 
-MT_INLINE Group load_bounds(const Job& job, int64_t g) {
-  if (job.wide) {
-    const float* from = static_cast<const float*>(job.bounds) + 2 * g;
-    return {from[0], from[1]};
+static Bounds load_bounds(const Quantizer& from, int64_t g) {
+  if (from.wide) {
+    const float* at = static_cast<const float*>(from.bounds) + 2 * g;
+    return {at[0], at[1]};
   }
-  const uint16_t* from = static_cast<const uint16_t*>(job.bounds) + 2 * g;
-  return {from_bfloat(from[0]), from_bfloat(from[1])};
+  const uint16_t* at = static_cast<const uint16_t*>(from.bounds) + 2 * g;
+  return {from_bfloat(at[0]), from_bfloat(at[1])};
 }
 
-#ifdef MT_X86
-// All groups but a last one that is not whole; returns where the rest begins.
-static int64_t quantize_whole(const Job& job, int64_t begin, int64_t end) {
-  end = std::min(end, job.n / job.size);
-  const avx512::Encoding e{avx512::keys_of(job.seed), job.stochastic, 0};
-  const auto go = [&](auto type) {
-    using F = decltype(type);
-    avx512::encode_any<F>(static_cast<const typename F::T*>(job.x), job.codes, job.bounds, job.wide,
-                          job.size, job.bits, begin, end, e);
-  };
-  job.bf16 ? go(avx512::Bfloats()) : go(avx512::Floats());
-  return std::max(begin, end);
-}
-#endif
+// A tensor of float or bf16, and its codes.
+struct Job {
+  void* x;
+  bool bf16;
+  int64_t n;
+  Quantizer codes;
+  int64_t columns, stride;  // of rows with gaps between them; else 0
+};
 
-MT_CLONES static void quantize_range(const Job& job, int64_t begin, int64_t end, float* buffer,
-                                     uint8_t* codes) {
-  const int64_t size = job.size, bits = job.bits;
-  const float levels = static_cast<float>((1 << bits) - 1);
-#ifdef MT_X86
-  if (avx512::can_encode(bits)) begin = quantize_whole(job, begin, end);
-#endif
-  for (int64_t g = begin; g < end; ++g) {
-    const float* x = load_group(job, g, buffer);
-    const Group b = size == 256 ? bounds_of(x, 256, job.wide) : bounds_of(x, size, job.wide);
-    store_bounds(job, g, b);
-    const float step = b.half_step(levels);
-    const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    const Encoder e{0.5f * b.lo, inverse, levels, job.seed, job.stochastic};
-    uint8_t* out = job.codes + g * (size / 8 * bits);
-    if (size % 256 == 0)
-      encode<32>(x, codes, size, g, e);
-    else if (size % 128 == 0)
-      encode<16>(x, codes, size, g, e);
-    else
-      encode<8>(x, codes, size, g, e);
-    const int64_t left = job.n - g * size;
-    if (left < size) std::memset(codes + left, 0, size - left);
-#define MT_PACK(B) pack_group<B>(codes, out, size)
-    MT_BITS_SWITCH(MT_PACK)
-  }
-}
+}  // namespace memtrain
 
-#ifdef MT_X86
-// All short groups but a last one that is not whole; returns where the rest begins.
-static int64_t dequantize_short(const Job& job, int64_t begin, int64_t end) {
-  constexpr int64_t kBlock = 512;
-  const int64_t size = job.size, bits = job.bits;
-  const float levels = static_cast<float>((1 << bits) - 1);
-  float base[kBlock], step[kBlock];
-  end = std::max(begin, std::min(end, job.n / size));
-  for (int64_t g = begin; g < end; g += kBlock) {
-    const int64_t count = std::min(kBlock, end - g);
-    for (int64_t k = 0; k < count; ++k) {
-      const Group b = load_bounds(job, g + k);
-      base[k] = 0.5f * b.lo, step[k] = b.half_step(levels);
-    }
-    const uint8_t* in = job.codes + g * (size / 8 * bits);
-    if (job.bf16)
-      avx512::decode_short(in, static_cast<uint16_t*>(job.y) + g * size, size, bits, count, base,
-                           step);
-    else
-      avx512::decode_short(in, static_cast<float*>(job.y) + g * size, size, bits, count, base,
-                           step);
-  }
-  return end;
-}
-#endif
+#include "foreach_isa.h"
 
-MT_INLINE void narrow(const float* __restrict x, uint16_t* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat(x[i]);
-}
+namespace memtrain {
 
-MT_CLONES static void dequantize_range(const Job& job, int64_t begin, int64_t end, float* buffer,
-                                       uint8_t*) {
-  const int64_t size = job.size, bits = job.bits;
-  const float levels = static_cast<float>((1 << bits) - 1);
-#ifdef MT_X86
-  const bool fast = avx512::can_decode(bits);
-  if (fast && size <= avx512::kShort) begin = dequantize_short(job, begin, end);
-#endif
-  for (int64_t g = begin; g < end; ++g) {
-    const Group b = load_bounds(job, g);
-    const float base = 0.5f * b.lo, step = b.half_step(levels);
-    const uint8_t* in = job.codes + g * (size / 8 * bits);
-    const int64_t at = g * size, n = std::min(job.n - at, size);
-    float* to = static_cast<float*>(job.y) + at;
-#ifdef MT_X86
-    if (n == size && fast) {
-      if (job.bf16)
-        avx512::decode_bfloats(in, static_cast<uint16_t*>(job.y) + at, size, bits, base, step);
-      else
-        avx512::decode_floats(in, to, size, bits, base, step);
-      continue;
-    }
-#endif
-    float* out = job.bf16 || n < size ? buffer : to;
-#define MT_DECODE(B) decode_group<B>(in, out, size, base, step)
-    MT_BITS_SWITCH(MT_DECODE)
-    if (job.bf16)
-      narrow(buffer, static_cast<uint16_t*>(job.y) + at, n);
-    else if (n < size)
-      std::memcpy(to, buffer, n * sizeof(float));
-  }
-}
-
-template <typename Range>
-void over_groups(const Job& job, int64_t threads, const Range& range) {
-  const int64_t groups = (job.n + job.size - 1) / job.size;
-  parallel_for(groups, std::max<int64_t>(32768 / job.size, 1), threads,
-               [&](int64_t begin, int64_t end) {
-                 std::vector<float> buffer(job.size);
-                 std::vector<uint8_t> codes(job.size);
-                 range(job, begin, end, buffer.data(), codes.data());
-               });
-}
-
-// Elements `first` to `first + count` of a matrix of rows that begin `stride` elements apart.
-static void gather(const Job& job, int64_t columns, int64_t stride, int64_t first, int64_t count,
-                   uint8_t* to) {
-  const int64_t bytes = job.bf16 ? 2 : 4;
-  const auto* x = static_cast<const uint8_t*>(job.x);
-  while (count > 0) {
-    const int64_t column = first % columns, taken = std::min(columns - column, count);
-    std::memcpy(to, x + (first / columns * stride + column) * bytes, taken * bytes);
-    to += taken * bytes, first += taken, count -= taken;
-  }
-}
-
-// As `quantize_range` of such a matrix, which is never there as a whole without its gaps.
-static void quantize_rows(const Job& job, int64_t columns, int64_t stride, int64_t begin,
-                          int64_t end, float* buffer, uint8_t* codes) {
-  const int64_t bytes = job.bf16 ? 2 : 4, together = std::max<int64_t>(8192 / job.size, 2) & ~1;
-  std::vector<uint8_t> held(std::min(together, end - begin) * job.size * bytes);
-  for (int64_t g = begin; g < end; g += together) {
-    const int64_t last = std::min(g + together, end), first = g * job.size;
-    Job part = job;
-    part.n = std::min(last * job.size, job.n);
-    gather(job, columns, stride, first, part.n - first, held.data());
-    const uintptr_t before = static_cast<uintptr_t>(first * bytes);
-    part.x = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(held.data()) - before);
-    quantize_range(part, g, last, buffer, codes);
-  }
-}
-
-void quantize_tile(const float* x, int64_t begin, int64_t n, const Quantizer& to, float* buffer,
-                   uint8_t* scratch) {
-  const uintptr_t before = static_cast<uintptr_t>(begin * to.size) * sizeof(float);
-  const Job job{reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) - before), nullptr,
-                to.codes, to.bounds, false, to.wide != 0, to.stochastic != 0, begin * to.size + n,
-                to.bits, to.size, static_cast<uint64_t>(to.seed)};
-  quantize_range(job, begin, begin + (n + to.size - 1) / to.size, buffer, scratch);
+static void quantize_tile(const float* x, int64_t first, int64_t count, const Quantizer& to,
+                          Scratch& scratch, int64_t left) {
+  MT_DISPATCH(quantize_tile(x, first, count, to, scratch, left));
 }
 
 void quantize_groups(const float* x, int64_t begin, int64_t end, const Quantizer& to,
-                     uint8_t* scratch) {
-  quantize_tile(x, begin, (end - begin) * to.size, to, nullptr, scratch);
+                     Scratch& scratch) {
+  const int64_t together = groups_together(to.size);
+  for (int64_t g = begin; g < end; g += together, x += together * to.size)
+    quantize_tile(x, g, std::min(together, end - g), to, scratch, together * to.size);
 }
 
-void dequantize_tile(const Quantizer& from, int64_t begin, int64_t end, float* out) {
-  const uintptr_t before = static_cast<uintptr_t>(begin * from.size) * sizeof(float);
-  const Job job{nullptr, reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - before),
-                from.codes, from.bounds, false, from.wide != 0, false, end * from.size,
-                from.bits, from.size, 0};
-  dequantize_range(job, begin, end, nullptr, nullptr);
+static void quantize_range(const Job& job, int64_t begin, int64_t end, Scratch& scratch) {
+  const int64_t size = job.codes.size, together = groups_together(size);
+  for (int64_t g = begin, count; g < end; g += count) {
+    count = std::min(together - (g & 1), end - g);
+    const int64_t at = g * size, n = std::min(count * size, job.n - at);
+    const float* x = static_cast<const float*>(job.x) + at;
+    // Read where it lies, where no vector reaches past a slice.
+    if (job.bf16 || job.columns || n < count * size || size < 128) {
+      float* room = scratch.numbers();
+      MT_DISPATCH(read(job, at, n, room));
+      for (int64_t i = n; i < count * size; ++i) room[i] = -INFINITY;  // whose code is 0
+      x = room;
+    }
+    quantize_tile(x, g, count, job.codes, scratch, n);
+  }
+}
+
+static void dequantize_range(const Job& job, int64_t begin, int64_t end, Scratch& scratch) {
+  MT_DISPATCH(dequantize_range(job, begin, end, scratch));
+}
+
+template <typename Range>
+static void over_groups(const Job& job, int64_t threads, const Range& range) {
+  const int64_t size = job.codes.size, groups = (job.n + size - 1) / size;
+  parallel_for(groups, std::max<int64_t>(32768 / size, 1), threads,
+               [&](int64_t begin, int64_t end) {
+                 Scratch scratch(size);
+                 range(job, begin, end, scratch);
+               });
 }
 
 }  // namespace memtrain
 
-MT_EXPORT void mt_group_quantize(const void* x, int64_t bf16, uint8_t* codes, void* bounds,
-                                 int64_t wide, int64_t n, int64_t bits, int64_t group_size,
-                                 int64_t seed, int64_t stochastic, int64_t threads) {
-  memtrain::Job job{x, nullptr, codes, bounds, bf16 != 0, wide != 0, stochastic != 0,
-                    n, bits, group_size, static_cast<uint64_t>(seed)};
-  memtrain::over_groups(job, threads, memtrain::quantize_range);
-}
-
-// As `mt_group_quantize` of a matrix of `columns` columns whose rows begin `stride` elements apart.
-MT_EXPORT void mt_group_quantize_rows(const void* x, int64_t bf16, uint8_t* codes, void* bounds,
+// The elements are those of a matrix of `columns` columns whose rows begin `stride` elements apart.
+MT_EXPORT void mt_group_quantize_rows(void* x, int64_t bf16, uint8_t* codes, void* bounds,
                                       int64_t wide, int64_t n, int64_t bits, int64_t group_size,
                                       int64_t seed, int64_t stochastic, int64_t columns,
                                       int64_t stride, int64_t threads) {
-  memtrain::Job job{x, nullptr, codes, bounds, bf16 != 0, wide != 0, stochastic != 0,
-                    n, bits, group_size, static_cast<uint64_t>(seed)};
-  memtrain::over_groups(job, threads, [&](const memtrain::Job& all, auto... range) {
-    memtrain::quantize_rows(all, columns, stride, range...);
-  });
+  const memtrain::Job job{x, bf16 != 0, n, {codes, bounds, wide, bits, group_size, seed, stochastic},
+                          columns, stride};
+  memtrain::over_groups(job, threads, memtrain::quantize_range);
 }
 
-MT_EXPORT void mt_group_dequantize(const uint8_t* codes, const void* bounds, int64_t wide,
-                                   void* out, int64_t bf16, int64_t n, int64_t bits,
-                                   int64_t group_size, int64_t threads) {
-  memtrain::Job job{nullptr, out, const_cast<uint8_t*>(codes), const_cast<void*>(bounds),
-                    bf16 != 0, wide != 0, false, n, bits, group_size, 0};
+MT_EXPORT void mt_group_quantize(void* x, int64_t bf16, uint8_t* codes, void* bounds, int64_t wide,
+                                 int64_t n, int64_t bits, int64_t group_size, int64_t seed,
+                                 int64_t stochastic, int64_t threads) {
+  mt_group_quantize_rows(x, bf16, codes, bounds, wide, n, bits, group_size, seed, stochastic, 0, 0,
+                         threads);
+}
+
+MT_EXPORT void mt_group_dequantize(uint8_t* codes, void* bounds, int64_t wide, void* out,
+                                   int64_t bf16, int64_t n, int64_t bits, int64_t group_size,
+                                   int64_t threads) {
+  const memtrain::Job job{out, bf16 != 0, n, {codes, bounds, wide, bits, group_size, 0, 0}, 0, 0};
   memtrain::over_groups(job, threads, memtrain::dequantize_range);
 }
+
+#else
+
+#include "packing/slices.h"
+#include "philox_lanes.h"
+
+// `count` elements from number `first` on.
+inline void read(const Job& job, int64_t first, int64_t count, float* to) {
+  const int64_t columns = job.columns ? job.columns : job.n, stride = job.columns ? job.stride : 0;
+  while (count > 0) {
+    const int64_t column = first % columns, taken = std::min(columns - column, count);
+    const int64_t at = first / columns * stride + column;
+    if (job.bf16) {
+      const uint16_t* from = static_cast<const uint16_t*>(job.x) + at;
+      int64_t i = 0;
+      for (; i + 16 <= taken; i += 16) store(to + i, (F)(widen(from + i) << 16));
+      for (; i < taken; ++i) to[i] = from_bfloat(from[i]);
+    } else {
+      std::memcpy(to, static_cast<const float*>(job.x) + at, taken * sizeof(float));
+    }
+    to += taken, first += taken, count -= taken;
+  }
+}
+
+// Of `n` numbers.
+MT_HELPER Bounds bounds_of(const float* x, int64_t n, bool wide) {
+  float lo = x[0], hi = x[0];
+  int32_t top = 0;
+  const int64_t whole = n / 16 * 16;
+  if (whole) {
+    F least = load(x), most = least;
+    I tops = magnitude(least);
+    for (int64_t i = 16; i < whole; i += 16) {
+      const F v = load(x + i);
+      least = lesser(v, least), most = greater(v, most), tops = imax(tops, magnitude(v));
+    }
+    lo = least_of(least), hi = greatest_of(most), top = top_of(tops);
+  }
+  for (int64_t i = whole; i < n; ++i) {
+    const int32_t m = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFF);
+    lo = x[i] < lo ? x[i] : lo, hi = x[i] > hi ? x[i] : hi, top = m > top ? m : top;
+  }
+  if (top >= 0x7F800000) return finite_bounds(x, n, wide);  // an Inf or a NaN
+  return {outward(lo, false, wide), outward(hi, true, wide)};
+}
+
+// A group's codes; `words` are its draws, whose bits the second group of a pair turns by 8.
+template <int kBits, bool kStochastic>
+MT_HELPER void encode_group(const float* x, uint8_t* out, int64_t width, const int32_t* words,
+                            int64_t stride, bool odd, float base, float inverse) {
+  const F half = splat(0.5f), from = splat(base), by = splat(inverse), zero = splat(0.0f);
+  const F most = splat(static_cast<float>((1 << kBits) - 1));
+  for (int64_t c = 0; c < width; c = next(c, width)) {
+    I draws[4], codes[8];
+    if (kStochastic)
+      MT_UNROLL(4)
+      for (int j = 0; j < 4; ++j) {
+        const I word = load(words + j * stride + c);
+        draws[j] = odd ? ((word >> 8) & 0xFFFFFF) | word << 24 : word;
+      }
+    MT_UNROLL(8)
+    for (int s = 0; s < 8; ++s) {
+      const F u = kStochastic ? uniform(draws, s) : half;
+      const F t = (load(x + s * width + c) * half - from) * by + u;
+      codes[s] = to_int(lesser(greater(t, zero), most));  // 0 for NaN
+    }
+    store_codes<kBits>(out + c, codes, width);
+  }
+}
+
+template <int kBits>
+inline void quantize_groups_of(const float* x, int64_t first, int64_t count, const Quantizer& to,
+                               Scratch& scratch, int64_t left) {
+  const int64_t size = to.size, width = size / 8, bytes = width * kBits;
+  for (int64_t g = first; g < first + count; ++g, x += size, left -= size) {
+    const Bounds b = bounds_of(x, std::min(left, size), to.wide != 0);
+    store_bounds(to, g, b);
+    const float step = b.half_step(kBits), inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    uint8_t* out = to.codes + g * bytes;
+    uint8_t* made = width < 16 ? scratch.bytes() : out;
+    const int32_t* words = scratch.words() + (g / 2 - first / 2) * width;
+    (to.stochastic ? encode_group<kBits, true> : encode_group<kBits, false>)(
+        x, made, width, words, scratch.stride, g & 1, 0.5f * b.lo, inverse);
+    if (made != out) std::memcpy(out, made, bytes);
+  }
+}
+
+// `x` has `left` numbers, and what fills its last group up.
+inline void quantize_tile(const float* x, int64_t first, int64_t count, const Quantizer& to,
+                          Scratch& scratch, int64_t left) {
+  const int64_t bits = to.bits, width = to.size / 8;
+  const int64_t from = first / 2 * width, draws = ((first + count + 1) / 2 - first / 2) * width;
+  if (to.stochastic)
+    for (int64_t i = 0; i < draws; i += 16) {
+      I words[4];
+      draw(static_cast<uint32_t>(from + i), static_cast<uint64_t>(to.seed), words);
+      for (int j = 0; j < 4; ++j) store(scratch.words() + j * scratch.stride + i, words[j]);
+    }
+#define MT_QUANTIZE(B) quantize_groups_of<B>(x, first, count, to, scratch, left)
+  MT_BITS_SWITCH(MT_QUANTIZE)
+#undef MT_QUANTIZE
+}
+
+MT_INLINE void put(float* out, F x) { store(out, x); }
+MT_INLINE void put(uint16_t* out, F x) { store_bfloat(out, x); }
+
+template <int kBits, typename T>
+MT_HELPER void decode_group(const uint8_t* in, T* out, int64_t width, float base, float step) {
+  const auto level = [&](I code) __attribute__((always_inline)) {
+    return splat(2.0f) * (splat(base) + to_float(code) * splat(step));
+  };
+  const F table = level(lane_numbers());
+  for (int64_t c = 0; c < width; c = next(c, width)) {
+    I codes[8];
+    load_codes<kBits>(in + c, codes, width);
+    MT_UNROLL(8)
+    for (int s = 0; s < 8; ++s)
+      put(out + s * width + c, kBits <= 4 ? decode(table, codes[s]) : level(codes[s]));
+  }
+}
+
+template <int kBits, typename T>
+inline void dequantize_groups_of(const Job& job, int64_t begin, int64_t end, Scratch& scratch) {
+  const int64_t size = job.codes.size, width = size / 8, bytes = width * kBits;
+  T* room = reinterpret_cast<T*>(scratch.numbers());
+  for (int64_t g = begin; g < end; ++g) {
+    const Bounds b = load_bounds(job.codes, g);
+    const int64_t n = std::min(size, job.n - g * size);
+    const uint8_t* in = job.codes.codes + g * bytes;
+    T* out = static_cast<T*>(job.x) + g * size;
+    // Vectors reach past a slice, and past the last group.
+    if (width < 16) in = static_cast<uint8_t*>(std::memcpy(scratch.bytes(), in, bytes));
+    T* made = width < 16 || n < size ? room : out;
+    decode_group<kBits>(in, made, width, 0.5f * b.lo, b.half_step(kBits));
+    if (made != out) std::memcpy(out, made, n * sizeof(T));
+  }
+}
+
+inline void dequantize_range(const Job& job, int64_t begin, int64_t end, Scratch& scratch) {
+  const int64_t bits = job.codes.bits;
+#define MT_DEQUANTIZE(B)                                                  \
+  job.bf16 ? dequantize_groups_of<B, uint16_t>(job, begin, end, scratch)  \
+           : dequantize_groups_of<B, float>(job, begin, end, scratch)
+  MT_BITS_SWITCH(MT_DEQUANTIZE)
+#undef MT_DEQUANTIZE
+}
+
+#endif

@@ -75,7 +75,7 @@ MT_INLINE void normalise(const Norm& job, int64_t row, float* hat) {
 
 // Rows of some tiles: what a tile's rows have made is quantised while it is in the nearest cache.
 MT_CLONES static void norm_range(const Norm& job, int64_t begin, int64_t end, int64_t tile,
-                                 float* hat, uint8_t* scratch) {
+                                 float* hat, Scratch& scratch) {
   const int64_t groups = job.size / job.to.size;
   for (int64_t row = begin; row < end; row += tile) {
     const int64_t stop = std::min(row + tile, end);
@@ -100,9 +100,9 @@ MT_EXPORT void mt_norm_quantize(const void* x, int64_t bf16, const float* weight
   memtrain::parallel_for(
       tiles, std::max<int64_t>(32768 / (tile * size), 1), threads,
       [&](int64_t begin, int64_t end) {
-        std::vector<float> hat(tile * size);
-        std::vector<uint8_t> scratch(group_size);
+        std::vector<float> hat(tile * size + 16);
+        memtrain::Scratch scratch(group_size);
         memtrain::norm_range(job, begin * tile, std::min(end * tile, rows), tile, hat.data(),
-                             scratch.data());
+                             scratch);
       });
 }

@@ -1,3 +1,0 @@
-// Ends what avx512_begin.h began.
-#pragma GCC diagnostic pop
-#pragma GCC pop_options
