@@ -28,6 +28,7 @@ if "--amd" in sys.argv:  # in the workers too, before kernels are imported
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import machine_code
+from tests.kernels import aot_cases
 
 KERNELS = Path(__file__).parents[2] / "memtrain" / "kernels"
 ARCHITECTURES = (80, 90)
@@ -50,6 +51,11 @@ def load(name):
     return module
 
 
+def cases(name):
+    """The cases of a module, or of a file, which has its own."""
+    return aot_cases.CASES.get(name) or getattr(load(name), "AOT_CASES", ())
+
+
 def jit_functions(module):
     """The module's own @triton.jit functions by name."""
     return {
@@ -67,19 +73,19 @@ def called(function):
 
 
 def coverage_faults(loaded):
-    """What AOT_CASES leave out, as rows; a kernel is what no other kernel calls."""
+    """What the cases leave out, as rows; a kernel is what no other kernel calls."""
     functions = {name: jit_functions(module) for name, module in loaded.items()}
     helpers = {
         callee for group in functions.values() for f in group.values() for callee in called(f)
     }
     faults = []
-    for name, module in loaded.items():
+    for name in loaded:
         kernels = set(functions[name]) - helpers
-        if not getattr(module, "AOT_CASES", None):
+        if not cases(name):
             if kernels or not functions[name]:
-                faults.append({"module": name, "fault": "has no AOT_CASES"})
+                faults.append({"module": name, "fault": "has no cases"})
             continue
-        covered = {case[0].fn.__name__ for case in module.AOT_CASES}
+        covered = {case[0].fn.__name__ for case in cases(name)}
         faults += [
             {"module": name, "kernel": kernel, "fault": "is in no AOT case"}
             for kernel in sorted(kernels - covered)
@@ -88,7 +94,7 @@ def coverage_faults(loaded):
 
 
 def pinned(name):
-    """Place in AOT_CASES -> row of the table of machine code, for a module's kernels."""
+    """Place among the cases -> row of the table of machine code, for a module's kernels."""
     rows = {row: case for row, case in machine_code.CASES.items() if case.module == name}
     return {machine_code.find(case): row for row, case in rows.items()}
 
@@ -148,7 +154,7 @@ def telling_of_amd(cases, first=()):
 def examine(job):
     """One row: module, case, architecture, resources, and the fault if there is one."""
     name, index, architecture, sizes = job
-    kernel, signature, constants = load(name).AOT_CASES[index]
+    kernel, signature, constants = cases(name)[index]
     row = {"module": name, "case": index, "kernel": kernel.fn.__name__}
     row |= {"sm": architecture, "sizes": sizes}
     try:
@@ -179,11 +185,7 @@ def main(names, choose=telling):
         except Exception as error:  # noqa: BLE001 (this module's fault; the others still run)
             rows.append({"module": name, "fault": f"{type(error).__name__}: {error}"})
     rows += coverage_faults(loaded)
-    jobs = [
-        (name, *job)
-        for name, module in loaded.items()
-        for job in choose(getattr(module, "AOT_CASES", ()), [*pinned(name)])
-    ]
+    jobs = [(name, *job) for name in loaded for job in choose(cases(name), [*pinned(name)])]
     workers = min(len(os.sched_getaffinity(0)), 8)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         rows += pool.map(examine, jobs, chunksize=2)

@@ -73,7 +73,7 @@ def test_kernels_compile_without_stack_or_spills(module, once):
     rows = [row for row in once("aot", examined)[0] if row.get("module") == module]
     assert [row for row in rows if "fault" in row] == []
     if not rows:  # else the script had said that it has kernels
-        assert "AOT_CASES" not in (KERNELS / f"{module.replace('.', '/')}.py").read_text()
+        assert f'"{module}"' not in SCRIPT.with_name("aot_cases.py").read_text()
         return
     assert {row["sm"] for row in rows} == {80, 90}
     if any(row["sizes"] != "multiples" for row in rows):
@@ -177,6 +177,6 @@ def test_faults_are_found(tmp_path):
         ("_covered_kernel", 2),
     }
     assert faults["_forgotten_kernel", None] == "is in no AOT case"
-    assert faults[None, None] == "has no AOT_CASES"
+    assert faults[None, None] == "has no cases"
     assert "spills" in faults["_covered_kernel", 1]
     assert "arguments missing" in faults["_covered_kernel", 2]

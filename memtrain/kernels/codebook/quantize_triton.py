@@ -242,30 +242,3 @@ def dequantize(codes, book: Codebook, out, scale, row, col):
         enable_fp_fusion=False,
         **options,
     )
-
-
-def _case(bits, size, dtype=None, **more):
-    names = ("row_ptr", "col_ptr", "values_ptr", "scale_ptr")
-    signature = dict.fromkeys(names, "*fp32") | {"codes_ptr": "*u8"}
-    integer = "i64" if more.setdefault("BIG", False) else "i32"
-    signature |= {"n": integer, "cols": "i32", "n_blocks": "i32"}
-    constants = {"BITS": bits, "WIDTH": size // 8, "LONG": True, "enable_fp_fusion": False}
-    constants |= tile(size) | more
-    if dtype is None:
-        return _dequantize_kernel, signature | {"out_ptr": "*fp32"}, constants
-    signature |= {"x_ptr": dtype, "bounds_ptr": "*fp32", "seed": "i64"}
-    return _quantize_kernel, signature, constants
-
-
-# 4, 8, 2 and 1 lanes: every form of the layout.
-AOT_CASES = [
-    *(_case(b, 256, "*fp32", MATRIX=False, STOCHASTIC=b != 8) for b in (2, 3, 4, 8)),
-    *(_case(b, 128, "*bf16", MATRIX=True, STOCHASTIC=b == 4) for b in (4, 8)),
-    _case(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, LONG=False),
-    _case(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, BIG=True),
-    _case(8, 2048, "*fp16", MATRIX=False, STOCHASTIC=True),
-    *(_case(b, 256, MATRIX=False) for b in (2, 3, 4, 8)),
-    *(_case(b, 128, MATRIX=True) for b in (4, 8)),
-    _case(4, 128, MATRIX=True, LONG=False),
-    _case(4, 128, MATRIX=True, BIG=True),
-]

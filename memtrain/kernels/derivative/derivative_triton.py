@@ -159,19 +159,6 @@ def _code(
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    """To the stored type; bfloat16 to nearest-even by integers: the interpreter would truncate."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
-        bits = x.to(tl.uint32, bitcast=True)
-        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        high = tl.where(x != x, 0x7FC0, high)
-        y = high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        y = x.to(DTYPE)
-    return y
-
-
-@triton.jit
 def _forward_kernel(
     x_ptr,
     y_ptr,  # not written where FUNCTION is ""; may be x_ptr
@@ -207,7 +194,7 @@ def _forward_kernel(
         code = _code(side, table_ptr, BOUNDARIES, BITS, PARITY == "band")
         word |= code.to(WORD) << (BITS * lane)
         if FUNCTION != "":
-            y = _rounded(_value(x, FUNCTION, a, b), y_ptr.dtype.element_ty)
+            y = _value(x, FUNCTION, a, b).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + at, y, mask=at < left)
     for byte in tl.static_range(LANES * BITS // 8):
         at = row * (32 * BITS) + byte * WIDTH + position
@@ -284,7 +271,7 @@ def _backward_kernel(
         if MULTIPLY:
             grad = tl.load(grad_ptr + at, mask=at < left, other=0.0)
             level = grad.to(level.dtype) * level
-        out = level if DTYPE == tl.float64 else _rounded(level, DTYPE)  # noqa: SIM300
+        out = level.to(DTYPE)
         tl.store(out_ptr + at, out, mask=at < left)
 
 
@@ -365,49 +352,3 @@ def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out:
             TILE=_tile(bits),
         )
     return out
-
-
-def _forward_cases() -> list[tuple[object, dict[str, str], dict[str, object]]]:
-    """Every width; each function in bfloat16, the costly ones in all."""
-    cases: list[tuple[object, dict[str, str], dict[str, object]]] = []
-
-    def add(dtype: str, bits: int, function: str = "", parity: str = "plain") -> None:
-        pointers = {"x_ptr": dtype, "y_ptr": dtype, "codes_ptr": "*u8", "table_ptr": "*fp32"}
-        scalars = {"n": "i64", "n_blocks": "i64", "shift": "fp32", "a": "fp32", "b": "fp32"}
-        count = 0 if bits > 4 else 2 if parity == "band" else (1 << bits) - 1
-        steps = tuple(float(k) for k in range(count))
-        sizes = {"BITS": bits, "LANES": lanes(bits), "TILE": _tile(bits)}
-        constants = {"FUNCTION": function, "BOUNDARIES": steps, "PARITY": parity}
-        cases.append((_forward_kernel, pointers | scalars, constants | sizes))
-
-    for bits in range(1, 9):
-        for dtype in ("*fp32", "*bf16", "*fp16", "*fp64") if bits in (3, 8) else ("*bf16",):
-            add(dtype, bits)
-    for parity in ("even", "band"):
-        add("*bf16", 1, "tanh", parity)
-    for function in FUSED:
-        add("*bf16", 3, function)
-    for function in ("gelu", "silu"):
-        for bits in (1, 4, 8):
-            add("*fp32", bits, function)
-    return cases
-
-
-def _backward_cases() -> list[tuple[object, dict[str, str], dict[str, object]]]:
-    """Every width and dtype; levels alone at 3 bits."""
-    cases: list[tuple[object, dict[str, str], dict[str, object]]] = []
-    for bits in range(1, 9):
-        for dtype in ("*fp32", "*bf16", "*fp16", "*fp64"):
-            gather = bits > 4 or dtype == "*fp64"
-            kind = "*fp64" if dtype == "*fp64" else "*fp32"
-            pointers = {"grad_ptr": dtype, "codes_ptr": "*u8", "out_ptr": dtype, "table_ptr": kind}
-            steps = () if gather else tuple(float(k) for k in range(1 << bits))
-            shared = {"BITS": bits, "LANES": lanes(bits), "TILE": _tile(bits), "LEVELS": steps}
-            for multiply in (True, False) if bits == 3 else (True,):
-                constants = shared | {"GATHER": gather, "MULTIPLY": multiply}
-                signature = pointers | {"n": "i64", "n_blocks": "i64"}
-                cases.append((_backward_kernel, signature, constants))
-    return cases
-
-
-AOT_CASES = _forward_cases() + _backward_cases()

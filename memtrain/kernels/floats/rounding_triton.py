@@ -1,9 +1,5 @@
-"""Triton kernels of `rounding.py`: rounding, encoding with a count of overflows, decoding.
+"""Triton kernels of `rounding.py`: rounding, encoding with a count of overflows, decoding."""
 
-Floats pass as integers (float32, bfloat16): the interpreter would spoil subnormals.
-"""
-
-import torch
 import triton
 import triton.language as tl
 
@@ -48,33 +44,13 @@ def _value_bits(code, least, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, at, inside):
-    """A float32's bits; bfloat16 comes as int16: the interpreter would spoil its subnormals."""
-    x = tl.load(x_ptr + at, mask=inside, other=0)
-    if x_ptr.dtype.element_ty == tl.int16:
-        bits = x.to(tl.int32) << 16
-    elif x_ptr.dtype.element_ty == tl.float16:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    else:
-        bits = x
-    return bits
-
-
-@triton.jit
 def _store(out_ptr, at, inside, bits, negative):
-    """Float32 magnitudes to the pointer's type; int32 and int16 stand for float32, bfloat16."""
-    if out_ptr.dtype.element_ty == tl.int16:
-        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(out_ptr + at, (high | (negative << 15)).to(tl.int16), mask=inside)
-    else:
-        if out_ptr.dtype.element_ty == tl.float16:
-            # What the cast makes Inf anyway (65520 and more): the interpreter's would warn.
-            infinite = (bits >= 0x477FF000) & (bits < _INF)
-            value = tl.where(infinite, _INF, bits) | (negative << 31)
-            half = value.to(tl.float32, bitcast=True).to(tl.float16)
-            tl.store(out_ptr + at, half, mask=inside)
-        else:
-            tl.store(out_ptr + at, bits | (negative << 31), mask=inside)
+    """Float32 magnitudes to the pointer's type."""
+    if out_ptr.dtype.element_ty == tl.float16:
+        # What the cast makes Inf anyway (65520 and more): the interpreter's would warn.
+        bits = tl.where((bits >= 0x477FF000) & (bits < _INF), _INF, bits)
+    value = (bits | (negative << 31)).to(tl.float32, bitcast=True)
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -84,7 +60,8 @@ def _one(
     MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, ENCODE: tl.constexpr,
 ):  # fmt: skip
     """Rounds the elements at `at`; 1 where one overflows."""
-    bits = _load(x_ptr, at, inside)
+    x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
     magnitude, negative = bits & 0x7FFFFFFF, (bits >> 31) & 1
     code = _magnitude_code(magnitude, draw, least, MANTISSA, ROUNDING)
     nan, past = magnitude > _INF, code > limit
@@ -154,7 +131,7 @@ def run(x, out, count, numbers, seed):
     mantissa, least, limit, over_bits, over_code, nan_code, mark, _, rounding = numbers
     encodes, n = out.dtype != x.dtype, x.numel()
     given = (
-        _as_bits(x), out if encodes else _as_bits(out), count, n,
+        x, out, count, n,
         least, limit, over_code if encodes else over_bits, nan_code, mark,
     )  # fmt: skip
     if rounding == 2:
@@ -173,46 +150,4 @@ def decode(codes, out, numbers):
     n = codes.numel()
     form = (least, limit, nan_code, mark, infinity)
     grid = (triton.cdiv(n, _TILE.value),)
-    launch(_decode_kernel, grid, codes, _as_bits(out), n, *form, MANTISSA=mantissa)
-
-
-def _as_bits(out):
-    if out.dtype == torch.float16:
-        return out
-    return out.view(torch.int32 if out.dtype == torch.float32 else torch.int16)
-
-
-_NUMBERS = {"least": "i32", "limit": "i32", "nan_code": "i32", "mark": "i32"}
-_ROUNDED = {"count_ptr": "*i64", "n": "i32", "over": "i32"} | _NUMBERS
-_FLOATS = ("*i32", "*i16", "*fp16")  # float32, bfloat16, float16
-_MANTISSA = {"*u8": 3, "*i16": 9}
-AOT_CASES = [
-    *(
-        (
-            _nearest_kernel,
-            {"x_ptr": x, "out_ptr": out} | _ROUNDED,
-            {"MANTISSA": _MANTISSA[out] if encode else 2, "ROUNDING": rounding, "ENCODE": encode},
-        )
-        for x in _FLOATS
-        for out, encode in ((x, False), ("*u8", True), ("*i16", True))
-        for rounding in (0, 1)
-    ),
-    *(
-        (
-            _stochastic_kernel,
-            {"x_ptr": x, "out_ptr": out, "seed": "i64"} | _ROUNDED,
-            {"MANTISSA": _MANTISSA[out] if encode else 2, "ENCODE": encode, **_OPTIONS},
-        )
-        for x in _FLOATS
-        for out, encode in ((x, False), ("*u8", True))
-    ),
-    *(
-        (
-            _decode_kernel,
-            {"codes_ptr": codes, "out_ptr": out, "n": "i32", "infinity": "i32"} | _NUMBERS,
-            {"MANTISSA": mantissa},
-        )
-        for codes, mantissa in _MANTISSA.items()
-        for out in _FLOATS
-    ),
-]
+    launch(_decode_kernel, grid, codes, out, n, *form, MANTISSA=mantissa)

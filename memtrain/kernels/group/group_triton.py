@@ -4,7 +4,6 @@ A group is eight slices of `group_size / 8` elements, one tile each: the slices 
 counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -29,36 +28,16 @@ def bound(x, UP: tl.constexpr, TO_BFLOAT: tl.constexpr):
 
 
 @triton.jit
-def rounded(x):
-    """To bfloat16's bits, in the upper half of 32: the interpreter's own cast would truncate."""
-    bits = x.to(tl.uint32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return tl.where(x == x, bits, 0x7FC00000)
-
-
-@triton.jit
 def half_step(lo, hi, LEVELS: tl.constexpr):
     half = 0.5 * hi - 0.5 * lo
     return tl.where(half < _TINY, 0.0, tl.div_rn(half, half * 0.0 + LEVELS))
 
 
 @triton.jit
-def load_bounds(bounds_ptr, group, inside, WIDE: tl.constexpr):
+def load_bounds(bounds_ptr, group, inside):
     lo = tl.load(bounds_ptr + group * 2, mask=inside, other=0)
     hi = tl.load(bounds_ptr + group * 2 + 1, mask=inside, other=0)
-    if not WIDE:
-        lo = ((lo.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
-        hi = ((hi.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
-    return lo, hi
-
-
-@triton.jit
-def _store_bounds(bounds_ptr, group, inside, lo, hi, WIDE: tl.constexpr):
-    if not WIDE:
-        lo = (lo.to(tl.uint32, bitcast=True) >> 16).to(tl.int16)
-        hi = (hi.to(tl.uint32, bitcast=True) >> 16).to(tl.int16)
-    tl.store(bounds_ptr + group * 2, lo, mask=inside)
-    tl.store(bounds_ptr + group * 2 + 1, hi, mask=inside)
+    return lo.to(tl.float32), hi.to(tl.float32)
 
 
 @triton.jit
@@ -120,42 +99,39 @@ def left_of(group, n, WIDTH: tl.constexpr):
 
 @triton.jit
 def encode(
-    xs,  # eight slices of float32
+    xs,  # eight slices of float32; NaN where there is none
     codes_ptr,
     bounds_ptr,
     group,
     column,
     here,  # which groups there are
-    n,
     seed,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a slice
     WIDTH_PAD: tl.constexpr,  # the power of two not below
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    WIDE: tl.constexpr,
     drawn=None,  # of a pair's groups, with `odd`: whether these are the second ones
     odd=None,
 ):
     LEVELS: tl.constexpr = float(2**BITS - 1)
+    NARROW: tl.constexpr = bounds_ptr.dtype.element_ty == tl.bfloat16
     inside = here & (column < WIDTH)
-    left = left_of(group, n, WIDTH)
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
     for s in tl.static_range(8):
-        x = xs[s]
-        counts = inside & (column + s * WIDTH < left) & (tl.abs(x) < float("inf"))
-        lows = tl.minimum(lows, tl.where(counts, x, float("inf")))
-        highs = tl.maximum(highs, tl.where(counts, x, float("-inf")))
+        finite = tl.fma(xs[s], 0.0, xs[s])  # else NaN, which minima and maxima pass over
+        lows, highs = tl.minimum(lows, finite), tl.maximum(highs, finite)
     low = tl.min(lows, axis=1)[:, None]
     some = low < float("inf")  # a finite element
-    lo = tl.where(some, bound(low, False, not WIDE), float("nan"))
-    hi = tl.where(some, bound(tl.max(highs, axis=1)[:, None], True, not WIDE), float("nan"))
+    lo = tl.where(some, bound(low, False, NARROW), float("nan"))
+    hi = tl.where(some, bound(tl.max(highs, axis=1)[:, None], True, NARROW), float("nan"))
     step = half_step(lo, hi, LEVELS)
     inverse = tl.where(
         step > 0.0, tl.div_rn(step * 0.0 + 1.0, tl.where(step > 0.0, step, 1.0)), 0.0
     )
-    _store_bounds(bounds_ptr, group, here, lo, hi, WIDE)
+    tl.store(bounds_ptr + group * 2, lo.to(bounds_ptr.dtype.element_ty), mask=here)
+    tl.store(bounds_ptr + group * 2 + 1, hi.to(bounds_ptr.dtype.element_ty), mask=here)
 
     if STOCHASTIC:
         if drawn is None:
@@ -172,8 +148,7 @@ def encode(
             # (r + 0.5) / 65536, exactly: the bits are those of 2**23 + r
             u = tl.fma((r | 0x4B000000).to(tl.float32, bitcast=True), 2.0**-16, 2.0**-17 - 128.0)
         t = (0.5 * xs[s] - base) * inverse + u
-        t = tl.where((t > 0.0) & (column + s * WIDTH < left), t, 0.0)  # 0 for NaN
-        t = tl.where(t < LEVELS, t, LEVELS)
+        t = tl.minimum(tl.maximum(t, 0.0), LEVELS)  # 0 for NaN
         codes = codes + (t.to(tl.int32),)  # noqa: RUF005
 
     store_codes(codes_ptr + group * (WIDTH * BITS) + column, codes, inside, BITS, WIDTH)
@@ -194,7 +169,6 @@ def _quantize_kernel(
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    WIDE: tl.constexpr,
     ROWS: tl.constexpr,  # there are gaps between rows
 ):
     place = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
@@ -214,13 +188,13 @@ def _quantize_kernel(
         xs = ()
         for s in tl.static_range(8):
             valid = (column < WIDTH) & (column + s * WIDTH < left)
-            x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=0.0)
+            x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=float("nan"))
             xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
         if STOCHASTIC and odd == 0:
             drawn = _words(seed, place, column, xs[0], WIDTH)
         encode(
-            xs, codes_ptr, bounds_ptr, group, column, here, n, seed,
-            BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE, drawn, odd == 1,
+            xs, codes_ptr, bounds_ptr, group, column, here, seed,
+            BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, drawn, odd == 1,
         )  # fmt: skip
 
 
@@ -235,8 +209,6 @@ def _dequantize_kernel(
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BF16: tl.constexpr,  # out_ptr is int16: bfloat16's bits, rounded here
 ):
     LEVELS: tl.constexpr = float(2**BITS - 1)
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
@@ -244,7 +216,7 @@ def _dequantize_kernel(
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     inside = (group < n_groups) & (column < WIDTH)
-    lo, hi = load_bounds(bounds_ptr, group, group < n_groups, WIDE)
+    lo, hi = load_bounds(bounds_ptr, group, group < n_groups)
     step = half_step(lo, hi, LEVELS)
     base = 0.5 * lo
     start = group * (WIDTH * 8) + column
@@ -256,13 +228,10 @@ def _dequantize_kernel(
             value = 2.0 * (base + code.to(tl.float32) * step)
             at = start + (lane * PER_LANE + h) * WIDTH
             valid = inside & (at < n)
-            if BF16:
-                tl.store(out_ptr + at, (rounded(value) >> 16).to(tl.int16), mask=valid)
-            else:
-                if out_ptr.dtype.element_ty == tl.float16:
-                    value = tl.where(value > 65504.0, 65504.0, value)
-                    value = tl.where(value < -65504.0, -65504.0, value)
-                tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=valid)
+            if out_ptr.dtype.element_ty == tl.float16:
+                value = tl.where(value > 65504.0, 65504.0, value)
+                value = tl.where(value < -65504.0, -65504.0, value)
+            tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def tile(group_size, elements=256):
@@ -290,7 +259,7 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
     n_groups = codes.shape[0]
     if n_groups == 0:
         return
-    wide, in_rows = bounds.dtype == torch.float32, not x.is_contiguous()
+    in_rows = not x.is_contiguous()
     options = _quantize_tile(group_size, in_rows)
     each = options["GROUPS"] * (2 if stochastic else 1)
     # Without contraction the results equal the reference's bit for bit.
@@ -299,7 +268,7 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
         (triton.cdiv(n_groups, each),),
         x,
         codes,
-        bounds if wide else bounds.view(torch.int16),
+        bounds,
         x.numel(),
         n_groups,
         x.shape[1] // group_size if in_rows else n_groups,
@@ -308,7 +277,6 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
         BITS=bits,
         WIDTH=group_size // 8,
         STOCHASTIC=stochastic,
-        WIDE=wide,
         ROWS=in_rows,
         enable_fp_fusion=False,
         **options,
@@ -320,51 +288,16 @@ def dequantize(codes, bounds, out, bits, group_size):
     if n_groups == 0:
         return
     options = tile(group_size)
-    wide, bf16 = bounds.dtype == torch.float32, out.dtype == torch.bfloat16
     launch(
         _dequantize_kernel,
         (triton.cdiv(n_groups, options["GROUPS"]),),
         codes,
-        bounds if wide else bounds.view(torch.int16),
-        out.view(torch.int16) if bf16 else out,
+        bounds,
+        out,
         out.numel(),
         n_groups,
         BITS=bits,
         WIDTH=group_size // 8,
-        WIDE=wide,
-        BF16=bf16,
         enable_fp_fusion=False,
         **options,
     )
-
-
-def _case(bits, dtype, group_size=256, **more):
-    quantizes = "STOCHASTIC" in more
-    bounds = "*fp32" if more["WIDE"] else "*i16"
-    pointers = {"x_ptr": dtype} if quantizes else {}
-    pointers |= {"codes_ptr": "*u8", "bounds_ptr": bounds}
-    pointers |= {} if quantizes else {"out_ptr": dtype}
-    sizes = {"n": "i32", "n_groups": "i32"}
-    options = tile(group_size)
-    constants = {"BITS": bits, "WIDTH": group_size // 8, "enable_fp_fusion": False}
-    if quantizes:
-        sizes |= {"per_row": "i32", "stride": "i32", "seed": "i64"}
-        constants["ROWS"] = False
-        options = _quantize_tile(group_size, "ROWS" in more)
-    kernel = _quantize_kernel if quantizes else _dequantize_kernel
-    return kernel, pointers | sizes, constants | options | more
-
-
-# 4, 8, 2 and 1 lanes: every form of the layout.
-_WIDTHS = (2, 3, 4, 8)
-AOT_CASES = [
-    *(_case(bits, "*fp32", STOCHASTIC=True, WIDE=False) for bits in _WIDTHS),
-    *(_case(4, dtype, STOCHASTIC=True, WIDE=True) for dtype in ("*bf16", "*fp16")),
-    _case(4, "*bf16", STOCHASTIC=False, WIDE=False),
-    _case(4, "*bf16", STOCHASTIC=True, WIDE=False, ROWS=True),
-    _case(3, "*fp32", 16384, STOCHASTIC=True, WIDE=False),
-    *(_case(bits, "*fp32", WIDE=False, BF16=False) for bits in _WIDTHS),
-    _case(4, "*i16", WIDE=True, BF16=True),
-    _case(4, "*fp16", WIDE=False, BF16=False),
-    _case(3, "*fp32", 16384, WIDE=False, BF16=False),
-]

@@ -1,6 +1,5 @@
 """Triton kernel of `softmax_gradient.py`: codes of a log-softmax become a gradient in one pass."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -10,7 +9,6 @@ from memtrain.kernels.group.group_triton import (
     left_of,
     load_bounds,
     load_codes,
-    rounded,
     tile,
 )
 
@@ -31,9 +29,7 @@ def _gradient_kernel(
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
-    WIDE: tl.constexpr,
     BIG: tl.constexpr,  # 2**31 elements or more
-    BF16: tl.constexpr,  # dx_ptr is int16: bfloat16's bits, rounded here
     LONG: tl.constexpr,  # a group lies in two rows at most
     SMOOTH: tl.constexpr,
 ):
@@ -44,7 +40,7 @@ def _gradient_kernel(
     column = tl.arange(0, WIDTH_PAD)[None, :]
     here = group < n_groups
     inside = here & (column < WIDTH)
-    lo, hi = load_bounds(bounds_ptr, group, here, WIDE)
+    lo, hi = load_bounds(bounds_ptr, group, here)
     step = half_step(lo, hi, LEVELS)
     base = 0.5 * lo
     left = left_of(group, n, WIDTH)
@@ -83,10 +79,7 @@ def _gradient_kernel(
                 value -= scale * each
             value = tl.where(own, value + scale * hit, value)
             to = dx_ptr + group * (WIDTH * 8) + at
-            if BF16:
-                tl.store(to, (rounded(value) >> 16).to(tl.int16), mask=valid)
-            else:
-                tl.store(to, value.to(dx_ptr.dtype.element_ty), mask=valid)
+            tl.store(to, value.to(dx_ptr.dtype.element_ty), mask=valid)
 
 
 def gradient(dx, codes, bounds, scale, classes, bits, group_size, smoothing):
@@ -94,13 +87,12 @@ def gradient(dx, codes, bounds, scale, classes, bits, group_size, smoothing):
     if n_groups == 0:
         return
     options = tile(group_size)
-    wide, bf16 = bounds.dtype == torch.float32, dx.dtype == torch.bfloat16
     launch(
         _gradient_kernel,
         (triton.cdiv(n_groups, options["GROUPS"]),),
-        dx.view(torch.int16) if bf16 else dx,
+        dx,
         codes,
-        bounds if wide else bounds.view(torch.int16),
+        bounds,
         scale,
         classes,
         dx.numel(),
@@ -110,32 +102,9 @@ def gradient(dx, codes, bounds, scale, classes, bits, group_size, smoothing):
         float(smoothing - 1),
         BITS=bits,
         WIDTH=group_size // 8,
-        WIDE=wide,
         BIG=dx.numel() >= 2**31,
-        BF16=bf16,
         LONG=dx.shape[1] >= group_size,
         SMOOTH=smoothing != 0,
         enable_fp_fusion=False,
         **options,
     )
-
-
-def _case(bits, dx, n="i32", group_size=256, **more):
-    signature = {
-        "dx_ptr": dx, "codes_ptr": "*u8", "bounds_ptr": "*fp32" if more["WIDE"] else "*i16",
-        "scale_ptr": "*fp32", "class_ptr": "*i64", "n": n, "n_groups": "i32", "size": "i32",
-        "each": "fp32", "hit": "fp32",
-    }  # fmt: skip
-    constants = {"BITS": bits, "WIDTH": group_size // 8, "BF16": dx == "*i16", "BIG": n == "i64"}
-    return _gradient_kernel, signature, constants | tile(group_size) | more | _EXACT
-
-
-_EXACT = {"enable_fp_fusion": False}
-AOT_CASES = [
-    _case(8, "*fp32", WIDE=False, LONG=True, SMOOTH=False),
-    _case(8, "*i16", WIDE=False, LONG=True, SMOOTH=True),
-    _case(8, "*i16", "i64", WIDE=False, LONG=True, SMOOTH=False),
-    _case(4, "*fp16", WIDE=True, LONG=False, SMOOTH=False),
-    _case(3, "*fp32", WIDE=False, LONG=False, SMOOTH=True),
-    _case(2, "*i16", group_size=16384, WIDE=False, LONG=False, SMOOTH=True),
-]

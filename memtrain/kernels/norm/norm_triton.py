@@ -15,7 +15,6 @@ from memtrain.kernels.group.group_triton import (
     half_step,
     load_bounds,
     load_codes,
-    rounded,
 )
 from memtrain.kernels.norm.norm import rows_each
 
@@ -40,20 +39,17 @@ def _norm_kernel(
     rstd_ptr,
     codes_ptr,
     bounds_ptr,
-    n,
     size,
     eps,
     seed,
     CENTRED: tl.constexpr,
     NARROW: tl.constexpr,
-    BF16: tl.constexpr,  # y_ptr is int16: bfloat16's bits, rounded here
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     per_row = size // (WIDTH * 8)
     tiles = (per_row + GROUPS - 1) // GROUPS
@@ -75,26 +71,18 @@ def _norm_kernel(
     for s in tl.static_range(8):
         at = within + s * WIDTH
         x = tl.load(x_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
-        hat = tl.where(inside, (x - mean) * rstd, 0.0)
-        hats = hats + (hat,)  # noqa: RUF005 (the compiler knows no other form)
+        hat = (x - mean) * rstd
+        hats = hats + (tl.where(inside, hat, float("nan")),)  # noqa: RUF005 (the compiler knows no other form)
         value = hat
         if NARROW:
-            if BF16:
-                value = rounded(hat).to(tl.float32, bitcast=True)
-            else:
-                value = hat.to(y_ptr.dtype.element_ty).to(tl.float32)
+            value = hat.to(y_ptr.dtype.element_ty).to(tl.float32)
         w = tl.load(weight_ptr + at, mask=inside, other=0.0)
         b = tl.load(bias_ptr + at, mask=inside, other=0.0)
-        value = value * w + b
-        if BF16:
-            bits = (rounded(value) >> 16).to(tl.int16)
-            tl.store(y_ptr + row * size + at, bits, mask=inside)
-        else:
-            y = value.to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + row * size + at, y, mask=inside)
+        y = (value * w + b).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * size + at, y, mask=inside)
     encode(
-        hats, codes_ptr, bounds_ptr, row * per_row + local, column, here, n, seed,
-        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, WIDE,
+        hats, codes_ptr, bounds_ptr, row * per_row + local, column, here, seed,
+        BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC,
     )  # fmt: skip
 
 
@@ -107,11 +95,10 @@ def _decoded(
     here,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """x_hat of groups, slice by slice."""
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
-    lo, hi = load_bounds(bounds_ptr, group, here, WIDE)
+    lo, hi = load_bounds(bounds_ptr, group, here)
     step = 2.0 * half_step(lo, hi, float(2**BITS - 1))
     source = codes_ptr + group * (WIDTH * BITS) + column
     inside = here & (column < WIDTH)
@@ -139,12 +126,10 @@ def _backward_kernel(
     size,
     CENTRED: tl.constexpr,
     WEIGHT: tl.constexpr,
-    BF16: tl.constexpr,  # dx_ptr is int16: bfloat16's bits, rounded here
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     first = program * rows_each
@@ -162,7 +147,7 @@ def _backward_kernel(
         dbs = dbs + (tl.zeros((GROUPS, WIDTH_PAD), tl.float32),)  # noqa: RUF005
     for row in range(first, last):
         hats = _decoded(
-            codes_ptr, bounds_ptr, row * per_row + local, column, here, BITS, WIDTH, WIDE
+            codes_ptr, bounds_ptr, row * per_row + local, column, here, BITS, WIDTH
         )  # fmt: skip
         start = row * size
         gs = ()
@@ -191,10 +176,7 @@ def _backward_kernel(
         for s in tl.static_range(8):
             dx = (gs[s] - shift - hats[s] * slope) * rstd
             to = dx_ptr + start + within + s * WIDTH
-            if BF16:
-                tl.store(to, (rounded(dx) >> 16).to(tl.int16), mask=inside)
-            else:
-                tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     to = sums_ptr + program * (size * 2 if CENTRED else size) + within
     for s in tl.static_range(8):
         tl.store(to + s * WIDTH, dws[s], mask=inside)
@@ -205,7 +187,6 @@ def _backward_kernel(
 def backward(dy, codes, bounds, rstd, weight, dx, bits, group_size, centred):
     """Writes dx; returns the gradients of weight and bias."""
     rows, size = rstd.numel(), dy.numel() // rstd.numel()
-    wide, bf16 = bounds.dtype == torch.float32, dx.dtype == torch.bfloat16
     each = rows_each(rows)
     programs = triton.cdiv(rows, each)
     sums = rstd.new_empty(programs, 2 if centred else 1, size)
@@ -214,19 +195,17 @@ def backward(dy, codes, bounds, rstd, weight, dx, bits, group_size, centred):
         (programs,),
         dy,
         codes,
-        bounds if wide else bounds.view(torch.int16),
+        bounds,
         rstd,
         rstd if weight is None else weight,
-        dx.view(torch.int16) if bf16 else dx,
+        dx,
         sums,
         rows,
         each,
         size,
         CENTRED=centred,
         WEIGHT=weight is not None,
-        BF16=bf16,
         BITS=bits,
-        WIDE=wide,
         enable_fp_fusion=True,
         **_backward_options(size, group_size),
     )
@@ -246,7 +225,6 @@ def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narro
     rows = rstd.numel()
     if rows == 0:
         return
-    wide, bf16 = bounds.dtype == torch.float32, x.dtype == torch.bfloat16
     options = _options(size, codes.group_size)
     tiles = triton.cdiv(size // codes.group_size, options["GROUPS"])
     launch(
@@ -255,20 +233,17 @@ def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narro
         x,
         weight,
         bias,
-        y.view(torch.int16) if bf16 else y,
+        y,
         rstd,
         packed,
-        bounds if wide else bounds.view(torch.int16),
-        x.numel(),
+        bounds,
         size,
         eps,
         codes.seed,
         CENTRED=centred,
         NARROW=narrow and x.dtype != torch.float32,
-        BF16=bf16,
         BITS=codes.bits,
         STOCHASTIC=codes.stochastic,
-        WIDE=wide,
         enable_fp_fusion=False,
         **options,
     )
@@ -287,47 +262,3 @@ def _options(size, group_size):
         "maxnreg": 96,
         "num_warps": max(1, width * groups // 64),
     }
-
-
-def _case(x, y, size, group_size=256, **more):
-    bounds = "*fp32" if more["WIDE"] else "*i16"
-    pointers = {
-        "x_ptr": x, "weight_ptr": "*fp32", "bias_ptr": "*fp32", "y_ptr": y, "rstd_ptr": "*fp32",
-        "codes_ptr": "*u8", "bounds_ptr": bounds,
-    }  # fmt: skip
-    sizes = {"n": "i32", "size": "i32", "eps": "fp32", "seed": "i64"}
-    constants = {"enable_fp_fusion": False, "STOCHASTIC": True, "BF16": y == "*i16"}
-    return _norm_kernel, pointers | sizes, constants | _options(size, group_size) | more
-
-
-def _backward_case(dy, dx, size, group_size=256, **more):
-    signature = {
-        "dy_ptr": dy, "codes_ptr": "*u8", "bounds_ptr": "*fp32" if more["WIDE"] else "*i16",
-        "rstd_ptr": "*fp32", "weight_ptr": "*fp32", "dx_ptr": dx, "sums_ptr": "*fp32",
-        "rows": "i32", "rows_each": "i32", "size": "i32",
-    }  # fmt: skip
-    constants = {"enable_fp_fusion": True, "BF16": dx == "*i16"}
-    return _backward_kernel, signature, constants | _backward_options(size, group_size) | more
-
-
-AOT_CASES = [
-    *(
-        _case("*fp32", "*fp32", 768, BITS=bits, WIDE=False, CENTRED=True, NARROW=False)
-        for bits in (2, 3, 4, 8)
-    ),
-    _case("*bf16", "*i16", 4096, BITS=4, WIDE=False, CENTRED=False, NARROW=True),
-    _case("*bf16", "*i16", 8192, BITS=4, WIDE=False, CENTRED=True, NARROW=False),
-    _case("*fp16", "*fp16", 4096, BITS=4, WIDE=True, CENTRED=False, NARROW=True),
-    _case("*bf16", "*i16", 16384, 16384, BITS=3, WIDE=False, CENTRED=True, NARROW=False),
-    *(
-        _backward_case(*dtypes, size, BITS=bits, WIDE=bits == 3, CENTRED=centred, WEIGHT=weight)
-        for dtypes, size, bits, centred, weight in (
-            (("*fp32", "*fp32"), 768, 4, True, True),
-            (("*bf16", "*i16"), 4096, 4, False, True),
-            (("*bf16", "*i16"), 8192, 4, True, True),
-            (("*fp16", "*fp16"), 8192, 8, True, True),
-            (("*fp32", "*i16"), 8192, 3, True, False),
-            (("*bf16", "*i16"), 512, 2, False, False),
-        )
-    ),
-]

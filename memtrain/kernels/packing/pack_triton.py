@@ -61,20 +61,3 @@ def unpack(packed, x, bits):
     if n:
         grid = (triton.cdiv(n, 256 * TILE),)
         launch(_unpack_kernel, grid, packed, x, n, BITS=bits, LANES=lanes(bits), N_BLOCKS=TILE)
-
-
-AOT_CASES = [
-    (
-        kernel,
-        {"x_ptr": "*u8", "packed_ptr": "*u8", "n": n},
-        {"BITS": bits, "LANES": lanes(bits), "N_BLOCKS": TILE},
-    )
-    for kernel in (_pack_kernel, _unpack_kernel)
-    for bits, n in ((1, "i32"), (2, "i32"), (3, "i32"), (4, "i64"), (5, "i32"), (7, "i64"))
-] + [
-    (
-        _pack_kernel,
-        {"x_ptr": "*u8", "packed_ptr": "*u8", "n": "i32"},
-        {"BITS": 8, "LANES": 1, "N_BLOCKS": TILE},
-    )
-]

@@ -4,13 +4,12 @@ With `INNER` 1 (NCHW) a lane reads its four rows as runs of four, which one wide
 `WHOLE`; else (NHWC) neighbouring lanes are neighbouring channels.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from memtrain.kernels import cpu
 from memtrain.kernels.device_guard import launch
-from memtrain.kernels.group.group_triton import bound, rounded
+from memtrain.kernels.group.group_triton import bound
 from memtrain.kernels.random.philox_triton import philox
 
 _TWO_THIRDS = tl.constexpr(0.6666666865348816)
@@ -18,17 +17,9 @@ _LANES = 128
 
 
 @triton.jit
-def _widen(x, KIND: tl.constexpr):
-    if KIND == 1:
-        # By hand: the interpreter's own cast loses denormals.
-        return ((x.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def _round(x, KIND: tl.constexpr):
     if KIND == 1:
-        x = rounded(x).to(tl.float32, bitcast=True)
+        x = x.to(tl.bfloat16).to(tl.float32)
     if KIND == 2:
         x = x.to(tl.float16).to(tl.float32)
     return x
@@ -80,7 +71,7 @@ def _quantize_kernel(
     seed,
     INNER_ONE: tl.constexpr,
     WHOLE: tl.constexpr,  # 4 divides the columns, and the pointer is aligned
-    KIND: tl.constexpr,  # 0 float32, 1 bfloat16's bits as int16, 2 float16
+    KIND: tl.constexpr,  # 0 float32, 1 bfloat16, 2 float16
     STOCHASTIC: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -99,7 +90,7 @@ def _quantize_kernel(
                 at = start[:, None] + c
             else:
                 at = start[:, None] + tl.where(column[:, None] + c < columns, c, 0)
-            x = _widen(tl.load(x_ptr + at, mask=inside[:, None], other=0), KIND)
+            x = tl.load(x_ptr + at, mask=inside[:, None], other=0).to(tl.float32)
             even, odd = tl.split(tl.reshape(x, (LANES, 2, 2)))
             first, third = tl.split(even)
             second, fourth = tl.split(odd)
@@ -108,14 +99,13 @@ def _quantize_kernel(
             for c in tl.static_range(4):
                 at = start + tl.where(column + c < columns, c, 0)
                 x = tl.load(x_ptr + at * inner + channel, mask=inside, other=0)
-                xs = xs + (_widen(x, KIND),)  # noqa: RUF005
+                xs = xs + (x.to(tl.float32),)  # noqa: RUF005
 
     lo = tl.full((LANES,), float("inf"), tl.float32)
     hi = -lo
     for k in tl.static_range(16):
-        finite = tl.abs(xs[k]) < float("inf")
-        lo = tl.where(finite & (xs[k] < lo), xs[k], lo)
-        hi = tl.where(finite & (xs[k] > hi), xs[k], hi)
+        finite = tl.fma(xs[k], 0.0, xs[k])  # else NaN, which minima and maxima pass over
+        lo, hi = tl.minimum(lo, finite), tl.maximum(hi, finite)
     some = lo < float("inf")
     lo = tl.where(some, bound(lo, False, KIND == 0), float("nan"))
     hi = tl.where(some, bound(hi, True, KIND == 0), float("nan"))
@@ -176,11 +166,7 @@ def _dequantize_kernel(
             low = tl.where((code & 1) != 0, second, lo)
             high = tl.where((code & 1) != 0, hi, third)
             value = tl.where((code & 2) != 0, high, low)
-            if KIND == 1:
-                value = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.int16)
-            else:
-                value = value.to(out_ptr.dtype.element_ty)
-            values = values + (value,)  # noqa: RUF005
+            values = values + (value.to(out_ptr.dtype.element_ty),)  # noqa: RUF005
         if INNER_ONE:
             c = tl.arange(0, 4)[None, :]
             if WHOLE:
@@ -209,43 +195,16 @@ def _options(maps):
     }
 
 
-def _bits(x):
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
 def quantize(x, words, seed, stochastic):
     n = words.numel()
     if n:
         grid = (triton.cdiv(n, _LANES),)
         options = _options(x) | {"STOCHASTIC": stochastic}
-        launch(_quantize_kernel, grid, _bits(x), words, n, *x.shape[1:], seed, **options)
+        launch(_quantize_kernel, grid, x, words, n, *x.shape[1:], seed, **options)
 
 
 def dequantize(words, out):
     n = words.numel()
     if n:
         grid = (triton.cdiv(n, _LANES),)
-        launch(_dequantize_kernel, grid, words, _bits(out), n, *out.shape[1:], **_options(out))
-
-
-def _case(dtype, kind, inner_one, whole, stochastic=None):
-    names = ["x_ptr", "words_ptr"] if stochastic is not None else ["words_ptr", "out_ptr"]
-    kinds = [dtype, "*i64"] if stochastic is not None else ["*i64", dtype]
-    signature = dict(zip(names, kinds, strict=True))
-    signature |= dict.fromkeys(("n_patches", "rows", "columns", "inner"), "i32")
-    constants = {"INNER_ONE": inner_one, "WHOLE": whole, "KIND": kind, "LANES": _LANES}
-    constants["enable_fp_fusion"] = False
-    if stochastic is None:
-        return _dequantize_kernel, signature, constants
-    return _quantize_kernel, signature | {"seed": "i64"}, constants | {"STOCHASTIC": stochastic}
-
-
-_FORMS = ((True, True), (True, False), (False, False))
-AOT_CASES = [
-    *(_case("*fp32", 0, *form, stochastic=True) for form in _FORMS),
-    *(_case("*i16", 1, *form, stochastic=False) for form in _FORMS),
-    *(_case("*fp16", 2, *form, stochastic=False) for form in _FORMS),
-    *(_case("*fp32", 0, *form) for form in _FORMS),
-    *(_case("*i16", 1, *form) for form in _FORMS),
-    *(_case("*fp16", 2, *form) for form in _FORMS),
-]
+        launch(_dequantize_kernel, grid, words, out, n, *out.shape[1:], **_options(out))

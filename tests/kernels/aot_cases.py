@@ -1,0 +1,227 @@
+"""Signatures and constants that each Triton kernel is compiled for ahead of time.
+
+`CASES` has, for a module of `memtrain.kernels`, what `aot.py` compiles and
+`benchmarks.machine_code` counts: a kernel, the types of its arguments, its constants and launch
+options.
+"""
+
+from memtrain.kernels.codebook import quantize_triton as codebook
+from memtrain.kernels.derivative import derivative_triton as derivative
+from memtrain.kernels.floats import rounding_triton as rounding
+from memtrain.kernels.group import group_triton as group
+from memtrain.kernels.group import softmax_gradient_triton as softmax
+from memtrain.kernels.norm import norm_triton as norm
+from memtrain.kernels.packing import pack_triton as packing
+from memtrain.kernels.packing.bits import lanes
+from memtrain.kernels.patch import patch_triton as patch
+
+EXACT = {"enable_fp_fusion": False}
+WIDTHS = (2, 3, 4, 8)
+"""Bits of 4, 8, 2 and 1 lanes: every form of the layout."""
+
+
+def bounds(wide):
+    return "*fp32" if wide else "*bf16"
+
+
+def quantize(bits, dtype, size=256, *, wide=False, stochastic=True, rows=False):
+    signature = {"x_ptr": dtype, "codes_ptr": "*u8", "bounds_ptr": bounds(wide)}
+    sizes = dict.fromkeys(("n", "n_groups", "per_row", "stride"), "i32") | {"seed": "i64"}
+    constants = {"BITS": bits, "WIDTH": size // 8, "STOCHASTIC": stochastic, "ROWS": rows}
+    options = group._quantize_tile(size, rows)
+    return group._quantize_kernel, signature | sizes, constants | EXACT | options
+
+
+def dequantize(bits, dtype, size=256, *, wide=False):
+    signature = {"codes_ptr": "*u8", "bounds_ptr": bounds(wide), "out_ptr": dtype}
+    constants = {"BITS": bits, "WIDTH": size // 8} | EXACT | group.tile(size)
+    return group._dequantize_kernel, signature | {"n": "i32", "n_groups": "i32"}, constants
+
+
+def softmax_gradient(bits, dx, n="i32", size=256, *, wide=False, **constants):
+    signature = {
+        "dx_ptr": dx, "codes_ptr": "*u8", "bounds_ptr": bounds(wide), "scale_ptr": "*fp32",
+        "class_ptr": "*i64", "n": n, "n_groups": "i32", "size": "i32", "each": "fp32",
+        "hit": "fp32",
+    }  # fmt: skip
+    constants |= {"BITS": bits, "WIDTH": size // 8, "BIG": n == "i64"}
+    return softmax._gradient_kernel, signature, constants | group.tile(size) | EXACT
+
+
+def book(bits, size, dtype=None, **more):
+    names = ("row_ptr", "col_ptr", "values_ptr", "scale_ptr")
+    signature = dict.fromkeys(names, "*fp32") | {"codes_ptr": "*u8"}
+    integer = "i64" if more.setdefault("BIG", False) else "i32"
+    signature |= {"n": integer, "cols": "i32", "n_blocks": "i32"}
+    constants = {"BITS": bits, "WIDTH": size // 8, "LONG": True} | EXACT | group.tile(size) | more
+    if dtype is None:
+        return codebook._dequantize_kernel, signature | {"out_ptr": "*fp32"}, constants
+    signature |= {"x_ptr": dtype, "bounds_ptr": "*fp32", "seed": "i64"}
+    return codebook._quantize_kernel, signature, constants
+
+
+def forward(dtype, bits, function="", parity="plain"):
+    pointers = {"x_ptr": dtype, "y_ptr": dtype, "codes_ptr": "*u8", "table_ptr": "*fp32"}
+    scalars = {"n": "i64", "n_blocks": "i64", "shift": "fp32", "a": "fp32", "b": "fp32"}
+    count = 0 if bits > 4 else 2 if parity == "band" else (1 << bits) - 1
+    constants = {"FUNCTION": function, "BOUNDARIES": tuple(map(float, range(count)))}
+    constants |= {"PARITY": parity, "BITS": bits, "LANES": lanes(bits)}
+    return (
+        derivative._forward_kernel,
+        pointers | scalars,
+        constants | {"TILE": derivative._tile(bits)},
+    )
+
+
+def backward(dtype, bits, *, multiply=True):
+    gather = bits > 4 or dtype == "*fp64"
+    kind = "*fp64" if dtype == "*fp64" else "*fp32"
+    pointers = {"grad_ptr": dtype, "codes_ptr": "*u8", "out_ptr": dtype, "table_ptr": kind}
+    levels = () if gather else tuple(map(float, range(1 << bits)))
+    constants = {"BITS": bits, "LANES": lanes(bits), "TILE": derivative._tile(bits)}
+    constants |= {"LEVELS": levels, "GATHER": gather, "MULTIPLY": multiply}
+    return derivative._backward_kernel, pointers | {"n": "i64", "n_blocks": "i64"}, constants
+
+
+def norm_forward(dtype, size, bits, group_size=256, *, wide=False, **constants):
+    signature = {
+        "x_ptr": dtype, "weight_ptr": "*fp32", "bias_ptr": "*fp32", "y_ptr": dtype,
+        "rstd_ptr": "*fp32", "codes_ptr": "*u8", "bounds_ptr": bounds(wide),
+        "size": "i32", "eps": "fp32", "seed": "i64",
+    }  # fmt: skip
+    constants |= {"BITS": bits, "STOCHASTIC": True} | EXACT
+    return norm._norm_kernel, signature, constants | norm._options(size, group_size)
+
+
+def norm_backward(dy, dx, size, bits, *, wide=False, **constants):
+    signature = {
+        "dy_ptr": dy, "codes_ptr": "*u8", "bounds_ptr": bounds(wide), "rstd_ptr": "*fp32",
+        "weight_ptr": "*fp32", "dx_ptr": dx, "sums_ptr": "*fp32", "rows": "i32",
+        "rows_each": "i32", "size": "i32",
+    }  # fmt: skip
+    constants |= {"BITS": bits, "enable_fp_fusion": True}
+    return norm._backward_kernel, signature, constants | norm._backward_options(size, 256)
+
+
+def patches(dtype, kind, inner_one, whole, stochastic=None):
+    back = stochastic is None
+    pointers = {"words_ptr": "*i64"} | ({"out_ptr": dtype} if back else {"x_ptr": dtype})
+    signature = pointers | dict.fromkeys(("n_patches", "rows", "columns", "inner"), "i32")
+    constants = {"INNER_ONE": inner_one, "WHOLE": whole, "KIND": kind, "LANES": patch._LANES}
+    if back:
+        return patch._dequantize_kernel, signature, constants | EXACT
+    constants |= {"STOCHASTIC": stochastic} | EXACT
+    return patch._quantize_kernel, signature | {"seed": "i64"}, constants
+
+
+def pack(kernel, bits, n="i32"):
+    signature = {"x_ptr": "*u8", "packed_ptr": "*u8", "n": n}
+    return kernel, signature, {"BITS": bits, "LANES": lanes(bits), "N_BLOCKS": packing.TILE}
+
+
+NUMBERS = {"least": "i32", "limit": "i32", "nan_code": "i32", "mark": "i32"}
+ROUNDED = {"count_ptr": "*i64", "n": "i32", "over": "i32"} | NUMBERS
+FLOATS = ("*fp32", "*bf16", "*fp16")
+MANTISSA = {"*u8": 3, "*i16": 9}
+
+
+def rounded(kernel, x, out, constants, **more):
+    constants |= {"MANTISSA": MANTISSA.get(out, 2), "ENCODE": out in MANTISSA}
+    return kernel, {"x_ptr": x, "out_ptr": out} | ROUNDED | more, constants
+
+
+def decoded(codes, out):
+    signature = {"codes_ptr": codes, "out_ptr": out, "n": "i32", "infinity": "i32"} | NUMBERS
+    return rounding._decode_kernel, signature, {"MANTISSA": MANTISSA[codes]}
+
+
+FORMS = ((True, True), (True, False), (False, False))
+CASES = {
+    "group.group_triton": [
+        *(quantize(bits, "*fp32") for bits in WIDTHS),
+        *(quantize(4, dtype, wide=True) for dtype in ("*bf16", "*fp16")),
+        quantize(4, "*bf16", stochastic=False),
+        quantize(4, "*bf16", rows=True),
+        quantize(3, "*fp32", 16384),
+        *(dequantize(bits, "*fp32") for bits in WIDTHS),
+        dequantize(4, "*bf16", wide=True),
+        dequantize(4, "*fp16"),
+        dequantize(3, "*fp32", 16384),
+    ],
+    "group.softmax_gradient_triton": [
+        softmax_gradient(8, "*fp32", LONG=True, SMOOTH=False),
+        softmax_gradient(8, "*bf16", LONG=True, SMOOTH=True),
+        softmax_gradient(8, "*bf16", "i64", LONG=True, SMOOTH=False),
+        softmax_gradient(4, "*fp16", wide=True, LONG=False, SMOOTH=False),
+        softmax_gradient(3, "*fp32", LONG=False, SMOOTH=True),
+        softmax_gradient(2, "*bf16", size=16384, LONG=False, SMOOTH=True),
+    ],
+    "codebook.quantize_triton": [
+        *(book(bits, 256, "*fp32", MATRIX=False, STOCHASTIC=bits != 8) for bits in WIDTHS),
+        *(book(bits, 128, "*bf16", MATRIX=True, STOCHASTIC=bits == 4) for bits in (4, 8)),
+        book(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, LONG=False),
+        book(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, BIG=True),
+        book(8, 2048, "*fp16", MATRIX=False, STOCHASTIC=True),
+        *(book(bits, 256, MATRIX=False) for bits in WIDTHS),
+        *(book(bits, 128, MATRIX=True) for bits in (4, 8)),
+        book(4, 128, MATRIX=True, LONG=False),
+        book(4, 128, MATRIX=True, BIG=True),
+    ],
+    "derivative.derivative_triton": [
+        *(
+            forward(dtype, bits)
+            for bits in range(1, 9)
+            for dtype in (("*fp32", "*bf16", "*fp16", "*fp64") if bits in (3, 8) else ("*bf16",))
+        ),
+        *(forward("*bf16", 1, "tanh", parity) for parity in ("even", "band")),
+        *(forward("*bf16", 3, function) for function in derivative.FUSED),
+        *(forward("*fp32", bits, f) for f in ("gelu", "silu") for bits in (1, 4, 8)),
+        *(
+            backward(dtype, bits)
+            for bits in range(1, 9)
+            for dtype in ("*fp32", "*bf16", "*fp16", "*fp64")
+        ),
+        *(backward(dtype, 3, multiply=False) for dtype in ("*fp32", "*bf16", "*fp16", "*fp64")),
+    ],
+    "norm.norm_triton": [
+        *(norm_forward("*fp32", 768, bits, CENTRED=True, NARROW=False) for bits in WIDTHS),
+        norm_forward("*bf16", 4096, 4, CENTRED=False, NARROW=True),
+        norm_forward("*bf16", 8192, 4, CENTRED=True, NARROW=False),
+        norm_forward("*fp16", 4096, 4, wide=True, CENTRED=False, NARROW=True),
+        norm_forward("*bf16", 16384, 3, 16384, CENTRED=True, NARROW=False),
+        norm_backward("*fp32", "*fp32", 768, 4, CENTRED=True, WEIGHT=True),
+        norm_backward("*bf16", "*bf16", 4096, 4, CENTRED=False, WEIGHT=True),
+        norm_backward("*bf16", "*bf16", 8192, 4, CENTRED=True, WEIGHT=True),
+        norm_backward("*fp16", "*fp16", 8192, 8, CENTRED=True, WEIGHT=True),
+        norm_backward("*fp32", "*bf16", 8192, 3, wide=True, CENTRED=True, WEIGHT=False),
+        norm_backward("*bf16", "*bf16", 512, 2, CENTRED=False, WEIGHT=False),
+    ],
+    "packing.pack_triton": [
+        *(
+            pack(kernel, bits, n)
+            for kernel in (packing._pack_kernel, packing._unpack_kernel)
+            for bits, n in ((1, "i32"), (2, "i32"), (3, "i32"), (4, "i64"), (5, "i32"), (7, "i64"))
+        ),
+        pack(packing._pack_kernel, 8),
+    ],
+    "patch.patch_triton": [
+        patches(dtype, kind, *form, stochastic)
+        for kind, dtype in enumerate(FLOATS)
+        for form in FORMS
+        for stochastic in (kind == 0, None)
+    ],
+    "floats.rounding_triton": [
+        *(
+            rounded(rounding._nearest_kernel, x, out, {"ROUNDING": how})
+            for x in FLOATS
+            for out in (x, *MANTISSA)
+            for how in (0, 1)
+        ),
+        *(
+            rounded(rounding._stochastic_kernel, x, out, dict(rounding._OPTIONS), seed="i64")
+            for x in FLOATS
+            for out in (x, "*u8")
+        ),
+        *(decoded(codes, out) for codes in MANTISSA for out in FLOATS),
+    ],
+}
