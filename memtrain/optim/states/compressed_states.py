@@ -116,7 +116,10 @@ class CompressedStates(Optimizer):
 
     @property
     def _watch(self) -> StallWatch:
-        return self.__dict__.setdefault("_stall", StallWatch())
+        watch = self.__dict__.get("_stall")
+        if watch is None:
+            watch = self.__dict__["_stall"] = StallWatch()
+        return watch
 
     @property
     def stalls(self) -> MomentStalls:

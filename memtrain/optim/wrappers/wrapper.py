@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.in_groups import OWN
-from memtrain.optim.states.per_parameter import Numbers
+from memtrain.optim.states.per_parameter import Numbers, PerParameter
 from memtrain.optim.states.shards import in_zero
 
 T = TypeVar("T")
@@ -96,51 +96,78 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
     fused = isinstance(optimizer, FusedStates)
     if not fused:  # it would ask nobody
         targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
-    targets = [_in_own_dtype(target) for target in targets]
-    places = {target.param: target for target in targets}
-    whole = optimizer.param_groups
-    groups = []
-    for group in whole:
-        own = [places[p].leaf for p in group["params"] if p in places]
-        if own:
-            groups.append(({**group, "params": own}, group))
-    for param, leaf, *_ in targets:
-        if leaf is not param and param in optimizer.state:
+    groups, whole = _groups_of(optimizer, targets), optimizer.param_groups
+    masters = [target for target in targets if target.leaf is not target.param]
+    for param, leaf, *_ in masters:
+        if param in optimizer.state:
             optimizer.state[leaf] = optimizer.state.pop(param)
-    optimizer.param_groups = [alone for alone, _ in groups]
+    gradients = [(t.leaf, t.leaf.grad) for t in targets if t.grad is not None]
     try:
-        with _reading(optimizer, targets) if fused else nullcontext():
+        for target in targets:
+            if target.grad is not None:
+                target.leaf.grad = _as_gradient(target)
+        optimizer.param_groups = [alone for alone, _ in groups]
+        with _reading(optimizer, targets, not masters) if fused else nullcontext():
             raw_step(optimizer)
     finally:
         optimizer.param_groups = whole
-        for param, leaf, *_ in targets:
-            if leaf is not param and leaf in optimizer.state:
+        for leaf, grad in gradients:
+            leaf.grad = grad
+        for param, leaf, *_ in masters:
+            if leaf in optimizer.state:
                 optimizer.state[param] = optimizer.state.pop(leaf)
-    for alone, group in groups:  # an option that a step advances
+    for alone, group in groups if not fused else ():  # an option that a step advances
         group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
 
 
-@contextmanager
-def _reading(optimizer: FusedStates, targets: Sequence[Target]) -> Iterator[None]:
-    """Let a step inside the block read guards, and gradients in pieces."""
+def _as_gradient(target: Target) -> Tensor:
+    """A target's gradient in its leaf's dtype; of one in pieces what stands for it."""
+    grad = target.grad
+    return grad.to(target.leaf.dtype) if isinstance(grad, Tensor) else stand_in(target.leaf)
+
+
+def _groups_of(
+    optimizer: Optimizer, targets: Sequence[Target]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Groups of the targets' leaves alone, in the order of the optimizer's, and these.
+
+    Where each parameter stands is known from an earlier call, so that released gradients take a
+    time that is linear in their number.
+    """
+    groups = optimizer.param_groups
+    positions = optimizer.__dict__.setdefault("_positions", PerParameter[tuple[int, int]]())
+    found: dict[int, list[tuple[int, Tensor]]] = {}
+    for param, leaf, *_ in targets:
+        place = positions.get(param)
+        if place is None or not _stands_at(groups, place, param):
+            for g, group in enumerate(groups):
+                for k, each in enumerate(group["params"]):
+                    positions[each] = g, k
+            place = positions[param]
+        found.setdefault(place[0], []).append((place[1], leaf))
+    alone = []
+    for g in sorted(found):
+        leaves = [leaf for _, leaf in sorted(found[g], key=lambda one: one[0])]
+        alone.append(({**groups[g], "params": leaves}, groups[g]))
+    return alone
+
+
+def _stands_at(groups: list[dict[str, Any]], place: tuple[int, int], param: Tensor) -> bool:
+    g, k = place
+    return g < len(groups) and k < len(groups[g]["params"]) and groups[g]["params"][k] is param
+
+
+def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> Any:
+    """Let a step inside the block read guards, and gradients in pieces.
+
+    Args:
+        optimizer: Whose step.
+        targets: Of the step.
+        lasts: Whether their leaves live on.
+    """
     guards = {target.leaf: target.guard for target in targets if target.guard is not None}
     pieces = {t.leaf: t.grad for t in targets if isinstance(t.grad, RowPieces)}
-    for leaf in pieces:
-        leaf.grad = stand_in(leaf)
-    try:
-        lasts = all(target.leaf is target.param for target in targets)
-        with optimizer.reading(guards=guards, pieces=pieces, keeps_steps=lasts):
-            yield
-    finally:
-        for leaf in pieces:
-            leaf.grad = None
-
-
-def _in_own_dtype(target: Target) -> Target:
-    param, _, grad, guard = target
-    if grad is None or isinstance(grad, RowPieces):
-        return target
-    return with_leaf(param, param.detach(), grad.to(param.dtype), guard)
+    return optimizer.reading(guards=guards, pieces=pieces, keeps_steps=lasts)
 
 
 class OptimizerWrapper(Optimizer):
