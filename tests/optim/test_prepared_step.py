@@ -191,9 +191,10 @@ def calls(run):
 def unlaunched(monkeypatch):
     """The host path that CUDA takes, on CPU tensors and without kernels."""
     pytest.importorskip("triton")
-    from memtrain.kernels.step import launch
+    from memtrain.kernels.step import launch, split_triton
 
-    monkeypatch.setattr(launch, "launch", lambda *given, **options: None)
+    for module in (launch, split_triton):
+        monkeypatch.setattr(module, "launch", lambda *given, **options: None)
     with dispatch.backend("triton"):
         yield
 

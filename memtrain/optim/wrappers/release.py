@@ -438,7 +438,6 @@ class ReleaseGradients(OptimizerWrapper):
     def _watches(self, param: Tensor) -> bool:
         return self._witness is None and self.would_watch(param)
 
-    @torch.no_grad()
     def _update(self, param: Tensor, grad: Tensor | RowPieces) -> None:
         """Clip and apply one gradient."""
         cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
