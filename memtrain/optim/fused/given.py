@@ -44,8 +44,8 @@ class Given:
 
     @property
     def first(self) -> int:
-        """Tells the step's first parameter."""
-        return self.params[0].data_ptr()
+        """The identity of the first parameter, under which `PreparedSteps` keeps the step."""
+        return id(self.params[0])
 
     def count(self) -> list[float] | None:
         """Count a step of each parameter whose counter is a float32 of the host; None elsewhere."""
