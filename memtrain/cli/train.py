@@ -1,9 +1,9 @@
-"""`memtrain-train`: train plain, then wrapped, and show where every byte went."""
+"""`memtrain-train`: train without and with memtrain, and print where every byte went."""
 
+import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,25 +15,24 @@ if TYPE_CHECKING:
 HELP = """\
 usage: memtrain-train [key=value ...]
 
-Train a small model plain, then wrapped by memtrain, from the same seed on the same batches, and
-show bytes, step time and losses side by side; or train a model of your own. Results go to
+Train a small model without and with memtrain, from the same seed on the same batches, and print
+bytes, step time and losses side by side; or train your own model. Results go to
 outputs/<experiment>/<time>/.
 
 examples:
   memtrain-train                                    a byte-level GPT on Python's own library
-  memtrain-train experiment=digits                  a residual CNN on scikit-learn's digits
   memtrain-train preset=smallest training.steps=50  another preset, a shorter run
   memtrain-train training.runs=[wrapped]            one run only
   memtrain-train model.layers=6 optimizer.lr=1e-3   any key of the config
-  memtrain-train budget=200MiB                      a plan whose peak fits, and whether it did
+  memtrain-train budget=200MiB                      a plan whose peak fits
   memtrain-train model=hf:FOLDER data=text:FILE budget=16GiB
-                                                    a model of transformers on a text, in 16 GiB
+                                                    a transformers model on a text, in 16 GiB
   memtrain-train model=hf:CONFIG model.weights=random data=jsonl:FILE data.prompt=question
                                                     from initial values; prompts are not learned
-  torchrun --nproc-per-node 2 -m memtrain.cli.train model=hf:FOLDER data=text:FILE
-                                                    in two processes (training.parallel=fsdp)
+  memtrain-train model=py:MODULE:FUNCTION data=py:MODULE:FUNCTION
+                                                    the model and the dataset of two functions
   memtrain-train compile=blocks                     each repeated block inside torch.compile
-  memtrain-train resume=outputs/gpt_stdlib/<time>   continue to the last bit (Ctrl-C saved it)
+  memtrain-train resume=outputs/gpt_stdlib/<time>   continue bit for bit (Ctrl-C saved it)
   memtrain-train --config [key=value ...]           print the config, train nothing
 
 groups: {groups}
@@ -46,104 +45,72 @@ _CHANGEABLE = ("output.", "training.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point.
+    """Run the program; its errors are one line and an exit status each.
 
     Args:
-        arguments: Without the program's name; `sys.argv`'s by default.
+        arguments: Arguments without the program's name; `sys.argv`'s by default.
 
     Returns:
         The exit status.
 
     Example:
-        >>> main(["experiment=digit", "output.quiet=true"])
+        >>> main(["experiment=smok", "output.quiet=true"])
         2
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    console = Console()
     if {"-h", "--help"} & set(arguments):
-        Console().out(_help(), end="", highlight=False)
+        console.out(_help(), end="", highlight=False)
         return 0
-    # torch takes a second to import: help does not wait for it
-    from memtrain.training.processes import joined
-
-    with joined() as processes:
-        make = partial(_session, processes)
-        return run("memtrain-train", arguments, make, quiet=not processes.first)
-
-
-def run(
-    program: str,
-    arguments: Sequence[str],
-    make: Callable[[list[str], Console | None], tuple[Any, Any]],
-    *,
-    quiet: bool = False,
-) -> int:
-    """Run a program that trains: its mistakes and failures are one line and an exit status each.
-
-    Args:
-        program: Its name, before messages.
-        arguments: `key=value` each; with `--config` the config is printed and nothing trained.
-        make: Overrides and a console -> the config, and what has a `train()`: None without a
-            console.
-        quiet: Another process says the same.
-
-    Returns:
-        The exit status.
-    """
-    console = Console(quiet=quiet)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, quiet=quiet)
-    shown = "--config" in arguments
-    overrides = [item for item in arguments if item != "--config"]
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        config, session = make(overrides, None if shown else console)
-        if shown:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "one process trains; for several, see examples/accelerate_ddp.py and "
+                "examples/accelerate_fsdp.py"
+            )
+        config, state = read_config([item for item in arguments if item != "--config"])
+        if "--config" in arguments:
             console.out(OmegaConf.to_yaml(config), end="", highlight=False)
             return 0
+        from memtrain.training.session import Session
+
+        session = Session(config, state=state, console=console)
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        errors.print(f"{program}: {error}", markup=False)
+        errors.print(f"memtrain-train: {error}", markup=False)
         return 2
     try:
         session.train()
-    except KeyboardInterrupt as stop:  # a session saved what it had, and says where
-        errors.print(f"{program}: {str(stop) or 'interrupted'}", markup=False)
+    except KeyboardInterrupt as stop:  # the session saved a checkpoint, and its message says where
+        errors.print(f"memtrain-train: {str(stop) or 'interrupted'}", markup=False)
         return 130
-    except (OSError, FloatingPointError) as error:
-        errors.print(f"{program}: {error}", markup=False)
+    except (OSError, ValueError, FloatingPointError) as error:
+        errors.print(f"memtrain-train: {error}", markup=False)
         return 1
     return 0
 
 
-def _session(processes: Any, overrides: list[str], console: Console | None) -> tuple[Any, Any]:
-    from memtrain.training.session import Session
-    from memtrain.training.settings import compose, from_mapping
-
-    config, state = read_config(overrides, lambda given: from_mapping(compose(given)))
-    session = console and Session(config, state=state, console=console, processes=processes)
-    return config, session
-
-
-def read_config(
-    overrides: Sequence[str], compose: Callable[[Sequence[str]], "TrainConfig"]
-) -> tuple["TrainConfig", dict[str, Any] | None]:
-    """Read the config of a run: composed, or that of a checkpoint that is resumed.
+def read_config(overrides: Sequence[str]) -> tuple["TrainConfig", dict[str, Any] | None]:
+    """Read the config of a run: composed, or that of a resumed checkpoint.
 
     Args:
         overrides: `key=value` each; with `resume=` only `output.*` and `training.*`.
-        compose: What makes a config of overrides.
 
     Returns:
-        The config, and the content of the checkpoint where one is resumed.
+        The config, and the content of the checkpoint for a resumed run.
 
     Raises:
-        ValueError: For an unknown key or value, or one that cannot change a run that is resumed.
+        ValueError: For an unknown key or value, or one that cannot change in a resumed run.
         TypeError: For a value of the wrong type.
         FileNotFoundError: If there is no such checkpoint.
     """
+    # torch takes a second to import: help does not wait for it
     from memtrain.training.checkpoint import read_checkpoint
-    from memtrain.training.settings import from_mapping
+    from memtrain.training.settings import compose, from_mapping
 
     resume = [item.removeprefix("resume=") for item in overrides if item.startswith("resume=")]
     if not resume:
-        return compose(overrides), None
+        return from_mapping(compose(overrides)), None
     others = [item for item in overrides if not item.startswith("resume=")]
     wrong = [item for item in others if not item.startswith(_CHANGEABLE)]
     if wrong:
@@ -166,7 +133,3 @@ def _help() -> str:
         )
     ]
     return HELP.format(groups=("\n" + " " * 8).join(lines))
-
-
-if __name__ == "__main__":  # torchrun -m memtrain.cli.train
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Functions of a user's own, named in a config: `py:<module>:<function>`."""
+"""User-defined functions, named in a config: `py:<module>:<function>`."""
 
 import functools
 import importlib
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 
-def user_function(where: str) -> Callable[..., Any]:
-    """Import a function that `model=py:` names.
+def user_function(where: str, key: str = "model") -> Callable[..., Any]:
+    """Import a function that `model=py:` or `data=py:` names.
 
     Args:
-        where: `package.module:function`; the working directory is looked into too.
+        where: `package.module:function`; the working directory is searched too.
+        key: The config key, for messages.
 
     Returns:
-        The function, with its signature; whatever it raises comes as a ValueError that names it.
+        The function, with its signature. An exception in it becomes a ValueError that names it.
 
     Raises:
         ValueError: If no function is named, or the module has none of that name.
@@ -25,12 +26,12 @@ def user_function(where: str) -> Callable[..., Any]:
     """
     module, _, name = where.partition(":")
     if not name:
-        raise ValueError(f"model='py:{where}' names no function; allowed: py:<module>:<function>")
-    if "" not in sys.path:  # a console script does not look into the working directory
+        raise ValueError(f"{key}='py:{where}' names no function; allowed: py:<module>:<function>")
+    if "" not in sys.path:  # a console script does not search the working directory
         sys.path.insert(0, "")
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
-        raise ValueError(f"model='py:{where}': {module} has no function {name!r}")
+        raise ValueError(f"{key}='py:{where}': {module} has no function {name!r}")
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -38,6 +39,6 @@ def user_function(where: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except Exception as error:  # the user's code may raise anything
             why = (str(error).strip().splitlines() or [""])[0]
-            raise ValueError(f"model='py:{where}' raised {type(error).__name__}: {why}") from error
+            raise ValueError(f"{key}='py:{where}' raised {type(error).__name__}: {why}") from error
 
     return called

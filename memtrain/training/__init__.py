@@ -1,1 +1,1 @@
-"""Training runs on real data: what `memtrain-train` does, in parts that tests can call."""
+"""Training runs on real data: the parts of `memtrain-train`."""

@@ -1,4 +1,4 @@
-"""Batches of both forms: inputs beside targets, or the keyword arguments of a model with a loss."""
+"""Batches: a pair of inputs and targets, or keyword arguments of a model that returns its loss."""
 
 import torch
 import torch.nn.functional as F
@@ -8,18 +8,17 @@ from torch.utils._pytree import tree_map_only
 from memtrain.audit.peak.training_step import default_loss
 
 Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
-"""`(inputs, targets)` of a model that returns logits; or what a model is called with that returns
-its loss, `labels` among it: -100 where there is nothing to learn, and in causal models at the first
-token, which none foretells."""
+"""`(inputs, targets)` for a model that returns logits; or keyword arguments for a model that
+returns its loss, `labels` among them: -100 where there is nothing to learn (the first token)."""
 IGNORED = -100
 """The label of a token that is not learned, as in torch's cross-entropy."""
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Run a model on a batch, and take its loss: the mean over what the batch has to learn.
+    """Run a model on a batch and return its loss: the mean over the targets of the batch.
 
     Args:
-        model: Of logits for a pair; of an output with a `loss`, or of the loss, for a dict.
+        model: Returns logits for a pair; an output with a `loss`, or the loss, for a dict.
         batch: On the model's device.
 
     Returns:
@@ -36,8 +35,8 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def count(batch: Batch) -> int:
-    """Tokens (padding left out) or images of a batch."""
+def count_tokens(batch: Batch) -> int:
+    """Return the number of tokens without padding, or of labels, in a batch."""
     if not isinstance(batch, dict):
         return batch[1].numel()
     mask = batch.get("attention_mask")
@@ -46,13 +45,13 @@ def count(batch: Batch) -> int:
     return batch["input_ids" if "input_ids" in batch else "labels"].numel()
 
 
-def learned(batch: Batch) -> int:
-    """Targets of a batch: by so many its mean loss was divided."""
+def count_targets(batch: Batch) -> int:
+    """Return the number of targets, by which the mean loss was divided."""
     if not isinstance(batch, dict):
         return batch[1].numel()
     return int((batch["labels"] != IGNORED).sum())
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device."""
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch to a device."""
     return tree_map_only(Tensor, lambda x: x.to(device), batch)

@@ -1,4 +1,4 @@
-"""Data that need no download. A batch is a pure function of (seed, step): resuming is exact."""
+"""Data of `memtrain-train`. A batch is a pure function of (seed, step): resuming is exact."""
 
 import random
 import sysconfig
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memtrain.training import image_rows, text_rows
+from memtrain.training import rows, text_rows
 from memtrain.training.networks import described
 from memtrain.training.rows import ALL, Rows, generator
 from memtrain.training.settings import build_named, in_range
 
-# Other people's packages, and tests, which are mostly data: not the library's own source.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# Packages of others, and tests, which are mostly data: not the library's own source.
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Text:
@@ -24,8 +24,8 @@ class Text:
 
     Args:
         parts: `train` and `validation`: uint8, [bytes].
-        sequence: Tokens a sequence.
-        seed: Of the positions.
+        sequence: Tokens per sequence.
+        seed: Seeds the positions.
 
     Raises:
         ValueError: If a split is no longer than a sequence.
@@ -42,7 +42,7 @@ class Text:
         self.parts, self.sequence, self.seed = dict(parts), sequence, seed
 
     def batch(self, split: str, index: int, size: int, part: slice = ALL) -> tuple[Tensor, Tensor]:
-        """Sequences `part` of `size`, and the same one byte later as targets."""
+        """Return sequences `part` of `size`, and the same one byte later as targets."""
         found = self.parts[split]
         starts = torch.randint(
             len(found) - self.sequence, (size, 1), generator=generator(self.seed, split, index)
@@ -51,43 +51,14 @@ class Text:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-class Images:
-    """Images in epochs of seeded order; validation batches go through the held-out images in turn.
-
-    Args:
-        parts: `train` and `validation`: images [n, channels, height, width] and classes [n].
-        seed: Of the order.
-    """
-
-    kind = unit = "images"
-
-    def __init__(self, parts: Mapping[str, tuple[Tensor, Tensor]], seed: int) -> None:
-        self.parts, self.seed = dict(parts), seed
-
-    def batch(self, split: str, index: int, size: int, part: slice = ALL) -> tuple[Tensor, Tensor]:
-        """Images `part` of `size` in the epoch that batch `index` falls in.
-
-        An incomplete batch at an epoch's end is left out.
-        """
-        images, targets = self.parts[split]
-        size = min(size, len(images))
-        epoch, position = divmod(index, len(images) // size)
-        if split == "validation":
-            chosen = torch.arange(position * size, (position + 1) * size)
-        else:
-            order = torch.randperm(len(images), generator=generator(self.seed, split, epoch))
-            chosen = order[position * size : (position + 1) * size]
-        return images[chosen[part]], targets[chosen[part]]
-
-
 def stdlib(seed: int, *, sequence: int = 128, validation: float = 0.1) -> Text:
-    """Source files of the running Python's own standard library, as bytes.
+    """Read source files of the running Python's standard library, as bytes.
 
     All `*.py` under `sysconfig.get_path("stdlib")`, without site-packages and without tests.
 
     Args:
-        seed: Of the split and of the sequences.
-        sequence: Tokens a sequence.
+        seed: Seeds the split and the sequences.
+        sequence: Tokens per sequence.
         validation: Fraction of the files (files, not bytes, are split).
 
     Returns:
@@ -104,46 +75,15 @@ def stdlib(seed: int, *, sequence: int = 128, validation: float = 0.1) -> Text:
     return Text({"train": _read(train), "validation": _read(held_out)}, sequence, seed)
 
 
-def digits(seed: int, *, validation: float = 0.2) -> Images:
-    """scikit-learn's 1,797 images of digits, 8x8, ten classes.
-
-    Args:
-        seed: Of the split and of the order.
-        validation: Fraction of the images.
-
-    Returns:
-        The images, [n, 1, 8, 8], 0 to 1.
-
-    Raises:
-        ValueError: For a value out of range.
-        ModuleNotFoundError: If scikit-learn is not installed; the message names the extra.
-    """
-    in_range("data.validation", validation, above=0, below=1)
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "data.name='digits' needs scikit-learn: pip install 'memtrain[demo]'"
-        ) from error
-    found: Any = load_digits()
-    images = torch.from_numpy(found.images.astype("float32") / 16).unsqueeze(1)
-    targets = torch.from_numpy(found.target.astype("int64"))
-    order = torch.randperm(len(images), generator=generator(seed, "split", 0))
-    held_out = max(1, round(validation * len(images)))
-    parts = {"validation": order[:held_out], "train": order[held_out:]}
-    return Images({split: (images[i], targets[i]) for split, i in parts.items()}, seed)
-
-
-Source = Text | Images | Rows
-SOURCES: dict[str, Callable[..., Text | Images]] = {"stdlib": stdlib, "digits": digits}
-"""Name in a config -> what reads the data, from a seed and the config's other keys."""
-OWN: dict[str, Callable[..., Rows]] = {
+Source = Text | Rows
+SOURCES: dict[str, Callable[..., Source]] = {
+    "stdlib": stdlib,
     "text": text_rows.text,
     "jsonl": text_rows.jsonl,
-    "dataset": text_rows.dataset,
-    "images": image_rows.images,
+    "py": rows.py,
 }
-"""Data of one's own, read from a seed, the model (`Pretrained`) and the config's other keys."""
+"""Name in a config -> function of a seed, of the model for the user's data (`Pretrained` or None),
+and of the config's other keys."""
 
 
 def build_source(
@@ -153,8 +93,8 @@ def build_source(
 
     Args:
         spec: `{"name": "stdlib", "sequence": 128, ...}`; missing fields take their defaults.
-        seed: Decides the split and the order.
-        model: The model's config, whose tokenizer and task data of one's own are read for.
+        seed: Seeds the split and the order.
+        model: The model's config, for its tokenizer.
 
     Returns:
         The source of batches.
@@ -170,16 +110,14 @@ def build_source(
         >>> source.batch("train", 0, 4)[0].shape
         torch.Size([4, 8])
     """
-    table: dict[str, Callable[..., Source]] = {**SOURCES, **OWN}
-    if spec.get("name") in OWN:
-        return build_named("data", spec, table, seed, described(model or {}))
-    return build_named("data", spec, table, seed)
+    known = spec.get("name") in SOURCES and spec["name"] != "stdlib"
+    return build_named("data", spec, SOURCES, seed, *([described(model or {})] if known else []))
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """The library's own `*.py` files under `root`, in an order that is the same everywhere."""
+    """Return the library's own `*.py` files under `root`, in the same order on every machine."""
     found = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = sorted(path.as_posix() for path in found if not _LEFT_OUT & set(path.parts))
+    kept = sorted(path.as_posix() for path in found if not _EXCLUDED & set(path.parts))
     return [root / path for path in kept]
 
 

@@ -1,4 +1,4 @@
-"""Progress of a run: bars in a terminal, a line now and then elsewhere."""
+"""Progress of runs: bars in a terminal, lines elsewhere."""
 
 import time
 from types import TracebackType
@@ -17,9 +17,9 @@ class Display:
     """Shows the steps of one run after another.
 
     Args:
-        console: Where to; its `is_terminal` decides between bars and lines.
-        unit: `"tokens"` or `"images"`.
-        quiet: Show nothing.
+        console: The output; bars are drawn if it is a terminal, else lines are printed.
+        unit: `"tokens"` or `"rows"`.
+        quiet: Whether to print warnings only.
     """
 
     def __init__(self, console: Console, unit: str, *, quiet: bool = False) -> None:
@@ -34,7 +34,7 @@ class Display:
                 TimeRemainingColumn(compact=True),
             )
             self._bars = Progress(*columns, console=console, expand=True)
-        self._spoken = time.monotonic()
+        self._printed = time.monotonic()
         self._speed: float | None = None
 
     def __enter__(self) -> Self:
@@ -49,22 +49,22 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the bars as they are."""
+        """Stop the bars and leave them on the screen."""
         if self._bars:
             self._bars.stop()
 
     def begin(self, run: str, done: int, steps: int) -> None:
-        """A run begins, or continues after `done` steps."""
+        """Begin a run, or continue it after `done` steps."""
         self._speed = None
         if self._bars:
             self._bars.add_task(run, total=steps, completed=done, text="")
 
     def step(self, row: Metrics, steps: int, live: int) -> None:
-        """A step was done.
+        """Show a step.
 
         Args:
-            row: Its metrics.
-            steps: Of the whole run.
+            row: The step's metrics.
+            steps: Steps of the whole run.
             live: Bytes that the run keeps alive, as last counted.
         """
         if row.seconds:
@@ -75,20 +75,20 @@ class Display:
         text = f"loss {row.loss:.3f}  {speed} {self.unit}/s  {alive}"
         if self._bars:
             self._bars.update(self._bars.task_ids[-1], completed=row.step, text=text)
-        elif time.monotonic() - self._spoken > _PERIOD or row.step in (2, steps):
+        elif time.monotonic() - self._printed > _PERIOD or row.step in (2, steps):
             self.say(f"{row.run:<7} step {row.step}/{steps}  {text}")
 
     def validation(self, row: Metrics) -> None:
-        """A validation was done; bars do not show it, lines do."""
+        """Print a validation where there are no bars."""
         if not self._bars:
             self.say(f"{row.run:<7} step {row.step}  validation loss {row.loss:.4f}")
 
     def say(self, text: str) -> None:
-        """A line, above the bars if there are any; nothing when quiet."""
+        """Print a line, above the bars if there are any, unless quiet."""
         if not self.quiet:
-            self._spoken = time.monotonic()
+            self._printed = time.monotonic()
             self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that is shown even when quiet."""
+        """Print a warning, also when quiet."""
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)

@@ -1,83 +1,91 @@
-"""A forecast of the most that a step takes, on the longest batch of a run's data."""
+"""The predicted peak of a step on the longest batch, and the lines printed before a run."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.peak import Moment, StepOptions
-from memtrain.audit.peak.predict import UnpredictableError, predict
+from memtrain.audit.peak.predict import predict
 from memtrain.audit.peak.timeline import GRADIENTS
+from memtrain.config.sizes import format_size
 from memtrain.config.sources import Config
 from memtrain.optim.wrappers.accumulate import sum_bytes
-from memtrain.plan.entries import sum_compressor, training_dtypes
+from memtrain.plan.entries import sum_compressor
 from memtrain.planner import DoesNotFit, Fit, Goal, fit
+from memtrain.training.rows import Rows
+from memtrain.training.text_rows import TextRows
+
+if TYPE_CHECKING:
+    from memtrain.training.run import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class LongestStep:
-    """A step on the longest microbatch."""
+def accumulated_bytes(model: nn.Module, config: Config) -> int:
+    """Return the bytes that sums of released gradients take between microbatches."""
+    if config.gradients != "release" or config.release.accumulate == 1:
+        return 0
+    sums = sum_compressor(config)
+    return sum(sum_bytes(p, sums) for p in model.parameters() if p.requires_grad)
 
-    arguments: Any
-    """Of the model, for that microbatch."""
-    options: StepOptions
-    """How the step runs."""
-    buckets: bool = False
-    """Whether DistributedDataParallel's buckets hold all gradients."""
-    sharded: bool = False
-    """Whether FSDP2 holds parts of the parameters."""
 
-    def sums(self, model: nn.Module, own: Config) -> int:
-        """Bytes that released gradients take besides: sums of microbatches, or buckets."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if own.gradients != "release":
-            return 0
-        if self.buckets:
-            dtypes = training_dtypes(model, own)
-            return sum(p.numel() * dtypes.get(p, p.dtype).itemsize for p in trained)
-        sums = sum_compressor(own)
-        return sum(sum_bytes(p, sums) for p in trained) if own.release.accumulate > 1 else 0
+def fit_budget(
+    model: nn.Module, optimizer: Optimizer, inputs: Any, config: Config, goal: Goal, budget: int
+) -> Fit:
+    """Find the plan whose peak fits a budget.
 
-    def fit(
-        self, model: nn.Module, optimizer: Optimizer, own: Config, goal: Goal, budget: int
-    ) -> Fit:
-        """Find the plan whose peak fits a budget.
+    Args:
+        model: The model before `wrap`.
+        optimizer: Its optimizer.
+        inputs: The model's arguments for the longest microbatch.
+        config: memtrain's config.
+        goal: What the planner may do.
+        budget: Bytes.
 
-        Raises:
-            DoesNotFit: If there is none, with advice in keys of `memtrain-train`.
-        """
-        find = partial(fit, model, optimizer, self.arguments, cfg=own, goal=goal)
-        try:
-            found = find(budget)
-            besides = self.sums(model, found.plan.config)
-            if found.peak.nbytes + besides > budget:
-                found = find(budget - besides)
-        except DoesNotFit as error:
-            raise DoesNotFit(budget, error.smallest, map(in_keys, error.help)) from error
-        return replace(found, budget=budget)
+    Raises:
+        DoesNotFit: If there is none, with advice in keys of `memtrain-train`.
+    """
+    find = partial(fit, model, optimizer, inputs, cfg=config, goal=goal)
+    try:
+        found = find(budget)
+        sums = accumulated_bytes(model, found.plan.config)
+        if found.peak.nbytes + sums > budget:
+            found = find(budget - sums)
+    except DoesNotFit as error:
+        raise DoesNotFit(budget, error.smallest, map(in_keys, error.help)) from error
+    return replace(found, budget=budget)
 
-    def peak(self, model: nn.Module, optimizer: Optimizer, own: Config | None) -> Moment:
-        """Predict the moment when most is alive.
 
-        Args:
-            model: Before `wrap`.
-            optimizer: Its optimizer.
-            own: Memtrain's config; None for a plain run.
+def predicted_peak(
+    model: nn.Module,
+    optimizer: Optimizer,
+    inputs: Any,
+    config: Config | None,
+    options: StepOptions,
+) -> Moment:
+    """Predict the moment of a step when most bytes are alive.
 
-        Raises:
-            UnpredictableError: If it cannot be predicted; says why.
-        """
-        if self.sharded:
-            raise UnpredictableError("a step gathers FSDP2's parts, which no prediction knows")
-        timeline = predict(model, optimizer, self.arguments, own, self.options)
-        return with_sums(timeline.peak, 0 if own is None else self.sums(model, own))
+    Args:
+        model: The model before `wrap`.
+        optimizer: Its optimizer.
+        inputs: The model's arguments for the longest microbatch.
+        config: memtrain's config; None for the baseline.
+        options: How the step runs.
+
+    Raises:
+        UnpredictableError: If the peak cannot be predicted; the message says why.
+    """
+    timeline = predict(model, optimizer, inputs, config, options)
+    return with_sums(timeline.peak, 0 if config is None else accumulated_bytes(model, config))
 
 
 def in_keys(advice: str) -> str:
-    """The planner's advice, in keys of `memtrain-train`.
+    """Translate the planner's advice to keys of `memtrain-train`.
 
     Example:
         >>> in_keys("allow=quantise,release (lets each gradient go)")
@@ -88,8 +96,76 @@ def in_keys(advice: str) -> str:
 
 
 def with_sums(peak: Moment, sums: int) -> Moment:
-    """The peak of a microbatch where sums of those before are held besides: at most so much."""
+    """Add the sums of earlier microbatches to the peak of a microbatch: an upper bound."""
     if not sums:
         return peak
     parts = {**peak.parts, GRADIENTS: peak.parts.get(GRADIENTS, 0) + sums}
     return replace(peak, nbytes=peak.nbytes + sums, parts=parts)
+
+
+def describe(run: "Run") -> list[str]:
+    """Return lines about the model and the data of a run."""
+    parameters = list(run.model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    lines = [f"model: {total:,} parameters" + (f", {trained:,} trained" * (trained < total))]
+    fresh = getattr(run.model, "fresh", ())
+    if fresh:
+        shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
+        lines.append(f"model: not in its folder, so with initial values: {shown}")
+    source = run.source
+    if isinstance(source, Rows):
+        counts = [f"{len(source.parts[split]):,}" for split in ("train", "validation")]
+        text = f"data: {counts[0]} rows to train on, {counts[1]} held out"
+        if isinstance(source, TextRows):
+            text += f"; {len(source.tokens):,} tokens, the longest row has {source.length}"
+        lines.append(text)
+        if isinstance(source, TextRows) and source.cut:
+            lines.append(f"data: {source.cut:,} documents are longer than a row and are cut")
+    return lines
+
+
+def describe_peak(run: "Run") -> list[str]:
+    """Return lines about the predicted peak of a run, and what to change if it does not fit."""
+    peak = run.forecast
+    if run.fit is not None:
+        more = 0 if peak is None else peak.nbytes - run.fit.peak.nbytes
+        sums = f"sums of earlier microbatches take at most {format_size(more)} more"
+        return [*run.fit.lines(), *([sums] if more else [])]
+    if peak is None:
+        return [f"peak of a step: not predicted ({run.unpredictable})"] if run.unpredictable else []
+    parts = sorted(peak.parts.items(), key=lambda pair: -pair[1])
+    shown = ", ".join(f"{name} {format_size(n)}" for name, n in parts if n > peak.nbytes / 100)
+    lines = [
+        f"peak of a step: {format_size(peak.nbytes)} predicted for the longest batch of "
+        f"{run.micro_rows} rows, in the {peak.label} ({shown})"
+    ]
+    room = available_bytes(run.device, storage_nbytes(run.model.parameters()))
+    if room is not None and peak.nbytes > room:
+        lines.append(f"that does not fit: {format_size(room)} are free on {run.device.type}")
+        lines.append(f"what would help: budget={format_size(room).replace(' ', '')} plans for it")
+    return lines
+
+
+def available_bytes(device: torch.device, used: int = 0) -> int | None:
+    """Return the bytes that a run may use on a device.
+
+    Args:
+        device: The device of the run.
+        used: Bytes that the run uses already.
+
+    Returns:
+        Bytes; None where the system does not report them.
+
+    Example:
+        >>> available_bytes(torch.device("cpu")) != 0
+        True
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0]) + used if found else None

@@ -1,18 +1,17 @@
-"""The models that `memtrain-train` trains: small ones of its own, and those of `pretrained`."""
+"""Models of `memtrain-train`: a small GPT, and the user's models (`pretrained`)."""
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memtrain.training.pretrained import Pretrained, load, py
+from memtrain.training.pretrained import Pretrained, py
 from memtrain.training.settings import build_named, in_range
 
-VOCABULARY = 256  # one token a byte
+VOCABULARY = 256  # one token per byte
 
 
 class Attention(nn.Module):
@@ -25,7 +24,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over earlier tokens; [batch, tokens, width] to the same."""
+        """Attend over earlier tokens; [batch, tokens, width] to the same shape."""
         batch, tokens, width = x.shape
         q, k, v = (
             part.view(batch, tokens, self.heads, -1).transpose(1, 2)
@@ -44,7 +43,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, width] to the same."""
+        """Map [batch, tokens, width] to the same shape."""
         return self.down(F.gelu(self.up(x)))
 
 
@@ -60,20 +59,20 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, width] to the same."""
+        """Map [batch, tokens, width] to the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class GPT(nn.Module):
-    """A byte-level pre-norm decoder whose output layer is its embedding again.
+    """A byte-level pre-norm decoder whose output layer is tied to its embedding.
 
     Args:
-        layers: Blocks.
+        layers: Number of blocks.
         width: Channels; a multiple of `heads`.
-        heads: Attention heads.
+        heads: Number of attention heads.
         context: Longest sequence, in tokens.
-        dropout: On the embeddings and on each branch.
+        dropout: Applied to the embeddings and to each branch.
 
     Raises:
         ValueError: For a value out of range.
@@ -98,7 +97,7 @@ class GPT(nn.Module):
             in_range(f"model.{name}", value, at_least=1)
         in_range("model.dropout", dropout, at_least=0, below=1)
         if width % heads:
-            raise ValueError(f"model.width={width} is no multiple of model.heads={heads}")
+            raise ValueError(f"model.width={width} is not a multiple of model.heads={heads}")
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
@@ -113,7 +112,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next byte.
+        """Return logits of the next byte.
 
         Args:
             tokens: int64, [batch, tokens], 0 to 255.
@@ -129,90 +128,31 @@ class GPT(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    """GPT-2's: normal weights of deviation 0.02, no bias."""
+    """Initialise as GPT-2: normal weights with deviation 0.02, zero biases."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 
-class ResidualBlock(nn.Module):
-    """ReLU(x + f(x)) with two 3x3 convolutions and batch norms in f."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(
-            *_convolution(width, width), nn.ReLU(), *_convolution(width, width)
-        )
-        self.relu = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, width, height, width of the image] to the same."""
-        return self.relu(x + self.branch(x))
-
-
-def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
-
-
-def resnet(*, width: int = 32, blocks: int = 2, classes: int = 10) -> nn.Sequential:
-    """A small CNN for one-channel images: two stages of residual blocks, a max-pool between.
-
-    Args:
-        width: Channels of the first stage; the second has twice as many.
-        blocks: Residual blocks a stage.
-        classes: Outputs.
-
-    Returns:
-        The model; it takes [batch, 1, height, width] and returns logits [batch, classes].
-
-    Raises:
-        ValueError: For a value out of range.
-
-    Example:
-        >>> resnet(width=8, blocks=1)(torch.zeros(2, 1, 8, 8)).shape
-        torch.Size([2, 10])
-    """
-    for name, value in {"width": width, "blocks": blocks, "classes": classes}.items():
-        in_range(f"model.{name}", value, at_least=1)
-    return nn.Sequential(
-        *_convolution(1, width),
-        nn.ReLU(),
-        *(ResidualBlock(width) for _ in range(blocks)),
-        nn.MaxPool2d(2),
-        *_convolution(width, 2 * width),
-        nn.ReLU(),
-        *(ResidualBlock(2 * width) for _ in range(blocks)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2 * width, classes),
-    )
-
-
 MODELS: dict[str, tuple[str, Callable[..., nn.Module | Pretrained]]] = {
     "gpt": ("tokens", GPT),
-    "resnet": ("images", resnet),
     "hf": ("labelled", Pretrained),
     "py": ("labelled", py),
 }
-"""Name in a config -> kind of data, and what builds the model of the config's other keys."""
+"""Name in a config -> kind of data, and the class or function of the config's other keys."""
 
 
-def build_model(
-    spec: Mapping[str, Any], seed: int, kind: str | None = None, weights: Path | None = None
-) -> nn.Module:
+def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> nn.Module:
     """Build a model from its config with seeded weights.
 
     Args:
         spec: `{"name": "gpt", "layers": 4, ...}`; missing keys take their defaults.
         seed: Seeds torch's global generator; equal seeds give equal weights.
-        kind: What the data gives, `"tokens"`, `"images"` or `"labelled"` (data of one's own), if
-            that is to be checked.
-        weights: A folder that `pretrained.save` wrote, of a model of one's own; in place of its
-            own weights.
+        kind: The kind of the data, `"tokens"` or `"labelled"` (the user's), if it is to be checked.
 
     Returns:
-        The model, fp32, on the CPU.
+        The model on the CPU; fp32 unless `dtype` says otherwise.
 
     Raises:
         ValueError: For an unknown name or key (with the nearest valid one), or a bad value;
@@ -226,20 +166,17 @@ def build_model(
     """
     takes, _ = MODELS.get(str(spec.get("name")), (kind, None))
     if kind not in (None, takes):
-        hint = "; data=text, jsonl, dataset or images go with model=hf and model=py"
-        own = hint if "labelled" in (kind, takes) else ""
-        raise ValueError(f"model.name={spec['name']!r} takes {takes}, but the data are {kind}{own}")
+        raise ValueError(
+            f"model.name={spec['name']!r} takes {takes}, but the data are {kind}; allowed: "
+            "model=gpt with data=stdlib, model=hf or model=py with data=text, jsonl or py"
+        )
     torch.manual_seed(seed)
     model = _named(spec)
-    if isinstance(model, Pretrained):
-        return model.build(weights)
-    if weights is not None:
-        load(model, weights)
-    return model
+    return model.build() if isinstance(model, Pretrained) else model
 
 
 def described(spec: Mapping[str, Any]) -> Pretrained | None:
-    """A model of transformers before it is built; None of another."""
+    """Return a transformers model before it is built; None for another model."""
     found = _named(spec) if spec.get("name") == "hf" else None
     return found if isinstance(found, Pretrained) else None
 

@@ -1,4 +1,4 @@
-"""Models of one's own: transformers' from a folder or a config, and a user's function."""
+"""The user's models: transformers' from a folder or a config, and a user-defined function."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -20,57 +20,48 @@ from memtrain.config.transformers_configs import (
 from memtrain.config.user_functions import user_function
 from memtrain.training.settings import in_range, one_of
 
-TASKS = ("CausalLM", "MaskedLM", "ImageClassification")
-"""Tasks of transformers' `AutoModelFor` classes that there are data for."""
 DTYPES = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),
     **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
 }
 WEIGHTS = ("folder", "random")
-FILE = "model.safetensors"
 SHARD = "500MB"
-"""Of a file of weights, at most."""
+"""Largest size of one file of weights."""
 _FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "spiece*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A transformers model on disk; nothing but its config is read before `build`.
+    """A causal language model of transformers on disk; only its config is read before `build`.
 
     Raises:
-        ValueError: For a value that is not allowed, or a config that no task here has.
-        FileNotFoundError: If there is no config, or no weights and none at random are asked for.
+        ValueError: For a value that is not allowed, or a config of another kind of model.
+        FileNotFoundError: If there is no config, or no weights and `weights` is `folder`.
         ModuleNotFoundError: If transformers, or peft for LoRA, is not installed.
     """
 
     path: str
     """A folder as `save_pretrained` writes it, or a config.json."""
-    task: str | None = None
-    """One of `TASKS`; by default the one that the config's `architectures` name."""
     weights: str = "folder"
     """`folder`, or `random`: initial values, by the seed."""
     dtype: str = "float32"
-    """Of the weights: a name of `DTYPES`."""
+    """Dtype of the weights: a key of `DTYPES`."""
     attention: str | None = None
     """`eager` or `sdpa`; transformers' choice by default."""
     dropout: float | None = None
-    """Every dropout of the config; as the config says by default."""
-    classes: int | None = None
-    """Of an image classifier, where they are not those that it has been trained for."""
+    """Every dropout of the config; None leaves the config's."""
     lora: int = 0
     """Rank of LoRA's matrices, by peft; 0 trains the model itself."""
     lora_alpha: float = 16.0
     """LoRA's alpha."""
     lora_targets: str = "all-linear"
-    """Modules that get LoRA matrices: `all-linear`, or names with commas between."""
+    """Modules that get LoRA matrices: `all-linear`, or names separated by commas."""
 
     def __post_init__(self) -> None:
         one_of("model.weights", self.weights, WEIGHTS)
         one_of("model.dtype", self.dtype, tuple(DTYPES))
         in_range("model.lora", self.lora, at_least=0)
-        if self.task is not None:
-            one_of("model.task", self.task, TASKS)
         if self.attention is not None:
             one_of("model.attention", self.attention, ("eager", "sdpa"))
         if self.dropout is not None:
@@ -79,56 +70,46 @@ class Pretrained:
             _peft()
 
     @property
-    def file(self) -> Path:
-        """The config's file."""
-        return config_file(self.path)
+    def folder(self) -> Path:
+        """The folder of the config's file."""
+        return config_file(self.path).parent
 
     @cached_property
     def config(self) -> Any:
-        """Transformers' config, with the dropout that is asked for and without a cache."""
+        """Transformers' config, with the requested dropout and without a cache."""
         config = read_config(self.path)
-        if self.weights == "folder" and not _holds_weights(Path(self.path).expanduser()):
+        # AutoModelForCausalLM also takes encoders, whose attention sees the tokens to predict.
+        if not tasks_of(config, ("CausalLM",))[1]:
+            written = " ".join(config.architectures or ()) or "no architecture"
+            raise ValueError(
+                f"model=hf:{self.path}: {type(config).__name__} of {written} is not a causal "
+                "language model; allowed: a config whose `architectures` names one, or "
+                "model=py:<module>:<function> with data=py:<module>:<function>"
+            )
+        if self.weights == "folder" and not _has_weights(Path(self.path).expanduser()):
             raise FileNotFoundError(
                 f"model=hf:{self.path} has no weights (*.safetensors); "
                 "model.weights=random trains its config from initial values"
             )
         prepare_for_training(config, self.dropout)
-        if self.classes is not None:
-            config.num_labels = self.classes
         return config
-
-    @cached_property
-    def trained_task(self) -> str:
-        """The task, asked for or named by the config."""
-        known, named = tasks_of(self.config, TASKS)
-        if self.task is not None and self.task not in known:
-            kind = type(self.config).__name__
-            raise ValueError(f"model.task={self.task!r}: {kind} has {', '.join(known) or 'none'}")
-        if self.task is None and not named:
-            written = " ".join(self.config.architectures or ()) or "no architecture"
-            kind = f"{type(self.config).__name__} of {written}"
-            raise ValueError(
-                f"model=hf:{self.path}: {kind} does not tell its task; "
-                f"allowed: model.task={'|'.join(known) or ', with another model'}"
-            )
-        return self.task or named[0]
 
     @property
     def longest(self) -> int | None:
-        """Most tokens that its positions take."""
+        """The longest sequence that the positions allow, in tokens."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def tokenizer(self, where: str | None = None) -> Any:
-        """A tokenizer, by default the one beside the model, checked against its vocabulary.
+        """Load a tokenizer, by default the one beside the model, and check its vocabulary.
 
         Args:
             where: Another folder.
 
         Raises:
             FileNotFoundError: If there is none.
-            ValueError: If it cannot be read, or has tokens that the model has not.
+            ValueError: If it cannot be read, or has more tokens than the model.
         """
-        folder = Path(where or self.file.parent).expanduser()
+        folder = Path(where or self.folder).expanduser()
         allowed = "allowed: data.tokenizer=<a folder with one>, or data.tokenizer=bytes"
         if not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
             raise FileNotFoundError(f"{str(folder)!r} has no tokenizer; {allowed}")
@@ -137,8 +118,9 @@ class Pretrained:
                 str(folder), local_files_only=True
             )
         except Exception as error:  # transformers raises half a dozen types where files are missing
-            told = f"the tokenizer of {str(folder)!r} cannot be read ({_first(error)}); {allowed}"
-            raise ValueError(told) from error
+            raise ValueError(
+                f"the tokenizer of {str(folder)!r} cannot be read ({_first(error)}); {allowed}"
+            ) from error
         size = self.config.vocab_size
         if len(found) > size:
             raise ValueError(
@@ -148,62 +130,52 @@ class Pretrained:
             )
         return found
 
-    def build(self, folder: Path | None = None) -> nn.Module:
-        """Make the model, its weights from the folder or at random, with LoRA where asked for.
+    def build(self) -> nn.Module:
+        """Make the model, with weights from the folder or random ones, and LoRA if requested.
 
-        Parameters that the folder lacks (a head for a task that it was not trained for) have
-        initial values; the model's attribute `fresh` names them.
-
-        Args:
-            folder: One that `save` wrote, in place of the model's own.
+        Parameters that the folder lacks have initial values; the model's attribute `fresh` lists
+        their names.
 
         Raises:
-            ValueError: If the weights cannot be read, or are another model's.
+            ValueError: If the weights cannot be read, or belong to another model.
         """
-        auto = getattr(import_transformers("model=hf:"), f"AutoModelFor{self.trained_task}")
+        auto = import_transformers("model=hf:").AutoModelForCausalLM
         options: dict[str, Any] = {"dtype": DTYPES[self.dtype]}
         if self.attention is not None:
             options["attn_implementation"] = self.attention
         fresh: Sequence[str] = ()
-        base = self.file.parent if folder is None or self.lora else folder
-        if self.weights == "random" and base != folder:
+        if self.weights == "random":
             model = auto.from_config(self.config, **options)
         else:
-            model, fresh = self._loaded(auto, base, options)
+            model, fresh = self._loaded(auto, options)
         if self.lora:
-            model = self._adapted(model, folder)
+            model = self._adapted(model)
         model.fresh = tuple(fresh)
         return model
 
-    def _loaded(
-        self, auto: Any, folder: Path, options: dict[str, Any]
-    ) -> tuple[Any, Sequence[str]]:
+    def _loaded(self, auto: Any, options: dict[str, Any]) -> tuple[Any, Sequence[str]]:
         try:
-            model, told = auto.from_pretrained(
-                str(folder),
+            model, info = auto.from_pretrained(
+                str(self.folder),
                 config=self.config,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=self.classes is not None,
                 **options,
             )
         except Exception as error:  # a damaged file raises what its reader raises
-            raise ValueError(f"model=hf:{folder} cannot be read: {_first(error)}") from error
-        missing = {*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])}
+            raise ValueError(f"model=hf:{self.folder} cannot be read: {_first(error)}") from error
+        missing = set(info["missing_keys"])
         if len(missing) == len(model.state_dict()):
-            raise ValueError(f"model=hf:{folder}: its weights have none of the model's names")
+            raise ValueError(f"model=hf:{self.folder}: its weights have none of the model's names")
         return model, sorted(missing)
 
-    def _adapted(self, model: Any, folder: Path | None) -> Any:
-        peft = _peft()
-        if folder is not None:
-            return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-        names = self.lora_targets.split(",")
+    def _adapted(self, model: Any) -> Any:
+        peft, names = _peft(), self.lora_targets.split(",")
         config = peft.LoraConfig(
             r=self.lora,
             lora_alpha=self.lora_alpha,
             target_modules=names[0] if names == ["all-linear"] else names,
-            task_type="CAUSAL_LM" if self.trained_task == "CausalLM" else None,
+            task_type="CAUSAL_LM",
         )
         try:
             return peft.get_peft_model(model, config)
@@ -214,45 +186,34 @@ class Pretrained:
 
 
 def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: Any = None) -> None:
-    """Write a model as its own library reads it: `save_pretrained`, or `model.safetensors`.
+    """Write a model as its library reads it: by `save_pretrained`, else a state dict `model.pt`.
 
     Args:
-        model: Of transformers, of peft (its adapter is written), or another.
-        folder: An empty one.
-        weights: Its `state_dict`.
-        tokenizer: Written beside it.
+        model: A model of transformers or of peft (its adapter is written), or another.
+        folder: An empty folder.
+        weights: The model's `state_dict`.
+        tokenizer: Written beside the model.
 
     Raises:
         OSError: If the disk is full.
     """
     if hasattr(model, "save_pretrained"):
-        written: Any = model
-        # safetensors copies a whole file's tensors before it writes the first of them
-        written.save_pretrained(str(folder), state_dict=dict(weights), max_shard_size=SHARD)
+        pretrained: Any = model
+        # safetensors copies the tensors of a whole file before it writes the first of them
+        pretrained.save_pretrained(str(folder), state_dict=dict(weights), max_shard_size=SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         return
-    from safetensors.torch import save_file
-
-    seen: dict[int, str] = {}  # tied weights are written once
-    own = {k: x for k, x in weights.items() if seen.setdefault(x.data_ptr(), k) == k}
-    save_file({key: x.contiguous() for key, x in own.items()}, str(folder / FILE))
-
-
-def load(model: nn.Module, folder: Path) -> None:
-    """Load what `save` wrote of a model that has no `from_pretrained`."""
-    from safetensors.torch import load_file
-
-    model.load_state_dict(load_file(str(folder / FILE)), strict=False)
+    torch.save(dict(weights), folder / "model.pt")
 
 
 def py(*, path: str) -> nn.Module:
-    """Call a user's function for a model.
+    """Call a user-defined function for a model.
 
     Args:
         path: `package.module:function`; it takes no argument, and returns a model that is called
             with a batch's tensors by name (`input_ids`, `labels` ...) and returns its loss, or an
-            output that has one.
+            output with a `loss`.
 
     Raises:
         ValueError: If there is no such function, or it raises.
@@ -266,7 +227,7 @@ def py(*, path: str) -> nn.Module:
     return model
 
 
-def _holds_weights(path: Path) -> bool:
+def _has_weights(path: Path) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in _FILES)
 
 

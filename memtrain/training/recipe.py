@@ -12,8 +12,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     """Build AdamW or SGD with momentum; biases and norms get no weight decay.
 
     Args:
-        config: Names the optimizer and its numbers.
-        model: Its parameters are optimised.
+        config: The optimizer's name and hyperparameters.
+        model: The model to optimise.
 
     Returns:
         A plain torch optimizer.
@@ -35,17 +35,17 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int, final: float) -> float:
-    """A linear warm-up, then a cosine down to a fraction of the peak.
+    """Return the learning rate: a linear warm-up, then a cosine down to a fraction of the peak.
 
     Args:
-        step: From 0.
-        peak: Reached at the warm-up's last step.
+        step: The step, from 0.
+        peak: The rate at the last step of the warm-up.
         warmup: Steps of the warm-up.
         steps: Steps of the whole run.
         final: The rate after the last step, as a fraction of the peak.
 
     Returns:
-        The rate of this step.
+        The rate for this step.
 
     Example:
         >>> [learning_rate(s, peak=1.0, warmup=2, steps=4, final=0.0) for s in range(5)]

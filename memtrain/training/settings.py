@@ -20,18 +20,18 @@ from memtrain.planner import Goal, Rates, measure_rates, read_rates
 RUNS = ("plain", "wrapped")
 OPTIMIZERS = ("adamw", "sgd")
 DEVICES = ("auto", "cpu", "cuda")
-PARALLEL = ("ddp", "fsdp")
-OWN = {"model": ("hf", "py"), "data": ("text", "jsonl", "dataset", "images")}
-"""Options of config groups that name a path: `model=hf:<path>`."""
-OWN_EXPERIMENT = "finetune"
+WITH_PATH = {"model": ("hf", "py"), "data": ("text", "jsonl", "py")}
+"""Options of config groups that take a path: `model=hf:<path>`."""
+FINETUNE = "finetune"
+"""The experiment where one of them is chosen and no experiment is."""
 MEASURE = "measure"
 
 T = TypeVar("T")
 
-OmegaConf.register_new_resolver(  # a path under Python's own source: text that is everywhere
+OmegaConf.register_new_resolver(  # a path in Python's standard library: text on every machine
     "python_library", lambda name: str(Path(sysconfig.get_path("stdlib")) / name), replace=True
 )
-OmegaConf.register_new_resolver(  # a path beside these configs
+OmegaConf.register_new_resolver(  # a path beside the packaged configs
     "packaged", lambda name: str(Path(configs.__file__).parent / name), replace=True
 )
 
@@ -66,16 +66,16 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """How long, how, and how often something is looked at. Periods are in steps, 0 is never."""
+    """Length, schedule, and periods. Periods are in steps; 0 is never."""
 
     runs: list[str] = field(default_factory=lambda: list(RUNS))
-    """Which runs, in this order: `plain`, `wrapped`."""
+    """Which runs, in this order: `plain` (the baseline), `wrapped`."""
     steps: int = 300
     """Optimizer steps of each run."""
     batch: int = 16
-    """Sequences or images a step, of all processes together."""
+    """Rows per step."""
     accumulate: int = 1
-    """Backward passes that a process makes of its part of a batch."""
+    """Backward passes per step; each takes an equal part of the batch."""
     warmup: int = 20
     """Steps over which the learning rate rises from zero."""
     final_lr: float = 0.1
@@ -87,17 +87,15 @@ class TrainingConfig:
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu` or `cuda`."""
     eval_every: int = 50
-    """Between validations; one comes at the end anyway."""
+    """Period of validations; the last step is always followed by one."""
     eval_batches: int = 10
-    """Batches a validation."""
+    """Batches per validation."""
     patience: int = 0
-    """Stop after so many validations without a better loss; 0 does not."""
+    """Stop after this many validations without a better loss; 0 never stops early."""
     meter_every: int = 25
-    """Between steps whose bytes are counted; they are left out of the step time."""
+    """Period of steps whose bytes are counted; their time is left out of the step time."""
     checkpoint_every: int = 100
-    """Between checkpoints; one is written at the end of each run anyway."""
-    parallel: str = "ddp"
-    """Under torchrun: `ddp` (each process holds the model) or `fsdp` (each holds a part of it)."""
+    """Period of checkpoints; one is always written at the end of a run."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -107,7 +105,6 @@ class TrainingConfig:
         if len(set(self.runs)) < len(self.runs):
             raise ValueError(f"training.runs={self.runs} names a run twice")
         one_of("training.device", self.device, DEVICES)
-        one_of("training.parallel", self.parallel, PARALLEL)
         for name in ("steps", "batch", "accumulate", "eval_batches"):
             in_range(f"training.{name}", getattr(self, name), at_least=1)
         periods = ("warmup", "clip", "eval_every", "meter_every", "checkpoint_every", "patience")
@@ -115,7 +112,7 @@ class TrainingConfig:
             in_range(f"training.{name}", getattr(self, name), at_least=0)
         if self.batch % self.accumulate:
             raise ValueError(
-                f"training.batch={self.batch} is no multiple of "
+                f"training.batch={self.batch} is not a multiple of "
                 f"training.accumulate={self.accumulate}"
             )
         in_range("training.final_lr", self.final_lr, at_least=0, at_most=1)
@@ -123,26 +120,24 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class OutputConfig:
-    """Where results go, and how much is shown."""
+    """Where results go, and what is printed."""
 
     folder: str = "outputs"
-    """Each call makes a new folder `<folder>/<experiment>/<time>`."""
+    """Each call creates a new folder `<folder>/<experiment>/<time>`."""
     plot: bool = True
     """Draw `plot.png`."""
     quiet: bool = False
-    """No progress, only the table."""
-    tensorboard: bool = False
-    """Write losses, learning rate and speed for TensorBoard too, which must be installed."""
+    """Print the table only, no progress."""
 
 
 @dataclass(kw_only=True)
 class PlannerConfig:
-    """How a plan is made where a budget is given."""
+    """How a plan is made for a budget."""
 
     allow: list[str] = field(default_factory=lambda: ["quantise", "recompute"])
     """Names of `memtrain.planner.ALLOWED`."""
     max_error: float = 1.0
-    """The most noise, in units of the preset `balanced`'s."""
+    """The most noise, relative to the preset `balanced`."""
     objective: str = "time"
     """`time` or `error`."""
     rates: Any = None
@@ -153,11 +148,11 @@ class PlannerConfig:
         self.goal()
 
     def with_rates(self, device: str, *, autocast: bool) -> "PlannerConfig":
-        """The same with the rates' values, so that a run that is resumed gets the same plan.
+        """Return a copy with the rates' values, so that a resumed run gets the same plan.
 
         Args:
-            device: What `measure` times.
-            autocast: Whether its arithmetic is in bfloat16.
+            device: The device that `measure` times.
+            autocast: Whether the arithmetic is in bfloat16.
         """
         if self.rates is None:
             return self
@@ -169,7 +164,7 @@ class PlannerConfig:
         return replace(self, rates=asdict(found))
 
     def _rates(self) -> Rates:
-        """Rates as configured; the defaults if they are to be measured."""
+        """Return the configured rates; the defaults for `measure`."""
         if self.rates is None or self.rates == MEASURE:
             return Rates()
         if isinstance(self.rates, str):
@@ -179,20 +174,20 @@ class PlannerConfig:
         return Rates(**self.rates)
 
     def goal(self, options: StepOptions = StepOptions()) -> Goal:  # noqa: B008 (a frozen value)
-        """The planner's goal; its errors come before anything runs."""
+        """Return the planner's goal."""
         return Goal(
             allow=self.allow,
             max_error=self.max_error,
             objective=self.objective,  # type: ignore[arg-type]
             rates=self._rates(),
-            sensitivity="analytic",  # a run that is resumed gets the same plan
+            sensitivity="analytic",  # a resumed run gets the same plan
             options=options,
         )
 
 
 @dataclass(kw_only=True)
 class TrainConfig(base.Config):
-    """Everything `memtrain-train` reads; memtrain's own keys lie beside the run's.
+    """All keys of `memtrain-train`: memtrain's keys and those of a training run.
 
     Example:
         >>> config = from_mapping(compose(["experiment=smoke", "training.steps=7"]))
@@ -201,11 +196,11 @@ class TrainConfig(base.Config):
     """
 
     experiment: Any = "unnamed"
-    """Names the output folder; set by the experiment's file."""
+    """Name of the output folder; set by the experiment's file."""
     model: dict[str, Any] = field(default_factory=dict)
-    """`name` and that model's arguments (`memtrain.training.networks`)."""
+    """`name` and the model's arguments (`memtrain.training.networks`)."""
     data: dict[str, Any] = field(default_factory=dict)
-    """`name` and that data's arguments (`memtrain.training.data`)."""
+    """`name` and the data's arguments (`memtrain.training.data`)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -213,44 +208,31 @@ class TrainConfig(base.Config):
     output: OutputConfig = field(default_factory=OutputConfig)
     """Files and display."""
     budget: str | None = None
-    """Bytes for the peak of the wrapped run's step, such as `24GiB`: its plan is made to fit, and
-    the preset's rules do not count. Empty: they do."""
+    """Bytes for the peak of the wrapped run's step, such as `24GiB`: the plan is made to fit, and
+    replaces the preset's rules. Without a budget the preset decides."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    """How, with a budget."""
+    """How the plan for a budget is made."""
     compile: str = "false"
-    """`true`: both runs' models are compiled by `torch.compile`; `blocks`: each of their repeated
-    blocks by itself."""
+    """`true`: compile both runs' models with `torch.compile`; `blocks`: compile each repeated block
+    by itself."""
     resume: str | None = None
-    """An output folder or a checkpoint to continue."""
+    """An output folder or a checkpoint to continue from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.compile = one_of("compile", self.compile.lower(), COMPILE)
-        if self.compile == "false":
-            return
-        if self.budget is not None:
+        if self.compile != "false" and self.budget is not None:
             raise ValueError(
-                f"compile={self.compile} with budget={self.budget}: plans that fit are of eager "
-                "steps; allowed: compile=false, or budget=null"
-            )
-        if self.compile == "true" and self.training.parallel == "fsdp":
-            raise ValueError(
-                "compile=true with training.parallel=fsdp, which gathers the parts of a block "
-                "where it begins; allowed: compile=blocks, or training.parallel=ddp"
+                f"compile={self.compile} with budget={self.budget}: plans for a budget are made "
+                "for eager steps; allowed: compile=false, or budget=null"
             )
 
 
-def compose(
-    overrides: Sequence[str],
-    schema: type[TrainConfig] = TrainConfig,
-    searchpath: Sequence[Path] = (),
-) -> DictConfig:
-    """Compose `train.yaml` with Hydra overrides, under a schema.
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """Compose `train.yaml` with Hydra overrides.
 
     Args:
-        overrides: `["experiment=digits", "preset=smallest", "training.steps=50"]`.
-        schema: `TrainConfig`, or a subclass with keys of its own.
-        searchpath: Folders of further config groups, beside memtrain's.
+        overrides: Such as `["experiment=smoke", "preset=smallest", "training.steps=50"]`.
 
     Returns:
         The composed config.
@@ -261,42 +243,41 @@ def compose(
     """
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="train_schema", node=schema)
-    return base.compose(own_paths(overrides), name="train", searchpath=searchpath)
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    return base.compose(split_paths(overrides), name="train")
 
 
-def own_paths(overrides: Sequence[str]) -> list[str]:
-    """Write `model=hf:<path>` and its kin as Hydra has them: the option, and its `path`.
+def split_paths(overrides: Sequence[str]) -> list[str]:
+    """Split `model=hf:<path>` and the like into Hydra's overrides: the option, and its `path`.
 
-    Where one is given and no experiment, the experiment is `finetune`.
+    With such an override and no experiment, the experiment is `finetune`.
 
     Example:
-        >>> own_paths(["model=hf:my model", "seed=1"])
+        >>> split_paths(["model=hf:my model", "seed=1"])
         ['model=hf', "model.path='my model'", 'seed=1', 'experiment=finetune']
     """
     found: list[str] = []
-    own = False
+    with_path = False
     for override in overrides:
         group, _, value = override.partition("=")
         option, colon, path = value.partition(":")
-        if option not in OWN.get(group, ()):
+        if option not in WITH_PATH.get(group, ()):
             found.append(override)
             continue
-        own = True
+        with_path = True
         found.append(f"{group}={option}")
         if colon:
             quoted = path.replace("\\", "\\\\").replace("'", "\\'")
             found.append(f"{group}.path='{quoted}'")
     named = any(override.startswith("experiment=") for override in overrides)
-    return [*found, f"experiment={OWN_EXPERIMENT}"] if own and not named else found
+    return [*found, f"experiment={FINETUNE}"] if with_path and not named else found
 
 
-def from_mapping(cfg: DictConfig | Mapping[str, Any], schema: type[T] = TrainConfig) -> T:
+def from_mapping(cfg: DictConfig | Mapping[str, Any]) -> TrainConfig:
     """Validate a composed (or saved) config.
 
     Args:
-        cfg: The schema's keys; missing ones take their defaults.
-        schema: `TrainConfig`, or a subclass with keys of its own.
+        cfg: Keys of `TrainConfig`; missing keys take their defaults.
 
     Returns:
         The typed config.
@@ -305,16 +286,16 @@ def from_mapping(cfg: DictConfig | Mapping[str, Any], schema: type[T] = TrainCon
         ValueError: For an unknown key, or a value out of range.
         TypeError: For a value of the wrong type.
     """
-    return typed(schema, cfg, "")
+    return typed(TrainConfig, cfg, "")
 
 
 def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
-    """Make a dataclass of a mapping: keys and types are checked, then `__post_init__` runs.
+    """Convert a mapping to a dataclass; check keys and types, then run `__post_init__`.
 
     Args:
         schema: A dataclass.
         cfg: Its fields.
-        path: What stands before a key in messages, such as `"model."`.
+        path: Prefix of a key in messages, such as `"model."`.
 
     Returns:
         An instance of `schema`.
@@ -339,16 +320,16 @@ def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
 def build_named(
     kind: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]], *arguments: Any
 ) -> T:
-    """Call the function that `spec["name"]` names, with spec's other keys.
+    """Call the function named by `spec["name"]` with the other keys of `spec`.
 
     Args:
         kind: `"model"` or `"data"`, for messages.
         spec: `name`, and values for keyword-only arguments of what it names.
         table: Name -> function or class; the types of its keyword-only arguments are checked.
-        arguments: Its positional arguments.
+        arguments: Positional arguments of the function.
 
     Returns:
-        What it makes.
+        The function's result.
 
     Raises:
         ValueError: For a missing or unknown name, an unknown key, or a value out of range.
@@ -356,18 +337,20 @@ def build_named(
     """
     name = one_of(f"{kind}.name", str(spec.get("name")), tuple(table))
     parameters = inspect.signature(table[name]).parameters.values()
-    own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     rest = {key: value for key, value in spec.items() if key != "name"}
-    for p in own:
+    for p in keywords:
         if p.default is p.empty and rest.get(p.name) in (None, MISSING):
             raise ValueError(f"{kind}={name} needs a path: {kind}={name}:<{p.name}>")
-    keys = [(p.name, p.annotation, MISSING if p.default is p.empty else p.default) for p in own]
+    keys = [
+        (p.name, p.annotation, MISSING if p.default is p.empty else p.default) for p in keywords
+    ]
     values = typed(make_dataclass(name, keys), rest, f"{kind}.")
     return table[name](*arguments, **vars(values))
 
 
 def one_of(key: str, value: str, allowed: Sequence[str]) -> str:
-    """`value`, if it is allowed.
+    """Return `value` if it is allowed.
 
     Raises:
         ValueError: Naming the nearest allowed value.
@@ -386,7 +369,7 @@ def in_range(
     at_most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Check a number against the bounds given.
+    """Check a number against bounds.
 
     Raises:
         ValueError: Naming the key, the value and what is allowed.
@@ -397,7 +380,7 @@ def in_range(
         ("at most", at_most, lambda bound: value <= bound),
         ("below", below, lambda bound: value < bound),
     )
-    given = [(words, bound, holds) for words, bound, holds in checks if bound is not None]
-    if not all(holds(bound) for _, bound, holds in given):  # a NaN fails every comparison
-        allowed = " and ".join(f"{words} {bound}" for words, bound, _ in given)
+    used = [(words, bound, holds) for words, bound, holds in checks if bound is not None]
+    if not all(holds(bound) for _, bound, holds in used):  # a NaN fails every comparison
+        allowed = " and ".join(f"{words} {bound}" for words, bound, _ in used)
         raise ValueError(f"{key}={value} is out of range; allowed: {allowed}")

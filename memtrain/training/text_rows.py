@@ -1,6 +1,7 @@
-"""Text on disk, in tokens, as a language model takes it: files, JSON lines, datasets."""
+"""Text files and JSON lines in tokens, as a causal language model takes them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memtrain.training import corpus
 from memtrain.training.batches import IGNORED
 from memtrain.training.pretrained import Pretrained
 from memtrain.training.rows import Rows
@@ -17,90 +17,84 @@ from memtrain.training.settings import in_range
 
 BYTES = "bytes"
 _BYTE_TOKENS = 256
+_PIECE = 2**20
+"""Bytes of a text that are tokenised at once."""
+Tokens = np.ndarray
 
 
 class TextRows(Rows):
-    """Rows of tokens for a language model.
+    """Rows of tokens for a causal language model.
 
     Args:
-        found: The corpus.
-        masked: Masks tokens for a masked model; None for a causal one.
-        sequence: Most tokens of a row.
-        packed: Whether rows are the corpus cut at every `sequence` tokens, documents one after
-            another; else each document is a row, cut and filled up to the batch's longest.
-        edges: Tokens before and after each row.
-        pad: Fills rows up.
-        tokenizer: Whose tokens they are; None for bytes.
-        prompts: Whether some tokens are not learned.
+        documents: Pieces of documents (int32; `~token` for a token that is read but not learned),
+            and whether the document ends with the piece.
+        sequence: Most tokens per row.
+        packed: Whether rows are the documents, one after another, cut at every `sequence` tokens;
+            else each document is a row, cut and padded to the longest of the batch.
+        pad: The padding token.
+        tokenizer: The tokenizer; None for bytes.
         validation: As `Rows`.
         seed: As `Rows`.
 
     Raises:
         ValueError: If there are too few tokens.
+
+    Memory:
+        4 bytes per token.
     """
 
     unit = "tokens"
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        found: corpus.Corpus,
-        masked: Any,
+        documents: Iterable[tuple[Tokens, bool]],
         *,
         sequence: int,
         packed: bool,
-        edges: tuple[list[int], list[int]] = ([], []),
         pad: int = 0,
         tokenizer: Any = None,
-        prompts: bool = False,
         validation: float = 0.1,
         seed: int = 0,
     ) -> None:
-        self.corpus, self.masked, self.packed, self.pad = found, masked, packed, pad
-        self.tokenizer, self.ragged = tokenizer, not packed
-        self.edges, self.block = edges, sequence - len(edges[0]) - len(edges[1])
-        if self.block < 2:
-            raise ValueError(f"data.sequence={sequence} leaves {self.block} tokens of text a row")
-        self._starts = np.concatenate([[0], found.ends[:-1]]) if len(found.ends) else found.ends
-        lengths = np.minimum(found.ends - self._starts, self.block)
-        count = len(found.tokens) // self.block if packed else len(found.ends)
+        self.sequence, self.packed, self.pad, self.tokenizer = sequence, packed, pad, tokenizer
+        self.ragged = not packed
+        self.tokens, self.ends = _joined(documents)
+        """All tokens, int32, and where each document ends, int64."""
+        self.starts = np.concatenate([[0], self.ends[:-1]]) if len(self.ends) else self.ends
+        lengths = self.ends - self.starts
+        count = len(self.tokens) // sequence if packed else len(self.ends)
         if packed and not count:
             raise ValueError(
-                f"the text has {len(found.tokens)} tokens, data.sequence={sequence} asks for more"
+                f"the text has {len(self.tokens)} tokens; allowed: at least one row of "
+                f"data.sequence={sequence}"
             )
-        self.length = sequence if packed else int(lengths.max()) + sequence - self.block
+        self.length = sequence if packed else min(sequence, int(lengths.max(initial=0)))
         """Tokens of the longest row."""
-        self.cut = 0 if packed else int((found.ends - self._starts > self.block).sum())
+        self.cut = 0 if packed else int((lengths > sequence).sum())
         """Documents that are longer than a row."""
-        rows = torch.arange(count)
-        if prompts or not packed:
-            rows = rows[self._teach(count)]
-        super().__init__(rows, validation, seed)
+        # A row needs a token to learn after its first: no token predicts the first.
+        teaches = [bool((self._row(row)[1:] >= 0).any()) for row in range(count)]
+        super().__init__(torch.arange(count)[torch.tensor(teaches).bool()], validation, seed)
 
-    def _teach(self, count: int) -> Tensor:
-        """Which rows have a token to learn behind the first."""
-        found = torch.zeros(count, dtype=torch.bool)
-        for row in range(count):
-            found[row] = bool((self._row(row)[1:] >= 0).any())
-        return found
+    def _row(self, row: int) -> Tokens:
+        start = row * self.sequence if self.packed else int(self.starts[row])
+        end = start + self.sequence if self.packed else int(self.ends[row])
+        return self.tokens[start : min(end, start + self.sequence)]
 
-    def _row(self, row: int) -> np.ndarray:
-        start = row * self.block if self.packed else int(self._starts[row])
-        end = start + self.block if self.packed else int(self.corpus.ends[row])
-        return self.corpus.tokens[start : min(end, start + self.block)]
-
-    def collate(self, rows: Sequence[int], draws: Sequence[torch.Generator]) -> dict[str, Tensor]:
-        """`input_ids`, `labels`, and `attention_mask` where rows differ in length."""
-        made = [self._labelled(self._row(row), draw) for row, draw in zip(rows, draws, strict=True)]
-        return self._filled(made)
+    def collate(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Return `input_ids`, `labels`, and `attention_mask` where rows differ in length."""
+        return self._padded([torch.from_numpy(np.asarray(self._row(r), np.int64)) for r in rows])
 
     def longest(self, size: int) -> dict[str, Tensor]:
-        """`size` rows as long as the longest."""
-        row = torch.full((self.length,), self.pad), torch.zeros(self.length, dtype=torch.long)
-        return self._filled([row] * size)
+        """Return `size` rows as long as the longest."""
+        return self._padded([torch.full((self.length,), self.pad)] * size)
 
-    def _filled(self, made: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         fill = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        inputs, labels = [row for row, _ in made], [row for _, row in made]
+        inputs = [torch.where(row < 0, ~row, row) for row in rows]
+        labels = [torch.where(row < 0, IGNORED, row) for row in rows]
+        for row in labels:
+            row[0] = IGNORED
         batch = {
             "input_ids": fill(inputs, padding_value=self.pad),
             "labels": fill(labels, padding_value=IGNORED),
@@ -109,52 +103,15 @@ class TextRows(Rows):
             batch["attention_mask"] = fill([torch.ones_like(row) for row in inputs])
         return batch
 
-    def _labelled(self, row: np.ndarray, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        signed = torch.from_numpy(np.asarray(row, np.int64))
-        before, after = (torch.tensor(edge, dtype=torch.long) for edge in self.edges)
-        tokens = torch.cat([before, torch.where(signed < 0, ~signed, signed), after])
-        if self.masked is None:
-            labels = torch.where(signed < 0, IGNORED, signed)
-            labels[0] = IGNORED  # no token foretells it
-            return tokens, labels
-        return self.masked(tokens, draw)
 
-
-class Masking:
-    """Masks tokens as BERT's training does, by transformers' own collator.
-
-    Args:
-        tokenizer: Has a mask token.
-        share: Of the tokens, to be foretold.
-
-    Raises:
-        ValueError: For a tokenizer without a mask token.
-    """
-
-    def __init__(self, tokenizer: Any, share: float) -> None:
-        in_range("data.masked", share, above=0, below=1)
-        if getattr(tokenizer, "mask_token_id", None) is None:
-            raise ValueError(
-                "a masked language model needs a tokenizer with a mask token; data.tokenizer= "
-                "names its folder"
-            )
-        from transformers import DataCollatorForLanguageModeling
-
-        self.collator: Any = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
-        self.special = torch.tensor(tokenizer.all_special_ids)
-
-    def __call__(self, tokens: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A row with masks in it, and what stood there."""
-        special = torch.isin(tokens, self.special)
-        self.collator.generator = draw
-        inputs, labels = self.collator.torch_mask_tokens(tokens[None].clone(), special[None])
-        inputs, labels = inputs[0], labels[0]
-        if not (labels != IGNORED).any():  # a short row: its loss would be a mean over nothing
-            place = torch.nonzero(~special)[
-                int(torch.rand((), generator=draw) * int((~special).sum()))
-            ]
-            inputs[place], labels[place] = self.collator.tokenizer.mask_token_id, tokens[place]
-        return inputs, labels
+def _joined(documents: Iterable[tuple[Tokens, bool]]) -> tuple[Tokens, np.ndarray]:
+    pieces, ends, length = [np.empty(0, np.int32)], [], 0
+    for piece, ended in documents:
+        pieces.append(np.asarray(piece, np.int32))
+        length += len(piece)
+        if ended:
+            ends.append(length)
+    return np.concatenate(pieces), np.asarray(ends, np.int64)
 
 
 def text(  # noqa: PLR0913 (each is a key of the config)
@@ -166,20 +123,19 @@ def text(  # noqa: PLR0913 (each is a key of the config)
     sequence: int = 512,
     packed: bool = True,
     tokenizer: str | None = None,
-    masked: float = 0.15,
     validation: float = 0.1,
 ) -> TextRows:
-    """Text files: a file, or all files of a folder, each a document.
+    """Read text files: a file, or all files of a folder, each a document.
 
     Args:
-        seed: Of the split, the order and the masks.
-        model: Whose tokenizer and task are meant; None for another model: bytes, causal.
+        seed: Seeds the split and the order.
+        model: The transformers model, for its tokenizer; None for another model: bytes.
         path: A file or a folder.
         files: Which of a folder's files, at any depth, such as `*.py`.
-        sequence: Most tokens of a row.
-        packed: Rows of exactly `sequence` tokens, documents one after another; else a row each.
-        tokenizer: A folder, or `bytes`; by default the model's.
-        masked: Share of the tokens that a masked model foretells.
+        sequence: Most tokens per row.
+        packed: Rows of exactly `sequence` tokens, documents one after another; else a document per
+            row.
+        tokenizer: A folder, or `bytes`; the model's by default.
         validation: Fraction of the rows that is held out.
 
     Returns:
@@ -189,11 +145,10 @@ def text(  # noqa: PLR0913 (each is a key of the config)
         FileNotFoundError: If there is no such file, or no tokenizer.
         ValueError: For an empty text, one that is not UTF-8, or a value out of range.
     """
-    found = corpus.files(Path(path).expanduser(), files)
-    reader = _Reader(model, tokenizer, sequence)
-    return reader.rows(
-        partial(reader.texts, found), found, {"form": "text"},
-        packed=packed, masked=masked, validation=validation, seed=seed,
+    found, encode = _files(path, files), _Encoder(model, tokenizer, sequence)
+    return encode.rows(
+        ((encode(piece, ended=ended), ended) for piece, ended in _texts(found, encode.tokenizer)),
+        path, sequence=sequence, packed=packed, validation=validation, seed=seed,
     )  # fmt: skip
 
 
@@ -208,22 +163,20 @@ def jsonl(  # noqa: PLR0913
     sequence: int = 512,
     packed: bool = False,
     tokenizer: str | None = None,
-    masked: float = 0.15,
     validation: float = 0.1,
 ) -> TextRows:
-    """JSON lines: a record each, of a text, or of a prompt (read, not learned) and a completion.
+    """Read JSON lines: each record is a text, or a prompt (read, not learned) and a completion.
 
     Args:
         seed: As `text`.
         model: As `text`.
         path: A file, or a folder of `*.jsonl`.
         text: The field of a text.
-        prompt: The field of a prompt; with it `text` does not count.
-        completion: The field of what is learned after a prompt.
+        prompt: The field of a prompt; then `text` is not read.
+        completion: The field that is learned after a prompt.
         sequence: As `text`.
         packed: As `text`.
         tokenizer: As `text`.
-        masked: As `text`.
         validation: As `text`.
 
     Returns:
@@ -231,81 +184,99 @@ def jsonl(  # noqa: PLR0913
 
     Raises:
         FileNotFoundError: As `text`.
-        ValueError: As `text`, and for a line that is no JSON object, or lacks a field.
+        ValueError: As `text`, and for a line that is not a JSON object, or lacks a field.
     """
-    source = Path(path).expanduser()
-    reader = _Reader(model, tokenizer, sequence)
-    return reader.records(
-        partial(corpus.json_lines, source), corpus.files(source, "*.jsonl"), {"form": "jsonl"},
-        corpus.Fields(text=text, prompt=prompt, completion=completion),
-        packed=packed, masked=masked, validation=validation, seed=seed,
-    )  # fmt: skip
+    found, encode = _files(path, "*.jsonl"), _Encoder(model, tokenizer, sequence)
+
+    def documents() -> Iterator[tuple[Tokens, bool]]:
+        for where, record in _records(found):
+            asked = "" if prompt is None else _field(record, prompt, where)
+            learned = _field(record, text if prompt is None else completion, where)
+            yield encode(learned, ended=True, prompt=asked), True
+
+    return encode.rows(
+        documents(), path, sequence=sequence, packed=packed, validation=validation, seed=seed
+    )
 
 
-def dataset(  # noqa: PLR0913
-    seed: int,
-    model: Pretrained | None,
-    *,
-    path: str,
-    split: str = "train",
-    text: str = "text",
-    prompt: str | None = None,
-    completion: str = "completion",
-    sequence: int = 512,
-    packed: bool = False,
-    tokenizer: str | None = None,
-    masked: float = 0.15,
-    validation: float = 0.1,
-) -> TextRows:
-    """A dataset that Hugging Face's `save_to_disk` wrote; its records are read as `jsonl`'s.
-
-    Args:
-        seed: As `text`.
-        model: As `text`.
-        path: The folder.
-        split: Of a dictionary of datasets.
-        text: As `jsonl`.
-        prompt: As `jsonl`.
-        completion: As `jsonl`.
-        sequence: As `text`.
-        packed: As `text`.
-        tokenizer: As `text`.
-        masked: As `text`.
-        validation: As `text`.
-
-    Returns:
-        The rows.
+def _files(path: str, pattern: str) -> list[Path]:
+    """Return a file itself, or a folder's visible files in the order of their names.
 
     Raises:
-        ModuleNotFoundError: If `datasets` is not installed.
-        FileNotFoundError: As `text`.
-        ValueError: As `jsonl`.
+        FileNotFoundError: If there is none.
     """
-    source = Path(path).expanduser()
-    reader = _Reader(model, tokenizer, sequence)
-    return reader.records(
-        partial(corpus.dataset_records, source, split), corpus.files(source),
-        {"form": "dataset", "split": split},
-        corpus.Fields(text=text, prompt=prompt, completion=completion),
-        packed=packed, masked=masked, validation=validation, seed=seed,
-    )  # fmt: skip
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    found = sorted(
+        item
+        for item in root.rglob(pattern)
+        if item.is_file() and not any(part.startswith(".") for part in item.relative_to(root).parts)
+    )
+    if not found:
+        what = f"has no files {pattern}" if root.is_dir() else "does not exist"
+        raise FileNotFoundError(f"data.path={path!r} {what}")
+    return found
 
 
-class _Reader:
-    """Text to tokens, as a model and its tokenizer want them."""
+def _texts(found: Iterable[Path], tokenizer: Any) -> Iterator[tuple[str | bytes, bool]]:
+    """Yield pieces of a few MiB that end with a line, and whether a file ends with the piece."""
+    for file in found:
+        with file.open("rb") as stream:
+            offset, piece = 0, stream.read(_PIECE) + stream.readline()
+            while piece:
+                after = stream.read(_PIECE) + stream.readline()
+                try:
+                    yield piece if tokenizer is None else piece.decode(), not after
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{str(file)!r} is not UTF-8 at byte {offset + error.start}; data.files= "
+                        "selects a folder's files, data.tokenizer=bytes takes any"
+                    ) from error
+                offset, piece = offset + len(piece), after
+
+
+def _records(found: Iterable[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield `file:line` and the record of each line that is not empty."""
+    for file in found:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{file}:{number}"
+                try:
+                    record = json.loads(line)
+                except ValueError as error:  # of JSON, and of UTF-8
+                    raise ValueError(f"{where}: this line is not JSON: {error}") from error
+                if not isinstance(record, dict):
+                    kind = type(record).__name__
+                    raise ValueError(f"{where}: a line must be a JSON object, not a {kind}")
+                yield where, record
+
+
+def _field(record: Mapping[str, Any], name: str, where: str) -> str:
+    if name not in record:
+        raise ValueError(
+            f"{where}: no field {name!r}; it has {', '.join(map(str, record)) or 'none'} "
+            "(data.text, data.prompt and data.completion name the fields)"
+        )
+    if not isinstance(record[name], str):
+        raise ValueError(f"{where}: field {name!r} is a {type(record[name]).__name__}, not text")
+    return record[name]
+
+
+class _Encoder:
+    """Encodes text with a model's tokenizer, or as bytes."""
 
     def __init__(self, model: Pretrained | None, tokenizer: str | None, sequence: int) -> None:
         in_range("data.sequence", sequence, at_least=2)
-        self.model, self.sequence = model, sequence
-        if model is not None and model.trained_task == "ImageClassification":
-            raise ValueError(f"model=hf:{model.path} takes images; allowed: data=images:<folder>")
         longest = model.longest if model is not None else None
         if longest is not None and sequence > longest:
             raise ValueError(f"data.sequence={sequence}: the model takes at most {longest} tokens")
-        plain = tokenizer == BYTES or (tokenizer is None and model is None)
-        if plain:
-            self.tokenizer, vocabulary = None, model.config.vocab_size if model else None
-            if vocabulary is not None and vocabulary < _BYTE_TOKENS:
+        self.tokenizer = None
+        if tokenizer == BYTES or (tokenizer is None and model is None):
+            vocabulary = model.config.vocab_size if model else _BYTE_TOKENS
+            if vocabulary < _BYTE_TOKENS:
                 raise ValueError(
                     f"data.tokenizer=bytes has {_BYTE_TOKENS} tokens, the model {vocabulary}"
                 )
@@ -314,87 +285,27 @@ class _Reader:
         else:
             self.tokenizer = model.tokenizer(tokenizer)
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether tokens are masked to be foretold."""
-        return self.model is not None and self.model.trained_task == "MaskedLM"
-
-    def document(self, piece: str, *, ended: bool = True, prompt: str = "") -> np.ndarray:
-        """Tokens of a piece of a document, a prompt's as `~token`, and its end where it ends."""
+    def __call__(self, piece: str | bytes, *, ended: bool, prompt: str = "") -> Tokens:
+        """Return tokens of a piece, after its prompt's as `~token`, with the end token if ended."""
         asked = np.asarray(self._ids(prompt), np.int32) if prompt else np.empty(0, np.int32)
-        learned = self._ids(piece)
-        end = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        if ended and not self.is_masked and end is not None:
-            learned = [*learned, end]
-        return np.concatenate([~asked, np.asarray(learned, np.int32)])
+        learned = np.asarray(self._ids(piece), np.int32)
+        end = self.tokenizer.eos_token_id if ended and self.tokenizer is not None else None
+        tail = np.asarray([] if end is None else [end], np.int32)
+        return np.concatenate([~asked, learned, tail])
 
-    def _ids(self, words: str) -> list[int]:
-        if self.tokenizer is None:
-            return list(words.encode())
-        return self.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def texts(self, found: Sequence[Path]) -> Iterator[tuple[np.ndarray, bool]]:
-        """Tokens of files, a piece at a time."""
-        for piece, ended in corpus.texts(found, raw=self.tokenizer is None):
-            if isinstance(piece, bytes):
-                yield np.frombuffer(piece, np.uint8).astype(np.int32), ended
-            else:
-                yield self.document(piece, ended=ended), ended
-
-    def records(
-        self,
-        read: Callable[[], Iterator[tuple[str, Any]]],
-        sources: Sequence[Path],
-        words: Mapping[str, Any],
-        fields: corpus.Fields,
-        **settings: Any,
-    ) -> TextRows:
-        """Rows of records: what `read` gives, by `fields`."""
-
-        def documents() -> Iterator[tuple[np.ndarray, bool]]:
-            for where, record in read():
-                prompt, learned = fields.of(record, where)
-                yield self.document(learned, prompt=prompt), True
-
-        told = {**words, "fields": repr(fields)}
-        prompts = fields.prompt is not None
-        return self.rows(documents, sources, told, prompts=prompts, **settings)
-
-    def rows(  # noqa: PLR0913
-        self,
-        documents: Any,
-        sources: Sequence[Path],
-        words: Mapping[str, Any],
-        *,
-        packed: bool,
-        masked: float,
-        validation: float,
-        seed: int,
-        prompts: bool = False,
-    ) -> TextRows:
-        """Rows of documents, from the cache where it has them."""
-        told = {**words, "tokens": self._words(), "masked": self.is_masked}
-        found = corpus.written(documents, told, sources)
-        if not len(found.tokens):
-            raise ValueError(f"data.path: {', '.join(map(str, sources[:3]))} has no text in it")
-        edges, pad = ([], []), 0
+    def _ids(self, words: str | bytes) -> Any:
         if self.tokenizer is not None:
-            ends = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
-            if self.is_masked and None not in ends:
-                edges = [ends[0]], [ends[1]]
-            own = self.tokenizer.pad_token_id
-            pad = next((x for x in (own, self.tokenizer.eos_token_id) if x is not None), 0)
-        return TextRows(
-            found, Masking(self.tokenizer, masked) if self.is_masked else None,
-            sequence=self.sequence, packed=packed, edges=edges, pad=pad, tokenizer=self.tokenizer,
-            prompts=prompts, validation=validation, seed=seed,
-        )  # fmt: skip
+            return self.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.frombuffer(words.encode() if isinstance(words, str) else words, np.uint8)
 
-    def _words(self) -> str:
-        """Marks that tell this tokenizer from others."""
-        if self.tokenizer is None:
-            return BYTES
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            return backend.to_str()
-        return repr((type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())))
+    def rows(
+        self, documents: Iterable[tuple[Tokens, bool]], path: str, **settings: Any
+    ) -> TextRows:
+        """Make rows of documents."""
+        ids = () if self.tokenizer is None else (self.tokenizer.pad_token_id,)
+        ids += () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
+        pad = next((number for number in ids if number is not None), 0)
+        documents = list(documents)
+        if not any(len(piece) for piece, _ in documents):
+            raise ValueError(f"data.path={path!r} has no text in it")
+        return TextRows(documents, pad=pad, tokenizer=self.tokenizer, **settings)

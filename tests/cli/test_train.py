@@ -12,7 +12,7 @@ from memtrain.cli.train import main
 def test_help_teaches_by_examples(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("memtrain-train experiment=digits", "resume=", "gpt_stdlib", "balanced", "130"):
+    for word in ("memtrain-train model=py:MODULE", "resume=", "gpt_stdlib", "balanced", "130"):
         assert word in text
     assert max(map(len, text.splitlines())) <= 100
 

@@ -5,25 +5,10 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from memtrain.audit.peak import Moment, Timeline
-from memtrain.planner import Fit, Rates, write_rates
+from memtrain.planner import Rates, write_rates
 from memtrain.training import settings
-from memtrain.training.results import promise
 from memtrain.training.session import Session
 from memtrain.training.settings import PlannerConfig, compose, from_mapping
-
-
-def test_a_promise_is_one_line():
-    peak = Moment("step", "step", 2**20, {})
-    found = Fit(
-        plan=None, budget=2**21, timeline=Timeline((peak,)), seconds=1.0, plain_seconds=1.0,
-        error=0.0, states="torch", chosen={}, rates="byte counts",
-        sensitivity="analytic",
-    )  # type: ignore[arg-type]  # fmt: skip
-    assert promise(found, 2**19) == (
-        "budget 2.00 MiB: promised peak 1.00 MiB, measured 512.00 KiB (0.500 of it)"
-    )
-    assert promise(found, 0).endswith("no step was metered")
 
 
 def test_wrong_values_are_named_before_anything_runs():
@@ -34,7 +19,7 @@ def test_wrong_values_are_named_before_anything_runs():
     assert (config.budget, config.planner.max_error) == ("2MB", 0.5)
 
 
-def test_rates_are_settled_once_so_that_a_resumed_run_gets_the_same_plan(monkeypatch, tmp_path):
+def test_rates_are_measured_once_so_that_a_resumed_run_gets_the_same_plan(monkeypatch, tmp_path):
     rates = Rates(name="a machine", copy=2e9, launch=1e-6)
     given = []
 

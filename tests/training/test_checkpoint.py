@@ -7,7 +7,11 @@ import torch
 
 from memtrain.training import checkpoint
 
-CONTENT = {"a": torch.arange(5), "rows": [["plain", 1, None]], "deep": {"b": 1.5}}
+CONTENT = {
+    "a": torch.arange(5),
+    "rows": [["plain", 1, None]],
+    "current": {"model": {"w": torch.ones(2)}, "b": 1.5},
+}
 
 
 def test_round_trip_from_folder_and_file(tmp_path):
@@ -17,6 +21,7 @@ def test_round_trip_from_folder_and_file(tmp_path):
         loaded = checkpoint.read_checkpoint(where)
         assert torch.equal(loaded["a"], CONTENT["a"])
         assert loaded["rows"] == CONTENT["rows"]
+        assert torch.equal(loaded["current"]["model"]["w"], torch.ones(2))
     assert [item.name for item in tmp_path.iterdir()] == [checkpoint.NAME]
 
 
@@ -39,7 +44,7 @@ def test_write_into_a_folder_that_is_gone(tmp_path):
         checkpoint.write_checkpoint(tmp_path / "gone" / "checkpoint.pt", CONTENT)
 
 
-def test_missing_damaged_and_foreign_files(tmp_path):
+def test_missing_damaged_and_unsupported_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         checkpoint.read_checkpoint(tmp_path)
     path = tmp_path / checkpoint.NAME
@@ -48,10 +53,10 @@ def test_missing_damaged_and_foreign_files(tmp_path):
     with pytest.raises(ValueError, match="is not a readable checkpoint"):
         checkpoint.read_checkpoint(path)
     torch.save({"weight": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="no memtrain-train checkpoint of format 1"):
+    with pytest.raises(ValueError, match="is not a memtrain-train checkpoint of format 2"):
         checkpoint.read_checkpoint(path)
     torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="no memtrain-train checkpoint"):
+    with pytest.raises(ValueError, match="is not a memtrain-train checkpoint"):
         checkpoint.read_checkpoint(path)
 
 

@@ -45,8 +45,8 @@ def broken_off(session, step):
     """The session of a run that goes on after a step."""
     run = session._run
 
-    def stopping(name, state=None):
-        made = run(name, state)
+    def stopping(name, **options):
+        made = run(name, **options)
         train_step = made.train_step
 
         def after():
@@ -89,7 +89,6 @@ def test_bytes_of_compiled_runs_are_counted(smoke, op_by_op):
     ("given", "message"),
     [
         (["compile=true", "budget=1GiB"], "compile=true with budget=1GiB"),
-        (["compile=true", "training.parallel=fsdp"], "compile=true with training.parallel=fsdp"),
         (["compile=block"], "compile='block' is unknown.*blocks"),
     ],
 )
@@ -125,12 +124,12 @@ def test_a_compiled_run_goes_on_bit_for_bit(smoke, request, how, preset, backend
     resumed = broken_off(stopped, 5)
     resumed.train()
     assert losses(resumed) == losses(straight)
-    ends = [torch.load(s.folder / "wrapped_model.pt") for s in (straight, resumed)]
+    ends = [torch.load(s.folder / "wrapped_model/model.pt") for s in (straight, resumed)]
     assert all(map(torch.equal, *(end.values() for end in ends)))
 
 
 @pytest.mark.nightly
-def test_a_compiled_model_of_ones_own_has_its_promise_and_goes_on(tmp_path, op_by_op):
+def test_a_compiled_transformers_model_is_predicted_and_resumes(tmp_path, op_by_op):
     (tmp_path / "a.txt").write_text("".join(f"line {n}: {n * n}\n" for n in range(600)))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     torch.manual_seed(0)

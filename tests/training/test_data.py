@@ -1,4 +1,3 @@
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -88,49 +87,10 @@ def test_too_long_sequence_is_an_error(few_files):
         build_source({"name": "stdlib", "sequence": 10_000_000}, seed=0)
 
 
-def test_digits_split_and_epochs():
-    pytest.importorskip("sklearn")
-    source = build_source({"name": "digits", "validation": 0.2}, seed=0)
-    images, targets = source.parts["train"]
-    held_out, _ = source.parts["validation"]
-    assert (len(images), len(held_out)) == (1438, 359)
-    assert images.shape[1:] == (1, 8, 8)
-    assert images.max() == 1.0
-    epoch = torch.cat([source.batch("train", i, 719)[0] for i in range(2)])
-    assert _sorted(epoch) == _sorted(images)  # each image once an epoch
-    assert not torch.equal(epoch[:719], source.batch("train", 2, 719)[0])  # another order
-    assert set(targets.tolist()) == set(range(10))
-
-
-def _sorted(images):
-    return sorted(map(tuple, images.flatten(1).tolist()))
-
-
-def test_digits_validation_batches_do_not_overlap():
-    pytest.importorskip("sklearn")
-    source = build_source({"name": "digits"}, seed=0)
-    first, second = (source.batch("validation", i, 100) for i in range(2))
-    held_out = source.parts["validation"][0]
-    assert torch.equal(torch.cat([first[0], second[0]]), held_out[:200])
-    assert torch.equal(source.batch("validation", 3, 100)[0], first[0])  # around again
-
-
-def test_batch_larger_than_the_data_is_all_of_it():
-    pytest.importorskip("sklearn")
-    source = build_source({"name": "digits"}, seed=0)
-    assert len(source.batch("validation", 0, 10_000)[0]) == 359
-
-
-def test_missing_scikit_learn_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"memtrain\[demo\]"):
-        build_source({"name": "digits"}, seed=0)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "digit"}, "did you mean 'digits'"),
+        ({"name": "json"}, "did you mean 'jsonl'"),
         ({}, "data.name='None' is unknown"),
         ({"name": "stdlib", "sequense": 4}, "unknown key 'data.sequense'; did you mean 'sequence'"),
         ({"name": "stdlib", "validation": 1.0}, "data.validation=1.0 is out of range"),
