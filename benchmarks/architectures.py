@@ -135,7 +135,7 @@ def _row(kind: str, name: str, preset: str) -> list[Row]:
 def _rounded_error(case: Case, plain: dict[str, Tensor]) -> float:
     """The largest error of a parameter's gradient in three forwards with all saves rounded.
 
-    Relative to the gradient's norm, and a hundredth of what it were if all elements were alike:
+    Relative to the gradient's norm, and a hundredth of what it were if all elements were equal:
     what is 0 but for rounding (a bias in front of a norm) has none. No meter runs, since it would
     keep the numbers of dead storages from being taken again.
     """

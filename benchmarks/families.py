@@ -109,7 +109,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 
 
 def measure(family: str, preset: str, cfg: Any = None, seed: int = 0) -> Row:
-    """One row: a family under a preset (or under `cfg`, named so) against its exact twin."""
+    """One row: a family under a preset (or under `cfg`, named so) against its exact counterpart."""
     # Gradients are what is looked at: none is released.
     cfg = [f"preset={preset}", "optim=none", "gradients=keep"] if cfg is None else cfg
     torch.manual_seed(seed)
@@ -117,7 +117,7 @@ def measure(family: str, preset: str, cfg: Any = None, seed: int = 0) -> Row:
 
 
 def compare(case: Case, cfg: Any, seed: int = 0, *, predict: bool = True) -> Row:
-    """Bytes and gradient of a case under `cfg`, beside its exact twin's."""
+    """Bytes and gradient of a case under `cfg`, beside its exact counterpart's."""
     own = [*case.model.parameters(), *case.model.buffers(), *_tensors(case.batch)]
     plain, exact = step(case, own, seed)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.0)

@@ -247,7 +247,7 @@ def tested(scale: Scale) -> Row:
     counts: Counter[str] = Counter()
     write = partial(emit, "kernel_tests", scale.out)  # as they come: there may be no end
 
-    class Told:
+    class Recorded:
         """Writes what failed, and counts."""
 
         def pytest_runtest_logreport(self, report: Any) -> None:
@@ -266,7 +266,7 @@ def tested(scale: Scale) -> Row:
         # A worker for each core, up to the contexts that fit on the device: kernels compile first.
         arguments += ["-n", str(min(12, os.cpu_count() or 1)) if scale.device == "cuda" else "0"]
     os.chdir(ROOT)
-    status = pytest.main([*arguments, *paths], plugins=[Told()])
+    status = pytest.main([*arguments, *paths], plugins=[Recorded()])
     if not counts["passed"]:
         raise RuntimeError(f"no test passed: pytest ended with {int(status)}")
     return {"status": int(status), **counts}
@@ -543,7 +543,7 @@ def language_model(family: str, scale: Scale) -> tuple[Any, dict[str, Any]]:
 
 
 def synchronisations(scale: Scale) -> Iterator[Case]:
-    """Where a settled training step waits for the device, by torch.cuda.set_sync_debug_mode."""
+    """Where a warmed-up training step waits for the device, by torch.cuda.set_sync_debug_mode."""
     import torch
 
     import memtrain
@@ -580,7 +580,7 @@ def waits(step: Callable[[], None], scale: Scale) -> Row:
 
     places: Counter[str] = Counter()
 
-    def told(message: Any, *_: Any, **__: Any) -> None:
+    def record(message: Any, *_: Any, **__: Any) -> None:
         if "called a synchronizing" in str(message):  # not the mode's warning of itself
             frames = [f for f in traceback.extract_stack() if "gpu_session" not in f.filename][-6:]
             places[" < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[::-1])] += 1
@@ -589,7 +589,7 @@ def waits(step: Callable[[], None], scale: Scale) -> Row:
     mode = torch.cuda.set_sync_debug_mode if scale.device == "cuda" else lambda level: None
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = told
+        warnings.showwarning = record
         mode("warn")
         try:
             step()

@@ -72,7 +72,7 @@ class Job(NamedTuple):
     title: str
     run: Callable[[], list[Row]]
     labels: Row = {}  # noqa: RUF012 (never changed)
-    """Cells that tell its rows from those of other jobs."""
+    """Cells that identify its rows."""
 
     def stands_in(self, path: Path) -> bool:
         """Whether a CSV file has a row with its labels; no, if it has none."""

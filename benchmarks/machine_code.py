@@ -179,7 +179,7 @@ def _tool(name: str, *arguments: str, cubin: bytes) -> str:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, stack and local (spilled) bytes, as cuobjdump tells them."""
+    """Registers, stack and local (spilled) bytes, as cuobjdump reports them."""
     text = _tool("cuobjdump", "-res-usage", cubin=cubin)
     found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
     if found.keys() != {"REG", "STACK", "LOCAL"}:

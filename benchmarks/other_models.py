@@ -90,7 +90,7 @@ class Translator(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block of a diffusion U-Net, told the time."""
+    """A residual block of a diffusion U-Net with a time embedding."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()

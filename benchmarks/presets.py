@@ -16,7 +16,7 @@ from memtrain.training.networks import GPT
 MODELS = ("gpt", "gpt2_layers", "resnet18")
 """A small GPT; two layers of GPT-2-small's width and heads; a ResNet-18 of half its width."""
 
-# Nothing to see: identical, untouched. `all_four` computes in bfloat16: its twin is another model.
+# Nothing to see, or (`all_four`, which computes in bfloat16) another baseline.
 SKIPPED = ("exact", "optimizer_only", "precision_only", "all_four")
 
 

@@ -130,7 +130,7 @@ class Sizes:
         return predict(*self.built(name, batch), self.preset, STEP).peak.nbytes
 
     def weights(self, name: str) -> int:
-        """Bytes that a step of every way holds throughout, told without simulating one."""
+        """Return the bytes that every variant of a step stores throughout, without a simulation."""
         return self.parameters(name) * getattr(torch, self.dtype).itemsize
 
     def fits(self, name: str, batch: int, memory: int) -> int:

@@ -1,4 +1,4 @@
-"""Command-line programs' common parts: arguments, consoles for pipes and files, whole files."""
+"""Common parts of the command-line programs: arguments, consoles, atomic files."""
 
 import argparse
 import io
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def consoles() -> tuple[Console, Console]:
-    """Standard output, and standard error for messages and progress.
+    """Return consoles for standard output and standard error.
 
-    What the output's encoding cannot spell (a module's name, in ASCII) is escaped, and a reader
-    that has gone is a BrokenPipeError.
+    Characters that the output's encoding lacks are escaped, and a closed pipe raises
+    BrokenPipeError.
 
     Returns:
         Output at the terminal's width, 80 columns where there is none; errors unwrapped.
@@ -42,25 +42,24 @@ def _raise_broken_pipe() -> None:
 
 
 def drop_output() -> None:
-    """After a BrokenPipeError: what Python would flush at exit goes nowhere."""
+    """Discard, after a BrokenPipeError, what Python would flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Tell what goes on and for how long, on a terminal only; gone when it is done.
+    """Show an activity and its duration while it runs, on a terminal only.
 
     Args:
-        errors: Where to.
-        what: Words such as `tracing the forward`.
+        errors: The output.
+        what: The activity, such as `tracing the forward`.
 
     Yields:
-        A function that is told a stage, and how many of how many of its parts begin: a bar shows
-        that, where there are any.
+        A function of a stage, the number of its current part and the number of its parts.
 
     Example:
-        >>> with working(Console(stderr=True), "adding") as told:
-        ...     told("one and one", 1, 2)
+        >>> with working(Console(stderr=True), "adding") as report:
+        ...     report("one and one", 1, 2)
         ...     print(1 + 1)
         2
     """
@@ -76,7 +75,7 @@ def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], No
     with Progress(*columns, console=errors, transient=True, disable=silent) as progress:
         task = progress.add_task(what, total=None, part="")
 
-        def told(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             part = f"{done} of at most {total}" if total else ""
             progress.update(
                 task,
@@ -86,18 +85,18 @@ def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], No
                 part=part,
             )
 
-        yield told
+        yield report
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a path before the work whose result it shall hold.
+    """Refuse an output path before any work is done.
 
     Args:
-        path: A file to be.
-        option: Who asks, for the message.
+        path: The file to write.
+        option: The option, for the message.
 
     Raises:
-        OSError: If it is a folder, or its own folder is missing or not writable.
+        OSError: If it is a folder, or its folder is missing or not writable.
 
     Example:
         >>> check_writable(Path("/no/such/folder/a.json"), "--json")
@@ -117,11 +116,11 @@ def check_writable(path: Path, option: str) -> None:
 
 @contextmanager
 def replaced(path: Path, option: str) -> Iterator[Path]:
-    """A file beside `path` to write into; it takes the place of `path` if the block succeeds.
+    """Yield a temporary file that replaces `path` if the block succeeds.
 
     Args:
-        path: The file; an older one stays as it is unless the new one is whole.
-        option: Who asks, for the message.
+        path: The file; an older one survives a failure.
+        option: The option, for the message.
 
     Yields:
         The path to write to.

@@ -15,7 +15,6 @@ from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.registry import COMPRESSORS
 from memtrain.compressors.samples import Samples
-from memtrain.compressors.scaled import Scaled
 
 __all__ = [
     "COMPRESSORS",
@@ -38,5 +37,4 @@ __all__ = [
     "Rank1",
     "RowBlock",
     "Samples",
-    "Scaled",
 ]

@@ -32,7 +32,7 @@ class Auto(Compressor):
         Group(bits=3, group_size=256, rounding='stochastic', bounds='bf16', whole_rows=False)
     """
 
-    seats = frozenset({ACTIVATION})
+    roles = frozenset({ACTIVATION})
 
     template: Any
 

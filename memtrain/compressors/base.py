@@ -1,4 +1,4 @@
-"""The protocol of compressors: a frozen value that turns a tensor into a payload and back."""
+"""The compressor protocol: a frozen value that converts a tensor to a payload and back."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -46,17 +46,19 @@ class Key(NamedTuple):
     rank: int = 0
 
     def bits(self) -> int:
-        """The six fields mixed to a signed 64-bit seed (splitmix64 over each field in turn).
+        """Mix the six fields to a signed 64-bit seed (splitmix64 over each field in turn).
 
         Example:
             >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
             True
         """
-        return (_mixed_here if is_compiling() else _mixed)(*self)  # no one can trace the other
+        return (_mixed_here if is_compiling() else _mixed)(
+            *self
+        )  # Dynamo cannot trace the C function
 
 
 class Packed(NamedTuple):
-    """The payload: named tensors, and the shape and dtype that they stand for."""
+    """A payload: named tensors, and the shape and dtype of the tensor that they represent."""
 
     tensors: dict[str, Tensor]
     shape: torch.Size
@@ -64,16 +66,16 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload's tensors."""
+        """Return the bytes of the payload's tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
 @dataclass(frozen=True)
 class Keep:
-    """The choice that leaves a tensor as it is, in place of a compressor.
+    """The decision to keep a tensor as it is, in place of a compressor.
 
     Args:
-        reason: Why, as reports show it.
+        reason: The reason, as reports show it.
 
     Example:
         >>> Keep("no rule matches").reason
@@ -88,22 +90,22 @@ CHECKPOINTED_INPUT = "checkpointed module's input"
 STATE = "optimizer state"
 GRADIENT_SUM = "gradient accumulation"
 SAVED = frozenset({ACTIVATION, CHECKPOINTED_INPUT})
-EVERY_SEAT = SAVED | {STATE, GRADIENT_SUM}
+EVERY_ROLE = SAVED | {STATE, GRADIENT_SUM}
 
 
 @runtime_checkable
 class Compressor(Protocol):
-    """A frozen dataclass without mutable state that turns a tensor into a payload and back.
+    """A frozen dataclass without mutable state that converts a tensor to a payload and back.
 
-    Subclass it, write `compress` and `decompress`, and name the payload's tensors in `parts`; every
-    other attribute has a default, and nothing else is read by whoever uses a compressor. It works
-    on tensors without data too (meta and fake ones): so bytes are told before training.
+    A subclass defines `compress` and `decompress`, and names the payload's tensors in `parts`.
+    Every other attribute has a default, and users of a compressor read nothing else. It also works
+    on tensors without data (meta and fake), so that bytes are known before training.
 
     Attributes:
-        parts: Names of the payload's tensors, of whatever shape: a state that is a dict of these is
-            known as a payload. Empty: it cannot be an optimizer state.
-        seats: Where a config may name it.
-        signed: Whether negative values come back as such; without, no state of either sign.
+        parts: Names of the payload's tensors: a state that is a dict with these keys is a payload.
+            Empty: not allowed for optimizer states.
+        roles: Where a config may use it: members of `EVERY_ROLE`.
+        signed: Whether negative values are preserved; else not allowed for states with a sign.
         rounding: `"stochastic"` where `compress` reads its key, else `"nearest"`.
         bits: Bits per element, where they can be chosen.
         second_moment: Whether it can hold Adam's second moment, by whose root the update is
@@ -113,12 +115,12 @@ class Compressor(Protocol):
         reads_rows: Whether `compress` also takes a matrix with gaps between its rows, and copies
             none. Then a saved activation that lies so in memory is given as it lies, and
             `decompress` is asked for another shape of as many elements, in the same order.
-        whole_rows: Whether `for_saved` chooses by the shape of a saved activation.
+        whole_rows: Whether `for_saved` depends on the shape of a saved activation.
         is_identity: Whether the payload is the tensor itself.
         lossless: Whether every number comes back exactly.
         gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
-        fused_only: Whether only a fused step may write it, as a state: what it loses goes to the
-            weight.
+        fused_only: Whether only a fused step may write it as a state, because its residual goes to
+            the weight.
         zeros_from_zeros: Whether a payload of zero bytes decodes to zeros.
         by_rows: How checkpoints of sharded states lay out its payload (`optim.states.rows`):
             `block`, `rank1` or `factored`; of others they hold plain tensors.
@@ -130,7 +132,7 @@ class Compressor(Protocol):
     """
 
     parts: tuple[str, ...] = ()
-    seats: frozenset[str] = EVERY_SEAT
+    roles: frozenset[str] = EVERY_ROLE
     signed: bool = True
     rounding: str = "nearest"
     bits: Any = None
@@ -147,31 +149,31 @@ class Compressor(Protocol):
 
     @abstractmethod
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Turn `x` into a payload; `key` feeds stochastic rounding."""
+        """Convert `x` to a payload; `key` seeds stochastic rounding."""
         ...
 
     @abstractmethod
     def decompress(self, packed: Packed) -> Tensor:
-        """Turn a payload back into a tensor of its shape and dtype."""
+        """Convert a payload back to a tensor of its shape and dtype."""
         ...
 
-    def serves(self, seat: str) -> bool:
-        """Whether a config may name it for one of `seats`."""
-        named = bool(self.parts) if seat == STATE else True
-        return seat in self.seats and named and (self.signed or seat != GRADIENT_SUM)
+    def serves(self, role: str) -> bool:
+        """Return whether a config may use it in a role."""
+        named = bool(self.parts) if role == STATE else True
+        return role in self.roles and named and (self.signed or role != GRADIENT_SUM)
 
     def with_width(self, bits: int) -> "Compressor":
-        """The same compressor at so many bits; of those that have a field `bits`."""
+        """Return the same compressor with another number of bits; it needs a field `bits`."""
         return replace(self, bits=bits)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def kernels(
         self, x: Tensor, shape: Sequence[int]
     ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
-        """Functions of `compress` and `decompress` for tensors like `x`; None: there are none.
+        """Return specialized `compress` and `decompress` functions for tensors like `x`, or None.
 
         Args:
-            x: A plain dense tensor, or a matrix with gaps between its rows; those alike have its
-                shape, strides, dtype and device.
+            x: A plain dense tensor, or a matrix with gaps between its rows; the functions serve
+                every tensor with the same shape, strides, dtype and device.
             shape: Of what `decompress` returns: as many elements.
 
         Returns:
@@ -182,29 +184,32 @@ class Compressor(Protocol):
         return None
 
     def group_codes(self, key: Key) -> "Codes | None":
-        """How kernels that quantise their own result make this payload; None: they do not."""
+        """Return how kernels that quantise their own result make this payload, or None."""
         return None
 
     def compress_part(self, x: Tensor, *, key: Key, shard: "Shard") -> Packed:
-        """`compress` of this process's part of a state; each process of its groups must call."""
+        """Compress this process's part of a state; every process of its groups must call this."""
         return self.compress(x, key=key)
 
     def decompress_part(self, packed: Packed, *, shard: "Shard") -> Tensor:
-        """`decompress` of what `compress_part` made; each process of its groups must call."""
+        """Decompress the result of `compress_part`; every process of its groups must call this."""
         return self.decompress(packed)
 
     def for_shape(self, shape: torch.Size) -> "tuple[Compressor, str]":
-        """Compressor for a state of this shape, and the reason if it is another one."""
+        """Return the compressor for a state of this shape, and the reason if it is another one."""
         return self, ""
 
     def for_saved(self, shape: torch.Size) -> "Compressor":
-        """Compressor for a saved activation of this shape, which `compress` sees flat."""
+        """Return the compressor for a saved activation of this shape; `compress` sees it flat."""
         return self
 
     def for_rows(self, columns: int) -> "tuple[Compressor, str]":
-        """Compressor that is alike however rows of so many elements are split over processes.
+        """Return a compressor whose payload does not depend on how rows are split over processes.
 
-        With the reason if it is another one. By default `self`: what it knows of the whole is the
-        same on every process.
+        Args:
+            columns: Elements per row.
+
+        Returns:
+            The compressor (`self` by default), and the reason if it is another one.
         """
         return self, ""

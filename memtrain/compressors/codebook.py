@@ -136,7 +136,7 @@ class Block(CodebookCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock(Block):
-    """Blocks that begin anew in each row of dimension 0: alike however rows are split.
+    """Blocks that restart in each row of dimension 0: independent of how rows are split.
 
     A row takes as many blocks as `block_size` asks for, all of one size (`size`), the last padded.
 

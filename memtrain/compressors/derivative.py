@@ -69,7 +69,7 @@ class DerivativeCode(Compressor):
     """
 
     parts = ("codes",)
-    seats = frozenset({ACTIVATION})
+    roles = frozenset({ACTIVATION})
     gives_derivative = True
 
     bits: int = 3

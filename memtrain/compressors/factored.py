@@ -43,7 +43,7 @@ class Factored(Compressor):
     """
 
     parts = ("row", "col")
-    seats = frozenset({STATE})
+    roles = frozenset({STATE})
     signed = False
     zeros_from_zeros = True
 

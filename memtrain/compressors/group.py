@@ -1,4 +1,4 @@
-"""Min/max groups at 1 to 8 bits: for activations, where nothing is known of the values."""
+"""Min/max groups at 1 to 8 bits: for activations, whose values are not known in advance."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,8 @@ class Group(Compressor):
     Stochastic rounding is unbiased: the mean over keys is the tensor, to 2**-16 of a step. The
     error of an element is below one step (half a step if to nearest) of its group. float64 is
     rounded to float32 first. A NaN or an Inf changes no other element and decodes to a bound of its
-    group; `kernels.group.group.group_quantize` tells the rest.
+    group.
+    See `kernels.group.group.group_quantize` for details.
 
     Args:
         bits: Bits per element, 1 to 8.

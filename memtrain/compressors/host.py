@@ -1,4 +1,4 @@
-"""Payloads that wait in host memory: swapped out after the forward, back before the backward."""
+"""Payloads in host memory: offloaded after the forward, fetched before the backward."""
 
 import weakref
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from memtrain.kernels.leaving import AT_ONCE, Leaving
 
 
 class Transfers(Protocol):
-    """How tensors go to host memory and come back, beside the work on their device."""
+    """Copies of tensors to host memory and back, concurrent with the device's work."""
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start copies to the host."""
@@ -27,17 +27,16 @@ class Transfers(Protocol):
         ...
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        """Let work on the device that follows see what `back` has brought, or reuse its memory."""
+        """Make later work on the device wait for the copies of `back`."""
         ...
 
 
 class _Streams:
     """CUDA: pinned host memory, and a side stream each way.
 
-    Memory is given away in the order of the stream that work was on when a payload left (`Leaving`)
-    or was asked for. What leaves waits for its own copy: what comes back may have been asked for
-    before it left. What comes back lies in the memory of the stream that asked; only where another
-    one reads it is that recorded.
+    Device memory is reused in the order of the stream that was current when a copy to the host
+    started (`Leaving`) or a payload was requested. A copy back waits for its copy
+    out. The returned tensors belong to the requesting stream; use on another stream is recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,10 +69,10 @@ class _Streams:
         asked, come = started
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(come)
-        if stream != asked:  # a backward runs each op on the stream of its forward
+        if stream != asked:  # autograd runs each op on the stream of its forward
             for x in tensors.values():
                 x.record_stream(stream)
-        self._leaving.clear()  # mostly at no cost: what comes back has waited for what left before
+        self._leaving.clear()  # mostly at no cost: copies back have waited for earlier copies out
 
 
 def _pinned(x: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def _pinned(x: Tensor) -> Tensor:
 
 
 class _Copies:
-    """Any other device, and fake tensors: plain copies that are waited for."""
+    """Any other device, and fake tensors: synchronous copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,16 +92,16 @@ class _Copies:
         return {name: x.to(self.device) for name, x in tensors.items()}, None
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        """They are there."""
+        """Do nothing: the copies are complete."""
 
 
 class _Simulated:
-    """Fake tensors that stand for those of CUDA: as many payloads are leaving."""
+    """Fake tensors of CUDA: as many copies are in flight as in a real run."""
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        leaving = simulation.leaving
-        del leaving[: max(0, len(leaving) + 1 - AT_ONCE)]
-        leaving.append([*tensors.values()])
+        in_flight = simulation.leaving
+        del in_flight[: max(0, len(in_flight) + 1 - AT_ONCE)]
+        in_flight.append([*tensors.values()])
         with host_work():
             return {name: torch.empty_like(x) for name, x in tensors.items()}
 
@@ -122,7 +121,7 @@ def _streams(device: torch.device) -> Transfers:
 
 
 def transfers(x: Tensor) -> Transfers | None:
-    """How the payload of a tensor is swapped; None where it lies in host memory anyway.
+    """Return how a tensor's payload is offloaded; None if the tensor is in host memory.
 
     Args:
         x: The tensor.
@@ -140,14 +139,14 @@ def transfers(x: Tensor) -> Transfers | None:
     return _streams(x.device) if real else _Copies(x.device)
 
 
-_DEVICE = "device"  # an empty tensor that tells where the payload came from
+_DEVICE = "device"  # an empty tensor on the payload's device
 _newest: "dict[torch.device, weakref.ref[_Swapped]]" = {}
 
 
 class _Swapped(dict[str, Tensor]):
-    """A payload's tensors on the host, and which payload went there just before.
+    """A payload's tensors on the host, linked to the payload that was offloaded just before.
 
-    A tensor that lay there anyway, such as a projection's key, does not travel.
+    A tensor that is in host memory already, such as a projection's key, is not copied.
     """
 
     _coming: tuple[dict[str, Tensor], Any] | None = None
@@ -156,24 +155,24 @@ class _Swapped(dict[str, Tensor]):
         self, tensors: Mapping[str, Tensor], lane: Transfers, device: torch.device
     ) -> None:
         marker = torch.empty(0, device=device)
-        self.away = [name for name, x in tensors.items() if x.device == device]
-        """Names of what travels: the device's own need not say, where fake tensors stand for it."""
-        gone = lane.out({name: tensors[name] for name in self.away})
+        self.offloaded = [name for name, x in tensors.items() if x.device == device]
+        """Names of the copied tensors."""
+        gone = lane.out({name: tensors[name] for name in self.offloaded})
         super().__init__({**tensors, **gone, _DEVICE: marker})
         self._lane = lane
         self._before = _newest.get(marker.device)
         _newest[marker.device] = weakref.ref(self)
 
     def prefetch(self) -> None:
-        """Start the way back, if it has not been started."""
+        """Start the copy back, if it has not started."""
         if self._coming is None:
             self._coming = self._start()
 
     def _start(self) -> tuple[dict[str, Tensor], Any]:
-        return self._lane.back({name: self[name] for name in self.away})
+        return self._lane.back({name: self[name] for name in self.offloaded})
 
     def fetch(self) -> dict[str, Tensor]:
-        """The tensors on their device; the payload that a backward needs next starts to come."""
+        """Return the tensors on their device, and start the copy of the payload needed next."""
         tensors, started = self._coming or self._start()
         self._coming = None
         before = self._before() if self._before else None
@@ -183,7 +182,7 @@ class _Swapped(dict[str, Tensor]):
         return {**_without_device(self), **tensors}
 
     def __del__(self) -> None:
-        if self._coming is not None:  # a copy may be writing into memory that is given away now
+        if self._coming is not None:  # a copy may still write into memory that is freed now
             self._lane.wait(*self._coming)
 
 
@@ -193,15 +192,15 @@ def _without_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Compressor):
-    """Another compressor's payload, kept in host memory until the backward asks for it.
+    """Stores another compressor's payload in host memory until the backward needs it.
 
     On CUDA the payload is copied to pinned memory on a side stream, while the forward goes on, and
-    comes back on another one; asking for a payload starts the copy of the one that was made before
-    it, which a backward needs next. A tensor in host memory stays where it is, at no cost: there
-    `Host` is its inner compressor. What is computed does not change.
+    is copied back on another; fetching a payload starts the copy of the payload made before it,
+    which the backward needs next. For a tensor in host memory, `Host` equals its inner compressor.
+    Results do not change.
 
     Args:
-        inner: Makes the payload; `identity` swaps the tensor as it is.
+        inner: Makes the payload; `identity` offloads the tensor as it is.
 
     Raises:
         TypeError: If `inner` is no compressor.
@@ -222,39 +221,41 @@ class Host(Compressor):
         arXiv:2206.11357, section 6.
     """
 
-    seats = SAVED
+    roles = SAVED
 
     inner: Any
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
-            raise TypeError(f"inner={self.inner!r} is a {type(self.inner).__name__}, no compressor")
+            raise TypeError(
+                f"inner={self.inner!r} is a {type(self.inner).__name__}, not a compressor"
+            )
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Those of `inner`, and where they came from."""
+        """The parts of `inner`, and the device."""
         return (*self.inner.parts, _DEVICE)
 
-    def serves(self, seat: str) -> bool:
-        """Where `inner` does; but not a derivative's codes, which their ops read themselves."""
-        return super().serves(seat) and self.inner.serves(seat) and not self.inner.gives_derivative
+    def serves(self, role: str) -> bool:
+        """Return whether `inner` serves the role; derivative codes are excluded: ops read them."""
+        return super().serves(role) and self.inner.serves(role) and not self.inner.gives_derivative
 
     @property
     def shaped(self) -> bool:
-        """Whether `inner` wants the tensor itself, not a flat one."""
+        """Whether `inner` takes the tensor itself, not a flat one."""
         return self.inner.shaped
 
     @property
     def whole_rows(self) -> bool:
-        """Whether `inner` chooses by the shape."""
+        """Whether `inner` depends on the shape."""
         return self.inner.whole_rows
 
     def for_saved(self, shape: torch.Size) -> "Host":
-        """With `inner`'s own choice for this shape."""
+        """Return `Host` with `inner`'s compressor for this shape."""
         return Host(inner=self.inner.for_saved(shape))
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Compress `x` with `inner` and start the payload's way to the host.
+        """Compress `x` with `inner` and start the copy to the host.
 
         Args:
             x: What `inner` takes.
@@ -271,11 +272,11 @@ class Host(Compressor):
         return packed._replace(tensors=_Swapped(packed.tensors, lane, x.device))
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The tensor, on the device it came from."""
+        """Return the tensor on its original device."""
         tensors = packed.tensors
         if isinstance(tensors, _Swapped):
             packed = packed._replace(tensors=tensors.fetch())
-        elif _DEVICE in tensors:  # passed on as plain tensors: right, though not prefetched
+        elif _DEVICE in tensors:  # plain tensors, such as of a copied payload: not prefetched
             lane, back = transfers(tensors[_DEVICE]), _without_device(tensors)
             if lane is not None:
                 back, started = lane.back(back)

@@ -1,4 +1,4 @@
-"""The exact twin of every lossy compressor: keeps the tensor."""
+"""The exact counterpart of every lossy compressor: stores the tensor itself."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from memtrain.compressors.base import Compressor, Key, Packed
 
 @dataclass(frozen=True, kw_only=True)
 class Identity(Compressor):
-    """Keeps the tensor itself: training with it everywhere is bit-identical to plain PyTorch.
+    """Stores the tensor itself: training with it is bit-identical to unmodified PyTorch.
 
     Memory:
         The tensor's own bytes; no copy is made.
@@ -26,9 +26,9 @@ class Identity(Compressor):
     lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """The tensor as its own payload. NaN and Inf pass through."""
+        """Return the tensor as its payload. NaN and Inf pass through."""
         return Packed({"tensor": x}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The same tensor."""
+        """Return the same tensor."""
         return packed.tensors["tensor"]

@@ -41,7 +41,7 @@ class LloydMax(Compressor):
     """
 
     parts = ("codes", "scale", "row", "col")
-    seats = frozenset({STATE})
+    roles = frozenset({STATE})
     bits = lloyd_max.BITS
     second_moment = False
     zeros_from_zeros = True

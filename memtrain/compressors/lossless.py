@@ -11,7 +11,7 @@ from memtrain.kernels.packing import pack
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NARROW = (torch.uint8, torch.int16, torch.int32)
-_PACKED = 128  # values that 7 bits tell apart
+_PACKED = 128  # values that 7 bits can represent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Mask(Compressor):
     """
 
     parts = ("bits",)
-    seats = frozenset()  # memtrain itself chooses it for tensors of bools
+    roles = frozenset()  # memtrain itself chooses it for tensors of bools
     lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
@@ -58,10 +58,10 @@ class Mask(Compressor):
 class Integers(Compressor):
     """An integer tensor in the narrowest of uint8, int16 and int32 that holds its values, exact.
 
-    The width depends on the values, so `compress` reads the minimum and the maximum, for which a
-    GPU has to be waited for. A fake or meta tensor has no values: its width stays, and the bytes
-    told for it are an upper bound. With a `limit` the width follows from that alone, and what has
-    a byte already is packed to the bit.
+    The width depends on the values, so `compress` reads the minimum and the maximum, which
+    synchronizes with a GPU. A fake or meta tensor has no values: its width stays, and its bytes
+    are an upper bound. With a `limit` the width follows from the limit alone, and one-byte tensors
+    are packed to the bit.
 
     Args:
         limit: All values are known to lie from 0 to below it, as indices do; None: they are read.
@@ -81,7 +81,7 @@ class Integers(Compressor):
     """
 
     parts = ("values",)
-    seats = frozenset()  # memtrain itself chooses it for tensors of integers
+    roles = frozenset()  # memtrain itself chooses it for tensors of integers
     lossless = True
 
     limit: int | None = None

@@ -9,11 +9,10 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
-from memtrain.compressors.scaled import NORMALISATIONS, Scaled
 from memtrain.kernels.codebook.values import CODEBOOKS, float_bits
 
 _FIXED = {"identity": Identity, "factored": Factored, "Lloyd-Max": LloydMax}
-_SCALES = ("B128", "B2048", "Rank-1", *NORMALISATIONS)
+_SCALES = ("B128", "B2048", "Rank-1")
 _KNOWN = (
     *_FIXED,
     *(
@@ -24,7 +23,7 @@ _KNOWN = (
     ),
 )
 _NAME = re.compile(
-    rf"(?P<scale>Rank-1|{'|'.join(NORMALISATIONS)}|B(?P<size>\d+))"
+    r"(Rank-1|B(?P<size>\d+))"
     rf"/(?P<map>E\dM\d|{'|'.join(sorted(CODEBOOKS, key=len, reverse=True))})"
     r"(?P<bits>[2-8])?(?P<sr>\+SR)?"
 )
@@ -35,10 +34,9 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
 
     Args:
         name: `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, of fused AdamW and Adam), or
-            `"<normalisation>/<map>"`: `B<block size>`, `Rank-1`, `tensor`, `dim0`, `dim1`, `dim01`,
-            `dim10` or `rank1-group`; and `DE`, `DE-0` (with a sign: `DE`, as in the paper's code),
-            `Linear`, `Power-2`, `Power-3` or a small float such as `E2M1`. The number of bits may
-            follow (`B256/DE8`), and `+SR` for stochastic rounding (`B128/DE+SR`).
+            `"<scale>/<map>"`: `B<block size>` or `Rank-1`; and `DE`, `DE-0` (with a sign: `DE`, as
+            in the paper's code), `Linear`, `Power-2`, `Power-3` or a small float such as `E2M1`.
+            The number of bits may follow (`B256/DE8`), and `+SR` for stochastic rounding.
         signed: Whether the state has negative values: first moments do, second moments do not.
         bits: Bits per code, 2 to 8, where the name does not say them; a small float says its own
             (one less where there is no sign).
@@ -59,16 +57,13 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
         near = get_close_matches(name, _KNOWN, n=1, cutoff=0.0)
         raise ValueError(
             f"compressor {name!r} is unknown; the nearest valid name is {near[0]!r}; allowed: "
-            f"{', '.join(_FIXED)} and <scale>/<map>[bits][+SR] with scale B<block size>, Rank-1, "
-            f"{', '.join(NORMALISATIONS)} and map {', '.join(CODEBOOKS)}, E<1-5>M<0-6>"
+            f"{', '.join(_FIXED)} and <scale>/<map>[bits][+SR] with scale B<block size> or Rank-1 "
+            f"and map {', '.join(CODEBOOKS)}, E<1-5>M<0-6>"
         )
-    scale = match["scale"]
     map = "DE" if match["map"] == "DE-0" and signed else match["map"]
     bits = int(match["bits"] or float_bits(map, signed=signed) or bits)
     rounding = "stochastic" if match["sr"] else "nearest"
     if match["size"]:
         size = int(match["size"])
         return Block(block_size=size, map=map, bits=bits, signed=signed, rounding=rounding)
-    if scale == "Rank-1":
-        return Rank1(map=map, bits=bits, signed=signed, rounding=rounding)
-    return Scaled(normalisation=scale, map=map, bits=bits, signed=signed, rounding=rounding)
+    return Rank1(map=map, bits=bits, signed=signed, rounding=rounding)

@@ -1,4 +1,4 @@
-"""4x4 patches at 2 bits a value: for feature maps, whose neighbours are alike."""
+"""4x4 patches at 2 bits per value: for feature maps, whose neighbours are similar."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +12,7 @@ from memtrain.kernels.patch import patch
 
 @dataclass(frozen=True, kw_only=True)
 class Patch(Compressor):
-    """Each 4x4 patch of the last two dimensions as one of four levels a value.
+    """Stores one of four levels per value in each 4x4 patch of the last two dimensions.
 
     The levels are the patch's minimum, its maximum and two at a third of the way between. A
     tensor with fewer than two dimensions is a map of one row. Any dense order of dimensions in
@@ -22,7 +22,8 @@ class Patch(Compressor):
     The error of a value is below a third of its patch's range (stochastic, unbiased) or at most a
     sixth (nearest), besides the rounding of the minimum and the maximum to 16 bits, which leaves
     16-bit tensors as they are. A NaN or an Inf changes no other value and decodes to a bound of its
-    patch; `kernels.patch.patch.patch_quantize` tells the rest.
+    patch.
+    See `kernels.patch.patch.patch_quantize` for details.
 
     Args:
         rounding: `"nearest"` (the key does nothing) or `"stochastic"` (the key gives the seed).
@@ -32,7 +33,7 @@ class Patch(Compressor):
 
     Memory:
         8 bytes per patch: 0.5 bytes per element of whole patches, 4 bits in all. Maps with few
-        values a patch grow (`worth` tells): 1x1 in every dtype, 1x4 and 2x2 in 16 bits.
+        values per patch grow (see `worth`): 1x1 in every dtype, 1x4 and 2x2 in 16 bits.
 
     Example:
         >>> x = torch.arange(32.0).view(1, 2, 4, 4)
@@ -54,11 +55,11 @@ class Patch(Compressor):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'nearest', 'stochastic'")
 
     def worth(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether the payload of such a tensor is smaller than the tensor.
+        """Return whether the payload is smaller than the tensor.
 
         Args:
-            shape: Of the tensor.
-            dtype: Of the tensor.
+            shape: The tensor's shape.
+            dtype: The tensor's dtype.
 
         Returns:
             False for maps too small, such as 1x1.
@@ -80,7 +81,7 @@ class Patch(Compressor):
 
         Returns:
             Tensors `words`, int64 [outer, ceil(rows / 4), ceil(columns / 4), inner], and `order`,
-            uint8 [0, dimensions...]: no bytes; its shape tells the order in memory.
+            uint8 [0, dimensions...]: no bytes; its shape is the order in memory.
 
         Raises:
             TypeError: If `x` is of another dtype.
@@ -93,7 +94,7 @@ class Patch(Compressor):
         return Packed(tensors, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The quantised tensor, of the payload's shape and dtype, in the order it had in memory."""
+        """Return the quantised tensor: the payload's shape, dtype and order in memory."""
         order = tuple(packed.tensors["order"].shape[1:])
         grid, read = _grid(packed.shape, order)
         values = patch.patch_dequantize(packed.tensors["words"], grid[1], grid[2], packed.dtype)
@@ -133,7 +134,7 @@ def _grid(
         return (1, *_map(shape), 1), order
     at = order.index(n - 2)
     if order[at + 1 : at + 2] != (n - 1,):
-        order, at = tuple(range(n)), n - 2  # rows and columns lie apart: copied
+        order, at = tuple(range(n)), n - 2  # rows and columns are not adjacent: copied
     sizes = [shape[dim] for dim in order]
     return (prod(sizes[:at]), *_map(shape), prod(sizes[at + 2 :])), order
 

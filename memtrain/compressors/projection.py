@@ -67,7 +67,7 @@ class Projection(Compressor):
     """
 
     parts = ("rows", "key", "index", "weight")
-    seats = SAVED
+    roles = SAVED
     shaped = True
 
     kind: str = "gaussian"

@@ -14,7 +14,6 @@ from memtrain.compressors.patch import Patch
 from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.samples import Samples
-from memtrain.compressors.scaled import Scaled
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "identity": Identity,
@@ -29,38 +28,37 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "patch": Patch,
     "rank1": Rank1,
     "lloyd_max": LloydMax,
-    "scaled": Scaled,
     "factored": Factored,
     "float": Float,
 }
 """Name in a config -> class; a config's other keys are the class's fields."""
 
 
-def check_seat(compressor: Compressor, seat: str, where: object = "") -> None:
-    """Raise for a compressor that cannot serve a seat.
+def check_role(compressor: Compressor, role: str, where: object = "") -> None:
+    """Raise for a compressor that cannot serve a role.
 
     Args:
         compressor: What was chosen.
-        seat: One of `base.EVERY_SEAT`.
+        role: One of `base.EVERY_ROLE`.
         where: What asked for it: a rule's value, a state's name.
 
     Raises:
-        ValueError: It names the compressor, the seat and what is allowed.
+        ValueError: It names the compressor, the role and what is allowed.
 
     Example:
-        >>> check_seat(Group(), STATE)
-        >>> check_seat(Mask(), STATE, "exp_avg")
+        >>> check_role(Group(), STATE)
+        >>> check_role(Mask(), STATE, "exp_avg")
         Traceback (most recent call last):
         ValueError: Mask() as optimizer state (exp_avg); allowed: identity, group, samples, ...
     """
-    if compressor.serves(seat):
+    if compressor.serves(role):
         return
-    allowed = ", ".join(name for name, cls in COMPRESSORS.items() if seat in cls.seats)
+    allowed = ", ".join(name for name, cls in COMPRESSORS.items() if role in cls.roles)
     at = f" ({where})" if where else ""
-    raise ValueError(f"{compressor!r} as {seat}{at}; allowed: {allowed}")
+    raise ValueError(f"{compressor!r} as {role}{at}; allowed: {allowed}")
 
 
 def state_parts() -> frozenset[str]:
     """The names that the parts of any registered compressor's payload of a state have."""
-    serving = (cls for cls in COMPRESSORS.values() if STATE in cls.seats and not cls.is_identity)
+    serving = (cls for cls in COMPRESSORS.values() if STATE in cls.roles and not cls.is_identity)
     return frozenset(part for cls in serving for part in cls.parts)

@@ -14,7 +14,7 @@ from memtrain import optim
 from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.compressors.base import GRADIENT_SUM
-from memtrain.compressors.registry import check_seat
+from memtrain.compressors.registry import check_role
 from memtrain.optim.fused.fused import counter_dtype
 from memtrain.optim.states.compressed import refuse
 from memtrain.optim.states.compressed_states import on_each
@@ -28,7 +28,7 @@ from memtrain.optim.wrappers.weights import keeps_float32, parse
 from memtrain.plan.build import build
 
 UNKNOWN = "unknown: "
-"""Begins the reason of an entry whose bytes cannot be told before the run."""
+"""Prefix of the reason of an entry whose bytes are unknown before the run."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class PlanEntry:
     host: int = 0
     """Bytes in host memory with the plan, beside those; only where `optim.device=cpu`."""
 
-    def on_device(self, apart: bool) -> int:
-        """Bytes with the plan on the device, whose memory the host's is unless they are `apart`."""
-        return self.planned if apart else self.planned + self.host
+    def on_device(self, separate: bool) -> int:
+        """Return the planned bytes on the device, with the host's unless memory is `separate`."""
+        return self.planned if separate else self.planned + self.host
 
     @property
     def comment(self) -> str:
@@ -207,7 +207,7 @@ def sum_compressor(config: Any) -> Compressor:
     built = build(asked)
     if isinstance(built, Keep):
         raise ValueError(f"release.sums={asked!r}; allowed: a compressor, such as identity")
-    check_seat(built, GRADIENT_SUM, f"release.sums={asked!r}")
+    check_role(built, GRADIENT_SUM, f"release.sums={asked!r}")
     return built
 
 
@@ -264,7 +264,7 @@ def predict_states(
     """List every optimizer state with its bytes, as it is and as the plan keeps it.
 
     States that exist are read; others are those that the optimizer's own first step makes for a
-    parameter on the meta device. What the plan makes of them is told by the optimizer that
+    parameter on the meta device. What the plan makes of them is reported by the optimizer that
     `memtrain.wrap` would build, on the same shapes. Nothing is changed.
 
     Args:
@@ -280,7 +280,7 @@ def predict_states(
 
     Returns:
         One entry of kind `state` per state, `parameter / optimizer / state`. Where bytes cannot
-        be told: one of 0 bytes whose reason begins with `unknown: `.
+        be known: an entry of 0 bytes whose reason begins with `unknown: `.
 
     Memory:
         No tensor is allocated besides step counters.

@@ -329,8 +329,8 @@ def make_plan(
         plan.record(plan.trace(called, batch, choices))
         known = {site.name for site in choices}
         known.update(entry.site for entry in plan.entries("activation"))
-        strangers = [name for name in config.activations.sites if name not in known]
-        missing(strangers, "no op of the forward saves them")
+        unknown = [name for name in config.activations.sites if name not in known]
+        missing(unknown, "no op of the forward saves them")
     return plan
 
 
@@ -361,8 +361,8 @@ def _check_states(plan: Plan) -> None:
         return
     params = {state_site(entry.site) for entry in entries}
     known = {(tied, state) for name, state in params for tied in plan._aliases.get(name, (name,))}
-    strangers = [site for site in plan.config.optim.sites if state_site(site) not in known]
-    missing(strangers, "the optimizer has no such states")
+    unknown = [site for site in plan.config.optim.sites if state_site(site) not in known]
+    missing(unknown, "the optimizer has no such states")
 
 
 def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from memtrain.activations.saved.site import CHECKPOINT_INPUT, Site
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
-from memtrain.compressors.registry import check_seat
+from memtrain.compressors.registry import check_role
 from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
 from memtrain.plan.build import build
 
@@ -94,11 +94,11 @@ class Rules:
         signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
         return [chosen for each in signs for chosen in each.values()]
 
-    def check(self, seat: str) -> None:
-        """Raise `ValueError` for a compressor that cannot serve this seat."""
+    def check(self, role: str) -> None:
+        """Raise `ValueError` for a compressor that cannot serve this role."""
         for chosen in self.compressors():
             if not isinstance(chosen, Keep):
-                check_seat(chosen, seat)
+                check_role(chosen, role)
 
     def unused(self) -> list[str]:
         """The patterns of the rules that have won no site so far."""
@@ -140,8 +140,8 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
     _check_exceptions(own.exceptions, "module", modules)
     recompute_inputs(own)
     sites = {site: Site.parse(site) for site in own.sites}
-    strangers = [name for name, site in sites.items() if site.module not in modules]
-    missing(strangers, "the model has no such modules")
+    unknown = [name for name, site in sites.items() if site.module not in modules]
+    missing(unknown, "the model has no such modules")
     for pattern in own.recompute:
         if pattern != BLOCKS and not any(fnmatchcase(name, pattern) for name in modules):
             hint = nearest(pattern, modules)[:500]
@@ -189,8 +189,8 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
             for a compressor that cannot hold a state.
     """
     _check_exceptions(own.exceptions, "parameter", parameters)
-    strangers = [site for site in own.sites if state_site(site)[0] not in parameters]
-    missing(strangers, "the model has no such parameters")
+    unknown = [site for site in own.sites if state_site(site)[0] not in parameters]
+    missing(unknown, "the model has no such parameters")
     exact = {state_site(site): what for site, what in own.sites.items()}
     rules = Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
     if any(isinstance(chosen, Auto) for chosen in rules.compressors()):

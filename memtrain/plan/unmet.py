@@ -1,4 +1,4 @@
-"""Requests of a plan that a whole forward did not meet: told once, at the first step."""
+"""Requests of a plan that a completed forward did not meet: one warning at the first step."""
 
 import sys
 import warnings
@@ -39,7 +39,7 @@ _COMPILED = (
     "equal module that is not wrapped"
 )
 _IN_GRAPH = "its graph of torch.compile keeps what the compiler chooses: it is not run again"
-_MENDS = {
+_FIXES = {
     UNSUPPORTED: "train on torch 2.11 to 2.13, or without torch.compile",
     NO_FAKE: "give it one (torch.library.register_fake), or train without torch.compile",
     HOST.reason: "train without torch.compile, or name the compressor inside of host",
@@ -68,7 +68,7 @@ class Unmet(NamedTuple):
     """Sites that were not compressed for one reason."""
 
     reason: str
-    mend: str
+    fix: str
     """A change that would compress them, or say that they are not asked for."""
     sites: tuple[str, ...]
     nbytes: int
@@ -77,7 +77,7 @@ class Unmet(NamedTuple):
     def __str__(self) -> str:
         of = f"{self.sites[0]}{f' and {len(self.sites) - 1} more' * (len(self.sites) > 1)}"
         size = f" {format_size(self.nbytes)}" if self.nbytes else ""
-        return f"{of}: kept{size}, {self.reason}; {self.mend}"
+        return f"{of}: kept{size}, {self.reason}; {self.fix}"
 
 
 def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
@@ -99,7 +99,7 @@ def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
     """
     total = sum(entry.nbytes for entry in plan.entries("activation"))
     found = []
-    for reason, mend in _MENDS.items():
+    for reason, fix in _FIXES.items():
         sites = plan.kept(reason)
         if reason == CHECKPOINT_INPUT.reason:
             asked = plan.config.activations.recompute_inputs != KEEP
@@ -110,7 +110,7 @@ def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
         nbytes = sum(sites[site] for site in names)
         least = SHARE * total if reason == CUSTOM_FUNCTION else 0
         if names and nbytes >= least:
-            found.append(Unmet(reason, mend, tuple(names), nbytes))
+            found.append(Unmet(reason, fix, tuple(names), nbytes))
     return found
 
 
@@ -147,7 +147,7 @@ def _module(site: str) -> str:
 
 
 class FirstStep:
-    """A hook before an optimizer's step that tells, at the first, what is unmet.
+    """A hook before an optimizer's step that warns, at the first step, of unmet requests.
 
     Args:
         plan: Of the wrapped model; its `strict` makes it an error before anything is changed.
@@ -163,7 +163,7 @@ class FirstStep:
     def attach(self, optimizer: Optimizer) -> Any:
         """Register the hook on the optimizer that `wrap` returns; gives its handle."""
         if isinstance(optimizer, ReleaseGradients | HostStates):  # which updates before it steps
-            optimizer.before = self.tell
+            optimizer.before = self.report
         return optimizer.register_step_pre_hook(self)
 
     def attach_model(self, model: nn.Module) -> list[Any]:
@@ -183,9 +183,9 @@ class FirstStep:
         groups = optimizer.param_groups
         has_gradient = any(p.grad is not None for group in groups for p in group["params"])
         if has_gradient and any(float(group.get("lr", 1.0)) for group in groups):
-            self.tell()
+            self.report()
 
-    def tell(self) -> bool:
+    def report(self) -> bool:
         """Warn once, or raise RuntimeError where that is asked for; whether it is known by now."""
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
@@ -195,12 +195,12 @@ class FirstStep:
             return self._done
         why = self._interception.graphs.why or _COMPILED
         if compiled or (why != _COMPILED and _frames() != self._frames):
-            found = [Unmet(why, _MENDS[why], ("the compiled forward",), 0)]
+            found = [Unmet(why, _FIXES[why], ("the compiled forward",), 0)]
         else:
             found = []
         recompute = self._interception.recompute
         if _frames() != self._frames and (left := [*{*recompute.names} - recompute.called]):
-            found.append(Unmet(_IN_GRAPH, _MENDS[_IN_GRAPH], tuple(sorted(left)), 0))
+            found.append(Unmet(_IN_GRAPH, _FIXES[_IN_GRAPH], tuple(sorted(left)), 0))
         found += unmet(self._plan, recompute.names)
         self._done = not (found and self._plan.config.strict)
         unseen = found or self._interception.compiled or recompute.names

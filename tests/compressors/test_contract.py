@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import COMPRESSORS, Compressor, Group, Key, Samples
-from memtrain.compressors.scaled import NORMALISATIONS
 from memtrain.precision import FORMATS, FloatFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,15 +109,6 @@ ROWS = {
         make=positive,
         options=({}, {"rounding": "stochastic"}, {"map": "Power-2", "bits": 5}),
         spoils=cross,
-        dtypes=(*FLOATS, torch.float64),
-    ),
-    "scaled": Row(
-        options=tuple(
-            {"normalisation": n, "signed": True, "rounding": r, "map": "DE"}
-            for n in NORMALISATIONS
-            for r in ("nearest", "stochastic")
-        ),
-        spoils=everything,  # what each normalisation spares is told in test_scaled.py
         dtypes=(*FLOATS, torch.float64),
     ),
     "factored": Row(make=positive, spoils=everything, least_dimensions=2),

@@ -75,9 +75,9 @@ def test_values_are_torchs_where_it_is_continuous(function):
 def neighbours(points, dtype):
     """The points, the floats next to them, zeros, subnormals and the largest numbers."""
     tiny = torch.finfo(dtype).tiny
-    kinks = torch.tensor([*points, 0.0, 1.0, -1.0, 100.0, -100.0], dtype=torch.float64).to(dtype)
+    breaks = torch.tensor([*points, 0.0, 1.0, -1.0, 100.0, -100.0], dtype=torch.float64).to(dtype)
     same = {torch.float32: torch.int32}.get(dtype, torch.int16)
-    bits = torch.cat([kinks[kinks != 0], torch.tensor([tiny, -tiny], dtype=dtype)]).view(same)
+    bits = torch.cat([breaks[breaks != 0], torch.tensor([tiny, -tiny], dtype=dtype)]).view(same)
     return torch.cat(
         [
             *((bits + step).view(dtype) for step in range(-3, 4)),
@@ -100,7 +100,7 @@ def test_exact_tables_are_torchs_autograd_at_every_float(function, parameters, d
     for bits in (1, 3):
         step = table(function, bits, rounded)
         assert (len(step.levels), step.error) == (2, 0.0)
-    x = neighbours(curve(function, parameters).kinks, dtype)
+    x = neighbours(curve(function, parameters).breaks, dtype)
     if 0.0 in parameters[-1:] and function in ("hardtanh", "hardshrink", "softshrink"):
         # Kinks at 0 hold for all numbers but subnormals.
         x = x[(x == 0) | (x.abs() >= torch.finfo(torch.float32).tiny)]

@@ -54,7 +54,7 @@ def test_solve_gives_the_golden_gelu_tables():
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5])
-def test_hardswish_has_the_optimum_of_a_straight_line_between_two_kinks(bits):
+def test_hardswish_has_the_optimum_of_a_straight_line_between_two_breaks(bits):
     # f' is 0, then a line of slope 1/3 from -3 to 3, then 1: its jumps of 1/2 cost an interval
     # across them 1/4 of its overlap, far more than a wider piece of the line. So two levels are
     # those outside, and n = 2**bits - 2 equal pieces of the line err by (6 / n)**3 / 9 / 12 each.
@@ -69,7 +69,7 @@ def test_hardswish_has_the_optimum_of_a_straight_line_between_two_kinks(bits):
     ("function", "parameters"),
     [("hardswish", ()), ("selu", ()), ("elu", (0.3,)), ("softplus", (2.0, 3.0))],
 )
-def test_refinement_beside_kinks_forgets_the_grid(function, parameters):
+def test_refinement_beside_breaks_forgets_the_grid(function, parameters):
     shape = FAMILIES[function].curve(*complete(function, parameters))
     errors = [solve(shape, 4, n=n).error for n in (700, 1500, 2000)]
     assert errors == pytest.approx([errors[0]] * 3, rel=1e-9)
@@ -136,7 +136,7 @@ def test_eight_bits_have_a_sixteenth_of_the_error_of_six():
         assert 14 < six.error / eight.error < 18
 
 
-def test_a_kink_off_the_grid_becomes_a_boundary():
+def test_a_point_off_the_grid_becomes_a_boundary():
     def slope(x):
         return np.where(x > 0.12345, 1.0, 0.0)
 

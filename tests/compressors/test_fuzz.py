@@ -76,12 +76,6 @@ FIELDS: dict[str, st.SearchStrategy] = {
     ),
     "patch": built("patch", rounding=ROUNDINGS),
     "rank1": mapped("rank1", rounding=ROUNDINGS),
-    "scaled": mapped(
-        "scaled",
-        normalisation=st.sampled_from(("tensor", "dim0", "dim1", "dim01", "dim10", "rank1-group")),
-        rounding=ROUNDINGS,
-        group_size=st.sampled_from((1, 3, 8, 128)),
-    ),
     "factored": built("factored"),
     "lloyd_max": built("lloyd_max"),
     "float": built("float", format=st.sampled_from(tuple(FORMATS)) | FORMS),
@@ -314,34 +308,6 @@ def finite(scale):
     return torch.where(scale.isfinite(), scale, math.nan)
 
 
-def scaled(compressor, x, packed, key):
-    how, magnitude = compressor.normalisation, x.float().abs().double()
-    if x.dim() < 2 and how != "tensor":
-        return block(compressor, x, packed, key, size=128)
-    if not x.numel():
-        return x, x
-    if how == "tensor":
-        return coded(x, magnitude.amax().expand(x.shape), compressor)
-    if how in ("dim0", "dim1"):
-        return coded(x, along(magnitude, int(how[-1])).expand(x.shape), compressor)
-    if how == "rank1-group":
-        matrix, size = magnitude.reshape(x.shape[0], -1), compressor.group_size
-        row = largest_of_groups(matrix, size)
-        col = largest_of_groups(matrix.t(), size).t()
-        return coded(x, torch.fmin(finite(row), finite(col)).view(x.shape), compressor)
-    first, second = int(how[-2]), int(how[-1])
-    outer = along(magnitude, first)
-    usable = outer.isfinite() & (outer > 0)
-    inner = along(magnitude * torch.where(usable, 1 / outer, 0), second)
-    tiny = torch.finfo(torch.float32).tiny  # what is left of the first scale may be subnormal
-    return coded(x, outer * inner, compressor, lost=2 * tiny * outer)
-
-
-def largest_of_groups(matrix, size):
-    groups = F.pad(matrix, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))
-    return groups.amax(2).repeat_interleave(size, 1)[:, : matrix.shape[1]]
-
-
 def factored(compressor, x, packed, key):
     matrix = x.double().reshape(x.shape[0], -1) if x.numel() else x.reshape(-1)
     if not x.numel() or not matrix.isfinite().all():
@@ -444,7 +410,6 @@ STATED = {
     "block": block,
     "patch": patch,
     "rank1": rank1,
-    "scaled": scaled,
     "factored": factored,
     "lloyd_max": lloyd_max,
     "float": float_,

@@ -18,7 +18,6 @@ from memtrain.compressors import (
     Projection,
     Rank1,
     Samples,
-    Scaled,
 )
 from memtrain.compressors.auto import Auto
 from memtrain.config.sources import ActivationRule, Activations, Config
@@ -96,7 +95,7 @@ def test_a_plan_without_a_batch_carries_its_rules():
         Identity(), Group(bits=2, group_size=64), DerivativeCode(bits=2, function="silu"), Mask(),
         DerivativeCode(bits=3, function="leaky_relu", parameters=(0.1,)), Integers(limit=7),
         Samples(bits=(3, 2)), Host(inner=Group(bits=3)), Projection(kind="rows", ratio=0.5),
-        Block(bits=8), Rank1(), Scaled(normalisation="dim0"), Factored(), Patch(),
+        Block(bits=8), Rank1(), Factored(), Patch(),
         Auto(template=Group(group_size=128)), Auto(template=Host(inner=Samples())),
     ],
     ids=repr,

@@ -19,7 +19,7 @@ class NamedModel:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The config's arguments."""
     seq: int = 512
-    """Tokens, unless told."""
+    """Tokens by default."""
     longest: int = 0
     """Most tokens that its learned positions take; 0 has none."""
 

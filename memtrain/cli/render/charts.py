@@ -2,14 +2,13 @@
 
 import io
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from memtrain.audit.peak import PARTS
-from memtrain.audit.report import CATEGORIES, Report
-from memtrain.cli.render.outcome import MOST, SIDES, module_of, thinned, timelines
+from memtrain.audit.report import Report
+from memtrain.cli.render.outcome import MOST, SIDES, thinned, timelines
 from memtrain.cli.render.text_tables import heading
 from memtrain.config.sizes import format_size
 
@@ -24,14 +23,9 @@ COLOURS = {
     "workspaces": "#bbbbbb",
     "allocator rounding": "#888888",
 }
-"""Part -> its colour (Paul Tol's bright scheme: told apart by the colour-blind too)."""
-WIDTH, HEIGHT = 960, 480
-"""Points of a treemap of the larger side."""
-_CHART = 720  # points of the width of bars and timelines: their words are the larger for it
+"""Part -> its colour (Paul Tol's bright scheme, which colour-blind readers can distinguish)."""
+_CHART = 720  # width in points
 _GIB = 2**30
-_STRIP = 14  # the height of a module's name
-_LEAST = 5.0  # a box with a shorter side is not divided further
-_AREA = 60.0  # several smaller boxes beside each other are one
 _COARSE = 100  # moments of a timeline in a file of its own
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _STYLE = """
@@ -43,28 +37,22 @@ text { fill: #1f2328; font-family: system-ui, sans-serif !important; }
   [style*="stroke: #000000"] { stroke: #9198a1 !important; }
 }
 </style>"""
-_HINT = "hint:"  # an artist's id begins with it where the rest is to be its tooltip
-
-Box = tuple[float, float, float, float]
-"""Left, top, width and height."""
-Bytes = tuple[tuple[str, ...], str, int]
-"""A row's module below the one that is drawn, its category, and its bytes."""
+_HINT = "hint:"  # prefix of an artist's id whose rest becomes its tooltip
 
 
 def check_installed(option: str) -> None:
-    """Refuse an option that draws before the work whose result it shall show.
+    """Refuse an option that draws before any work is done.
 
     Args:
-        option: Who asks, for the message.
+        option: The option, for the message.
 
     Raises:
-        ImportError: Without matplotlib or squarify; names the extra.
+        ImportError: Without matplotlib; names the extra.
     """
     try:
         import matplotlib.figure  # noqa: F401
-        import squarify  # noqa: F401
     except ImportError as error:
-        message = f"{option} needs matplotlib and squarify: pip install 'memtrain[plot]'"
+        message = f"{option} needs matplotlib: pip install 'memtrain[plot]'"
         raise ImportError(message) from error
 
 
@@ -98,14 +86,14 @@ def step_svg(report: Report, settings: Mapping[str, Any]) -> str:
 
 
 def bars_svg(report: Report) -> str:
-    """Stacked bars, plain and planned, at one scale, as an SVG element."""
+    """Return stacked bars of the baseline and the plan, at one scale, as an SVG element."""
     figure = _figure(_CHART, 110)
     _bars(figure.subplots(), report)
     return _svg(figure, "bytes by category")
 
 
 def timeline_svg(report: Report, side: str) -> str:
-    """Live bytes over a step as an SVG element; each column tells its moment.
+    """Return the live bytes over a step as an SVG element; each column has a tooltip.
 
     Args:
         report: The audit, with timelines.
@@ -122,52 +110,26 @@ def timeline_svg(report: Report, side: str) -> str:
     return _svg(figure, f"what is alive over the step, {side}")
 
 
-def treemap_svg(report: Report, side: str) -> str:
-    """The bytes of modules as an SVG element: areas are bytes, colours are categories.
-
-    Args:
-        report: The audit.
-        side: `plain` or `planned`; both are drawn at one scale.
-
-    Reference:
-        Bruls, Huizing and van Wijk, Squarified Treemaps, 2000.
-    """
-    total = report.totals()["total"]
-    share = (getattr(total, side) / (max(total.plain, total.planned) or 1)) ** 0.5
-    width, height = WIDTH * share, max(1.0, HEIGHT * share)
-    figure = _figure(WIDTH, height, layout=None)
-    axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axis.set(xlim=(0, WIDTH), ylim=(height, 0))
-    axis.set_axis_off()
-    rows = [(module_of(row), CATEGORIES[row.kind], getattr(row, side)) for row in report.rows]
-    _module(
-        axis,
-        [(tuple(filter(None, path.split("."))), kind, size) for path, kind, size in rows if size],
-        (0.0, 0.0, width, height),
-    )
-    return _svg(figure, f"bytes by module, {side}")
-
-
 def drawn_parts(report: Report) -> list[str]:
-    """The parts that the bars or the timelines of a report show, in the order of `COLOURS`."""
+    """Return the parts in the bars or timelines of a report, in the order of `COLOURS`."""
     moments = [moment for line in timelines(report).values() for moment in line.moments]
     parts = {*report.totals(), *(part for moment in moments for part in moment.parts)}
     return [part for part in COLOURS if part in parts]
 
 
 def _figure(width: float, height: float, layout: Any = "constrained") -> Any:
-    """A figure of a size in points, without pyplot: no display, no state."""
+    """Return a figure of a size in points, without pyplot: no display, no state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width / 72, height / 72), layout=layout)
 
 
 def _svg(figure: Any, label: str) -> str:
-    """A figure as an element of a page: text stays text, artists with a hint get a tooltip."""
+    """Return a figure as an HTML element: text stays text, artists with a hint get a tooltip."""
     import matplotlib as mpl
 
     text = io.StringIO()
-    # The same figure gives the same text: no date, and ids that depend on nothing else.
+    # Equal figures give equal text: no date, and reproducible ids.
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memtrain"}):
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
@@ -216,7 +178,7 @@ def _timeline(axis: Any, report: Report, side: str, most: int = MOST) -> None:
     peak, moments = lines[side].peak, thinned(lines[side].moments, most)
     parts = [part for part in PARTS if any(m.parts.get(part) for m in moments)]
     heights = [[m.parts.get(part, 0) / _GIB for m in moments] for part in parts]
-    # a step is as wide as the others at the end too
+    # the last step is as wide as the others
     stairs = [[*values, values[-1]] for values in heights]
     colours = [COLOURS[part] for part in parts]
     axis.stackplot(range(len(moments) + 1), *stairs, colors=colours, step="post")
@@ -229,73 +191,3 @@ def _timeline(axis: Any, report: Report, side: str, most: int = MOST) -> None:
         axis.axvline(start, color="0.5", linewidth=0.6)
     axis.set_xticks([0, *starts], [moments[i].phase for i in (0, *starts)], ha="left", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _module(axis: Any, rows: Sequence[Bytes], box: Box, path: str = "", outer: str = "") -> None:
-    """A module's frame, its name where there is room, then its own bytes and its modules."""
-    own, children = Counter[str](), dict[str, list[Bytes]]()
-    for names, kind, nbytes in rows:
-        if names:
-            children.setdefault(names[0], []).append((names[1:], kind, nbytes))
-        else:
-            own[kind] += nbytes
-    inner = {f"{path}.{name}".lstrip("."): below for name, below in children.items()}
-    if not own and len(inner) == 1:  # of a.b.c with nothing besides, one box
-        ((deeper, below),) = inner.items()
-        _module(axis, below, box, deeper, outer)
-        return
-    x, y, width, height = box
-    if not rows or min(width, height) < _LEAST:
-        _box(axis, box, path, _sum(rows))
-        return
-    _box(axis, box, path, _sum(rows), frame=True)
-    name = path.removeprefix(f"{outer}.")
-    strip = 0.0
-    if name and width > 7 * len(name) + 6 and height > 2 * _STRIP:
-        strip = _STRIP
-        axis.text(x + 3, y + _STRIP - 3, name, fontsize=11, parse_math=False)
-    room = (x + 1, y + 1 + strip, width - 2, height - 2 - strip)
-    _content(axis, own, inner, room, path)
-
-
-def _content(
-    axis: Any, own: Counter[str], inner: Mapping[str, list[Bytes]], box: Box, path: str
-) -> None:
-    import squarify
-
-    items = [(Counter({kind: nbytes}), "") for kind, nbytes in own.items()]
-    items += [(_sum(rows), name) for name, rows in inner.items()]
-    items.sort(key=lambda item: -item[0].total())
-    total = sum(parts.total() for parts, _ in items)
-    least = total * _AREA / (box[2] * box[3])
-    small = [parts for parts, _ in items if parts.total() < least]
-    if len(small) > 1:
-        items = [*items[: -len(small)], (sum(small, Counter()), "")]
-        items.sort(key=lambda item: -item[0].total())
-    sizes = squarify.normalize_sizes([parts.total() for parts, _ in items], box[2], box[3])
-    for (parts, name), place in zip(items, squarify.squarify(sizes, *box), strict=True):
-        where = place["x"], place["y"], place["dx"], place["dy"]
-        if name:
-            _module(axis, inner[name], where, name, path)
-        else:
-            _box(axis, where, path, parts)
-
-
-def _box(axis: Any, box: Box, path: str, parts: Counter[str], *, frame: bool = False) -> None:
-    """A box of the colour of what is most of it, or a module's frame; both tell what is in them."""
-    from matplotlib.patches import Rectangle
-
-    x, y, width, height = box
-    colour = "none" if frame or not parts else COLOURS[parts.most_common(1)[0][0]]
-    edge = "0.5" if frame else "white"
-    made = Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, linewidth=0.6)
-    words = [f"{part} {format_size(nbytes)}" for part, nbytes in parts.items()]
-    made.set_gid(_hint(path or "(root)", words))
-    axis.add_patch(made)
-
-
-def _sum(rows: Sequence[Bytes]) -> Counter[str]:
-    parts: Counter[str] = Counter()
-    for _, kind, nbytes in rows:
-        parts[kind] += nbytes
-    return parts

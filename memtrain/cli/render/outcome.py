@@ -162,7 +162,7 @@ def described(report: Report) -> list[str]:
 
 
 def _process_line(side: str, line: Timeline) -> str:
-    """Tell of memory besides tensors: the allocator's free pages, libraries, Python."""
+    """Return lines on memory besides tensors: the allocator's free pages, libraries, Python."""
     resident = line.resident or 0
     words = f"{side}, allocator and process: {format_size(resident)} resident"
     return f"{words}, {format_size(resident - line.peak.nbytes)} besides the step's tensors"
@@ -265,7 +265,7 @@ def broken_limits(report: Report, over: int | None, under: float | None) -> list
         under: How many times as much plain PyTorch must take, at least; None: any.
 
     Returns:
-        Nothing if all hold. Bytes that are unknown break every limit: it cannot be told.
+        Nothing if all limits hold. Unknown bytes break every limit.
 
     Example:
         >>> row = Row(name="w", kind="weight", plain=4096, planned=2048)
@@ -276,7 +276,7 @@ def broken_limits(report: Report, over: int | None, under: float | None) -> list
     peak = at_peak(report).get("total")
     sides, name = peak or report.totals()["total"], "peak" if peak else "total"
     if unknown and not peak and (over is not None or under is not None):
-        return [f"the limits cannot be told: {unknown}"]
+        return [f"the limits cannot be checked: {unknown}"]
     lines = []
     if over is not None and sides.planned > over:
         shown = format_size(sides.planned)

@@ -1,11 +1,10 @@
-"""`memtrain-report --html`: one page that stands alone, with pictures and the tables."""
+"""`memtrain-report --html`: one self-contained page with figures and tables."""
 
 from importlib.resources import files
 from typing import Any
 
 from memtrain.cli.render import charts
 from memtrain.cli.render.outcome import (
-    SIDES,
     Outcome,
     at_peak,
     described,
@@ -21,16 +20,16 @@ _ROWS = 40
 
 
 def as_html(outcome: Outcome) -> str:
-    """The page: no script, no network, names escaped, light or dark as the reader has it.
+    """Return the page: no script, no network, names escaped, light and dark.
 
     Args:
-        outcome: What was found.
+        outcome: The findings.
 
     Returns:
         The text of an HTML file.
 
     Raises:
-        ImportError: Without matplotlib or squarify; names the extra.
+        ImportError: Without matplotlib; names the extra.
 
     Example:
         >>> from memtrain.audit.report import Report
@@ -78,7 +77,7 @@ def _content(outcome: Outcome) -> dict[str, Any]:
 
 
 def _pictures(outcome: Outcome) -> dict[str, Any]:
-    from markupsafe import Markup  # jinja2's: the pictures are elements, not words to escape
+    from markupsafe import Markup  # from jinja2: the figures are elements, not text to escape
 
     report = outcome.report
     return {
@@ -92,5 +91,4 @@ def _pictures(outcome: Outcome) -> dict[str, Any]:
             }
             for side, line in timelines(report).items()
         },
-        "treemaps": {side: Markup(charts.treemap_svg(report, side)) for side in SIDES},
     }

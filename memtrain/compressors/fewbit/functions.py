@@ -16,13 +16,13 @@ Interval = tuple[float, float]
 class Curve(NamedTuple):
     """A function and its derivative, both elementwise on float64 arrays.
 
-    `value` may be any antiderivative of `slope`. `kinks` are the points where `slope` jumps or
+    `value` may be any antiderivative of `slope`. `breaks` are the points where `slope` jumps or
     bends: the solver puts grid points there.
     """
 
     value: Function
     slope: Function
-    kinks: tuple[float, ...] = ()
+    breaks: tuple[float, ...] = ()
 
 
 def _everywhere(*_: float) -> bool:
@@ -127,18 +127,18 @@ def _hardswish_slope(x: Array) -> Array:
     return np.where(x <= -3, 0.0, np.where(x >= 3, 1.0, x / 3 + 0.5))
 
 
-def _broken(kinks: tuple[float, ...], *slopes: float) -> Curve:
-    """A continuous piecewise-linear function: `slopes[i]` holds left of and at `kinks[i]`."""
-    edges = np.array(kinks)
+def _broken(breaks: tuple[float, ...], *slopes: float) -> Curve:
+    """A continuous piecewise-linear function: `slopes[i]` holds left of and at `breaks[i]`."""
+    edges = np.array(breaks)
 
     def slope(x: Array) -> Array:
         return np.array(slopes)[np.searchsorted(edges, x, side="left")]
 
     def value(x: Array) -> Array:
-        steps = zip(kinks, np.diff(slopes), strict=True)
-        return sum((jump * np.maximum(x - kink, 0.0) for kink, jump in steps), slopes[0] * x)
+        steps = zip(breaks, np.diff(slopes), strict=True)
+        return sum((jump * np.maximum(x - point, 0.0) for point, jump in steps), slopes[0] * x)
 
-    return Curve(value, slope, kinks)
+    return Curve(value, slope, breaks)
 
 
 def _ramp(low: float, high: float) -> Curve:

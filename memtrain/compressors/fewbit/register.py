@@ -1,4 +1,4 @@
-"""A user's own elementwise function, approximated like the built-in ones."""
+"""User-defined elementwise functions, approximated like the built-in ones."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +17,21 @@ from memtrain.compressors.fewbit.solver import VERSION, check_bits, solve
 from memtrain.compressors.fewbit.step_function import Approximation
 
 Elementwise = Callable[[Tensor], Tensor]
-_POINTS = 2001  # where a function is looked at to be checked and told from others
+_POINTS = 2001  # points at which a function is evaluated to check and identify it
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Registered:
-    """A registered function: call it like the plain one.
+    """A registered function; call it like the original.
 
     Inside a wrapped model the interception sees the call as one op (it reaches an active
     `TorchFunctionMode` with this object as the function) and keeps few-bit codes of its input.
 
     Attributes:
-        name: What sites, rules and `DerivativeCode(function=...)` call it.
+        name: Its name in sites, rules and `DerivativeCode(function=...)`.
         plain: The function itself.
         derivative: f', or None for autograd of `plain`.
-        bits: Of its table, where nothing else is said.
+        bits: Bits of its table by default.
         interval: Where the table's error counts.
         content: Hash over its values and derivatives.
     """
@@ -45,17 +45,17 @@ class Registered:
 
     @property
     def __name__(self) -> str:
-        """The name, as functions have it."""
+        """The name, as for other functions."""
         return self.name
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The plain function, or what an active mode makes of the call."""
+        """Call the function, or the active `TorchFunctionMode`."""
         if has_torch_function((x,)):
             return handle_torch_function(self, (x,), x)
         return self.plain(x)
 
     def table(self, bits: int | None = None) -> Approximation:
-        """The step function for its derivative: solved once, then kept on disk.
+        """Return the step function for its derivative, solved once and cached on disk.
 
         Args:
             bits: 1 to 8; its own by default.
@@ -76,7 +76,7 @@ class Registered:
         return _solved(self, width)
 
     def __reduce__(self) -> tuple[Callable[[str], "Registered"], tuple[str]]:
-        """By name, for a function that was decorated cannot be found by its own."""
+        """Pickle by name: a decorated function cannot be found by its own name."""
         return registered, (self.name,)
 
 
@@ -92,10 +92,10 @@ def register(
     interval: Interval = (-10.0, 10.0),
     replace: bool = False,
 ) -> Registered:
-    """Make a function of your own one that can be kept as few-bit codes.
+    """Register a user-defined function, so that few-bit codes can replace its saved input.
 
-    It is looked at in float64 on the CPU. The table is solved at first use and kept on disk, under
-    a name made of the function's values and derivatives: another function of the same name never
+    It is evaluated in float64 on the CPU. The table is solved at first use and cached on disk under
+    a hash of the function's values and derivatives, so that another function of the same name never
     gets its table.
 
     Args:
@@ -133,7 +133,7 @@ def register(
     low, high = (float(end) for end in interval)
     if not (np.isfinite([low, high]).all() and low < high):
         raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
-    content = _alone(_look, name, fn, derivative, (low, high))
+    content = _alone(_fingerprint, name, fn, derivative, (low, high))
     known = REGISTERED.get(name)
     if known is not None and known.content != content and not replace:
         raise ValueError(f"name {name!r} is taken by another function; replace=True replaces it")
@@ -150,7 +150,7 @@ def register(
 
 
 def registered(name: str) -> Registered:
-    """The function registered under `name`.
+    """Return the function registered under `name`.
 
     Raises:
         ValueError: If this process does not know the name.
@@ -170,7 +170,7 @@ def registered(name: str) -> Registered:
 
 
 def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run `work` in a thread of its own.
+    """Run `work` in a separate thread.
 
     Modes are the thread's: neither a fake-tensor mode, an interception, autocast, inference mode
     nor a default device of the caller then reaches the float64 arithmetic.
@@ -194,8 +194,10 @@ def _slopes(fn: Elementwise, derivative: Elementwise | None, x: Array) -> Array:
     return torch.autograd.grad(y.sum(), point)[0].numpy()
 
 
-def _look(name: str, fn: Elementwise, derivative: Elementwise | None, interval: Interval) -> str:
-    """Check the function on a grid and hash what it gives."""
+def _fingerprint(
+    name: str, fn: Elementwise, derivative: Elementwise | None, interval: Interval
+) -> str:
+    """Check the function on a grid and hash its values."""
     x = np.linspace(*interval, _POINTS)
     results = []
     for what, run in (("values", fn), ("derivatives", derivative)):

@@ -1,4 +1,4 @@
-"""The best piecewise-constant stand-in for an activation's derivative: few-bit tables.
+"""The best piecewise-constant approximation of an activation's derivative: few-bit tables.
 
 Prefix integrals on a grid, an exact dynamic programme over it, and Newton steps off it.
 """
@@ -71,7 +71,7 @@ def _integrate(
 
 
 def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: int) -> Problem:
-    """The problem on an even grid of `cells` cells, with the curve's kinks as grid points.
+    """The problem on an even grid of `cells` cells, with the curve's break points as grid points.
 
     Example:
         >>> from memtrain.compressors.fewbit.functions import CURVES
@@ -81,11 +81,11 @@ def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: in
     low, high = interval
     # This order of operations makes 0 and other round numbers exact grid points.
     grid = low + (high - low) * np.arange(cells + 1) / cells
-    for kink in curve.kinks:
-        if low < kink < high:
-            near = np.abs(grid[1:-1] - kink) < 1e-6 * (high - low) / cells
+    for point in curve.breaks:
+        if low < point < high:
+            near = np.abs(grid[1:-1] - point) < 1e-6 * (high - low) / cells
             inner = grid[1:-1][~near]
-            grid = np.sort(np.concatenate([grid[:1], inner, [kink], grid[-1:]]))
+            grid = np.sort(np.concatenate([grid[:1], inner, [point], grid[-1:]]))
     mass, moment, energy = _integrate(curve, weight, grid[:-1], grid[1:])
     if weight is None:
         prefix = grid - low, curve.value(grid) - curve.value(grid[:1])
@@ -177,11 +177,11 @@ def gradient(problem: Problem, boundaries: Array) -> Array:
 def refine(problem: Problem, boundaries: Array) -> Array:
     """Damped Newton descent; a step is taken only if the error does not grow.
 
-    A boundary on a kink from which the error grows to both sides stays there: no gradient is 0.
+    A boundary on a break point stays there if the error grows to both sides: no gradient is 0.
     """
     noise = problem.noise
     low, high = problem.grid[[0, -1]]
-    free = ~held_by_kinks(problem, boundaries)
+    free = ~fixed_at_breaks(problem, boundaries)
     slant, error = gradient(problem, boundaries) * free, fit(problem, boundaries)[1]
     damping = 1e-6
     for _ in range(100):
@@ -203,8 +203,8 @@ def refine(problem: Problem, boundaries: Array) -> Array:
     return boundaries
 
 
-def held_by_kinks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
-    """Which boundaries lie on a kink where the error grows to both sides: bools, [K - 1]."""
+def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
+    """Which boundaries lie on a break point where the error grows to both sides: bools, [K - 1]."""
     levels, _ = fit(problem, boundaries)
     left, right = levels[:-1], levels[1:]
     step = 1e-9 * (problem.grid[-1] - problem.grid[0])
@@ -212,7 +212,7 @@ def held_by_kinks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
         (2 * problem.curve.slope(boundaries + way) - left - right) * (right - left)
         for way in (-step, step)
     )
-    return np.isin(boundaries, problem.curve.kinks) & (behind <= 0) & (ahead >= 0)
+    return np.isin(boundaries, problem.curve.breaks) & (behind <= 0) & (ahead >= 0)
 
 
 def hessian(problem: Problem, boundaries: Array) -> Array:
@@ -262,7 +262,7 @@ def solve(
     Args:
         fn: A name (of `fewbit.functions.CURVES`, default parameters), a function of float64 arrays
             (its derivative is then taken by central differences), a pair (function, derivative), or
-            a `Curve`, which also tells where the derivative jumps.
+            a `Curve`, which also has the points where the derivative jumps.
         bits: 1 to 8.
         interval: Where the error counts; outside, the outermost levels hold.
         weight: `"uniform"` (1), `"normal"` (the standard density) or a positive function of
@@ -320,9 +320,9 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
 
     Piecewise-linear functions of two slopes (relu, relu6, leaky_relu, prelu, rrelu, hardtanh,
     hardsigmoid, hardshrink, softshrink, threshold) have a table of one bit whatever `bits` says: it
-    is their derivative, bit for bit, at every float32, bfloat16 and float16 (subnormal kinks count
-    as 0). All others are `solve`d on [-10, 10], which scales with the parameters: by alpha for
-    celu, by 1 / beta for softplus, and wider by log(alpha) for elu.
+    is their derivative, bit for bit, at every float32, bfloat16 and float16 (subnormal
+    break points count as 0). All others are `solve`d on [-10, 10], which scales with the
+    parameters: by alpha for celu, by 1 / beta for softplus, and wider by log(alpha) for elu.
 
     Args:
         function: A name in `fewbit.functions.FAMILIES`.

@@ -137,8 +137,8 @@ def _below(x: float) -> float:
     return 0.0 if abs(under) < _TINY else under
 
 
-def _step(kink: float, left: float, right: float) -> Approximation:
-    return Approximation(boundaries=(float(np.float32(kink)),), levels=(left, right), error=0.0)
+def _step(point: float, left: float, right: float) -> Approximation:
+    return Approximation(boundaries=(float(np.float32(point)),), levels=(left, right), error=0.0)
 
 
 def _band(low: float, high: float, inside: float) -> Approximation:

@@ -14,7 +14,7 @@ from memtrain.compressors.base import STATE, Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
-from memtrain.compressors.registry import check_seat
+from memtrain.compressors.registry import check_role
 from memtrain.optim.states import shards
 from memtrain.optim.states.per_parameter import Numbers
 
@@ -131,7 +131,7 @@ def check_state(compressor: Compressor, state_name: str) -> None:
     Raises:
         ValueError: It names the compressor, the state and what is allowed.
     """
-    check_seat(compressor, STATE, state_name)
+    check_role(compressor, STATE, state_name)
     if compressor.fused_only and state_name != "exp_avg":
         raise ValueError(
             f"{compressor!r} for the state {state_name!r}; allowed: exp_avg of AdamW and Adam"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import GRADIENT_SUM, Compressor
-from memtrain.compressors.registry import check_seat
+from memtrain.compressors.registry import check_role
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph, uploads
 from memtrain.kernels.step.row_pieces import Make, RowPieces
@@ -150,7 +150,7 @@ class ReleaseGradients(OptimizerWrapper):
         seed: int = 0,
     ) -> None:
         check_options(clip, limit, loss_scale, accumulate, gradient_bytes)
-        check_seat(sums, GRADIENT_SUM)
+        check_role(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
         self.gradient_bytes = gradient_bytes

@@ -1,4 +1,4 @@
-"""Every registered compressor in every seat: it trains, or is refused by name before anything."""
+"""Every registered compressor in every role: it trains, or is refused by name before anything."""
 
 import copy
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from memtrain.compressors import COMPRESSORS, Compressor, Key, Packed
 
 # What a compressor needs besides its name; one that is not listed has defaults for all fields.
 FIELDS = {"host": {"inner": {"name": "group"}}}
-# ... and in a seat: a second moment has no sign, and wants 8 bits or a scale that never is zero.
+# ... and in a role: a second moment has no sign, and wants 8 bits or a scale that never is zero.
 UNSIGNED = {
     "block": {"signed": False, "map": "DE-0"},
     "group": {"bits": 8},
     "samples": {"bits": [8]},
 }
 UNSIGNED |= {"float": {"format": "fp16"}}
-SIGNED = {"rank1": {"signed": True}, "scaled": {"signed": True}}
+SIGNED = {"rank1": {"signed": True}}
 
-FLOATS = {"identity", "group", "samples", "block", "patch", "rank1", "scaled", "float", "one_bit"}
+FLOATS = {"identity", "group", "samples", "block", "patch", "rank1", "float", "one_bit"}
 NOT_SECOND = {"one_bit"}  # one bit cannot tell small numbers from zero
 ALLOWED = {
     "activation": FLOATS | {"derivative", "host", "projection"},
@@ -54,25 +54,25 @@ def registry(monkeypatch):
     monkeypatch.setitem(COMPRESSORS, "one_bit", OneBit)
 
 
-def spec(name, seat):
-    own = UNSIGNED if seat == "exp_avg_sq" else SIGNED
+def spec(name, role):
+    own = UNSIGNED if role == "exp_avg_sq" else SIGNED
     return {"name": name, **FIELDS.get(name, {}), **own.get(name, {})}
 
 
-def config(name, seat):
-    """A config that asks for one compressor in one seat, and for nothing else."""
+def config(name, role):
+    """A config that asks for one compressor in one role, and for nothing else."""
     found = {"preset": "exact", "optim": {"rules": [], "min_elements": 64}}
     found["activations"] = {"rules": [], "min_elements": 64}
-    if seat == "activation":
-        found["activations"]["exceptions"] = [{"op": "linear|gelu", "compressor": spec(name, seat)}]
-    elif seat == "recompute":
-        found["activations"] |= {"recompute": ["1"], "recompute_inputs": spec(name, seat)}
-    elif seat == "gradient":
-        found |= {"gradients": "release", "release": {"accumulate": 2, "sums": spec(name, seat)}}
-    elif seat == "weight":
+    if role == "activation":
+        found["activations"]["exceptions"] = [{"op": "linear|gelu", "compressor": spec(name, role)}]
+    elif role == "recompute":
+        found["activations"] |= {"recompute": ["1"], "recompute_inputs": spec(name, role)}
+    elif role == "gradient":
+        found |= {"gradients": "release", "release": {"accumulate": 2, "sums": spec(name, role)}}
+    elif role == "weight":
         found["weights"] = name
     else:
-        found["optim"]["exceptions"] = [{"state": seat, "compressor": spec(name, seat)}]
+        found["optim"]["exceptions"] = [{"state": role, "compressor": spec(name, role)}]
     return found
 
 
@@ -105,7 +105,7 @@ OPTIMIZERS = {
     "general": lambda params: General(params, lr=4e-3),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.8),
 }
-SEATS = [
+ROLES = [
     ("activation", "adamw"),
     ("recompute", "adamw"),
     ("exp_avg", "adamw"),
@@ -118,14 +118,14 @@ SEATS = [
 ]
 
 
-@pytest.mark.parametrize(("seat", "kind"), SEATS)
+@pytest.mark.parametrize(("role", "kind"), ROLES)
 @pytest.mark.parametrize("name", [*COMPRESSORS, "one_bit"])
-def test_trains_or_is_refused_by_name(name, seat, kind):
+def test_trains_or_is_refused_by_name(name, role, kind):
     model, optimizer, x, target = task(OPTIMIZERS[kind])
-    if name not in ALLOWED[seat]:
+    if name not in ALLOWED[role]:
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(ValueError, match="allowed: ") as error:
-            memtrain.wrap(model, optimizer, config(name, seat))
+            memtrain.wrap(model, optimizer, config(name, role))
         told = str(error.value)
         known = COMPRESSORS[name].__name__
         assert known in told or repr(name) in told
@@ -133,13 +133,13 @@ def test_trains_or_is_refused_by_name(name, seat, kind):
         assert not hasattr(model, "_memtrain")
         optimizer.step()  # is still its own
         return
-    model, optimizer = memtrain.wrap(model, optimizer, config(name, seat))
-    losses = train(model, optimizer, x, target, 2 if seat == "gradient" else 1)
+    model, optimizer = memtrain.wrap(model, optimizer, config(name, role))
+    losses = train(model, optimizer, x, target, 2 if role == "gradient" else 1)
     assert losses[-1] < 0.9 * losses[0]
-    if seat in ("exp_avg", "exp_avg_sq", "momentum_buffer") and name != "identity":
+    if role in ("exp_avg", "exp_avg_sq", "momentum_buffer") and name != "identity":
         param = model[0].weight
-        compressor, _ = optimizer.compressor(param, seat)
-        assert optimizer.is_payload(param, seat, optimizer.state[param][seat])
+        compressor, _ = optimizer.compressor(param, role)
+        assert optimizer.is_payload(param, role, optimizer.state[param][role])
         assert isinstance(compressor, COMPRESSORS[name])
 
 
