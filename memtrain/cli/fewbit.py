@@ -1,4 +1,4 @@
-"""`memtrain-fewbit`: print, draw and save the step function that stands for a derivative."""
+"""`memtrain-fewbit`: print and save the step function that approximates a derivative."""
 
 import argparse
 import json
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from memtrain.cli.command_line import Parser, check_writable, consoles, drop_output, replaced
+from memtrain.cli.command_line import Parser, check_writable, consoles, drop_output
 
 if TYPE_CHECKING:
     from memtrain.compressors.fewbit.step_function import Approximation
@@ -21,13 +20,13 @@ HELP = """\
 usage: memtrain-fewbit FUNCTION [--bits N] [options]
        memtrain-fewbit --errors
 
-Print the step function that stands for an activation's derivative in the
+Print the step function that approximates an activation's derivative in the
 backward pass: its boundaries, its levels, the integral of its squared error.
 
 examples:
   memtrain-fewbit gelu --bits 3
   memtrain-fewbit gelu --bits 2 --interval -6 6 --weight normal
-  memtrain-fewbit elu --alpha 5 --png elu.png
+  memtrain-fewbit elu --alpha 5
   memtrain-fewbit silu --bits 4 --json > silu.json
   memtrain-fewbit --errors                 errors of every function, 1 to 4 bits
 
@@ -35,10 +34,9 @@ functions (and their parameters):
 {functions}
 options:
   --bits N           1 to 8 (3); functions of two slopes take 1, exactly
-  --interval LO HI   where the error counts; by default what training uses
+  --interval LO HI   where the error counts; the training default if omitted
   --weight NAME      uniform (default), or normal: inputs near 0 count more
   --cells N          cells of the search grid (2000)
-  --png FILE         draw the derivative and its steps (needs matplotlib)
   --npz FILE         save the table for DerivativeCode: docs/guides/fewbit.md
   --json             print JSON instead of tables
   --errors           print the table of errors
@@ -48,10 +46,10 @@ exit status: 0 done, 2 wrong arguments, or a file that cannot be written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point.
+    """Run the program.
 
     Args:
-        argv: Without the program's name; `sys.argv`'s by default.
+        argv: Arguments without the program's name; `sys.argv`'s by default.
 
     Returns:
         The exit status.
@@ -73,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(arguments, console)
     except BrokenPipeError:
         drop_output()
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         errors.print(f"memtrain-fewbit: {error}", markup=False)
         return 2
     return 0
@@ -88,7 +86,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--interval", type=float, nargs=2)
     parser.add_argument("--weight", default="uniform", choices=("uniform", "normal"))
     parser.add_argument("--cells", type=int)
-    parser.add_argument("--png", type=Path)
     parser.add_argument("--npz", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--errors", action="store_true")
@@ -101,15 +98,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Make the table, write the files, print.
+    """Solve the table, write the file, print.
 
     Args:
-        arguments: As parsed.
-        console: Where to; 80 columns are enough.
+        arguments: The parsed arguments.
+        console: The output; 80 columns are enough.
 
     Raises:
         ValueError: For an argument that is not allowed.
-        ImportError: For `--png` without matplotlib.
         OSError: If a file cannot be written.
     """
     from memtrain.compressors.fewbit.functions import FAMILIES, check_name, curve
@@ -122,11 +118,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     interval = FAMILIES[function].interval(*parameters)
     if arguments.interval:
         interval = arguments.interval[0], arguments.interval[1]
-    for option, path in (("--png", arguments.png), ("--npz", arguments.npz)):
-        if path is not None:
-            check_writable(path, option)
-    own = arguments.interval or arguments.cells or arguments.weight != "uniform"
-    if own:
+    if arguments.npz is not None:
+        check_writable(arguments.npz, "--npz")
+    if arguments.interval or arguments.cells or arguments.weight != "uniform":
         cells = 2000 if arguments.cells is None else arguments.cells
         shape = curve(function, parameters)
         step = solve(shape, bits, interval, arguments.weight, n=cells)
@@ -134,8 +128,6 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         step = table(function, bits, parameters)
     if arguments.npz is not None:
         save_npz(arguments.npz, {f"{function}{step.bits:02d}": step})
-    if arguments.png is not None:
-        _draw(arguments.png, function, parameters, step, interval)
     names = dict(zip(FAMILIES[function].defaults, parameters, strict=True))
     if arguments.json:
         content = as_json(function, names, interval, arguments.weight, step)
@@ -147,16 +139,16 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 def _parameters(arguments: argparse.Namespace, defaults: "Any") -> tuple[float, ...]:
     from memtrain.compressors.fewbit.functions import complete
 
-    given = {
+    values_by_name = {
         name.removeprefix("parameter "): value
         for name, value in vars(arguments).items()
         if name.startswith("parameter ") and value is not None
     }
-    for name in given:
+    for name in values_by_name:
         if name not in defaults:
             allowed = ", ".join(defaults) or "none"
             raise ValueError(f"{arguments.function} has no parameter {name!r}; it has: {allowed}")
-    values = [given.get(name, default) for name, default in defaults.items()]
+    values = [values_by_name.get(name, default) for name, default in defaults.items()]
     if None in values:
         missing = [
             f"--{name.replace('_', '-')}"
@@ -174,17 +166,17 @@ def as_json(
     weight: str,
     step: "Approximation",
 ) -> dict[str, Any]:
-    """The table as JSON values.
+    """Return the table as JSON values.
 
     Args:
-        function: Its name.
-        parameters: By name.
-        interval: Where the error counts.
+        function: The function's name.
+        parameters: Its parameters by name.
+        interval: The interval in which the error counts.
         weight: The density's name.
         step: The table.
 
     Returns:
-        What `--json` prints.
+        The content of `--json`.
 
     Example:
         >>> from memtrain.compressors.fewbit.solver import table
@@ -230,7 +222,7 @@ def _show(
 
 
 def pieces(step: "Approximation") -> list[tuple[int, float, float]]:
-    """The intervals of the step function, in order: code, left end, right end.
+    """Return the intervals of the step function, in order: code, left end, right end.
 
     Example:
         >>> from memtrain.compressors.fewbit.tables import from_table
@@ -245,7 +237,7 @@ def pieces(step: "Approximation") -> list[tuple[int, float, float]]:
 
 
 def errors_table() -> Table:
-    """Squared errors of every function that needs no parameters, for 1 to 4 bits.
+    """Return squared errors of every function that needs no parameters, for 1 to 4 bits.
 
     Returns:
         A table of 80 columns or fewer. The exact functions are named below it.
@@ -268,31 +260,6 @@ def errors_table() -> Table:
     rows.caption = f"exact with 1 bit: {', '.join(EXACT)}"
     rows.caption_justify = "left"
     return rows
-
-
-def _draw(
-    path: Path,
-    function: str,
-    parameters: tuple[float, ...],
-    step: "Approximation",
-    interval: tuple[float, float],
-) -> None:
-    """Draw a derivative and its steps as PNG, written whole or not at all."""
-    from memtrain.compressors.fewbit.functions import curve
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--png needs matplotlib: pip install 'memtrain[plot]'") from error
-    x = np.linspace(*interval, 4001)
-    figure = Figure(figsize=(8, 4), layout="constrained")  # no pyplot: no display, no state
-    axes = figure.subplots()
-    axes.plot(x, curve(function, parameters).slope(x), label="derivative", color="C7")
-    axes.plot(x, step(x), label=f"{step.bits} bits", color="C0")
-    axes.set(xlabel="x", title=f"{' '.join([function, *map('{:g}'.format, parameters)])}")
-    axes.legend()
-    with replaced(path, "--png") as partial:
-        figure.savefig(partial, format="png", dpi=150)
 
 
 def _help() -> str:

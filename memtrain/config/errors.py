@@ -1,4 +1,4 @@
-"""Messages for mistakes in a config: the wrong key or value, and the nearest valid one."""
+"""Error messages for configs: the wrong key or value, and the nearest valid one."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ _NO_LIST = "is not a ListConfig"  # OmegaConf's words
 
 
 def nearest(value: str, allowed: Sequence[str]) -> str:
-    """End an error message: the nearest allowed value, then all of them.
+    """Return the end of an error message: the nearest allowed value, then all of them.
 
     Example:
         >>> nearest("balance", ["balanced", "exact"])
@@ -82,12 +82,12 @@ def explain(
     options: Callable[[str], list[str]],
     defaults: Callable[[], Any],
 ) -> Exception:
-    """Turn Hydra's messages into one that names the value and what is allowed.
+    """Convert Hydra's error to one that names the value and what is allowed.
 
     Args:
-        error: What Hydra raised.
-        overrides: What it was given.
-        options: The names of a config group's files; none of what is no group.
+        error: Hydra's error.
+        overrides: The overrides.
+        options: Maps a config group to the names of its files, anything else to none.
         defaults: Composes the same primary config without overrides.
 
     Returns:
@@ -111,7 +111,7 @@ def explain(
 
 
 def _keys(node: Any, path: str) -> list[str]:
-    """Every dotted key of a config."""
+    """Return every dotted key of a config."""
     if isinstance(node, Mapping | DictConfig):
         pairs = [(str(key), node[key]) for key in node]
     elif isinstance(node, list | ListConfig):

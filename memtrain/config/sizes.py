@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them: `24GiB`, `24GB`, `1.50 GiB`."""
+"""Parsing and formatting of sizes in bytes: `24GiB`, `24GB`, `1.50 GiB`."""
 
 import re
 from decimal import Decimal
@@ -21,12 +21,12 @@ _ALLOWED = "a number and a unit (B, kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB o
 
 
 def parse_size(value: str | int, name: str = "size") -> int:
-    """Bytes of a size. `24GB` and `24GiB` differ: 24 billion, and 24 * 2**30.
+    """Parse a size to bytes. `24GB` and `24GiB` differ: 24 billion, and 24 * 2**30.
 
     Args:
         value: A number and a unit, in any case, with or without a space between; a whole number
             without a unit is bytes.
-        name: What the size is of, for the message.
+        name: The key, for the message.
 
     Returns:
         Bytes, rounded down.
@@ -54,7 +54,7 @@ def parse_size(value: str | int, name: str = "size") -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes for the eye, in KiB, MiB or GiB.
+    """Format bytes in KiB, MiB or GiB.
 
     Args:
         nbytes: Bytes; a difference may be negative.

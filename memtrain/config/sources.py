@@ -1,4 +1,4 @@
-"""The six ways to give a config, and what each becomes: a checked `Config`."""
+"""Conversion of the six forms of a config to a checked `Config`."""
 
 import dataclasses
 import re
@@ -48,7 +48,7 @@ _NAMED = re.compile(r"\s*\{(.*,)?\s*name\s*:", re.DOTALL)
 
 
 def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") -> Config:
-    """Make a `Config` of any form that a user may give.
+    """Convert any allowed form of a config to a `Config`.
 
     Args:
         cfg: A preset's name (`"balanced"`, the default for None), the path of a YAML file, a list
@@ -106,15 +106,12 @@ def _fill(cfg: Config) -> Config:
     return filled
 
 
-def compose(
-    overrides: Sequence[str], name: str = "config", searchpath: Sequence[Path] = ()
-) -> DictConfig:
+def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     """Compose a primary config of `memtrain/configs` with Hydra; no file is written.
 
     Args:
         overrides: Hydra's: `"preset=smallest"`, `"activations.rules.0.compressor.bits=2"`.
         name: The primary config: `"config"` or `"train"`.
-        searchpath: Folders of further config groups, beside `memtrain/configs`.
 
     Returns:
         The composed config, with its schema's types attached.
@@ -138,17 +135,10 @@ def compose(
     outer, clear.hydra = clear.hydra, None  # a user's own @hydra.main keeps its state
     try:
         with initialize_config_module("memtrain.configs", version_base="1.3"):
-            folders = [f"'file://{folder.absolute()}'" for folder in searchpath]
-            search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
-            return hydra_compose(name, overrides=[*search, *_replacing(overrides)])
+            return hydra_compose(name, overrides=_replacing(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        groups = [item for item in overrides if options(item.partition("=")[0], searchpath)]
-        raise explain(
-            error,
-            overrides,
-            lambda group: options(group, searchpath),
-            lambda: compose(groups, name, searchpath),
-        ) from error
+        groups = [item for item in overrides if options(item.partition("=")[0])]
+        raise explain(error, overrides, options, lambda: compose(groups, name)) from error
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -157,7 +147,7 @@ def from_mapping(cfg: DictConfig) -> Config:
     """Pick memtrain's own keys from a composed config and validate them.
 
     Args:
-        cfg: A composed config; keys that are not `Config`'s (an experiment's) are left out.
+        cfg: A composed config; keys that are not `Config`'s (an experiment's) are ignored.
 
     Returns:
         The validated config.
@@ -178,23 +168,19 @@ def from_mapping(cfg: DictConfig) -> Config:
     return config
 
 
-def options(group: str, searchpath: Sequence[Path] = ()) -> list[str]:
-    """The names of a config group's files, such as the presets.
+def options(group: str) -> list[str]:
+    """Return the names of a config group's files, such as the presets.
 
     Args:
         group: `preset`, `activations` ...
-        searchpath: Folders of further config groups, beside `memtrain/configs`.
     """
-    roots = [root / group for root in (Path(__file__).parents[1] / "configs", *searchpath)]
     return sorted(
-        path.relative_to(root).with_suffix("").as_posix()
-        for root in roots
-        for path in (*root.glob("*.yaml"), *root.glob("*/*.yaml"))
+        path.stem for path in (Path(__file__).parents[1] / "configs" / group).glob("*.yaml")
     )
 
 
 def _overlay(changes: Any) -> Config:
-    """A preset (the one that `changes` names) with `changes` merged over it."""
+    """Merge `changes` over the preset that they name."""
     if not isinstance(changes, DictConfig):
         raise TypeError(f"a config is a mapping of keys, not {type(changes).__name__}")
     preset = changes.get("preset") or "balanced"
@@ -211,9 +197,9 @@ def _overlay(changes: Any) -> Config:
 
 
 def _replacing(overrides: Sequence[str]) -> list[str]:
-    """Overrides under which a compressor's mapping that names one replaces what is there.
+    """Return overrides in which a named compressor replaces the preset's.
 
-    Hydra merges mappings, so that the fields of a preset's compressor would stay; null does not
+    Hydra merges mappings, which would keep the fields of the preset's compressor; null does not
     merge.
     """
     found: list[str] = []
