@@ -26,16 +26,16 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 62_000,
-    "lines of the tests": 48_000,
-    "lines of experiments and benchmarks": 6_000,
-    "classes": 260,
-    f"files above {LONGEST} lines": 20,
-    "private words in the package": 9_000,
-    "private words in identifiers": 9_000,
-    "words of the documentation": 75_000,
-    "words of CHANGELOG.md": 12_000,
-    "words of CONTRIBUTING.md": 6_000,
+    "lines of the package": 60_500,
+    "lines of the tests": 46_500,
+    "lines of experiments and benchmarks": 6_050,
+    "classes": 262,
+    f"files above {LONGEST} lines": 34,
+    "private words in the package": 260,
+    "private words in identifiers": 160,
+    "words of the documentation": 50_000,
+    "words of CHANGELOG.md": 700,
+    "words of CONTRIBUTING.md": 1_500,
 }
 """Figure -> the most that CI allows."""
 GOALS = {

