@@ -53,7 +53,7 @@ class Auto(Compressor):
         return _inner(self.template).group_size
 
     def with_bits(self, widths: Sequence[int], weights: Sequence[float] = ()) -> Compressor:
-        """The template at these widths.
+        """Return the template with these widths.
 
         Args:
             widths: For equal parts of the samples; of several, a `Group` takes the mean, rounded
@@ -63,11 +63,11 @@ class Auto(Compressor):
         return _with_bits(self.template, tuple(widths), tuple(weights))
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """The template's payload."""
+        """Return the template's payload."""
         return self.template.compress(x, key=key)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The template's tensor."""
+        """Return the template's tensor."""
         return self.template.decompress(packed)
 
 

@@ -19,7 +19,7 @@ MAX_ROW_BYTES = 2.0
 
 
 def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
-    """Why blocks serve a tensor in place of vectors along its dimensions; "" where they need not.
+    """Return why blocks replace vectors along a tensor's dimensions; "" if they do not.
 
     Args:
         kind: `rank-1` or `factored`.
@@ -55,11 +55,11 @@ class CodebookCompressor(Compressor):
         return Codebook(self.map, self.bits, self.signed)
 
     def _seed(self, key: Key) -> int | None:
-        """The seed of stochastic rounding, or None to the nearest."""
+        """Return the seed of stochastic rounding, or None for rounding to nearest."""
         return key.bits() if self.rounding == "stochastic" else None
 
     def _block(self) -> "Block":
-        """Blocks of 128 with the same codebook."""
+        """Return blocks of 128 with the same codebook."""
         return Block(map=self.map, bits=self.bits, signed=self.signed, rounding=self.rounding)
 
 
@@ -113,19 +113,19 @@ class Block(CodebookCompressor):
         super().__post_init__()
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
+        """Return codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
         book, seed = self._codebook(), self._seed(key)
         codes, scale = quantize_blocks(x, book, block_size=self.block_size, seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """A contiguous tensor of the original shape and dtype."""
+        """Return a contiguous tensor of the original shape and dtype."""
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
         flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
         return flat.view(packed.shape).to(packed.dtype)
 
     def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Itself where rows fill whole blocks, else `RowBlock`, or exact where rows are short."""
+        """Return `self` if rows fill whole blocks, else `RowBlock`, or exact for short rows."""
         if not columns % self.block_size:
             return self, ""
         own = RowBlock(**vars(self), columns=columns)
@@ -174,7 +174,7 @@ class RowBlock(Block):
         return self.blocks * (self.size * self.bits / 8 + 4)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Codes uint8 [rows * blocks, size * bits / 8] and scale float32 [rows * blocks]."""
+        """Return codes uint8 [rows * blocks, size * bits / 8] and scale float32 [rows * blocks]."""
         rows = x.reshape(x.numel() // self.columns, self.columns)
         missing = self.blocks * self.size - self.columns
         whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
@@ -183,7 +183,7 @@ class RowBlock(Block):
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """A contiguous tensor of the original shape and dtype."""
+        """Return a contiguous tensor of the original shape and dtype."""
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
         width = self.blocks * self.size
         rows = packed.shape.numel() // self.columns
@@ -192,5 +192,5 @@ class RowBlock(Block):
         return whole.view(packed.shape).to(packed.dtype)
 
     def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Itself."""
+        """Return `self`."""
         return self, ""

@@ -1,4 +1,4 @@
-"""Derivative codes: which step of a few-bit table each element falls on, packed to the bit."""
+"""Derivative codes: the index of a few-bit table's step for each element, packed to the bit."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ vars(_table)["_dynamo_marked_constant"] = True
 
 @dataclass(frozen=True, kw_only=True)
 class DerivativeCode(Compressor):
-    """Keeps what an activation's backward pass needs of its input: a code for f'(x).
+    """Stores what an activation's backward needs of its input: a code for f'(x).
 
     `decompress` gives the table's level for f'(x), not x. The table is the solver's best step
     function for f', made at first use. Piecewise-linear functions of two slopes (relu, hardtanh,
@@ -43,17 +43,17 @@ class DerivativeCode(Compressor):
 
     Args:
         bits: 1 to 8 per element.
-        function: The activation: a name in `fewbit.functions.FAMILIES`, or one of your own that
-            `fewbit.register.register` made known.
+        function: The activation: a name in `fewbit.functions.FAMILIES`, or one registered by
+            `fewbit.register.register`.
         parameters: The activation's, in the order of the torch function's arguments after the
             input; torch's defaults where left out. hardshrink's and softshrink's lambd must be
             rounded to the dtype of x where it has no exact value there: torch does so.
-        table_name: A table that `fewbit.tables.register_table` made known, to use in place of the
-            function's own; `bits` and `parameters` then do nothing.
+        table_name: A table registered by `fewbit.tables.register_table`, in place of the
+            function's; `bits` and `parameters` are then not used.
 
     Raises:
-        ValueError: If a field is not allowed, or this process does not know a name.
-        TypeError: If a parameter is no number.
+        ValueError: If a field is not allowed, or a name is not registered in this process.
+        TypeError: If a parameter is not a number.
 
     Memory:
         bits / 8 bytes per element (0.375 at 3 bits), padded to whole blocks of 256 elements.
@@ -85,15 +85,17 @@ class DerivativeCode(Compressor):
         if self.function in FAMILIES:
             complete(self.function, self.parameters)
         elif self.parameters:
-            raise ValueError(f"parameters {self.parameters} given to your own {self.function!r}")
+            raise ValueError(
+                f"parameters {self.parameters}: user-defined {self.function!r} has none"
+            )
         if self.table_name:
             named_table(self.table_name)
 
     def table(self) -> Approximation:
-        """The step function in use.
+        """Return the step function in use.
 
         Raises:
-            ValueError: If this process does not know `table_name`, or a function of your own.
+            ValueError: If `table_name` or the function is not registered in this process.
 
         Example:
             >>> DerivativeCode(bits=1).table().boundaries
@@ -102,13 +104,13 @@ class DerivativeCode(Compressor):
         return _table(self.function, self.bits, self.parameters, self.table_name)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """The codes of `x`, in logical order; no randomness, so `key` does nothing."""
+        """Return the codes of `x`, in logical order; `key` is not used."""
         step = self.table()
         codes = derivative.encode(x.detach(), step.boundaries, parity=step.parity, shift=step.shift)
         return Packed({"codes": codes}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The levels that stand for f'(x), contiguous."""
+        """Return the levels that approximate f'(x), contiguous."""
         n = torch.Size(packed.shape).numel()
         flat = derivative.decode(packed.tensors["codes"], self.table().levels, n, packed.dtype)
         return flat.view(packed.shape)

@@ -55,24 +55,24 @@ class Factored(Compressor):
 
     @property
     def by_rows(self) -> str:
-        """Of dimension 0 and the rest."""
+        """The layout by rows, for dimension 0 and the rest."""
         return "factored" if self.factor_dims == "first" else ""
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
-        """Unsigned blocks of 128 where the vectors cannot pay."""
+        """Return unsigned blocks of 128 if the vectors would take more bytes."""
         # A matrix's last two dimensions are its first and the rest.
         own = Factored() if len(shape) == 2 else self
         why = why_blocks("factored", shape, lambda: own._numbers(shape))
         return (Block(map="Linear", signed=False) if why else own), why
 
     def _numbers(self, shape: torch.Size) -> int:
-        """Of both vectors."""
+        """Return the number of elements in both vectors."""
         if self.factor_dims == "last2":
             return shape[:-2].numel() * (shape[-2] + shape[-1])
         return shape[0] + shape[1:].numel()
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Row means float32 [shape[0]] and column means float32 [prod(shape[1:])].
+        """Return row means float32 [shape[0]] and column means float32 [prod(shape[1:])].
 
         Of `last2`: float32 `[*shape[:-1]]` and `[*shape[:-2], shape[-1]]`.
         """
@@ -88,12 +88,12 @@ class Factored(Compressor):
         return Packed({"row": row, "col": col}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """A contiguous tensor of the original shape and dtype."""
+        """Return a contiguous tensor of the original shape and dtype."""
         row, col = packed.tensors["row"], packed.tensors["col"]
         return decode(row, col).view(packed.shape).to(packed.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
-        """With the means of the whole tensor; of `last2`, split along dimension 0 only."""
+        """Compress with the means of the whole tensor; `last2` only if split along dimension 0."""
         if self.factor_dims == "first":
             matrix = x.float().reshape(x.shape[0], x.shape[1:].numel())
             row, col = matrix.sum(1), matrix.sum(0)
@@ -109,7 +109,7 @@ class Factored(Compressor):
         return self.compress(x, key=key)
 
     def decompress_part(self, packed: Packed, *, shard: Shard) -> Tensor:
-        """The factors' mean is that of the whole."""
+        """Decompress with the mean of the whole tensor's factors."""
         if self.factor_dims != "first":
             return self.decompress(packed)
         row, col = packed.tensors["row"], packed.tensors["col"]
@@ -118,6 +118,6 @@ class Factored(Compressor):
 
 
 def decode(row: Tensor, col: Tensor) -> Tensor:
-    """The matrices `row[i] / mean(row) * col[j]`; zeros where the mean is zero."""
+    """Return the matrices `row[i] / mean(row) * col[j]`; zeros where the mean is zero."""
     mean = row.mean(-1, keepdim=True) if row.numel() else torch.zeros_like(row)
     return ratio(row, mean).unsqueeze(-1) * col.unsqueeze(-2)

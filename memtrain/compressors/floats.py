@@ -80,5 +80,5 @@ class Float(Compressor):
         return Packed({"codes": codes}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """A contiguous tensor of the original shape and dtype."""
+        """Return a contiguous tensor of the original shape and dtype."""
         return self.form.decode(packed.tensors["codes"], packed.dtype)

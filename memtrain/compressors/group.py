@@ -16,7 +16,7 @@ SHORTEST_ROW = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Compressor):
-    """Each group of elements between its own minimum and maximum, in `2**bits - 1` equal steps.
+    """Quantises each group between its minimum and maximum, in `2**bits - 1` equal steps.
 
     Stochastic rounding is unbiased: the mean over keys is the tensor, to 2**-16 of a step. The
     error of an element is below one step (half a step if to nearest) of its group. float64 is
@@ -79,12 +79,12 @@ class Group(Compressor):
             raise ValueError(f"whole_rows={self.whole_rows!r}; allowed: true, false")
 
     def group_codes(self, key: Key) -> Codes:
-        """These bits, groups and bounds."""
+        """Return the kernels' options for these bits, groups and bounds."""
         stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
         return Codes(self.bits, self.group_size, key.bits(), stochastic, wide)
 
     def for_saved(self, shape: torch.Size) -> "Group":
-        """Groups that rows of this shape are whole ones of, where that is asked for.
+        """Return groups that divide rows of this shape, if `whole_rows` is set.
 
         Example:
             >>> groups = Group(group_size=128, whole_rows=True)
@@ -99,13 +99,13 @@ class Group(Compressor):
 
     @property
     def second_moment(self) -> bool:
-        """With 8 bits: an element below a step of its group may come back as the minimum."""
+        """True for 8 bits: with fewer, an element below a step may decode to the minimum."""
         return self.bits == 8
 
     def kernels(
         self, x: Tensor, shape: Sequence[int]
     ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
-        """Those of `kernels.group.group.kernels_of`."""
+        """Return the functions of `kernels.group.group.kernels_of`."""
         if self.group_size % 8:
             return None
         stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
@@ -137,7 +137,7 @@ class Group(Compressor):
         return Packed({"codes": codes, "bounds": bounds}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The quantised tensor, contiguous, of the payload's shape and dtype."""
+        """Return the quantised tensor, contiguous, of the payload's shape and dtype."""
         tensors, shape, dtype = packed
         payload = tensors["codes"], tensors["bounds"], self.bits, self.group_size
         if self.group_size % 8:
@@ -148,7 +148,7 @@ class Group(Compressor):
 def quantize(
     x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.group.group.group_quantize` for groups of any size.
+    """Quantise groups of any size with `kernels.group.group.group_quantize`.
 
     Codes are packed in eights: a group of another size is filled up with its first element, which
     leaves its bounds alone.
@@ -167,7 +167,7 @@ def quantize(
 def dequantize(
     codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """The inverse of `quantize`: `dtype`, [numel]."""
+    """Invert `quantize`; returns `dtype`, [numel]."""
     stored = stored_size(group_size)
     if stored == group_size:
         return group.group_dequantize(codes, bounds, bits, group_size, numel, dtype)
@@ -176,12 +176,12 @@ def dequantize(
 
 
 def stored_size(group_size: int) -> int:
-    """Codes that a group of `group_size` elements holds: the next multiple of 8."""
+    """Return the number of codes stored per group: the next multiple of 8."""
     return -(-group_size // 8) * 8
 
 
 def _filled(flat: Tensor, group_size: int, stored: int) -> Tensor:
-    """[n_groups, stored]: the last group filled up with the last element, all with their first."""
+    """Return [n_groups, stored]: pad the last group with its last element, each with its first."""
     flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
     rows = flat.view(-1, group_size)
     return torch.cat([rows, rows[:, :1].expand(-1, stored - group_size)], dim=1)

@@ -49,20 +49,20 @@ class LloydMax(Compressor):
     by_rows = "lloyd_max"
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
-        """4-bit blocks of 128 where the vectors cannot pay."""
+        """Return 4-bit blocks of 128 if the vectors would take more bytes."""
         numbers = lambda: shape[0] + shape[1:].numel()  # noqa: E731
         why = why_blocks("Lloyd-Max", shape, numbers)
         return (Block() if why else self), why
 
     def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Itself where rows fill whole blocks, else 4-bit blocks that begin anew in each row."""
+        """Return `self` if rows fill whole blocks, else 4-bit blocks that restart in each row."""
         if not columns % lloyd_max.BLOCK:
             return self, ""
         instead, why = Block().for_rows(columns)
         return instead, f"no 2 bits for rows that fill no blocks of {lloyd_max.BLOCK}; {why}"
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Tensors `codes`, `scale`, `row` and `col` of `kernels.codebook.lloyd_max`."""
+        """Return tensors `codes`, `scale`, `row` and `col` of `kernels.codebook.lloyd_max`."""
         if x.dim() < 2:
             raise ValueError(f"Lloyd-Max needs at least 2 dimensions, got shape {tuple(x.shape)}")
         square = x.float().square().reshape(x.shape[0], x.shape[1:].numel())
@@ -75,6 +75,6 @@ class LloydMax(Compressor):
         return Packed(parts, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """A contiguous tensor of the original shape and dtype."""
+        """Return a contiguous tensor of the original shape and dtype."""
         found = lloyd_max.decode(*(packed.tensors[name] for name in self.parts))
         return found.view(packed.shape).to(packed.dtype)

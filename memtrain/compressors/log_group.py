@@ -41,17 +41,17 @@ class LogGroup(Group):
     row: int = 0
 
     def kernels(self, x: Tensor, shape: object) -> None:
-        """None: none of them cuts."""
+        """Return None: the specialized kernels do not clamp."""
         return
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Quantise `x`, as `Group` does, once it is cut."""
+        """Clamp `x`, then quantise it as `Group` does."""
         x = x.detach()
         return super().compress(_in_rows(x, self.row) if self.row else x.clamp(min=-SPAN), key=key)
 
 
 def of_logarithms(compressor: Compressor, row: int = 0) -> Compressor:
-    """The compressor with `LogGroup` in place of `Group`; others are as they were.
+    """Replace `Group` with `LogGroup` in a compressor; others are returned unchanged.
 
     Example:
         >>> of_logarithms(Group(bits=8)).bits, type(of_logarithms(Group())).__name__

@@ -49,7 +49,7 @@ class Mask(Compressor):
         return Packed({"bits": pack.pack_mask(x)}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The same tensor, contiguous."""
+        """Return the same tensor, contiguous."""
         numel = packed.shape.numel()
         return pack.unpack_mask(packed.tensors["bits"], numel).view(packed.shape)
 
@@ -113,7 +113,7 @@ class Integers(Compressor):
         return Packed({"values": values}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The same tensor."""
+        """Return the same tensor."""
         values, bits = packed.tensors["values"], self._bits(packed.dtype)
         if bits:
             codes = pack.unpack_codes(values, bits, packed.shape.numel())
@@ -121,7 +121,7 @@ class Integers(Compressor):
         return values.to(packed.dtype)
 
     def _bits(self, dtype: torch.dtype) -> int:
-        """Of a value that is packed; 0 where values have bytes of their own.
+        """Return the bits per packed value; 0 if values are stored in whole bytes.
 
         Wider dtypes hold indices, which are few beside what they index, and are cast in one op.
         """
@@ -131,7 +131,7 @@ class Integers(Compressor):
 
 
 def _narrowest(x: Tensor, limit: int | None) -> torch.dtype:
-    """The narrowest dtype that holds the values of `x`; its own where none is narrower."""
+    """Return the narrowest dtype that can represent the values of `x`, else its own dtype."""
     narrower = [dtype for dtype in _NARROW if dtype.itemsize < x.dtype.itemsize]
     if limit is not None:
         fitting = (dtype for dtype in narrower if limit - 1 <= torch.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Compressors by the names that the literature gives them: `B128/DE`, `Rank-1/Linear`."""
+"""Compressors by their names in the literature: `B128/DE`, `Rank-1/Linear`."""
 
 import re
 from difflib import get_close_matches
@@ -30,7 +30,7 @@ _NAME = re.compile(
 
 
 def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
-    """The compressor of a name.
+    """Return the compressor with a name.
 
     Args:
         name: `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, of fused AdamW and Adam), or

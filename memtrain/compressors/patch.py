@@ -103,13 +103,13 @@ class Patch(Compressor):
 
 
 def _map(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor's maps."""
+    """Return the rows and columns of a tensor's maps."""
     rows, columns = (1, 1, *shape)[-2:]
     return rows, columns
 
 
 def _order(x: Tensor) -> tuple[int, ...]:
-    """The dimensions from the outermost to the innermost in memory.
+    """Return the dimensions from the outermost to the innermost in memory.
 
     Where a dimension of one element lies is free: outside, or beside the other one of its map.
     """
@@ -128,7 +128,7 @@ def _order(x: Tensor) -> tuple[int, ...]:
 def _grid(
     shape: torch.Size, order: tuple[int, ...]
 ) -> tuple[tuple[int, int, int, int], tuple[int, ...]]:
-    """[outer, rows, columns, inner], and the order of dimensions in which to read it."""
+    """Return [outer, rows, columns, inner], and the order of dimensions for reading."""
     n = len(order)
     if n < 2:
         return (1, *_map(shape), 1), order

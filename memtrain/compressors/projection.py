@@ -88,7 +88,7 @@ class Projection(Compressor):
             )
 
     def rows(self, tokens: int) -> int:
-        """How many rows are kept of so many tokens.
+        """Return the number of rows kept for a number of tokens.
 
         Args:
             tokens: Product of all sizes but the last.
@@ -135,7 +135,7 @@ class Projection(Compressor):
         return Packed(payload, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """`S^T (S x)`, contiguous, of the payload's shape and dtype."""
+        """Return `S^T (S x)`, contiguous, of the payload's shape and dtype."""
         rows, tokens = packed.tensors["rows"], _tokens(packed.shape)
         if self.rows(tokens) == tokens:
             return rows.view(packed.shape)
@@ -202,7 +202,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunks(tokens: int, p: int) -> list[tuple[int, int]]:
-    """Ranges of tokens whose columns of S are made at a time; each has random numbers of its own.
+    """Return ranges of tokens whose columns of S are generated together, with separate keys.
 
     It depends on nothing but the arguments: compress and decompress must see the same S.
     """
@@ -211,13 +211,13 @@ def _chunks(tokens: int, p: int) -> list[tuple[int, int]]:
 
 
 def _scale(p: int) -> tuple[float, float]:
-    """1 / sqrt(p) as a power of 2, exact in every dtype, and what is left of it, around 1."""
+    """Factor 1 / sqrt(p) into a power of 2, exact in every dtype, and a remainder around 1."""
     power = 2.0 ** -round(math.log2(p) / 2)
     return power, 1 / (power * math.sqrt(p))
 
 
 def _matrix(kind: str, p: int, start: int, stop: int, seed: int, like: Tensor) -> Tensor:
-    """Columns `start` to `stop` of S but for the second factor of `_scale`: like `like`."""
+    """Return columns `start` to `stop` of S without `_scale`'s second factor, like `like`."""
     values = draws.normals if kind == "gaussian" else draws.signs
     numbers = values(p * (stop - start), Key(seed, call=start).bits(), like.device)
     return (numbers * _scale(p)[0]).to(like.dtype).view(p, stop - start)
@@ -228,7 +228,7 @@ def _scatter(rows: Tensor, index: Tensor, tokens: int) -> Tensor:
 
 
 def _features(tokens: int, features: int) -> list[tuple[int, int]]:
-    """Ranges of features that are transformed at a time."""
+    """Return ranges of features that are transformed together."""
     size = max(1, _CHUNK // tokens)
     return [(start, min(start + size, features)) for start in range(0, features, size)]
 

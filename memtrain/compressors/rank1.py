@@ -53,19 +53,19 @@ class Rank1(CodebookCompressor):
     rounding: str = "nearest"
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
-        """Blocks of 128 with the same codebook where the vectors cannot pay."""
+        """Return blocks of 128 with the same codebook if the vectors would take more bytes."""
         why = why_blocks("rank-1", shape, lambda: sum(shape))
         return (self._block() if why else self), why
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Codes uint8 [n_blocks, 128 * bits / 8]; scale float32 [sum(shape)]."""
+        """Return codes uint8 [n_blocks, 128 * bits / 8] and scale float32 [sum(shape)]."""
         if x.dim() < 2:
             return self._block().compress(x, key=key)
         codes, scale = rank1.quantize(x, self._codebook(), seed=self._seed(key))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
-        """With the maxima of the whole tensor."""
+        """Compress with the maxima of the whole tensor."""
         if x.dim() < 2:
             return self.compress(x, key=key)
         scale = rank1.maxima(x)
@@ -75,7 +75,7 @@ class Rank1(CodebookCompressor):
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """A contiguous tensor of the original shape and dtype."""
+        """Return a contiguous tensor of the original shape and dtype."""
         if len(packed.shape) < 2:
             return self._block().decompress(packed)
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]

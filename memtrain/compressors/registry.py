@@ -1,4 +1,4 @@
-"""The compressors that configs name, and where each may be named."""
+"""The compressors that configs name, and the roles of each."""
 
 from memtrain.compressors.base import STATE, Compressor
 from memtrain.compressors.codebook import Block
@@ -59,6 +59,6 @@ def check_role(compressor: Compressor, role: str, where: object = "") -> None:
 
 
 def state_parts() -> frozenset[str]:
-    """The names that the parts of any registered compressor's payload of a state have."""
+    """Return the names of parts in any registered compressor's payload for a state."""
     serving = (cls for cls in COMPRESSORS.values() if STATE in cls.roles and not cls.is_identity)
     return frozenset(part for cls in serving for part in cls.parts)

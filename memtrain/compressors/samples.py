@@ -1,4 +1,4 @@
-"""Min/max groups whose bits differ from sample to sample: more for those that need them."""
+"""Min/max groups with bits per sample: more for sensitive samples."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -84,7 +84,7 @@ class Samples(Compressor):
         return f"Samples({', '.join(parts)})"
 
     def widths(self, n_samples: int) -> list[int]:
-        """The widths for so many samples, the most sensitive first.
+        """Return the widths for a number of samples, the most sensitive first.
 
         Example:
             >>> Samples(bits=(4, 2, 1)).widths(4)
@@ -94,7 +94,7 @@ class Samples(Compressor):
 
     @property
     def second_moment(self) -> bool:
-        """With 8 bits for every sample, as of `Group`."""
+        """True for 8 bits in every sample, as for `Group`."""
         return min(self.bits) == 8
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
@@ -134,7 +134,7 @@ class Samples(Compressor):
         return Packed(tensors, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """The quantised tensor, contiguous, of the payload's shape and dtype."""
+        """Return the quantised tensor, contiguous, of the payload's shape and dtype."""
         n_samples, size = _sizes(packed.shape)
         length = _group_length(size, self.group_size)
         n_groups = -(-size // length)  # of a sample
@@ -159,7 +159,7 @@ class Samples(Compressor):
         return out.view(packed.shape)
 
     def _parts(self, n_samples: int) -> Iterator[tuple[int, int, int]]:
-        """(width, first, end) of the ranks that have one width; one empty part for no samples."""
+        """Yield (width, first, end) of ranks with equal width; one empty part for no samples."""
         begin = 0
         for width, n in Counter(self.widths(n_samples)).items():
             yield width, begin, begin + n
@@ -178,7 +178,7 @@ class Samples(Compressor):
 
 
 def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
-    """How much noise one bit leaves in each sample: the sum over its groups of (max - min)**2.
+    """Return each sample's sensitivity: the sum over its groups of (max - min)**2.
 
     Args:
         x: Any shape, a float dtype; its leading dimension counts samples.
@@ -211,7 +211,7 @@ def _ranges(padded: Tensor, length: int) -> Tensor:
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, int]:
-    """Samples, and elements of each."""
+    """Return the number of samples, and of elements in each."""
     n_samples = shape[0] if shape else 1
     return n_samples, torch.Size(shape[1:]).numel()
 
@@ -221,12 +221,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _group_length(size: int, group_size: int) -> int:
-    """Elements per group: no more than a short row needs."""
+    """Return the elements per group: at most what a short row needs."""
     return min(group_size, max(8, -(-size // 8) * 8))
 
 
 def _pad(rows: Tensor, length: int) -> Tensor:
-    """Rows of whole groups, filled up with each row's last element: its range stays."""
+    """Pad rows to whole groups with each row's last element, which keeps its range."""
     n_samples, size = rows.shape
     extra = -size % length
     if not extra:

@@ -1,4 +1,4 @@
-"""Configs of transformers' models on disk: the file, its task, its dropout."""
+"""Configs of transformers models on disk."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ _DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate
 
 
 def import_transformers(key: str) -> Any:
-    """Import transformers, with its advice and its progress bars turned off.
+    """Import transformers without its advice and progress bars.
 
     Args:
-        key: What needs it, for the error.
+        key: The config key that needs it, for the error.
 
     Raises:
         ModuleNotFoundError: If it is not installed; names the extra.
@@ -29,7 +29,7 @@ def import_transformers(key: str) -> Any:
 
 
 def config_file(path: str | Path) -> Path:
-    """The file of a config, which is named itself or by its folder.
+    """Return the file of a config from the file's or its folder's path.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -42,7 +42,7 @@ def config_file(path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> Any:
-    """Read a config that `save_pretrained` wrote; nothing is fetched.
+    """Read a config that `save_pretrained` wrote, without any download.
 
     Args:
         path: A config.json, or its folder.
@@ -60,11 +60,11 @@ def read_config(path: str | Path) -> Any:
 
 
 def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tasks that a config's model can do, and those of them that its `architectures` name.
+    """Return a config's possible tasks, and those that its `architectures` name.
 
     Args:
-        config: Of transformers.
-        tasks: Endings of `AutoModelFor` classes, in order of preference.
+        config: A transformers config.
+        tasks: Suffixes of `AutoModelFor` classes, in order of preference.
     """
     transformers = import_transformers("model=hf:")
     known = [
@@ -82,8 +82,8 @@ def prepare_for_training(config: Any, dropout: float | None) -> None:
     """Turn off the cache of generation, and set every dropout.
 
     Args:
-        config: Of transformers; changed.
-        dropout: None leaves the config's.
+        config: A transformers config; modified in place.
+        dropout: The dropout; None keeps the config's.
     """
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -68,7 +68,7 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
 def _of_class(
     name: str, cls: type[Compressor], items: tuple[tuple[str, type, Any], ...]
 ) -> Compressor:
-    """A compressor of its fields: a frozen value, so that equal fields give the same one."""
+    """Build a compressor from its fields; equal fields give the same frozen value."""
     values: dict[str, Any] = {key: value for key, _, value in items}
     _check_fields(name, values)
     auto = values.get("bits") == AUTO
@@ -119,7 +119,7 @@ def spec(compressor: Compressor | Keep) -> Any:
 
 
 def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor:
-    """`host` and its like, whose `inner` is a compressor of its own."""
+    """Build a compressor such as `host`, whose `inner` is a compressor."""
     if COMPRESSORS.get(name) is not Host or len(values) > 1:
         raise ValueError(f"compressor {name!r} with {sorted(values)}; allowed: host with inner")
     inner = build(values["inner"], signed=signed)

@@ -60,7 +60,7 @@ class PlanEntry:
 
     @property
     def comment(self) -> str:
-        """Bytes, and the reason to keep, for people.
+        """Format the bytes and the reason to keep.
 
         Example:
             >>> PlanEntry("h.0 / gelu / input", "activation", 4096, 544, "Group()").comment
@@ -74,7 +74,7 @@ class PlanEntry:
 
 
 def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
-    """One entry for each site of a forward: the sums over its saves.
+    """Merge the saves of each site of a forward into one entry with their sums.
 
     Args:
         records: What the forward saved; a site may be in them several times.
@@ -99,7 +99,7 @@ def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
 
 
 def _rest(rows: list[Record], planned: int) -> str:
-    """Say what is kept of a compressed site, and why, where that is most of its bytes."""
+    """Return what a compressed site keeps uncompressed, and why, if it is most of the bytes."""
     kept = [row for row in rows if not row.compressor]
     size = sum(row.planned for row in kept)
     if 2 * size <= planned:
@@ -117,7 +117,7 @@ IN_BUCKETS = "kept: its bucket holds it until step()"
 def predict_weights(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
 ) -> list[PlanEntry]:
-    """One entry per parameter: its bytes now, and as `config.weights` keeps it.
+    """Return one entry per parameter: its bytes now, and under `config.weights`.
 
     Args:
         model: Real or fake.
@@ -151,7 +151,7 @@ def predict_weights(
 def predict_gradients(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
 ) -> list[PlanEntry]:
-    """One entry per trained parameter, and the workspace of released ones.
+    """Return one entry per trained parameter, and the workspace of released gradients.
 
     Args:
         model: Real or fake.
@@ -198,7 +198,7 @@ def predict_gradients(
 
 
 def sum_compressor(config: Any) -> Compressor:
-    """The compressor of gradients that wait for the last of several backward passes.
+    """Return the compressor for gradients summed over several backward passes.
 
     Raises:
         ValueError: For one that cannot hold them: `release.sums` is named.
@@ -212,14 +212,14 @@ def sum_compressor(config: Any) -> Compressor:
 
 
 def _released(param: Tensor, passes: int, sums: Compressor) -> tuple[int, str, str]:
-    """Bytes, compressor and note of a released gradient."""
+    """Return bytes, compressor and note of a released gradient."""
     if passes == 1:
         return 0, RELEASE, ""
     return sum_bytes(param, sums), repr(sums), f"the sum of up to {passes - 1} backward passes"
 
 
 def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
-    """Parameters that are kept in two bytes, with their dtype in the forward.
+    """Map the parameters stored in two bytes to their dtype in the forward.
 
     Example:
         >>> from memtrain.config.sources import Config
@@ -234,7 +234,7 @@ def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
 
 
 def weight_dtype(config: Any) -> torch.dtype | None:
-    """The dtype of weights that a config keeps in two bytes, or None.
+    """Return the dtype of weights that a config stores in two bytes, or None.
 
     Example:
         >>> from memtrain.config.sources import Config
@@ -327,7 +327,7 @@ def predict_states(
 
 
 def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Iterator[PlanEntry]:
-    """Entries of the states that an optimizer compresses by itself, and of its counters."""
+    """Return entries of the states that an optimizer compresses by itself, and of its counters."""
     title = type(optimizer).__name__.lower()
     rows: defaultdict[Tensor, list[optim.StateRow]] = defaultdict(list)
     for row in optim.describe(optimizer):
@@ -346,7 +346,7 @@ def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Ite
 
 
 def _reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:
-    """Why a state is kept, whatever the rules say; "" where they decide."""
+    """Return why a state is kept regardless of the rules; "" if the rules decide."""
     if value.shape != local(param).shape:
         return NO_COUNTER
     if choose is None:
@@ -384,7 +384,7 @@ def _entry(site: str, nbytes: int, held: int, row: optim.StateRow | None, kept: 
 def _plain_states(
     optimizer: Optimizer, names: dict[Any, str], masters: Collection[Tensor] = ()
 ) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
-    """Parameters that get states, with their names and what plain PyTorch keeps for them.
+    """Return parameters that get states, their names, and the states of unmodified PyTorch.
 
     Of `masters` what it would keep for them in float32.
     """
@@ -419,5 +419,5 @@ def _planned(
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's states that are tensors; of sharded ones this process's part."""
+    """Return a parameter's tensor states; for sharded states this process's part."""
     return {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}

@@ -118,7 +118,7 @@ def dumps(config: Config, sites: Mapping[str, Iterable[_Line]]) -> str:
 
 
 def diff(before: str, after: str) -> list[str]:
-    r"""List what two plans decide differently.
+    r"""List the different decisions of two plans.
 
     Args:
         before: A plan's YAML.
@@ -143,7 +143,7 @@ def diff(before: str, after: str) -> list[str]:
 
 
 def _is_plan(text: str) -> bool:
-    """Whether the first line with a key is the header; a file that does not parse may be one."""
+    """Return whether the first key is a plan's header, also for a file that does not parse."""
     written = (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
     return next(written, "").partition(":")[0].strip(" '\"") == HEADER
 
@@ -177,7 +177,7 @@ def _checked(values: dict[str, Any], lines: dict[tuple[str, ...], int], name: st
 
 
 def _blamed(key: str, value: Any, message: str) -> tuple[str, ...]:
-    """The path that a message names, as far as it does."""
+    """Return the path of keys that a message names."""
     if isinstance(value, Mapping):
         for inner, below in value.items():
             if f"{key}.{inner}" in message or f"'{inner}'" in message:
@@ -186,7 +186,7 @@ def _blamed(key: str, value: Any, message: str) -> tuple[str, ...]:
 
 
 def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], int]]:
-    """The line of every key."""
+    """Map every key to its line."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = (*path, str(key.value))
@@ -206,7 +206,7 @@ def _section(values: Mapping[str, Any]) -> str:
 
 
 def _short(rule: dict[str, Any]) -> dict[str, Any]:
-    """A rule without the patterns that match everything."""
+    """Return a rule without the patterns that match everything."""
     return {key: value for key, value in rule.items() if value != "*"}
 
 
@@ -241,7 +241,7 @@ def _flat(config: Config) -> dict[str, str]:
 
 
 def _tree(value: Any) -> Any:
-    """A config as plain values; its preset has been filled in."""
+    """Return a config with its preset filled in, as plain values."""
     if isinstance(value, Compressor):
         return spec(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -95,19 +95,19 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether forwards have anything done to what they save."""
+        """Whether the plan changes what forwards save."""
         own = self.config.activations
         recomputes = own.recompute or own.recompute_inputs != KEEP
         return bool(self.activation_rules or recomputes or self.config.precision.active)
 
     @property
     def intercepts(self) -> bool:
-        """Whether forwards have anything done to their ops or to what they save."""
+        """Whether the plan changes ops of a forward or what they save."""
         return self.compresses or self.config.weights != KEEP
 
     @property
     def choose_activation(self) -> Choose:
-        """Function from a saved tensor's site to its compressor, or the reason to keep it."""
+        """A function from a saved tensor's site to its compressor, or the reason to keep it."""
         return self.activation_rules.choose if self.bits is None else self._choose_automatic
 
     def _choose_automatic(self, site: Site) -> Compressor | Keep:
@@ -117,7 +117,7 @@ class Plan:
         return chosen
 
     def choose_state(self, parameter: str, state: str) -> Compressor | Keep:
-        """The compressor for a parameter's state, or the reason to keep it."""
+        """Return the compressor for a parameter's state, or the reason to keep it."""
         names = self._aliases.get(parameter, (parameter,))
         alternatives = [(name, state) for name in names]
         return self.state_rules.choose_any(alternatives, signed=not is_unsigned(state))
@@ -141,7 +141,7 @@ class Plan:
         rows += [entry for site, entry in new.items() if site not in known]
 
     def kept(self, reason: str) -> dict[str, int]:
-        """Sites of saved tensors that are kept for a reason that begins so -> bytes kept."""
+        """Map sites of saved tensors, kept for a reason with this prefix, to their bytes."""
         found: dict[str, int] = {}
         for known, sites in self._kept.items():
             if known.startswith(reason):
@@ -183,11 +183,11 @@ class Plan:
             self.precision.assign(graph_of(model, batch, self.choose_activation, self.options))
 
     def automatic_bits(self) -> BitWidths | None:
-        """The widths that rules with `bits: auto` start with; None if no rule has it."""
+        """Return the initial widths for rules with `bits: auto`; None if there is none."""
         return automatic_bits(self.config.activations, self.activation_rules)
 
     def unused(self) -> dict[str, list[str]]:
-        """Rules that have matched nothing so far, by what they are for."""
+        """Return the rules that have matched nothing so far, by section."""
         return {
             "activations": self.activation_rules.unused(),
             "optim": self.state_rules.unused(),
@@ -200,12 +200,12 @@ class Plan:
         return [f"recompute_saves={own.recompute_saves}: recompute is empty"] if asked else []
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
-        """The plan's rows, of one kind or all; no activations before they are recorded."""
+        """Return the plan's entries, of one kind or all; activations once they are recorded."""
         kinds = [kind] if kind else ["weight", "gradient", "state", "activation"]
         return [entry for name in kinds for entry in self._entries.get(name, [])]
 
     def to_yaml(self) -> str:
-        """The plan as YAML that `wrap`, `make_plan` and `audit` take: the same decisions again.
+        """Return the plan as YAML for `wrap`, `make_plan` and `audit`: the same decisions.
 
         Returns:
             A config that is complete, with a line for each site that is known so far (those of
@@ -250,11 +250,11 @@ class Plan:
         partial.replace(path)
 
     def diff(self, other: "Plan") -> list[str]:
-        """List what `other` decides differently: `site: this -> other`, a line each."""
+        """List the decisions that differ from `other`: one line `site: this -> other` each."""
         return file.diff(self.to_yaml(), other.to_yaml())
 
     def listing(self) -> str:
-        """For each kind and site the compressor, or `keep` with the reason; as it is printed."""
+        """Return the printed form: each site's compressor, or `keep` with the reason."""
         tree: dict[str, dict[str, str]] = {}
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
@@ -275,7 +275,7 @@ def make_plan(
     *,
     batch: Any = None,
 ) -> Plan:
-    """Decide what is done to every site; nothing is changed.
+    """Decide what is done at every site, without changing the model or the optimizer.
 
     Args:
         model: The model; what `torch.compile` made of one, too.

@@ -85,12 +85,12 @@ class Rules:
     def choose_any(
         self, alternatives: Sequence[tuple[str, ...]], *, signed: bool = True
     ) -> Compressor | Keep:
-        """Choose for a site of several names (a tied weight): the earliest rule of any wins."""
+        """Choose for a site with several names (a tied weight): the earliest matching rule wins."""
         exact = [names for names in alternatives if names in self._sites]
         return self.choose((exact or [min(alternatives, key=self._winner)])[0], signed=signed)
 
     def compressors(self) -> list[Compressor | Keep]:
-        """List everything that the rules may choose."""
+        """List every compressor that the rules may choose."""
         signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
         return [chosen for each in signs for chosen in each.values()]
 
@@ -101,7 +101,7 @@ class Rules:
                 check_role(chosen, role)
 
     def unused(self) -> list[str]:
-        """The patterns of the rules that have won no site so far."""
+        """Return the patterns of the rules that have matched no site so far."""
         won = set(self._first.values())
         return [text for index, text in enumerate(self._texts) if index not in won]
 
@@ -116,13 +116,13 @@ class Rules:
         return self._first[names]
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do; a plan that only keeps has nothing."""
+        """Return whether any rule compresses."""
         exact = (chosen for signs in self._sites.values() for chosen in signs.values())
         return bool(self._rules) or any(not isinstance(chosen, Keep) for chosen in exact)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the globs that `expand` gave matches a name."""
+    """Return whether one of the globs from `expand` matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -217,7 +217,7 @@ def automatic_bits(own: Activations, activations: Rules) -> BitWidths | None:
 
 
 def state_site(name: str) -> tuple[str, str]:
-    """Parameter and state of a site's name.
+    """Return the parameter and the state in a site's name.
 
     Example:
         >>> state_site("wte.weight / adamw / exp_avg")

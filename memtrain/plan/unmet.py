@@ -81,7 +81,7 @@ class Unmet(NamedTuple):
 
 
 def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
-    """List what a plan's rules for saved tensors did not get in the forwards recorded so far.
+    """List the rules for saved tensors that the recorded forwards did not satisfy.
 
     Sites that are kept by design (small ones, statistics, the model's own input, what a rule keeps)
     are not among them.
@@ -167,17 +167,17 @@ class FirstStep:
         return optimizer.register_step_pre_hook(self)
 
     def attach_model(self, model: nn.Module) -> list[Any]:
-        """As `attach`, for a model without an optimizer: the end of a forward reports."""
+        """Attach to a model without an optimizer: the end of a forward reports."""
         if type(model).forward is nn.Module.forward:  # a container, whose parts are called
             return [handle for part in model.children() for handle in self.attach_model(part)]
         return [model.register_forward_hook(self._after_forward)]
 
     def _after_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self.tell()
+            self.report()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """The hook. A step at a learning rate of 0 (how checkpoints make states) is none."""
+        """Report before the first step with a learning rate above 0."""
         if self._done:
             return
         groups = optimizer.param_groups
@@ -223,6 +223,6 @@ class FirstStep:
 
 
 def _frames() -> int:
-    """Frames that torch.compile has compiled in this process."""
+    """Return the number of frames that torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]

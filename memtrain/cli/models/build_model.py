@@ -1,4 +1,4 @@
-"""Models by name, from a transformers config or by a user's function, without memory or real."""
+"""Models by name, from a transformers config or a user-defined function, fake or real."""
 
 import inspect
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ Built = tuple[nn.Module, Optimizer, Any]
 
 
 def build(request: Request, *, real: bool = False) -> Built:
-    """Make what a request names, under fake tensors: no weight is allocated.
+    """Build the model of a request under fake tensors: no weight is allocated.
 
     Args:
-        request: What to make.
-        real: Make it with its memory and with initial weights instead.
+        request: The request.
+        real: Whether to allocate the model, with initial weights.
 
     Returns:
         Model in training mode, optimizer and batch.
@@ -45,7 +45,7 @@ def build(request: Request, *, real: bool = False) -> Built:
         ValueError: For an unknown model, or a size that the model does not take.
         ModuleNotFoundError: If transformers is missing and needed; names the extra.
         FileNotFoundError: For an `hf:` path that does not exist.
-        TypeError: If a builder returns something else than a model and a batch.
+        TypeError: If a builder does not return a model and a batch.
 
     Memory:
         Python objects only, unless `real`.
@@ -71,13 +71,13 @@ def build(request: Request, *, real: bool = False) -> Built:
 
 
 def known_models() -> list[str]:
-    """Values that `model=` allows."""
+    """Return the allowed values of `model=`."""
     return [*NAMED_MODELS, "hf:<config.json or its folder>", "py:<module>:<function>"]
 
 
 @contextmanager
 def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
-    """Where models are built: under fake tensors, unless `real`.
+    """Build models under fake tensors, unless `real`, within this context.
 
     Args:
         dtype: The default one within.
@@ -96,7 +96,7 @@ def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
 
 
 class _RealTables(TorchFunctionMode):
-    """Computes `linspace`, and what comes of it, with values.
+    """Computes `linspace`, and its results, with values.
 
     Models read the rates of stochastic depth off it while they are built.
     """
@@ -109,7 +109,7 @@ class _RealTables(TorchFunctionMode):
 
 
 def _user(where: str, request: Request) -> tuple[Any, ...]:
-    """Call a user's builder with those of the request's values that it has arguments for."""
+    """Call a user-defined builder with the request's values that are among its arguments."""
     builder = user_function(where)
     known = set(inspect.signature(builder).parameters)
     values = {"batch": request.batch, "seq": request.seq, "image": request.image}
@@ -154,7 +154,7 @@ def _random(x: Tensor, classes: int) -> Tensor:
 
 
 def _stored(path: str) -> NamedModel:
-    """A transformers config on disk, with the task that its `architectures` name, else its first.
+    """Read a transformers config, with the task named in its `architectures`, else its first.
 
     The path is that of a config.json, or of its folder.
     """
@@ -173,7 +173,7 @@ def _stored(path: str) -> NamedModel:
 
 
 def from_family(family: NamedModel, request: Request) -> tuple[nn.Module, dict[str, Any]]:
-    """A family's model and batch, as the request wants them.
+    """Build a family's model and batch for a request.
 
     Args:
         family: Config class, its arguments and the task.

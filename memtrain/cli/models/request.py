@@ -37,7 +37,7 @@ _ALLOWED = {
 
 @dataclass(kw_only=True)
 class Request:
-    """Keys of `memtrain-report` besides memtrain's own."""
+    """The keys of `memtrain-report`, besides memtrain's keys."""
 
     model: str = ""
     """A name of `NAMED_MODELS`, `hf:<config.json or its folder>` or `py:<module>:<function>`."""
@@ -117,11 +117,11 @@ class Request:
 
     @property
     def compiled(self) -> bool:
-        """Whether any of the model is compiled."""
+        """Whether any part of the model is compiled."""
         return self.compile != "false"
 
     @property
     def step(self) -> StepOptions:
-        """How the predicted step runs."""
+        """Return how the predicted step runs."""
         autocast = DTYPES[self.autocast] if self.autocast else None
         return StepOptions(device=self.device, autocast=autocast)

@@ -22,13 +22,13 @@ _ROW = {**_SIDES, "name": str, "kind": str, "sites": list}
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The report as JSON values, version 1 of the schema in docs/guides/report.md.
+    """Return the report as JSON values, version 1 of the schema in docs/guides/report.md.
 
     Args:
-        outcome: What was found.
+        outcome: The findings.
 
     Returns:
-        What `--json` writes.
+        The content of `--json`.
 
     Example:
         >>> from memtrain.audit.report import Report
@@ -66,7 +66,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
-    """The two peaks and their ratio; None without timelines."""
+    """Return the two peaks and their ratio; None without timelines."""
     if len(lines) < 2:
         return None
     peaks = {side: line.peak for side, line in lines.items()}
@@ -80,7 +80,7 @@ def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
 
 
 def _planner(fit: Fit) -> dict[str, Any]:
-    """Predictions of a plan for a budget, and its choices."""
+    """Return the predictions for a plan with a budget, and its choices."""
     names = (
         "budget", "seconds", "plain_seconds", "error", "states", "chosen", "rates", "sensitivity",
     )  # fmt: skip
@@ -94,19 +94,19 @@ def _planner(fit: Fit) -> dict[str, Any]:
 
 
 def as_text(outcome: Outcome) -> str:
-    """The report as a JSON file's text."""
+    """Return the report as JSON text."""
     return json.dumps(as_json(outcome), indent=1) + "\n"
 
 
 def as_csv(report: Report) -> str:
-    """The rows of a report, with a header; sites are joined by semicolons.
+    """Return the rows of a report as CSV with a header; sites are joined by semicolons.
 
     Args:
         report: The audit.
 
     Returns:
-        Text as the `csv` module writes it, lines ended by a newline. A ratio is empty where there
-        is nothing in plain PyTorch.
+        Text as the `csv` module writes it, lines ended by a newline. A ratio is empty where
+        the baseline has no bytes.
 
     Example:
         >>> from memtrain.audit.report import Row
@@ -126,7 +126,7 @@ def as_csv(report: Report) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read what `--json` wrote, and check what a comparison needs of it.
+    """Read a file of `--json`, and check the keys that a comparison needs.
 
     Args:
         path: The file.
@@ -135,7 +135,7 @@ def read(path: Path) -> dict[str, Any]:
         Its content.
 
     Raises:
-        ValueError: If it is no JSON, no report, made by a newer version, or incomplete.
+        ValueError: If it is not JSON, not a report, of a newer version, or incomplete.
         OSError: If it cannot be read.
     """
     try:

@@ -49,7 +49,7 @@ class Outcome:
 
 
 def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, int]]:
-    """Sum a report's rows; the sums are those of the report.
+    """Sum a report's rows by a column; the sums add up to the report's totals.
 
     Args:
         report: The audit.
@@ -78,12 +78,12 @@ def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, i
 
 
 def summed(rows: Sequence[Row | Total]) -> Total:
-    """Bytes of several."""
+    """Return the sum of several totals."""
     return Total(plain=sum(r.plain for r in rows), planned=sum(r.planned for r in rows))
 
 
 def module_of(row: Row) -> str:
-    """The module that a row belongs to; empty at the root.
+    """Return the module of a row; empty at the root.
 
     Example:
         >>> module_of(Row(name="h.0.act / gelu / input", kind="activation", plain=1, planned=1))
@@ -108,7 +108,7 @@ def _name(row: Row, by: str, depth: int) -> str:
 
 
 def pattern(name: str) -> str:
-    """A row's name with `*` for the numbers in its module's path.
+    """Return a row's name with `*` for the numbers in its module's path.
 
     Example:
         >>> pattern("h.0.fc1 / linear / input (+1)")
@@ -119,7 +119,7 @@ def pattern(name: str) -> str:
 
 
 def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
-    """The timelines of a report by side, predicted or measured; nothing if it has none."""
+    """Return the timelines of a report by side, predicted or measured; empty if it has none."""
     both = (report.timeline, report.planned_timeline)
     if measured:
         both = (report.measured, report.planned_measured)
@@ -128,7 +128,7 @@ def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
 
 
 def at_peak(report: Report) -> dict[str, Total]:
-    """Live bytes at the two peaks, and `total`; nothing if the report has no timelines.
+    """Return live bytes at the two peaks, and `total`; empty without timelines.
 
     Each side at its own peak, which may be another moment of the step.
 
@@ -148,7 +148,7 @@ def at_peak(report: Report) -> dict[str, Total]:
 
 
 def described(report: Report) -> list[str]:
-    """When the peaks are, what tensors ask for, and what was measured, in lines."""
+    """Return lines on the moments of the peaks, the requested and the measured bytes."""
     predicted = timelines(report)
     lines = [_peak_line(side, line) for side, line in predicted.items()]
     for side, line in timelines(report, measured=True).items():
@@ -175,7 +175,7 @@ def _peak_line(side: str, line: Timeline) -> str:
 
 
 def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
-    """At most so many moments: the highest of each stretch, so that no peak is lost.
+    """Reduce moments to a maximum number: the highest of each stretch, which keeps every peak.
 
     Args:
         moments: In their order.
@@ -197,7 +197,7 @@ def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
 
 
 def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
-    """Sizes found for `memory=`, in lines.
+    """Return lines on the sizes found for `memory=`.
 
     Example:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
@@ -213,7 +213,7 @@ def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
 
 
 def verdict(outcome: Outcome) -> Iterator[str]:
-    """Whether plain PyTorch fits the budget, what holds it if not, and whether the plan does.
+    """Return lines on whether the baseline and the plan fit the budget, and what takes the bytes.
 
     Without a budget or a peak there is nothing to say.
     """
@@ -233,7 +233,7 @@ def verdict(outcome: Outcome) -> Iterator[str]:
 
 
 def advice(report: Report) -> Iterator[str]:
-    """The largest parts of the planned peak (of the planned total without one), with remedies.
+    """Return the largest parts of the planned peak (or total), with remedies.
 
     Args:
         report: The audit.
@@ -256,7 +256,7 @@ def advice(report: Report) -> Iterator[str]:
 
 
 def broken_limits(report: Report, over: int | None, under: float | None) -> list[str]:
-    """The limits of `--fail-over` and `--fail-under` that a report breaks, each in a line.
+    """Return a line for each limit of `--fail-over` and `--fail-under` that a report breaks.
 
     Args:
         report: The audit.

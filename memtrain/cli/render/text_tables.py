@@ -61,13 +61,13 @@ def show(
 
 
 def heading(settings: Mapping[str, Any]) -> list[str]:
-    """Model, batch and optimizer of the report, in lines."""
+    """Return lines on the model, the batch and the optimizer of the report."""
     shown = [f"{name}={value}" for name, value in settings.items() if name not in HIDDEN]
     return [" ".join(shown), *settings.get("overrides", ())]
 
 
 def _categories(report: Report) -> Table:
-    """Bytes by category, and in total."""
+    """Return the table of bytes by category, and in total."""
     table = _table("bytes by category")
     for name, total in report.totals().items():
         unknown = "+ ?" if total.unknown else ""
@@ -78,7 +78,7 @@ def _categories(report: Report) -> Table:
 
 
 def _peak(outcome: Outcome) -> Table:
-    """Live bytes at the peak, plain and planned."""
+    """Return the table of live bytes at the peak, of the baseline and the plan."""
     device = outcome.settings.get("device")
     table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
     for name, pair in at_peak(outcome.report).items():
@@ -87,7 +87,7 @@ def _peak(outcome: Outcome) -> Table:
 
 
 def remarks(report: Report) -> list[str]:
-    """Notes on what the sums leave out."""
+    """Return notes on what the sums leave out."""
     lines = [
         f"{name}: unknown, left out: {total.unknown}"
         for name, total in report.totals().items()
@@ -103,7 +103,7 @@ def remarks(report: Report) -> list[str]:
 
 
 def _largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
-    """The largest sums of the report's rows."""
+    """Return the table of the largest sums of the report's rows."""
     sums = grouped(report, by, depth)
     shown = sums[:top]
     table = _table(f"the {len(shown)} largest of {len(sums)} {by}s")
@@ -114,7 +114,7 @@ def _largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
 
 
 def _kept(groups: Iterable[KeptTensors]) -> RenderableType:
-    """Sites that the plan left as they are, by reason."""
+    """Return the table of sites that are kept as they are, by reason."""
     table = Table(title="\nnot compressed, and why", title_justify="left", box=None, pad_edge=False)
     table.add_column("why", overflow="fold")
     table.add_column("kind")
@@ -127,7 +127,7 @@ def _kept(groups: Iterable[KeptTensors]) -> RenderableType:
 
 
 def sides(total: Total) -> tuple[str, str, str]:
-    """Plain, planned and their ratio, as shown."""
+    """Format the baseline's bytes, the planned bytes and their ratio."""
     ratio = "-" if total.ratio is None else f"{total.ratio:.3f}"
     return format_size(total.plain), format_size(total.planned), ratio
 

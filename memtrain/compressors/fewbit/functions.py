@@ -58,7 +58,7 @@ def _cdf(x: Array) -> Array:
 
 
 def normal_pdf(x: Array) -> Array:
-    """The standard normal density.
+    """Return the standard normal density.
 
     Example:
         >>> round(float(normal_pdf(np.zeros(1))[0]), 6)
@@ -99,7 +99,7 @@ def _mish_slope(x: Array) -> Array:
 
 
 def _elu(scale: float, alpha: float, stretch: float = 1.0) -> Curve:
-    """Scale * x above 0, scale * alpha * (exp(x / stretch) - 1) below."""
+    """Return scale * x above 0, scale * alpha * (exp(x / stretch) - 1) below."""
 
     def negative(x: Array) -> Array:
         return scale * alpha * np.expm1(np.minimum(x, 0.0) / stretch)
@@ -128,7 +128,7 @@ def _hardswish_slope(x: Array) -> Array:
 
 
 def _broken(breaks: tuple[float, ...], *slopes: float) -> Curve:
-    """A continuous piecewise-linear function: `slopes[i]` holds left of and at `breaks[i]`."""
+    """Build a continuous piecewise-linear function: `slopes[i]` up to and at `breaks[i]`."""
     edges = np.array(breaks)
 
     def slope(x: Array) -> Array:
@@ -154,7 +154,7 @@ def _leaky(slope: float) -> Curve:
 
 
 def _around(*points: float) -> Interval:
-    """The usual interval, moved out by what lies beyond 0."""
+    """Return the usual interval, extended by the largest magnitude of the points."""
     reach = 10.0 + max(map(abs, points))
     return -reach, reach
 
@@ -229,7 +229,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ...]:
-    """All parameters of a function: those given, then torch's defaults.
+    """Complete the parameters of a function with torch's defaults.
 
     Args:
         function: A name in `FAMILIES`.
@@ -272,7 +272,7 @@ def check_name(function: str, names: Sequence[str] | Mapping[str, object]) -> No
 
 
 def curve(function: str, parameters: Sequence[float] = ()) -> Curve:
-    """The function with its parameters set.
+    """Return the function with its parameters set.
 
     Example:
         >>> curve("elu", (2.0,)).slope(np.array([0.0, 1.0])).tolist()

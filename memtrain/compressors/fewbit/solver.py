@@ -43,11 +43,11 @@ class Problem(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """Rounding of the error, a difference of numbers as large as the energy."""
+        """The rounding error of a difference of numbers as large as the energy."""
         return 1e-14 * self.energy
 
     def prefix(self, s: Array) -> tuple[Array, Array]:
-        """Mass and moment from the interval's start to any points `s`."""
+        """Return mass and moment from the interval's start to any points `s`."""
         if self.weight is None:
             return s - self.grid[0], self.curve.value(s) - self.curve.value(self.grid[:1])
         cell = np.clip(np.searchsorted(self.grid, s) - 1, 0, len(self.grid) - 2)
@@ -55,14 +55,14 @@ class Problem(NamedTuple):
         return self.mass[cell] + mass, self.moment[cell] + moment
 
     def density(self, s: Array) -> Array:
-        """The weight at `s`."""
+        """Return the weight at `s`."""
         return np.ones_like(s) if self.weight is None else self.weight(s)
 
 
 def _integrate(
     curve: Curve, weight: Function | None, start: Array, stop: Array
 ) -> tuple[Array, Array, Array]:
-    """Integrals of w, w f' and w f'**2 over [start, stop], elementwise, by quadrature."""
+    """Integrate w, w f' and w f'**2 over [start, stop], elementwise, by quadrature."""
     half = (stop - start)[..., None] / 2
     x = start[..., None] + half * (1 + _NODES)
     slope = curve.slope(x)
@@ -71,7 +71,7 @@ def _integrate(
 
 
 def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: int) -> Problem:
-    """The problem on an even grid of `cells` cells, with the curve's break points as grid points.
+    """Set up the problem on an even grid of `cells` cells plus the curve's break points.
 
     Example:
         >>> from memtrain.compressors.fewbit.functions import CURVES
@@ -95,7 +95,7 @@ def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: in
 
 
 def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> list[int]:
-    """Grid indices of the inner boundaries of the best split into exactly `count` intervals.
+    """Return grid indices of the inner boundaries of the best split into `count` intervals.
 
     The energy is the same for every split, so an interval costs minus its moment**2 / mass. All
     layers of a few end points are done together, for the costs are the same in each layer.
@@ -150,12 +150,12 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
 
 
 def _gain(mass: Array, moment: Array) -> Array:
-    """moment**2 / mass; 0 where a far tail has no mass left in float64."""
+    """Return moment**2 / mass; 0 where a far tail has no mass in float64."""
     return np.divide(moment**2, mass, out=np.zeros_like(mass), where=mass > 0)
 
 
 def fit(problem: Problem, boundaries: Array) -> tuple[Array, Array]:
-    """Best levels and error for boundaries [..., K - 1]: shapes [..., K] and [...]."""
+    """Return best levels [..., K] and error [...] for boundaries [..., K - 1]."""
     edge = problem.grid[[0, -1]]
     shape = (*boundaries.shape[:-1], 1)
     edges = np.concatenate(
@@ -167,7 +167,7 @@ def fit(problem: Problem, boundaries: Array) -> tuple[Array, Array]:
 
 
 def gradient(problem: Problem, boundaries: Array) -> Array:
-    """The error's derivative by each boundary, equation 5 of the paper."""
+    """Return the error's derivative by each boundary, equation 5 of the paper."""
     levels, _ = fit(problem, boundaries)
     left, right = levels[..., :-1], levels[..., 1:]
     slope = problem.curve.slope(boundaries)
@@ -175,7 +175,7 @@ def gradient(problem: Problem, boundaries: Array) -> Array:
 
 
 def refine(problem: Problem, boundaries: Array) -> Array:
-    """Damped Newton descent; a step is taken only if the error does not grow.
+    """Refine boundaries by damped Newton descent; a step is taken if the error does not grow.
 
     A boundary on a break point stays there if the error grows to both sides: no gradient is 0.
     """
@@ -204,7 +204,7 @@ def refine(problem: Problem, boundaries: Array) -> Array:
 
 
 def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
-    """Which boundaries lie on a break point where the error grows to both sides: bools, [K - 1]."""
+    """Return which boundaries are break points at a local minimum of the error: bool, [K - 1]."""
     levels, _ = fit(problem, boundaries)
     left, right = levels[:-1], levels[1:]
     step = 1e-9 * (problem.grid[-1] - problem.grid[0])
@@ -216,7 +216,7 @@ def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
 
 
 def hessian(problem: Problem, boundaries: Array) -> Array:
-    """The error's second derivatives, [K - 1, K - 1]: tridiagonal, for a level sees its two ends.
+    """Return the error's second derivatives, [K - 1, K - 1]: tridiagonal.
 
     f'' and w' are central differences; the rest is analytic.
     """
@@ -316,7 +316,7 @@ _refined = refine  # `solve` has an argument of that name
 
 @lru_cache(maxsize=1024)
 def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Approximation:
-    """The table that training uses, kept for the life of the process, and on disk where slow.
+    """Return the table for training, cached in the process, and on disk if slow to solve.
 
     Piecewise-linear functions of two slopes (relu, relu6, leaky_relu, prelu, rrelu, hardtanh,
     hardsigmoid, hardshrink, softshrink, threshold) have a table of one bit whatever `bits` says: it

@@ -48,7 +48,7 @@ class Approximation:
         return self.parity == "even"
 
     def __call__(self, x: Array) -> Array:
-        """q(x) in float64; a value equal to a boundary takes the level on its left.
+        """Return q(x) in float64; a value equal to a boundary takes the level on its left.
 
         Example:
             >>> from_table([0.0], [0.25, 0.5])(np.array([-1.0, 0.0, 1.0])).tolist()
@@ -129,7 +129,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def _below(x: float) -> float:
-    """The greatest float32 below `x`; subnormals count as 0, for the kernels flush boundaries."""
+    """Return the greatest float32 below `x`; subnormals count as 0, as in the kernels."""
     single = np.float32(x)
     if abs(single) < _TINY:
         return -_TINY
@@ -142,7 +142,7 @@ def _step(point: float, left: float, right: float) -> Approximation:
 
 
 def _band(low: float, high: float, inside: float) -> Approximation:
-    """`inside` where low < x < high, 0 elsewhere and at both ends, as torch's hardtanh does."""
+    """Build `inside` where low < x < high, 0 elsewhere and at both ends, as torch's hardtanh."""
     inner = float(np.float32(low)), _below(high)
     if inner[0] >= inner[1]:
         return _step(0.0, 0.0, 0.0)
@@ -150,7 +150,7 @@ def _band(low: float, high: float, inside: float) -> Approximation:
 
 
 def _shrink(lambd: float) -> Approximation:
-    """0 where |x| <= lambd, 1 elsewhere."""
+    """Build 0 where |x| <= lambd, 1 elsewhere."""
     if lambd < 0:
         return _step(0.0, 1.0, 1.0)
     inner = (float(np.float32(lambd)),)

@@ -15,7 +15,7 @@ _FIELDS = ("boundaries", "levels", "parity", "shift", "error")
 
 
 def folder() -> Path:
-    """Where solved tables are kept: `$MEMTRAIN_CACHE`, or the platform's cache directory.
+    """Return the folder of solved tables: `$MEMTRAIN_CACHE`, or the platform's cache.
 
     Example:
         >>> folder().is_absolute()
@@ -33,7 +33,7 @@ def folder() -> Path:
 
 
 def key(*parts: object) -> str:
-    """A file name's worth of hash over values; arrays count by their bytes.
+    """Hash values to a file name; arrays by their bytes.
 
     Example:
         >>> key("gelu", 3) == key("gelu", 3) != key("gelu", 4)
@@ -47,7 +47,7 @@ def key(*parts: object) -> str:
 
 
 def cached(name: str, compute: Callable[[], Approximation]) -> Approximation:
-    """The table of that name on disk, or else computed and put there.
+    """Return the cached table of a name, or compute and store it.
 
     A file that is damaged is computed anew and replaced. A folder that cannot be written is left
     alone: the table is then computed once a process. Writers at the same time do no harm: each
@@ -200,7 +200,7 @@ def register_table(name: str, table: Approximation, *, replace: bool = False) ->
 
 
 def named_table(name: str) -> Approximation:
-    """The table registered under `name`.
+    """Return the table registered under `name`.
 
     Raises:
         ValueError: If this process does not know the name.
