@@ -13,13 +13,13 @@ def test_no_figure_is_above_its_limit():
 def test_private_words_are_found_in_prose_and_in_names(tmp_path, monkeypatch):
     path = tmp_path / "module.py"
     path.write_text(
-        '"""A twin of it."""\n\n'
+        '"""A kink of it."""\n\n'
         "def mend(x, leavingPort):  # nothing is told\n"
         '    told_of = f"{x} is alike"\n'
         "    return told_of\n\n"
         "mended_tables = 'retold, untold'\n"
     )
-    assert structure.private_words(path) == [(1, "twin"), (3, "told"), (4, "alike")]
+    assert structure.private_words(path) == [(1, "kink"), (3, "told"), (4, "alike")]
     names = [name for _, name in structure.private_names(path)]
     assert sorted(names) == ["leavingPort", "mend", "mended_tables", "told_of"]
     page = tmp_path / "page.md"

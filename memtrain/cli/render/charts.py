@@ -1,4 +1,4 @@
-"""Pictures of a report by matplotlib: stacked bars, the step's timeline, treemaps of modules."""
+"""Figures of a report by matplotlib: stacked bars and the timeline of a step."""
 
 import io
 import re
