@@ -27,14 +27,14 @@ LONGEST = 450
 
 LIMITS = {
     "lines of the package": 60_500,
-    "lines of the tests": 46_500,
-    "lines of experiments and benchmarks": 6_050,
-    "classes": 262,
-    f"files above {LONGEST} lines": 34,
-    "private words in the package": 260,
-    "private words in identifiers": 160,
-    "words of the documentation": 50_000,
-    "words of CHANGELOG.md": 700,
+    "lines of the tests": 46_000,
+    "lines of experiments and benchmarks": 6_000,
+    "classes": 260,
+    f"files above {LONGEST} lines": 32,
+    "private words in the package": 240,
+    "private words in identifiers": 140,
+    "words of the documentation": 28_000,
+    "words of CHANGELOG.md": 600,
     "words of CONTRIBUTING.md": 1_500,
 }
 """Figure -> the most that CI allows."""
