@@ -28,7 +28,7 @@ LONGEST = 450
 LIMITS = {
     "lines of the package": 60_500,
     "lines of the tests": 46_000,
-    "lines of experiments and benchmarks": 6_000,
+    "lines of experiments and benchmarks": 6_200,
     "classes": 260,
     f"files above {LONGEST} lines": 32,
     "private words in the package": 240,
