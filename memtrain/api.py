@@ -31,7 +31,6 @@ from memtrain.optim.wrappers.apply import (
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
-from memtrain.plan.rules import NO_RULE
 from memtrain.plan.unmet import FirstStep
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrap_checks import check_given, check_optimizers
@@ -173,7 +172,7 @@ def wrap(
 def _wrap(called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any) -> list[Optimizer]:
     model, plan = _planned(called, optimizers, cfg, batch)
     handles: list[Any] = []
-    rounding = ForwardRounding(plan.precision, NO_RULE) if plan.precision is not None else None
+    rounding = ForwardRounding(plan.precision) if plan.precision is not None else None
     interception = _interception(model, plan, rounding)
     if plan.state_rules:
         optimizers = _compressed(model, optimizers, plan)

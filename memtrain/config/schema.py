@@ -56,19 +56,12 @@ class Activations:
     `@blocks`: those that the model repeats. Of nested ones the outermost. One that does not exist
     is an error."""
     recompute_inputs: Any = "keep"
-    """A compressor for the inputs of those modules, and of your own `torch.utils.checkpoint`.
+    """A compressor for the inputs of those modules.
     `keep`: their gradients are plain training's to the last bit."""
-    recompute_saves: str = "keep"
-    """Handling of what `recompute`'s modules save when they run again: `rules` holds it as others'
-    is held; `keep` as it is, so that the gradients are plain checkpointing's."""
     min_elements: int = 1024
     """Smaller tensors are kept as they are."""
     derive_outputs: bool = True
-    """An op's output that another op saves is computed again from the payload of the op's input
-    (a nonlinearity's kept in groups, a norm's), where that spares a payload."""
-    derive_products: bool = False
-    """So is the output of a product (a gate's) or a dropout, from the payloads of the factors, or
-    of the input and the mask."""
+    """A norm's output that another op saves is recomputed from the payload that the norm keeps."""
     backward_bytes: int | None = None
     """A convolution's backward decompresses at most so many bytes of its input at once and works
     through the batch in pieces; empty: the whole batch at once."""
@@ -89,9 +82,6 @@ class Activations:
         at_least("activations.adapt_interval", self.adapt_interval, 1)
         if self.average_bits is not None and not 1 <= self.average_bits <= 8:
             raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")
-        if self.recompute_saves not in (allowed := (KEEP, "rules")):
-            value = self.recompute_saves
-            raise ValueError(f"activations.recompute_saves={value!r}; {nearest(value, allowed)}")
         if self.sensitivity not in (allowed := ("statistics", "passes")):
             value = self.sensitivity
             raise ValueError(f"activations.sensitivity={value!r}; {nearest(value, allowed)}")

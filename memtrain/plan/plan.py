@@ -14,7 +14,7 @@ from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
-from memtrain.activations.saved.pack_hook import Choose
+from memtrain.activations.saved.saved_tensors import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
@@ -36,7 +36,6 @@ from memtrain.plan.entries import (
 )
 from memtrain.plan.file import load
 from memtrain.plan.rules import (
-    NO_RULE,
     Rules,
     activation_rules,
     automatic_bits,
@@ -85,11 +84,9 @@ class Plan:
         return Options(
             min_elements=own.min_elements,
             derive_outputs=own.derive_outputs,
-            derive_products=own.derive_products,
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
             recompute_inputs=recompute_inputs(own),
-            recompute_saves=own.recompute_saves != KEEP,
             low=weight_dtype(self.config),
         )
 
@@ -163,7 +160,7 @@ class Plan:
         if self.precision is not None:
             if self.precision.graph is None:
                 self.assign_precision(model, batch)
-            rounding = ForwardRounding(self.precision, NO_RULE, trial=True)
+            rounding = ForwardRounding(self.precision, trial=True)
         found = {} if choices is None else choices
 
         def choose(site: Site) -> Compressor | Keep:
@@ -191,13 +188,8 @@ class Plan:
         return {
             "activations": self.activation_rules.unused(),
             "optim": self.state_rules.unused(),
-            "recompute": [*([NO_BLOCKS] if self.no_blocks else []), *self._no_saves()],
+            "recompute": [NO_BLOCKS] if self.no_blocks else [],
         }
-
-    def _no_saves(self) -> list[str]:
-        own = self.config.activations
-        asked = own.recompute_saves != KEEP and not own.recompute
-        return [f"recompute_saves={own.recompute_saves}: recompute is empty"] if asked else []
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
         """Return the plan's entries, of one kind or all; activations once they are recorded."""

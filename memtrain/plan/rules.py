@@ -7,15 +7,13 @@ from typing import Any
 from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
-from memtrain.activations.saved.site import CHECKPOINT_INPUT, Site
+from memtrain.activations.saved.site import CHECKPOINT_INPUT, NO_RULE, Site
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
 from memtrain.compressors.registry import check_role
 from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
 from memtrain.plan.build import build
-
-NO_RULE = Keep("no rule matches")
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -26,7 +24,7 @@ def expand(text: str) -> tuple[str, ...]:
 
     Example:
         >>> expand("linear|@exponential")
-        ('linear', 'cross_entropy', 'log_softmax', 'logsumexp')
+        ('linear', 'cross_entropy', 'log_softmax')
     """
     patterns: list[str] = []
     for pattern in text.split("|"):

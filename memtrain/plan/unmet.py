@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +13,16 @@ from memtrain.activations.intercept.graph_saves import HOST, NO_FAKE
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.inlined_hooks import UNSUPPORTED
 from memtrain.activations.saved.site import (
-    CHECKPOINT_INPUT,
     CUSTOM_FUNCTION,
     FOREIGN_HOOKS,
     IN_TRANSFORM,
     OTHER_THREAD,
-    ROOT,
     SHARDED,
+    UNKNOWN_OP,
     Site,
 )
 from memtrain.compressors import Keep
 from memtrain.config.sizes import format_size
-from memtrain.config.sources import KEEP
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.plan.plan import Plan
@@ -51,15 +48,11 @@ _FIXES = {
         "set torch._functorch.config.activation_memory_budget, call torch.utils.checkpoint in the "
         "model itself, or say activations.recompute=[]"
     ),
-    CHECKPOINT_INPUT.reason: (
-        "its layers run under activation checkpointing, which is not the plan's: turn that off and "
-        "say preset=checkpointed, or keep it and say activations.recompute_inputs="
-        "{name: group, bits: 8}, which compresses what it keeps"
-    ),
     FOREIGN_HOOKS: "turn them off (activation offloading, save_on_cpu), or say activations=none",
     IN_TRANSFORM: "call the model outside of it, or say activations=none",
     OTHER_THREAD: "run one forward at a time",
     CUSTOM_FUNCTION: "switch that kernel off where the model has a plain form of it",
+    UNKNOWN_OP: "its gradient is exact; use ops of the known-op table where the model can",
     SHARDED: "shard by FSDP2 or DDP in place of tensor parallelism, or say activations=none",
 }
 
@@ -80,7 +73,7 @@ class Unmet(NamedTuple):
         return f"{of}: kept{size}, {self.reason}; {self.fix}"
 
 
-def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
+def unmet(plan: Plan) -> list[Unmet]:
     """List the rules for saved tensors that the recorded forwards did not satisfy.
 
     Sites that are kept by design (small ones, statistics, the model's own input, what a rule keeps)
@@ -88,7 +81,6 @@ def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
 
     Args:
         plan: Of a wrapped model, after a forward.
-        recomputed: Paths of the modules that the plan itself recomputes.
 
     Example:
         >>> import torch
@@ -101,14 +93,10 @@ def unmet(plan: Plan, recomputed: Collection[str] = ()) -> list[Unmet]:
     found = []
     for reason, fix in _FIXES.items():
         sites = plan.kept(reason)
-        if reason == CHECKPOINT_INPUT.reason:
-            asked = plan.config.activations.recompute_inputs != KEEP
-            names = [] if asked else [site for site in sites if _module(site) not in recomputed]
-        else:
-            rules = plan.activation_rules
-            names = [site for site in sites if site.endswith("*") or _compresses(rules, site)]
+        rules = plan.activation_rules
+        names = [site for site in sites if site.endswith("*") or _compresses(rules, site)]
         nbytes = sum(sites[site] for site in names)
-        least = SHARE * total if reason == CUSTOM_FUNCTION else 0
+        least = SHARE * total if reason in (CUSTOM_FUNCTION, UNKNOWN_OP) else 0
         if names and nbytes >= least:
             found.append(Unmet(reason, fix, tuple(names), nbytes))
     return found
@@ -139,11 +127,6 @@ def idle_exceptions(plan: Plan) -> list[str]:
 def _compresses(rules: Rules, site: str) -> bool:
     chosen = rules.choose(Site.parse(site))
     return not (isinstance(chosen, Keep) or chosen.is_identity)
-
-
-def _module(site: str) -> str:
-    module = site.split(" / ")[0]
-    return "" if module == ROOT else module
 
 
 class FirstStep:
@@ -201,7 +184,7 @@ class FirstStep:
         recompute = self._interception.recompute
         if _frames() != self._frames and (left := [*{*recompute.names} - recompute.called]):
             found.append(Unmet(_IN_GRAPH, _FIXES[_IN_GRAPH], tuple(sorted(left)), 0))
-        found += unmet(self._plan, recompute.names)
+        found += unmet(self._plan)
         self._done = not (found and self._plan.config.strict)
         unseen = found or self._interception.compiled or recompute.names
         if not unseen and (idle := idle_exceptions(self._plan)):

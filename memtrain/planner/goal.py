@@ -12,7 +12,7 @@ from memtrain.config.sizes import format_size
 from memtrain.config.sources import KEEP, nearest
 from memtrain.plan.plan import Plan
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.schemes import AGAIN, HELD_AGAIN, LOSSLESS, TORCH
+from memtrain.planner.schemes import AGAIN, LOSSLESS, TORCH
 
 ALLOWED = ("quantise", "recompute", "release", "weights")
 """Compress saved tensors and optimizer states; recompute blocks; release gradients inside the
@@ -97,8 +97,7 @@ class Fit:
     """Variant of optimizer states -> how many parameters have it; those too small for a choice are
     left out."""
     chosen: Mapping[str, int]
-    """Option -> how many groups of saved tensors have it, or how many blocks (`recompute`; with
-    `saves held by rules`, which are the preset `balanced`'s)."""
+    """Option -> how many groups of saved tensors have it, or how many blocks (`recompute`)."""
     rates: str
     """Of which device."""
     sensitivity: str
@@ -195,8 +194,6 @@ def _mixture(states: Mapping[str, int]) -> str:
 def _named(option: str) -> str:
     if option == AGAIN:
         return "blocks recomputed"
-    if option == HELD_AGAIN:
-        return "blocks recomputed, what they then save held by balanced's rules"
     if option in (KEEP, LOSSLESS):
         return option
     return "with " + re.sub(r"(\w+) (\d)", r"\2-bit \1", option)

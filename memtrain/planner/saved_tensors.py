@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memtrain.activations.saved.cache import SHARED
+from memtrain.activations.saved.saved_tensors import SHARED
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.site_sets import DisjointSets
 from memtrain.audit.join import join

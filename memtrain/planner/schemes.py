@@ -6,8 +6,8 @@ from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
 LOSSLESS = "lossless"
 BALANCED = "balanced"
-AGAIN, HELD_AGAIN = "recompute", "recompute, saves held by rules"
-"""Options of a block: what it saves when it runs again is kept whole, or held as by `balanced`."""
+AGAIN = "recompute"
+"""Option of a block: it keeps its inputs only, and runs again in the backward."""
 CODES, GROUPS, ONLY_CODES, ONLY_GROUPS = "codes", "groups", "only codes", "only groups"
 PATCHES, ONLY_PATCHES = "patches", "only patches"
 SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS, PATCHES, ONLY_PATCHES)
@@ -35,7 +35,6 @@ _EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax in
     ActivationRule(op="dropout|*max_pool*", compressor=_WIDE),
 )
 _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
-    ActivationRule(op="@singular", compressor=KEEP),
     ActivationRule(op="@exponential", compressor=_WIDE),
     ActivationRule(op="wide_dot_product_attention", compressor=_HALF),
     ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
@@ -76,21 +75,20 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     )
     smooth = {**_NARROW, "bits": widths[SMOOTH]}
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
-    saturating = ActivationRule(op="sigmoid|tanh", compressor=own.compressor)
+    saturating = ActivationRule(op="@saturating", compressor=KEEP)
     return {
         BALANCED: [
             saturating,
-            ActivationRule(op="silu", compressor=smooth),
             _HARDSWISH,
             codes,
             *_BIAS,
             rows,
             own,
         ],
-        CODES: [*_EXACT_CODES, codes, *_BIAS, rows, own],
+        CODES: [saturating, *_EXACT_CODES, codes, *_BIAS, rows, own],
         GROUPS: [
-            *_EXACT_CODES,
             saturating,
+            *_EXACT_CODES,
             ActivationRule(op="@smooth", compressor=smooth),
             codes,
             *_BIAS,
@@ -105,7 +103,7 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
             rows,
             own,
         ],
-        PATCHES: [*_EXACT_CODES, codes, _MAPS, *_BIAS, rows, own],
+        PATCHES: [saturating, *_EXACT_CODES, codes, _MAPS, *_BIAS, rows, own],
         ONLY_PATCHES: [*_EXACT_CODES, codes, _MAPS],
     }[scheme]
 

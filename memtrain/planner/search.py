@@ -38,7 +38,7 @@ from memtrain.planner.optimizer_states import (
     gather_states,
     state_config,
 )
-from memtrain.planner.schemes import BALANCED, STATES, TORCH, activation_rules
+from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search_space import SearchSpace, gather
 from memtrain.planner.sensitivity import analytic, is_real, measured
 
@@ -331,14 +331,12 @@ class _Planning:
             for gradients in _settings(config.gradients, ("release",), "release" in names):
                 plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
                 whole = replace(space, plan=plan, states=states, mixtures=mixtures)
-                for saves in _saves(config, goal):
-                    own = whole.holding_saves(saves)
-                    way = key, gradients, saves
-                    if way not in solved:
-                        told("combinations", 0, 0)
-                        solved[way] = solve(priced(own, goal), goal.max_error, goal.objective)
-                    apart = goal.options.on_cuda(model)
-                    found += candidate_plans(own, goal, solved[way], apart=apart)
+                way = key, gradients
+                if way not in solved:
+                    told("combinations", 0, 0)
+                    solved[way] = solve(priced(whole, goal), goal.max_error, goal.objective)
+                apart = goal.options.on_cuda(model)
+                found += candidate_plans(whole, goal, solved[way], apart=apart)
         return found
 
     def _space(self, config: Config, goal: Goal) -> SearchSpace:
@@ -372,12 +370,6 @@ def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
     if not allowed or now != KEEP:
         return [now]
     return [*others] if KEEP in others else [now, *others]
-
-
-def _saves(config: Config, goal: Goal) -> list[str]:
-    """Ways to hold what recomputed blocks save when they run again, the exact one first."""
-    both = {"quantise", "recompute"} <= goal.names
-    return _settings(config.activations.recompute_saves, ("rules",), True) if both else [KEEP]
 
 
 def _weights(model: nn.Module) -> tuple[str, ...]:
@@ -500,14 +492,11 @@ def config_of(candidate: CandidatePlan) -> Config:
         for item, index in zip(segment.items, own, strict=True):
             choices = item.options[index].choices
             sites |= {site.name: spec(chosen) for site, chosen in choices.items()}
-    held = bool(again) and config.activations.recompute_saves != KEEP
     activations = replace(
         config.activations,
-        # Of sites that are named none goes by a rule: those inside of recomputed blocks are not.
-        rules=activation_rules(BALANCED) if held else [],
+        rules=[],
         sites=sites,
         recompute=again,
-        recompute_saves="rules" if held else KEEP,
     )
     states = state_config(config.optim, space.states, candidate.mixture)
     return replace(config, activations=activations, optim=states)

@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 
 from memtrain.activations.intercept.recompute import blocks_of
 from memtrain.audit.peak.predict import conditions
-from memtrain.config.sources import KEEP, Config
+from memtrain.config.sources import Config
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.planner.cost_model import Work, measure_forward
 from memtrain.planner.goal import Goal, Told, silent
 from memtrain.planner.knapsack import Item, Option, Segment, Solution
 from memtrain.planner.saved_tensors import saved_items
-from memtrain.planner.schemes import AGAIN, HELD_AGAIN
+from memtrain.planner.schemes import AGAIN
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,6 @@ class SearchSpace:
     def items(self) -> list[Item]:
         """Of all segments, in order."""
         return [item for segment in self.segments for item in segment.items]
-
-    def holding_saves(self, saves: str) -> "SearchSpace":
-        """The same where recomputed blocks hold what they save when they run again in this way.
-
-        Args:
-            saves: A value of `activations.recompute_saves`; with `rules` the preset `balanced`'s
-                hold it.
-        """
-        config = self.plan.config
-        own = replace(config.activations, recompute_saves=saves)
-        plan = replace(self.plan, config=replace(config, activations=own))
-        segments = self.segments if saves == KEEP else [*map(_held_by_rules, self.segments)]
-        return replace(self, plan=plan, segments=segments)
 
 
 def gather(
@@ -127,21 +114,6 @@ def _segments(
         segment.later = rest
         segment.transient = sum(item.options[0].nbytes for item in segment.items)
     return segments
-
-
-def _held_by_rules(segment: Segment) -> Segment:
-    """A block whose saves are compressed as by `balanced`, also where it is recomputed."""
-    if segment.recompute is None:
-        return segment
-    own = [item.balanced for item in segment.items]
-    again = replace(
-        segment.recompute,
-        name=HELD_AGAIN,
-        error=sum(option.error for option in own),
-        moved=sum(option.moved for option in own),
-        calls=sum(option.calls for option in own),
-    )
-    return replace(segment, recompute=again, transient=sum(option.nbytes for option in own))
 
 
 def _owner(module: str, paths: Sequence[str]) -> str:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from memtrain.activations.intercept.executor import HIDDEN
-from memtrain.activations.saved.handles import check_version
 from memtrain.activations.saved.origin import in_transform
-from memtrain.activations.saved.pack_hook import SavedTensors
+from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.trace.call_arguments import CallArguments
-from memtrain.compressors import Compressor, Float, Keep
+from memtrain.compressors import Compressor, Float
 from memtrain.kernels.floats.formats import FORMATS, FloatFormat
 from memtrain.precision import fp8_gemm
 from memtrain.precision.graph import refuse_compiled, refuse_shards
@@ -27,12 +25,13 @@ from memtrain.precision.loss_scaling import (
     weak_results,
     within,
 )
+from memtrain.precision.rounding_mode import HIDDEN, RoundingMode
 from memtrain.precision.state import PrecisionState
 from memtrain.precision.tensor_names import METADATA, TensorNames, roundable, writes
 
 
-class ForwardRounding:
-    """A `Rounding` to the formats of a `PrecisionState`.
+class ForwardRounding(RoundingMode):
+    """Rounds to the formats of a `PrecisionState`.
 
     An op's result is rounded where it lies, so that a backward which uses the result uses the
     rounded one; its gradient, the sum over all who read it, by a hook on it. A weight is rounded
@@ -40,17 +39,17 @@ class ForwardRounding:
 
     Args:
         state: Formats, counts and the loss scale.
-        no_rule: The plan's choice for a saved tensor that no rule claims.
         trial: Whether this is a trace, which counts and scales nothing.
     """
 
-    def __init__(self, state: PrecisionState, no_rule: Keep, *, trial: bool = False) -> None:
-        self.state, self.no_rule, self.trial = state, no_rule, trial
+    def __init__(self, state: PrecisionState, *, trial: bool = False) -> None:
+        super().__init__()
+        self.state, self.trial = state, trial
         self.scaler = LossScaler(state)
-        self.saved: SavedTensors | None = None
         self._plain: dict[str, str] = {}  # results of linear layers -> why not on FP8 GEMMs
         self._checked: set[str] = set()  # modules of which a whole forward has been checked
         self._tracing = False
+        self._saved: SavedTensors | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -71,7 +70,7 @@ class ForwardRounding:
 
     def attach(self, saved: SavedTensors) -> None:
         """Let `saved` keep weights and rounded tensors exactly."""
-        self.saved, saved.exact = saved, self.exact
+        self._saved, saved.lossless = saved, self.exact
 
     def before_model(
         self, assign: Callable[[nn.Module, Any], None], model: nn.Module, args: Any, kwargs: Any
@@ -164,8 +163,6 @@ class ForwardRounding:
         self._names.assign(y, name)
         if x._base is None:
             self._rounded[name] = weakref.ref(y)
-            if self.saved is not None and torch.is_grad_enabled():
-                self.saved.cache.derive_weight(y, partial(_round_again, x, x._version, form, seed))
         return y
 
     def function(
@@ -222,11 +219,11 @@ class ForwardRounding:
             self._results += [(site, ref) for ref in weak_results(result)]
         return result
 
-    def end(self, output: Any, *, whole: bool) -> Any:
+    def end(self, output: Any, *, completed: bool) -> Any:
         """Let the gradients of the outputs be scaled."""
         results, model = self._results, self._model
         self._clear()
-        if not whole or self.trial:
+        if not completed or self.trial:
             return output
         if results is not None and model is not None:
             self._check(output, results, model)
@@ -246,6 +243,8 @@ class ForwardRounding:
                 "Function or a TorchScript module), so that the loss scale would stay in the "
                 "gradient; allowed: precision.loss_scale=none"
             )
+        if self._saved is not None and self._saved.saw_hooks:
+            return  # what someone's checkpointing or offloading holds is no loss term
         alive = outliving(results, output)
         if alive:
             warnings.warn(
@@ -255,10 +254,17 @@ class ForwardRounding:
                 stacklevel=2,
             )
 
-    def exact(self, x: Tensor, chosen: Keep) -> Compressor | None:
-        """Give codes of the format that `x` has been rounded to, where no rule claims it."""
+    def exact(self, x: Tensor, claimed: bool) -> Compressor | None:
+        """Return codes of the format that `x` was rounded to, which keep it bit for bit.
+
+        Args:
+            x: A saved tensor.
+            claimed: Whether a rule claims it; a weight is kept exactly all the same.
+        """
         name = self._names.name_of(x)
-        form = self.state.forward_format(name) if name and chosen == self.no_rule else None
+        if not name or (claimed and name not in self._rounded):
+            return None
+        form = self.state.forward_format(name)
         return None if form is None else _codes(form)
 
     def _round(
@@ -280,12 +286,6 @@ def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
-
-
-def _round_again(parameter: Tensor, version: int, form: FloatFormat, seed: int) -> Tensor:
-    """Round a parameter as the forward did, for the backward."""
-    check_version(parameter, version)
-    return form.round(parameter.detach(), seed=seed)
 
 
 def _compiles() -> bool:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.saved.pack_hook import Choose, SavedTensors
+from memtrain.activations.saved.saved_tensors import Choose, SavedTensors
 from memtrain.activations.saved.site import tensors_of
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep
 from memtrain.kernels.floats.rounding import DTYPES
+from memtrain.precision.rounding_mode import RoundingMode
 from memtrain.precision.tensor_names import GEMMS, TensorNames
 
 
@@ -181,10 +182,11 @@ def refuse_shards(model: nn.Module) -> None:
             )
 
 
-class GraphRecorder:
-    """A `Rounding` that rounds nothing, and records the tensors of the forward."""
+class GraphRecorder(RoundingMode):
+    """Rounds nothing, and records the tensors of the forward."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._names = TensorNames()
         self._tensors: dict[str, GraphTensor] = {}
         self._gemms: list[str] = []
@@ -214,12 +216,6 @@ class GraphRecorder:
         self._names.note_versions(args, kwargs)
         return args, kwargs
 
-    def function(
-        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Leave the op as it is."""
-        return func
-
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
@@ -245,7 +241,7 @@ class GraphRecorder:
                 self._add(name, y, gemm_output=gemm)
         return result
 
-    def end(self, output: Any, *, whole: bool) -> Any:
+    def end(self, output: Any, *, completed: bool) -> Any:
         """Forget the storages."""
         self._names.clear()
         return output

@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import handle_torch_function
 
 from memtrain import plan_of, wrap
-from memtrain.activations.saved import fit
+from memtrain.activations.intercept import op_mode
 
 BATCH, TOKENS, HEADS, WIDTH = 4, 32, 4, 16
 MASKED = {"inf": float("-inf"), "lowest": torch.finfo(torch.float32).min}
@@ -56,9 +56,8 @@ class Masked(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "heads", "width", "nbytes"),
     [
-        ("bool", 1, WIDTH, BATCH * TOKENS * TOKENS // 8),
-        # of the result's shape, which has a gradient, and takes 4 bits and bounds beside it
-        ("bool", HEADS, TOKENS, (1 + 4 + 32 / 128) * BATCH * HEADS * TOKENS * TOKENS // 8),
+        ("bool", 1, WIDTH, BATCH * TOKENS * TOKENS // 8 + 4),
+        ("bool", HEADS, TOKENS, BATCH * HEADS * TOKENS * TOKENS // 8 + 4),
         ("inf", 1, WIDTH, 4 * BATCH * TOKENS * TOKENS),
         ("lowest", 1, WIDTH, 4 * BATCH * TOKENS * TOKENS),
     ],
@@ -175,6 +174,7 @@ def cuda(monkeypatch):
         library.impl(name, kernel.forward, "CPU")
         library.impl(f"{name}_backward", kernel.backward, "CPU")
         monkeypatch.setattr(F, kernel.__name__, kernel)
+        monkeypatch.setattr(op_mode, "_ATTENTIONS", frozenset((kernel,)))
         yield kernel
 
 
@@ -203,11 +203,10 @@ def test_a_log_sum_exp_that_cuda_pads_with_inf_is_kept(cuda):
     plain, _ = trained(model, x)
     grads, entries = trained(model, x, "activations_only")
     assert (grads - plain).norm() < 0.2 * plain.norm()  # as above; of an inf's group, NaN
-    (saved,) = [entry for entry in entries if entry.site.endswith(" / saved")]
+    others = [entry for entry in entries if " / input" not in entry.site]
     result = BATCH * HEADS * (TOKENS + 1) * WIDTH
     codes = result // 2 + 4 * -(-result // 128)  # 4 bits, and two bounds a group in bfloat16
-    seeds = 2 * 8
-    assert saved.planned == codes + seeds + 4 * BATCH * HEADS * 64
+    assert sum(entry.planned for entry in others) == codes + 4 * BATCH * HEADS * 64
 
 
 class Padding(nn.Module):
@@ -253,8 +252,7 @@ class Learned(nn.Module):
         return self.attention(x, self.bias.masked_fill(later, -math.inf)[None])
 
 
-def test_a_learned_bias_of_inf_is_kept(cuda, monkeypatch):
-    monkeypatch.setattr(fit, "is_for_cuda", lambda x: True)
+def test_a_learned_bias_of_inf_is_kept(cuda):
     compare(cuda, Learned(), torch.randn(BATCH, TOKENS, 64), "learned")
 
 
@@ -276,22 +274,15 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("parts", "tokens", "told"),
-    [
-        ("qv", TOKENS, True),
-        ("kv", TOKENS, True),
-        ("v", TOKENS, False),  # probabilities that are written out would look the same
-        ("qv", WIDTH, False),  # a key would, too
-    ],
+    ("parts", "tokens"), [("qv", TOKENS), ("kv", TOKENS), ("v", TOKENS), ("qv", WIDTH)]
 )
-def test_a_mask_takes_one_bit_where_it_can_be_told_from_what_has_no_gradient(parts, tokens, told):
+def test_a_mask_takes_one_bit_beside_what_has_no_gradient(parts, tokens):
     model, x = Frozen(parts, tokens), torch.randn(BATCH, tokens, 64)
     plain, _ = trained(model, x)
     grads, entries = trained(model, x, "activations_only")
     assert (grads - plain).norm() < 0.2 * plain.norm()  # as above
     (entry,) = [entry for entry in entries if entry.site.endswith(" / input3")]
-    assert ("Mask()" in entry.compressor) == told
-    assert (fit.ATTENTION_MASK in entry.reason) != told
+    assert entry.compressor == "Mask()"
 
 
 def compare(cuda, model, x, kind):

@@ -335,34 +335,6 @@ def test_a_candidate_becomes_the_config_that_it_says(space):
     assert sum(e.planned for e in plan.entries("state")) == mixture.saved
 
 
-def test_what_blocks_save_when_they_run_again_is_held_as_balanced_holds_it(space):
-    """Its bytes, its noise and its rules; of a block that is kept, sites go before the rules."""
-    held = space.holding_saves("rules")
-    again = [own for own in held.segments if own.recompute is not None]
-    whole = [own for own in space.segments if own.recompute is not None]
-    for one, other in zip(again, whole, strict=True):
-        assert one.recompute.nbytes == other.recompute.nbytes
-        assert one.recompute.error == sum(item.balanced.error for item in one.items) > 0
-        assert one.transient == sum(item.balanced.nbytes for item in one.items)
-        assert one.transient < 0.2 * other.transient
-    last = [(0,) * len(one.items) if one.recompute is None else None for one in held.segments]
-    first = [(0,) * len(one.items) for one in held.segments]
-    states, mixtures = gather_states(*make(), Config(), STATES, Goal())
-    own = replace(held, states=states, mixtures=mixtures)
-    none, config = (
-        config_of(CandidatePlan(0.0, 0.0, 0.0, own, evaluate(own.segments, ways), mixtures[0]))
-        for ways in (first, last)
-    )
-    assert (none.activations.recompute_saves, none.activations.rules) == ("keep", [])
-    assert config.activations.recompute_saves == "rules"
-    assert config.activations.recompute == ["h.0", "h.1", "h.2"]
-    assert config.activations.sites["last / linear / input"] == "keep"
-    expected = predict(*make(), X, config).peak.nbytes
-    assert measure(*make(), X, config).peak.nbytes == pytest.approx(expected, rel=0.03)
-    kept = replace(config.activations, recompute_saves="keep")
-    assert expected < predict(*make(), X, replace(config, activations=kept)).peak.nbytes
-
-
 def two_layers():
     model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
     return model, torch.optim.AdamW(model.parameters()), torch.ones(8, 512)

@@ -1,7 +1,6 @@
 """Options, their bytes, noise and seconds: what the planner chooses among."""
 
 import random
-import re
 
 import pytest
 import torch
@@ -43,23 +42,12 @@ def test_items_add_up_to_every_trace(space):
 
 
 def test_each_compressor_is_offered_at_each_width(space):
-    of = {item.name: item for item in space.items}["h.1.act / gelu / input"]
-    names = {option.name for option in of.options}
-    assert {f"group {bits}" for bits in range(1, 9)} <= names  # its output is computed again
-    assert {f"derivative {bits}" for bits in range(1, 9)} <= names  # the next layer's input is kept
-    pairs = set()
-    for option in of.options:
-        sites = {site.name: own for site, own in option.choices.items()}
-        code, rest = sites["h.1.act / gelu / input"], sites["h.1.down / linear / input"]
-        pair = re.fullmatch(r"derivative (.) \+ group (.)", option.name)
-        if pair:
-            assert (str(code.bits), str(rest.bits)) == pair.groups()
-            pairs.add((code.bits, rest.bits))
-    assert len({code for code, _ in pairs}) > 3
-    assert any(code != rest for code, rest in pairs)
+    items = {item.name: {option.name for option in item.options} for item in space.items}
+    assert {f"derivative {bits}" for bits in range(1, 9)} <= items["h.1.act / gelu / input"]
+    assert {f"group {bits}" for bits in range(1, 9)} <= items["h.1.down / linear / input"]
 
 
-@pytest.mark.parametrize("name", ["group 3", "derivative 3 + group 5", "derivative 2"])
+@pytest.mark.parametrize("name", ["group 3", "derivative 3", "derivative 2"])
 def test_a_chosen_option_is_what_the_plan_file_says_and_a_step_keeps(space, name, tmp_path):
     item = next(item for item in space.items if item.name == "h.1.act / gelu / input")
     option = next(option for option in item.options if option.name == name)
@@ -303,8 +291,9 @@ def test_the_candidates_are_those_of_the_steps_device():
         kept[device] = dropped.options[0].nbytes - dropped.options[-1].nbytes
         assert dropped.options[-1].name == "lossless"
     assert kept == {"cpu": 4 * 64 * 64 - 64 * 64 // 8, "cuda": 64 * 64 - 64 * 64 // 8}
-    step = StepOptions(device="cpu", autocast=torch.bfloat16)
+    step, x = StepOptions(device="cpu", autocast=torch.bfloat16), torch.ones(512, 64)
     low = gather(model, optimizer, Config(), x, Goal(allow=(), options=step))
     full = gather(model, optimizer, Config(), x, Goal(allow=()))
+    # beside the copies of the weights in bfloat16, which autocast keeps
     sizes = [sum(item.options[0].nbytes for item in found.items) for found in (low, full)]
     assert sizes[0] < sizes[1]

@@ -50,7 +50,8 @@ def test_a_rounded_tensor_takes_the_bytes_of_its_format(fields, each):
     found = saved(model, x)
     # the input (the user's own where it is not rounded), relu's output, tanh's
     elements = 256 * ((64 if each < 4 else 0) + 128 + 128)
-    assert found == each * elements
+    weights = (128 * 128 + 128 * 64) if each < 4 else 0  # rounded copies
+    assert found == each * (elements + weights)
 
 
 def test_the_audit_predicts_what_is_measured():
@@ -106,20 +107,11 @@ def test_a_rule_decides_where_it_claims_a_tensor():
         ("0 / linear / input", "its rule says keep", 4 * 256 * 64),
         ("1 / relu / input", "payload", 256 * 128 // 8),
         ("2 / linear / input", "Float(format='fp8_forward')", 256 * 128),
-        ("2 / linear / input1", "a weight: rounded again from its parameter", 0),
-        ("3 / tanh / saved", repr(Group(bits=4)), 256 * 128 * 33 // 64),
+        ("2 / linear / input1", "Float(format='fp8_forward')", 128 * 128),
+        ("3 / tanh / input", repr(Group(bits=4)), 256 * 128 * 33 // 64),
         ("4 / linear / input", "Float(format='fp8_forward')", 256 * 128),
-        ("4 / linear / input1", "a weight: rounded again from its parameter", 0),
+        ("4 / linear / input1", "Float(format='fp8_forward')", 128 * 64),
     ]
-
-
-def test_a_weight_that_changes_before_the_backward_is_noticed():
-    model, _ = wrapped(mlp())
-    y = model(torch.randn(8, 64))
-    with torch.no_grad():
-        model[2].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 def test_nothing_of_the_forward_is_left_after_the_backward():

@@ -18,7 +18,7 @@ from memtrain.activations.adaptive.noise_warning import (
     expected_noise,
     noise_warning,
 )
-from memtrain.activations.saved.site import Op, Site
+from memtrain.activations.saved.site import Site
 from memtrain.compressors.samples import sensitivity
 
 
@@ -109,7 +109,6 @@ class ActnnSensitivity:
         self._measuring = self._due = False
         self._saved: list[_SavedTensor] = []
         self._by_payload: WeakKeyDictionary[Any, _SavedTensor] = WeakKeyDictionary()
-        self._pending: list[tuple[_SavedTensor, Tensor]] = []
         self._hashes: list[int] = []
 
     def begin(self, step: int, inputs: Iterable[Any]) -> bool:
@@ -155,8 +154,15 @@ class ActnnSensitivity:
         self._reset()
         return solved
 
-    def saved(self, site: Site, x: Tensor, payload: Any = None) -> None:
-        """Note that an op saves `x`, as a payload that other saves may share."""
+    def saved(self, site: Site, x: Tensor, node: Any, payload: Any = None) -> None:
+        """Note that an op saves `x`, as a payload that other saves may share.
+
+        Args:
+            site: Of the save.
+            x: The saved tensor.
+            node: Of the op; the gradient of its result is observed.
+            payload: The same object where saves share it.
+        """
         template = self.bits.templates.get(site.name)
         if not self._measuring or template is None or isinstance(x, FakeTensor):
             return
@@ -170,21 +176,10 @@ class ActnnSensitivity:
                 self._by_payload[payload] = known
         elif known.site != site.name:
             self.bits.leaders[site.name] = known.site
-        self._pending.append((known, x))
-
-    def after(self, op: Op, result: Any) -> None:
-        """Observe the gradient of an op's result, on behalf of what the op has saved."""
-        pending, self._pending = self._pending, []
-        results = result if isinstance(result, tuple | list) else (result,)
-        y = next((y for y in results if isinstance(y, Tensor) and y.requires_grad), None)
-        if not pending or y is None:
-            return
-        for saved, x in pending:
-            template = self.bits.templates[saved.site]
-            has_bound = op.name in ("linear", "addmm") or op.name.startswith("conv")
-            output = _OutputGradient(_factor(op, x, y, template.group_size), has_bound)
-            saved.ops.append(output)
-            y.register_hook(partial(output.observe, len(saved.ranges)))
+        has_bound = site.op in ("linear", "addmm") or site.op.startswith("conv")
+        output = _OutputGradient(_factor(site.op, x, node, template.group_size), has_bound)
+        known.ops.append(output)
+        node.register_prehook(partial(_observe, output, len(known.ranges)))
 
     def state_dict(self) -> dict[str, Any]:
         """Give plain dicts for `load_state_dict`."""
@@ -281,14 +276,18 @@ def _costs(saved: _SavedTensor, ops: Sequence[_OutputGradient], *, per_sample: b
     return (saved.ranges * sum(factors[1:], factors[0])).tolist() if factors else []
 
 
-def _factor(op: Op, x: Tensor, y: Tensor, group_size: int) -> float:
+def _observe(output: _OutputGradient, n_samples: int, grads: Sequence[Tensor | None]) -> None:
+    """Observe the gradient of an op's first result."""
+    if grads and grads[0] is not None:
+        output.observe(n_samples, grads[0])
+
+
+def _factor(op: str, x: Tensor, node: Any, group_size: int) -> float:
     """Give K / (4 g) * G / P."""
     kernel, groups, positions = 1, 1, 1
-    weight = op.inputs[1] if len(op.inputs) > 1 else None
-    if op.name.startswith("conv") and weight is not None and weight.dim() == x.dim() > 2:
-        kernel = weight.shape[2:].numel()
-        channels = (x if not op.name.startswith("conv_transpose") else y).shape[1]
-        groups = channels // max(1, weight.shape[1])
+    weight = getattr(node, "_saved_weight", None) if op.startswith("conv") else None
+    if weight is not None and weight.dim() == x.dim() > 2:
+        kernel, groups = weight.shape[2:].numel(), node._saved_groups
         positions = x.shape[2:].numel()
     elif x.dim() > 1:
         positions = x.numel() // max(1, x.shape[0] * x.shape[-1])

@@ -17,8 +17,8 @@ from memtrain.activations.adaptive.replay import (
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.saved.pack_hook import Choose
-from memtrain.activations.saved.site import Op, Site
+from memtrain.activations.saved.saved_tensors import Choose
+from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Keep
 
 
@@ -131,7 +131,7 @@ class _SiteSizes:
         """Change no bits."""
         return False
 
-    def saved(self, site: Site, x: Tensor, payload: Any = None) -> None:
+    def saved(self, site: Site, x: Tensor, node: Any, payload: Any = None) -> None:
         """Count `x` for its site, or note whose payload it shares."""
         if site.name not in self.bits.templates:
             return
@@ -140,6 +140,3 @@ class _SiteSizes:
             self.sizes[owner] = self.sizes.get(owner, 0.0) + x.numel()
         else:
             self.bits.leaders[site.name] = owner
-
-    def after(self, op: Op, result: Any) -> None:
-        """Ignore results."""

@@ -6,15 +6,14 @@ the graphs that AOTAutograd inlines hooks into, and the code that inductor makes
 
 import sys
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, fx, nn
+from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from memtrain.activations.intercept.graph_sites import is_tensor
-from memtrain.activations.saved.expected import BETWEEN
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -175,23 +174,6 @@ def frame_compiler() -> Callable[..., Any] | None:
         return None
 
 
-def on_compilation(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Call functions before and after each compilation, until `off_compilation`."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
-
-
-def off_compilation(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Undo `on_compilation`."""
-    from torch._dynamo.callback import callback_handler
-
-    with suppress(ValueError):  # `torch.compiler.reset` has done it
-        callback_handler.remove_start_callback(start)
-        callback_handler.remove_end_callback(end)
-
-
 def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any] | None = None) -> None:
     """Give the frame that is traced now to another compiler.
 
@@ -240,38 +222,44 @@ class Hooked(NamedTuple):
     """Of the forward."""
 
 
-def inlined_call(
-    eager: Callable[[Any], Any], traced: Callable[[Any, Hooked], Any], outside: Collection[type]
-) -> fx.GraphModule:
+def inlined_call(traced: Callable[[Any, Hooked], Any]) -> fx.GraphModule:
     """A graph of one call, without a hash, so that no cache of AOTAutograd serves.
 
-    One that did would not say what it holds; code that inductor has generated is found in its own
+    A cached graph would not say what it holds; code that inductor has generated is found in its own
     cache, by the graph with the hooks inlined.
 
     Args:
-        eager: Called outside of graphs.
         traced: Called while a graph is compiled.
-        outside: Types of what is given outside of graphs alone, where to ask takes long.
     """
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
     def call(x: Any) -> Any:
-        if type(x) in outside:
-            return eager(x)
         given: Any = _get_saved_tensor_hook_context()
-        if given is None:
-            return eager(x)
+        if given is None:  # an op that the compiler runs for itself
+            return x
         return traced(x, Hooked(given["_fw_graph"], given["_bw_graph"], given["_node"]))
 
-    BETWEEN.add(call.__code__)
-    run_untraced(call)  # a frame itself where an op between two graphs saves
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))
     module = fx.GraphModule(nn.Module(), graph)
-    # Past torch's layers around a graph, which take ten times as long as it takes to hold a tensor;
-    # compilers read the graph. Each graph has a class of its own.
+    # Past torch's layers around a graph; compilers read the graph. Each has a class of its own.
     type(module).__call__ = staticmethod(call)
     return module
+
+
+def run_without_modes(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph during which no torch function mode is asked: its saves have been seen to.
+
+    Args:
+        graph: As AOTAutograd makes it.
+    """
+
+    @wraps(graph)
+    def run(*args: Any) -> Any:
+        with _DisableTorchFunction():
+            return graph(*args)
+
+    return run
 
 
 def static_inputs() -> list[int]:

@@ -1,7 +1,6 @@
 """Saved tensors of one compiled graph: how each is held, by the same rules as eager ones."""
 
 import zlib
-from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.compiler_internals import no_modes
-from memtrain.activations.intercept.graph_aliases import read_one_of_aliases
 from memtrain.activations.intercept.graph_kinks import (
     Kink,
     erase_unread,
@@ -18,21 +16,19 @@ from memtrain.activations.intercept.graph_kinks import (
     stand_in,
 )
 from memtrain.activations.intercept.graph_order import compress_early, decompress_late
-from memtrain.activations.intercept.graph_recomputed import Held, compress_recomputed
 from memtrain.activations.intercept.graph_sites import (
     OWN_INPUT,
     GraphSites,
     example,
-    is_static,
     is_tensor,
     storage_nbytes,
     storage_of,
     stripped,
 )
 from memtrain.activations.saved import payload_ops
-from memtrain.activations.saved.fit import FLOATS, INTEGERS, LOG_PROBABILITIES
+from memtrain.activations.saved.fit import FLOATS, INTEGERS, UNKNOWN_RANGE
 from memtrain.activations.saved.flatten import flatten
-from memtrain.activations.saved.pack_hook import SavedTensors
+from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
 from memtrain.compressors.log_group import of_logarithms
@@ -40,8 +36,8 @@ from memtrain.compressors.log_group import of_logarithms
 NO_FAKE = "its compressor has no form on tensors without data, which graphs are traced with"
 """Begins the reason where a compressor of the user's own cannot be traced."""
 HOST = Keep("inside torch.compile nothing is swapped out to the host")
-UNKNOWN_RANGE = Keep("integers whose range the compiler does not know")
-_NOTHING = 1  # what a hook gives a graph to hold may be a number, which takes no memory
+LOG_PROBABILITIES = ("cross_entropy", "log_softmax", "nll_loss")
+"""Ops that save log-probabilities alone."""
 DERIVATIVE_BITS = 2
 """More bits than its derivative code: of a tensor that gives the op's output again, too."""
 
@@ -83,8 +79,7 @@ class GraphSaves:
     ) -> None:
         self.saved, self.forward, self.backward, self.sites = saved, forward, backward, sites
         self._places = places
-        # Two: by the time that a backward runs, its forward may not be the last one that ran.
-        self._number, self._backward_number = payload_ops.graph_number(), payload_ops.graph_number()
+        self._number = payload_ops.graph_number()
         outputs = cast(Any, forward.output_node().args[0])
         hooked = [node for node in outputs if sites.is_hooked(node)]
         self._last = hooked[-1]  # handed to the hooks after all others
@@ -93,14 +88,9 @@ class GraphSaves:
         self._packings: dict[Node, _Packing | None] = {}
         self._kept: dict[int, int] = {}  # storage -> its number
         self._kinks: dict[int, Kink] = {}  # numbers from 1 -> those of which the answer is kept
-        self._backward_places = count()  # of the backward's own compressing ops
         self._finished = False
         with no_modes():
             self._answer({*hooked[:-1]})
-            carriers = {kink.carrier for kink in self._kinks.values()}
-            self._unread = read_one_of_aliases(
-                [node for node in hooked if self._is_made(node) and node not in carriers], backward
-            )
 
     @property
     def root(self) -> str:
@@ -115,8 +105,6 @@ class GraphSaves:
 
     def pack(self, x: Tensor, node: Node) -> Any:
         """Give the graph what it holds in place of a saved tensor."""
-        if node in self._unread:
-            return [_NOTHING]
         if node not in self._packings:
             with no_modes():
                 self._packings[node] = self._decide(node)
@@ -131,8 +119,6 @@ class GraphSaves:
         """The saved tensor of what `pack` gave."""
         if node is self._last and not self._finished:
             self._finish()
-        if node in self._unread:
-            return torch.empty(0)  # nothing reads it
         packing = self._packings[node]
         if packing is None:
             return packed
@@ -141,10 +127,6 @@ class GraphSaves:
         sizes = iter(packed[parts:])
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
         return payload_ops.decompress(packed[:parts], form, shape, x.dtype)
-
-    def _is_made(self, node: Node) -> bool:
-        """Whether the graph computes it, and keeps it for no checkpointed part."""
-        return stripped(node).op == "call_function" and not self.sites.checkpointed(node)
 
     def _finish(self) -> None:
         """Change what the hooks of the tensors before the last have put into the graphs.
@@ -155,8 +137,6 @@ class GraphSaves:
         keep_answers(self.forward, self.backward, self._kinks)
         compress_early(self.forward)
         decompress_late(self.backward)
-        with no_modes():
-            compress_recomputed(self.backward, self._choose_recomputed)
 
     # -- the sides of kinks -----------------------------------------------------------------
 
@@ -208,31 +188,10 @@ class GraphSaves:
         self._record(site, node, x, None, name, reason)
         return None
 
-    def _choose_recomputed(self, node: Node, readers: list[Node]) -> Held | None:
-        """How to hold a tensor of the backward that waits for readers; None to keep it."""
-        twin = self.sites.known.get(node.name)
-        if twin is None or not is_static(twin):
-            return None
-        x = example(twin)
-        site, chosen = self._choose(twin, x, readers)
-        if isinstance(chosen, Keep) or chosen.is_identity:
-            return None
-        try:
-            form, nbytes, _ = _payload(chosen, x)
-        except Exception:  # noqa: BLE001 (`_decide` tells it of what is saved)
-            return None
-        if nbytes >= x.numel() * x.element_size():
-            return None
-        number = zlib.crc32(f"{site.name} again".encode())
-        counter, place = payload_ops.counter_of(self.saved), next(self._backward_places)
-        return form, (self.saved.seed, number, counter, self._backward_number, place)
-
-    def _choose(
-        self, node: Node, x: Tensor, readers: list[Node] | None = None
-    ) -> tuple[Site, Compressor | Keep]:
+    def _choose(self, node: Node, x: Tensor) -> tuple[Site, Compressor | Keep]:
         """The strictest of the choices for what reads the tensor, and the site that it is for."""
         sites, saved = self.sites, self.saved
-        uses = sites.uses(node, readers)
+        uses = sites.uses(node)
         places = [use.site for use in uses] or [sites.site(node)]
         why = sites.why_keep(node, uses, saved.min_elements)
         if why:

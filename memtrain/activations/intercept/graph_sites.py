@@ -1,6 +1,7 @@
 """Sites of a compiled graph: which op of which module saves a tensor, read off its nodes."""
 
 import math
+import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -8,14 +9,15 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.op_families import FAMILIES
-from memtrain.activations.saved.fit import ATTENTION, FLOATS, LOGSUMEXP, attention, is_logsumexp
+from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.fit import FLOATS
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.pack_hook import SIDE_RATIO
-from memtrain.activations.saved.site import Site
+from memtrain.activations.saved.known_ops import ATTENTION, attention_name
+from memtrain.activations.saved.site import OWN_INPUT, UNKNOWN_OP, Site
 
 aten = torch.ops.aten
 
@@ -61,14 +63,59 @@ _POOL_OFFSETS = "prims._low_memory_max_pool_with_offsets.default"  # inductor re
 
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 
-OWN_INPUT = "the model's own input: stays alive anyway"
+SIDE_RATIO = 16
+"""A statistic such as a mean is this much smaller than what its op reads."""
+LOGSUMEXP = "a statistic: attention's log-sum-exp, of which its backward takes exp()"
+
+
+# As in the known-op table: the backward is linear in what it saves, or memtrain has a form of its
+# own for the op outside of graphs.
+_COMPRESSED = """
+linear matmul mm bmm mv dot addmm addmv addbmm baddbmm einsum _grouped_mm grouped_mm mul multiply
+addcmul exp square conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+scaled_dot_product_attention softmax log_softmax cross_entropy nll_loss embedding dropout where
+masked_fill gather index_select layer_norm rms_norm group_norm batch_norm instance_norm
+max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+adaptive_avg_pool2d adaptive_avg_pool3d __matmul__ __rmatmul__ __mul__ __rmul__
+multi_head_attention_forward
+"""
+# Their backward reads no values.
+_READ_NOTHING = """
+add sub neg __add__ __radd__ __sub__ __rsub__ __neg__ view reshape transpose permute expand
+expand_as cat stack split chunk unbind to float half bfloat16 type type_as contiguous clone sum mean
+unsqueeze squeeze flatten unflatten pad roll flip narrow select repeat repeat_interleave tile
+__getitem__ movedim swapaxes swapdims t
+"""
+_NONLINEAR = tuple(name for name in FAMILIES["@nonlinear"] if "_tanh" not in name)
+_OPERATORS = (operator.mul, operator.imul, operator.matmul, operator.add, operator.iadd)
+_OPERATORS += (operator.sub, operator.isub, operator.neg, operator.getitem)
+KNOWN_FUNCTIONS = (
+    callables(*_COMPRESSED.split(), *_READ_NOTHING.split())
+    | callables(*_NONLINEAR, *(f"{name}_" for name in _NONLINEAR))
+    | {*_OPERATORS}
+)
+"""Torch functions whose nodes in a backward may read compressed tensors."""
+# A module of torch's own that is a leaf of the traced code is a source itself.
+_MODULES = """
+Linear Embedding Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
+LayerNorm RMSNorm GroupNorm BatchNorm1d BatchNorm2d BatchNorm3d InstanceNorm1d InstanceNorm2d
+InstanceNorm3d Dropout Dropout1d Dropout2d Dropout3d MaxPool1d MaxPool2d MaxPool3d AvgPool1d
+AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Flatten Identity
+Softmax LogSoftmax CrossEntropyLoss NLLLoss ReLU ReLU6 LeakyReLU PReLU RReLU ELU CELU SELU GELU
+SiLU Mish Sigmoid LogSigmoid Tanh Softplus Softsign Hardtanh Hardsigmoid Hardswish Hardshrink
+Softshrink Tanhshrink Threshold MultiheadAttention
+"""
+_KNOWN_MODULES = frozenset(getattr(nn, name) for name in _MODULES.split())
+_SQUARES = callables("pow", "__pow__", "square") | {operator.pow}
 
 
 @dataclass(frozen=True)
 class Use:
-    """A forward op whose backward reads a saved tensor, or what it computes again from it."""
+    """A forward op whose backward reads a saved tensor, or what it recomputes from it."""
 
     site: Site
+    known: bool = True
+    """Whether the op is one whose backward may read a compressed tensor."""
     answered: bool = False
     """Whether it only asks on which side of a kink elements lie, which the forward has kept."""
 
@@ -126,17 +173,15 @@ class GraphSites:
         """Whether an output of the forward is, if it is saved, handed to hooks."""
         return isinstance(output, Node) and is_tensor(output) and output not in self._fixed
 
-    def uses(self, saved: Node, readers: Iterable[Node] | None = None) -> list[Use]:
+    def uses(self, saved: Node) -> list[Use]:
         """The forward ops whose backward reads the tensor, the first that runs first.
 
         Args:
             saved: Of the forward.
-            readers: Of the backward, what reads it there; without them, what reads its input.
         """
         found: dict[Use, None] = {}
-        if readers is None:
-            start = self._placed.get(saved.name)
-            readers = [] if start is None else [*start.users]
+        start = self._placed.get(saved.name)
+        readers = [] if start is None else [*start.users]
         waiting, seen = [*readers], set[Node]()
         while waiting:
             user = waiting.pop(0)
@@ -165,6 +210,9 @@ class GraphSites:
         """Why the tensor is kept whatever the rules say, or an empty string."""
         x = example(saved)
         base = stripped(saved)
+        unknown = next((use.site.op for use in uses if not use.known and not use.answered), "")
+        if unknown:
+            return f"{UNKNOWN_OP} {unknown}"
         if base in self.given and base not in self._differentiable and self._is_own(base):
             return OWN_INPUT
         if base in self.given and self.sharded:
@@ -185,7 +233,7 @@ class GraphSites:
         """Which statistic of its own an op saves, or an empty string."""
         if x.dim() > 1 and x.shape[-1] == 1:
             return "a statistic: its last dimension is 1"
-        if any(is_logsumexp(x, query) for query in self._queries(saved)):
+        if any(x.shape[:-1] == query.shape[:-2] for query in self._queries(saved)):
             return LOGSUMEXP
         if x.numel() * SIDE_RATIO <= max(self._reads(saved), default=0):
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
@@ -227,7 +275,8 @@ class GraphSites:
             found = [_attention(op) for op in ops if op.kwargs.get("scale") is not None]
             name = found[0] if found else name
         role = self._role(stripped(saved), number, ops)
-        return Use(Site(self._module(user.meta, "fwd_nn_module_stack"), name, role))
+        site = Site(self._module(user.meta, "fwd_nn_module_stack"), name, role)
+        return Use(site, _is_known(stack[-1][1], name))
 
     def _role(self, base: Node, number: int, ops: list[Node]) -> str:
         """As of `Op.role`: of ops that graphs decompose, `input` or `saved` only."""
@@ -348,11 +397,22 @@ def source_name(stack: Any) -> str:
     return re.sub(r"_\d+$", "", str(text)).strip("_")
 
 
+def _is_known(target: Any, name: str) -> bool:
+    """Whether a source function is known; a method's name is torch's own, `Tensor.<name>`."""
+    function = getattr(Tensor, target, None) if isinstance(target, str) else target
+    try:
+        if isinstance(function, type):
+            return function in _KNOWN_MODULES
+        return function in KNOWN_FUNCTIONS or (function in _SQUARES and name == "square")
+    except TypeError:  # no hash
+        return False
+
+
 def _attention(op: Node) -> str:
     """The name of a fused attention, by its scale and its queries."""
     query = op.args[0]
     width = example(query).shape[-1] if isinstance(query, Node) else 0
-    return attention(op.kwargs["scale"], width)
+    return attention_name(op.kwargs["scale"], width)
 
 
 def _smooth_power(op: Node) -> bool:

@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from operator import methodcaller
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -13,24 +12,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept import compiler_internals as internals
-from memtrain.activations.intercept.executor import run_unwatched
 from memtrain.activations.intercept.graph_saves import GraphSaves
 from memtrain.activations.intercept.graph_sites import GraphSites
-from memtrain.activations.intercept.reentrancy import is_free, top_hooks
+from memtrain.activations.intercept.reentrancy import is_free
 from memtrain.activations.intercept.shared_graphs import records_of
-from memtrain.activations.saved.handles import Compressed, KeptTensor
 from memtrain.activations.saved.origin import foreign
-from memtrain.activations.saved.pack_hook import SavedTensors
 from memtrain.activations.saved.payload_ops import (
     DECOMPRESS,
     compress_op,
     compressor_at,
     decompressor_at,
 )
+from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Record
 
 _Tensors = list[tuple[weakref.ref[Tensor], StorageWeakRef]]
-_unpack = methodcaller("unpack")
 _LEAVES = {Tensor, type(None), bool, int, float}
 
 UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch keeps to itself"
@@ -40,9 +36,9 @@ UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch k
 class CompiledGraphs:
     """Compresses what the compiled parts of a model's forward save.
 
-    The hooks of a forward are graphs themselves, where Dynamo is there: AOTAutograd then inlines
-    them at the end of a compiled forward and at the beginning of its backward. When it runs, no
-    hook does, and nothing here. Outside of compiled parts they are the hooks that they stand for.
+    While a graph is compiled, hooks that are graphs themselves are on: AOTAutograd inlines them at
+    the end of the compiled forward and at the beginning of its backward. When the graph runs, no
+    hook does, and nothing here.
 
     Args:
         model: Gives the model, whose modules are named.
@@ -69,61 +65,29 @@ class CompiledGraphs:
     def _clear(self) -> None:
         self._modules: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._open: list[GraphSaves] = []
-        self._before: internals.Settings = {}  # torch's, as they were before the forward
-        self._inside: internals.Settings = {}  # ours, while another's graph is compiled in it
         # Of the forward's modules that are compiled by themselves: the tensors that each is given.
         self._given: dict[str, _Tensors] = {}
         # What the user gave the forward, and keeps alive; None where none began outside of Dynamo.
         self._own: _Tensors | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_before", "_inside", "_given", "_own")
+        runtime = ("_modules", "_open", "_given", "_own")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._clear()
 
-    def hooks(self, given: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
-        """The pack and the unpack function of a forward that begins.
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Begin a forward outside of graphs.
 
         Args:
-            given: The user's tensors that it is called with, where they are known.
+            inputs: The user's tensors that it is called with.
         """
-        if "torch._dynamo" not in sys.modules:
-            return self.saved.pack, _unpack
-        if not internals.is_supported():
-            self.why = UNSUPPORTED
-            return self.saved.pack, _unpack
-        self._before = internals.configure(self.settings)
-        internals.on_compilation(self._step_out, self._step_back)
-        self._own = None if given is None else _watched(given)
-        return self._inlined()
-
-    def _inlined(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if self._modules is None:  # one pair for good: graphs are guarded by which it is
-            self._modules = (
-                internals.inlined_call(self.saved.pack, self._pack, (Tensor,)),
-                internals.inlined_call(_unpack, self._unpack, (Compressed, KeptTensor)),
-            )
-        return self._modules
-
-    def _step_out(self, _: object) -> None:
-        # What checkpointing drops is saved by as many tensors where it runs again, which may be
-        # compiled anew, outside of the forward.
-        if not isinstance(top_hooks(), fx.GraphModule):
-            self._inside = internals.configure(self._before)
-
-    def _step_back(self, _: object) -> None:
-        internals.configure(self._inside)
-        self._inside = {}
+        self._own = _watched(inputs) if "torch._dynamo" in sys.modules else []
 
     def end(self) -> list[Record]:
         """End the forward that has begun; what the graphs save that were compiled in it."""
-        if self._before:
-            internals.off_compilation(self._step_out, self._step_back)
-        internals.configure(self._before)
-        self._before = {}
         graphs, self._open = self._open, []
         given, self._given = self._given, {}
         own, self._own = self._own or [], None
@@ -132,9 +96,14 @@ class CompiledGraphs:
         storages = {path: [storage.cdata for _, storage in xs] for path, xs in given.items()}
         return records_of(graphs, self.model(), storages, {storage.cdata for _, storage in own})
 
+    def _hooks(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self._modules is None:  # one pair for good
+            self._modules = internals.inlined_call(self._pack), internals.inlined_call(self._unpack)
+        return self._modules
+
     def called(self, path: str, args: Any, kwargs: Any) -> None:
         """Note what a module that is compiled by itself is given: others may share it."""
-        if self._before:
+        if self._own is not None:
             values = (*args, *kwargs.values())
             flat = {*map(type, values)} <= _LEAVES  # mostly: pytrees take longer than the rest
             self._given[path] = _watched(values if flat else tree_leaves(values))
@@ -153,39 +122,27 @@ class CompiledGraphs:
         if compiler is None or not internals.is_supported():
             self.why = UNSUPPORTED if free else self.why
             return
-        if not isinstance(top_hooks(), fx.GraphModule):  # torch's own guard tells which those are
-            internals.guard_frame(is_free)
-        if not free:  # `hooks` has seen to it, or checkpointing drops what it saves
-            internals.compile_frame_by(self._beside(compiler))
-            return
-        internals.compile_frame_by(self._around(compiler), self._inlined())
-
-    def _beside(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiler of a graph, of which no one watches the ops that it runs."""
-
-        @wraps(compiler)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            before = len(self._open)
-            graph = compiler(*args, **kwargs)
-            hooked = len(self._open) > before  # else its ops save by hooks that are told of each
-            return run_unwatched(graph) if hooked else graph
-
-        vars(inner)["_memtrain"] = True
-        return inner
+        internals.guard_frame(is_free)
+        if free:  # else someone's hooks, or checkpointing, have what the graph saves
+            internals.compile_frame_by(self._around(compiler), self._hooks())
 
     def _around(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
         """The compiler of a graph, with our hooks for it to inline."""
 
         @wraps(compiler)
         def inner(*args: Any, **kwargs: Any) -> Any:
-            self.root = ""
+            inside = self._own is not None
+            if not inside:
+                self.root = ""
+            before = internals.configure(self.settings)
             try:
-                with saved_tensors_hooks(*self.hooks()):
-                    return compiler(*args, **kwargs)
+                with saved_tensors_hooks(*self._hooks()):
+                    graph = compiler(*args, **kwargs)
             finally:
-                records = self.end()
-                if records:
+                internals.configure(before)
+                if not inside and (records := self.end()):
                     self.on_graphs(records)
+            return internals.run_without_modes(graph)
 
         vars(inner)["_memtrain"] = True
         return inner

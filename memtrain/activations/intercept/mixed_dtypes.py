@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Run in the weights' dtype, as autocast does; by name without underscores at either end.
+from memtrain.activations.saved.aliases import callables
+
+# Run in the weights' dtype, as autocast does.
 _LOWERED = """
-linear bilinear matmul rmatmul mm bmm mv addmm addmv addbmm baddbmm einsum tensordot chain_matmul
-multi_dot conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
-scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell
-gru_cell rnn_tanh_cell rnn_relu_cell prelu
+linear bilinear matmul __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm einsum tensordot
+chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+convolution scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell prelu
 """
-LOWERED = frozenset(_LOWERED.split())
+LOWERED = callables(*_LOWERED.split())
 
 Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -22,7 +24,8 @@ Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 def run_mixed(
     run: Run,
     low: torch.dtype,
-    where: tuple[str, str],
+    function: Any,
+    module: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -35,7 +38,8 @@ def run_mixed(
     Args:
         run: The op, given its arguments.
         low: The weights' dtype.
-        where: Path of the module that runs it, and the torch function's name.
+        function: The torch function.
+        module: Path of the module that runs it.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
@@ -49,7 +53,7 @@ def run_mixed(
     Example:
         >>> run = lambda args, kwargs: torch.mm(*args)
         >>> halves, ones = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)
-        >>> run_mixed(run, torch.bfloat16, ("", "mm"), (ones, halves), {}).dtype
+        >>> run_mixed(run, torch.bfloat16, torch.mm, "", (ones, halves), {}).dtype
         torch.bfloat16
     """
     try:
@@ -57,9 +61,8 @@ def run_mixed(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        module, name = where
         found = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        to = None if "out" in kwargs else _dtype(low, name, args, found)
+        to = None if "out" in kwargs else _dtype(low, function, args, found)
         if to is None:
             raise
         try:
@@ -67,8 +70,8 @@ def run_mixed(
         except RuntimeError:
             if torch.float32 in found:
                 error.add_note(
-                    f"memtrain: {name} of module {module!r} is given float32 beside weights of "
-                    f"{low}: cast there, or use weights=keep"
+                    f"memtrain: {function.__name__} of module {module!r} is given float32 "
+                    f"beside weights of {low}: cast there, or use weights=keep"
                 )
             raise error from None
     if torch.float32 in found:
@@ -77,18 +80,19 @@ def run_mixed(
 
 
 def _dtype(
-    low: torch.dtype, name: str, args: Sequence[Any], found: set[torch.dtype]
+    low: torch.dtype, function: Any, args: Sequence[Any], found: set[torch.dtype]
 ) -> torch.dtype | None:
     """The dtype to try in place of those that are there; None: there is none."""
     if low not in found:
         return None
+    name = getattr(function, "__name__", "")
     plain = name.startswith("__") and not name.startswith(("__i", "__setitem__"))
     in_place = name.endswith("_") and not plain
     if torch.float32 not in found:
         return None if in_place else torch.float32
     if in_place:
         return args[0].dtype if args and isinstance(args[0], Tensor) else None
-    return low if name.strip("_") in LOWERED else torch.float32
+    return low if function in LOWERED else torch.float32
 
 
 def _cast(x: Tensor, low: torch.dtype, to: torch.dtype) -> Tensor:

@@ -14,27 +14,21 @@ class Options:
 
     Args:
         min_elements: Smaller tensors are kept.
-        derive_outputs: Whether an op's output that another op saves is computed again from the
-            payload that the op keeps, where that spares a payload.
-        derive_products: Whether a product's output is, from the payloads of its factors, and a
-            dropout's from its input's and the mask.
+        derive_outputs: Whether a norm's output that another op saves is recomputed from the payload
+            that the norm keeps.
         backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
             once (one sample at least), and works through the batch in pieces. None: all at once.
         recompute: Modules (globs, `@blocks`) that keep their inputs only, and run again in the
             backward.
-        recompute_inputs: The compressor of those inputs, and of those of torch's own checkpointing,
-            where they require a gradient; a reason to keep them otherwise.
-        recompute_saves: Whether what those modules save when they run again is handled as what
-            others save, in place of being kept.
+        recompute_inputs: The compressor of those inputs where they require a gradient; a reason to
+            keep them otherwise.
         low: The dtype of weights that are kept in two bytes: ops that cannot mix it with float32,
             or do not know it, run as `mixed_dtypes` says.
     """
 
     min_elements: int = 1024
     derive_outputs: bool = True
-    derive_products: bool = False
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
     recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT
-    recompute_saves: bool = False
     low: torch.dtype | None = None

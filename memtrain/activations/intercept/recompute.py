@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -15,17 +15,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from memtrain.activations.intercept.compiler_internals import order_beneath
-from memtrain.activations.intercept.running_again import FirstRun
-from memtrain.activations.saved.origin import in_transform
-from memtrain.activations.saved.pack_hook import SavedTensors
-from memtrain.activations.saved.site import RECOMPUTE, Op
+from memtrain.activations.saved.origin import foreign, in_transform
+from memtrain.activations.saved.saved_tensors import SavedTensors
+from memtrain.activations.saved.site import RECOMPUTE, Site
+from memtrain.activations.saved.store import check_version
+from memtrain.compressors import Compressor, Keep
 
 BLOCKS = "@blocks"
 NO_BLOCKS = f"{BLOCKS}: the model repeats no module with children in a ModuleList or Sequential"
 """Text of a plan where that matches nothing."""
 _HF_CACHES = "transformers.cache_utils"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
-_TORCH = (True, noop_context_fn, "default", False)  # its own defaults, but whether it stops early
+_TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
 
 
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -123,16 +124,13 @@ class Recompute:
         model: Has the modules.
         patterns: Which, as for `recomputed`.
         saved: Packs the inputs that are kept.
-        rerun: Runs a module's forward again, of its path, itself, arguments, keyword arguments and
-            first run.
-        first_run: Tells of a module that is about to run, by its path, what a run again repeats;
-            None: that run keeps what it saves.
-        dropping: A context of that first run.
+        inputs: A compressor for the inputs that are kept, or the reason to keep them.
+        rerun: Runs a module's forward again, given its path, itself, arguments, keyword arguments.
         suspended: Whether it is inactive for now.
 
     Memory:
-        The inputs of each module; while its backward runs, all that it saves (payloads, where
-        `first_run` says so), and a copy of its buffers while it runs again.
+        The inputs of each module; while its backward runs, all that it saves, and a copy of its
+        buffers while it runs again.
     """
 
     def __init__(
@@ -140,15 +138,13 @@ class Recompute:
         model: nn.Module,
         patterns: Sequence[str],
         saved: SavedTensors,
-        rerun: Callable[[str, nn.Module, Any, Any, FirstRun | None], Any],
-        first_run: Callable[[str], FirstRun | None],
-        dropping: Callable[[FirstRun], AbstractContextManager[None]],
+        inputs: Compressor | Keep,
+        rerun: Callable[[str, nn.Module, Any, Any], Any],
         suspended: Callable[[], bool],
     ) -> None:
         self.names = recomputed(model, patterns)
         """Paths of the modules."""
-        self.saved, self.rerun, self.suspended = saved, rerun, suspended
-        self.first_run, self.dropping = first_run, dropping
+        self.saved, self.inputs, self.rerun, self.suspended = saved, inputs, rerun, suspended
         self._handles: list[Any] = []
         self._running: dict[int, list[tuple[nn.Module, ExitStack]]] = {}
         self.called: set[str] = set()
@@ -191,27 +187,31 @@ class Recompute:
             return None
         args, kwargs = given
         leaves, form = tree_flatten((args, kwargs))
-        first = self.first_run(name)
+        kept: dict[int, Any] = {}  # a tensor that is given twice is one tensor again
+        with torch._C.DisableTorchFunction():
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and id(leaf) not in kept:
+                    role = f"input{len(kept) or ''}"
+                    kept[id(leaf)] = self._input(Site(name, RECOMPUTE, role), leaf)
+        places = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        del leaves, args, kwargs
 
-        def again(*given: Any) -> None:
+        def again() -> None:
+            found = {place: one.unpack() for place, one in kept.items()}
+            given = [
+                other if place is None else found[place]
+                for place, other in zip(places, others, strict=True)
+            ]
             args, kwargs = tree_unflatten(given, form)
             with _buffers_kept(module):
-                self.rerun(name, module, args, kwargs, first)
+                self.rerun(name, module, args, kwargs)
 
-        # A rounded result is packed once its op has run, also the last one.
-        early = first is None or not self.saved.defers
-        generator = _checkpoint_without_reentrant_generator(again, *_TORCH, early, *leaves)
-        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        outer, self.saved.op = self.saved.op, Op(name, RECOMPUTE, (inputs, {}))
-        try:
-            with torch._C.DisableTorchFunction():  # its ops are not the model's
-                next(generator)
-        finally:
-            self.saved.op = outer
+        generator = _checkpoint_without_reentrant_generator(again, *_TORCH)
+        with torch._C.DisableTorchFunction():  # its ops are not the model's
+            next(generator)
         contexts = ExitStack()
         contexts.callback(next, generator, None)  # takes its saved-tensor hooks off
-        if first is not None:
-            contexts.enter_context(self.dropping(first))
         stack.append((module, contexts))
         return given
 
@@ -225,6 +225,16 @@ class Recompute:
         if not stack:
             del self._running[threading.get_ident()]
         contexts.close()
+        self.saved.skip()  # what the first run saved is dropped
+
+    def _input(self, site: Site, x: Tensor) -> "_Input":
+        """What is kept of an input."""
+        handle = None
+        if isinstance(self.inputs, Compressor) and x.requires_grad and not foreign(x):
+            handle = self.saved.stash(site, x, self.inputs)
+        elif not foreign(x):
+            self.saved.keep_input(site, x)
+        return _Input(x, handle)
 
     def _inactive(self) -> bool:
         return (
@@ -233,6 +243,27 @@ class Recompute:
             or in_transform()
             or self.suspended()
         )
+
+
+class _Input:
+    """An input of a module that runs again: a payload, or the tensor with its version."""
+
+    def __init__(self, x: Tensor, handle: Any) -> None:
+        self._handle, self._requires_grad = handle, x.requires_grad
+        self._x = None if handle is not None else x.detach()
+        self._version = 0 if x.is_inference() else x._version
+
+    def unpack(self) -> Tensor:
+        """Return the input as a leaf.
+
+        Raises:
+            RuntimeError: If it was modified in place since the first run.
+        """
+        if self._x is None:
+            return self._handle.unpack().detach().requires_grad_(self._requires_grad)
+        if not self._x.is_inference():
+            check_version(self._x, self._version)
+        return self._x.detach().requires_grad_(self._requires_grad)
 
 
 @contextmanager

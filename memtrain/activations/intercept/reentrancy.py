@@ -1,7 +1,7 @@
 """Whether a forward is an interception's own: others may trace, transform, or hold hooks."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,18 +66,3 @@ def top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
     top = _HOOKS._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]
-
-
-def top_pair() -> Any:
-    """The pack and unpack functions there, or None."""
-    return _HOOKS._top_saved_tensors_default_hooks(True)
-
-
-def unhooked(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function without the hooks on top: each call of a hook takes as long as a small op."""
-    hooks = _HOOKS._top_saved_tensors_default_hooks(True)
-    _HOOKS._pop_saved_tensors_default_hooks()
-    try:
-        return run(*args, **kwargs)
-    finally:
-        _HOOKS._push_saved_tensors_default_hooks(*hooks)

@@ -1,122 +1,220 @@
-"""Ops that are replaced whole: which module recognises a call of each."""
+"""Ops that are replaced whole, by the torch function that is called."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-
-from memtrain.activations.intercept.options import Options
-from memtrain.activations.ops import (
-    conv,
-    cross_entropy,
-    dropout,
-    leaky_relu,
-    nonlinear,
-    norm_calls,
-    pool,
-    shape_only,
+import torch
+from torch import Tensor, is_grad_enabled, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import functional
+from torch.overrides import (
+    _get_current_function_mode_stack,
+    handle_torch_function,
+    has_torch_function_unary,
 )
+
+from memtrain.activations.intercept.mixed_dtypes import run_mixed
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.activations.ops import conv, cross_entropy, dropout, leaky_relu, nonlinear, pool
+from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
-from memtrain.compressors.fewbit.register import REGISTERED
+from memtrain.activations.ops.in_rows import IN_ROWS, in_rows
+from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.saved_tensors import SavedTensors
+from memtrain.activations.saved.site import Site
+from memtrain.compressors import Compressor, Keep
+from memtrain.compressors.fewbit.register import Registered
+from memtrain.optim.wrappers.wrapper import WeakRef
 
 Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 
-# By the torch function's name without underscores at either end. A recogniser is given the name
-# with them, the arguments and the keyword arguments, and passes (None) on calls it leaves alone.
-FUNCTIONS: dict[str, Recognise] = {
-    **dict.fromkeys(nonlinear.NAMES, nonlinear.recognise),
-    "cross_entropy": cross_entropy.recognise,
-    "dropout": dropout.recognise,
-    **dict.fromkeys(norm_calls.NAMES, norm_calls.recognise),
-    **dict.fromkeys(pool.NAMES, pool.recognise),
-    "prelu": leaky_relu.recognise,
-    **dict.fromkeys(shape_only.NAMES, shape_only.recognise),
-}
-
-# By class name: modules that write one op out in several, each of which saves a tensor.
-MODULES: dict[str, Callable[[nn.Module, Tensor], Call | None]] = {
-    **dict.fromkeys(nonlinear.MODULES, nonlinear.recognise_module),
-}
+# torch's own form of these saves its result, not its input.
+_SAVE_RESULTS = ("relu", "sigmoid", "tanh")
 
 
-# By class name: modules of torch whose op is an `autograd.Function`, which no mode sees, and the
-# op's name in sites. What another Function saves is its own affair.
-FUNCTION_MODULES = {"SyncBatchNorm": "sync_batch_norm"}
+def _is_aten(function: Any) -> bool:
+    return isinstance(function, OpOverload | OpOverloadPacket)
 
 
-# Smooth nonlinearities that save their input: from its payload the output, which the next op
-# saves, can be computed again. (A step near a kink would be taken on the wrong side.)
-SMOOTH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "logsigmoid")
+def _replaced() -> Iterator[tuple[Any, tuple[Recognise, str]]]:
+    for name in nonlinear.NAMES:
+        for form in (name, f"{name}_"):
+            for function in callables(form):
+                yield function, (nonlinear.recognise, form)
+    # Of other ops only torch's public functions, whose order of arguments the recognisers know.
+    public: dict[Recognise, tuple[str, ...]] = {
+        norms.recognise: ("layer_norm", "group_norm", "rms_norm"),
+        dropout.recognise: ("dropout",),
+        leaky_relu.recognise: ("prelu",),
+        pool.recognise: pool.NAMES,
+    }
+    for recognise, names in public.items():
+        for name in names:
+            for function in callables(name):
+                if not _is_aten(function):
+                    yield function, (recognise, name)
+    yield functional.batch_norm, (norms.recognise, "batch_norm")
+    yield functional.instance_norm, (norms.recognise, "instance_norm")
+    yield functional.cross_entropy, (cross_entropy.recognise, "cross_entropy")
+    yield written_out, (_recognise_written, "")
 
 
-def is_replaced(name: str) -> bool:
-    """Whether `recognise` may know a call of a torch function of this `__name__`.
+def _recognise_written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    module, x = args
+    return recognise_module(module, x)
+
+
+def recognise_module(module: nn.Module, x: Any) -> Call | None:
+    """Return the call that a module which writes one op out stands for, known by its source."""
+    if not isinstance(x, Tensor):
+        return None
+    if nonlinear.form_of(type(module)) is not None:
+        return nonlinear.recognise_module(module, x)
+    return norms.recognise_module(module, x)
+
+
+def writes_out(module: nn.Module) -> bool:
+    """Whether the class of a module writes one op out in several, each of which saves a tensor.
 
     Example:
-        >>> is_replaced("relu_"), is_replaced("addmm")
-        (True, False)
+        >>> writes_out(nn.Linear(1, 1))
+        False
     """
-    base = name.strip("_")
-    return base in FUNCTIONS or base in conv.NAMES or name in REGISTERED
+    cls = type(module)
+    known = nonlinear.form_of(cls) is not None or norms.form_of(cls) is not None
+    return known and "forward" not in vars(module)
 
 
-def recognise(
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options = Options(),  # noqa: B008 (a frozen value)
-) -> Call | None:
-    """The call of an op that can be replaced, or None.
+def written_out(module: nn.Module, x: Tensor) -> Any:
+    """Run the forward of a module as one torch function, which modes see."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(written_out, (x,), module, x)
+    return type(module).forward(module, x)
+
+
+class WrittenOut:
+    """Takes the place of the `forward` of a module that writes one op out.
+
+    Hooks of the module run as ever. Where a rule claims the op it runs as one, else as written.
 
     Args:
-        name: The torch function's `__name__`.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        options: `backward_bytes` makes convolutions calls.
-
-    Example:
-        >>> import torch
-        >>> recognise("relu_", (torch.ones(3),), {}).op
-        'relu'
+        module: The module; it is not kept alive.
     """
-    base = name.strip("_")
-    if base in conv.NAMES:
-        return conv.recognise(name, args, kwargs, options.backward_bytes)
-    recogniser = FUNCTIONS.get(base)
-    if recogniser is None:
-        return nonlinear.recognise_registered(name, args)
-    return recogniser(name, args, kwargs)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = WeakRef(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward is gone")
+        if len(args) == 1 and not kwargs and _takes(module, args[0]):
+            return written_out(module, args[0])
+        return type(module).forward(module, *args, **kwargs)
 
 
-def recognise_module(cls: type[nn.Module]) -> Callable[[nn.Module, Tensor], Call | None] | None:
-    """The recogniser of modules of this class if it writes an op out, or None.
+def _takes(module: nn.Module, x: Any) -> bool:
+    """Whether a mode of the forward that runs now takes a module for one op."""
+    for mode in _get_current_function_mode_stack():
+        replacements = getattr(mode, "replacements", None)
+        if isinstance(replacements, Replacements):
+            with torch._C.DisableTorchFunction():
+                return replacements.takes(module, x)
+    return False
 
-    Example:
-        >>> class MishActivation(nn.Module):
-        ...     pass
-        >>> recognise_module(nn.Linear), recognise_module(MishActivation).__name__
-        (None, 'recognise_module')
+
+class Replacements:
+    """Runs torch functions: replaced by ops that save payloads, or as they are.
+
+    Args:
+        saved: Knows the choices for sites.
+        options: How saved tensors are handled.
     """
-    name = cls.__name__
-    if name not in MODULES and name.endswith(norm_calls.SUFFIXES) and norm_calls.form_of(cls):
-        return norm_calls.recognise_module
-    return MODULES.get(name)
+
+    def __init__(self, saved: SavedTensors, options: Options) -> None:
+        self.saved, self.options = saved, options
+        self.module = ""
+        """Path of the module whose forward runs."""
+        self.idle = False
+        """Whether nothing is saved for a backward."""
+        self.in_rows = False
+        """Whether gradients of weights may be made in pieces."""
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a torch function."""
+        low = self.options.low
+        if low is None:
+            return self._run(function, args, kwargs)
+        run = partial(self._run, function)
+        return run_mixed(run, low, function, self.module, args, kwargs)
+
+    def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.in_rows and function in IN_ROWS and top_hooks() is None:
+            function = in_rows(function, args, kwargs)
+        if not self.idle and is_grad_enabled():
+            call = self._recognise(function, args, kwargs)
+            chosen = None if call is None else self.compressor(call)
+            if call is not None and chosen is not None:
+                if call.accepts(chosen):
+                    return self._replace(call, chosen)
+                if function is written_out and call.plain is not None:
+                    return call.plain(call.x)
+        return function(*args, **kwargs)
+
+    def takes(self, module: nn.Module, x: Any) -> bool:
+        """Whether a module that writes an op out runs as one."""
+        if self.idle or not is_grad_enabled():
+            return False
+        call = recognise_module(module, x)
+        chosen = None if call is None else self.compressor(call)
+        if call is None or chosen is None:
+            return False
+        codes = chosen.gives_derivative or chosen.is_identity
+        return call.accepts(chosen) or (call.plain is not None and not codes)
+
+    def _recognise(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call | None:
+        known = REPLACED.get(function)
+        if known is not None:
+            recognise, name = known
+            return recognise(name, args, kwargs)
+        if type(function) is Registered:
+            return nonlinear.recognise_registered(function, args)
+        if self.options.backward_bytes is not None and function in _CONVOLUTIONS:
+            name = _CONVOLUTIONS[function]
+            return conv.recognise(name, args, kwargs, self.options.backward_bytes)
+        return None
+
+    def compressor(self, call: Call) -> Compressor | None:
+        """Return the rules' compressor for a call's site, or None where it runs as it is."""
+        x = call.x
+        if not (x.requires_grad and x.is_floating_point()) or x.numel() < self.options.min_elements:
+            return None
+        if foreign(x) or top_hooks() is not None:  # inside someone's activation checkpointing
+            return None
+        if call.tensor == "input" and call.op not in _SAVE_RESULTS:
+            storage = self.saved.store.get(storage_id(x))
+            if storage is not None and storage.is_kept:  # what torch's own form saves is there
+                return None
+        chosen = self.saved.choose(Site(self.module, call.op, call.tensor))
+        return None if isinstance(chosen, Keep) else chosen
+
+    def _replace(self, call: Call, compressor: Compressor) -> Any:
+        """Run a call in the form that saves the compressor's payload."""
+        site = Site(self.module, call.op, call.tensor)
+        y = call.run(compressor, self.saved.key(site))
+        self.saved.replaced(site, call.x, y)
+        return y
 
 
-_EVERY_MODULES: tuple[Mapping[int, Any], ...] = (  # hooks, which torch adds in place
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_forward_hooks,
-    torch_module._global_backward_pre_hooks,
-    torch_module._global_backward_hooks,
-)
+REPLACED: Mapping[Any, tuple[Recognise, str]] = dict(_replaced())
+"""Torch function -> what recognises its calls, and the name of its form."""
 
-
-def unwatched(module: nn.Module) -> bool:
-    """Whether only we have hooks on the module: others would see that it runs as one op."""
-    return (
-        len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
-        and not any(_EVERY_MODULES)
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-    )
+_CONVOLUTIONS = {
+    function: name for name in conv.NAMES for function in callables(name) if not _is_aten(function)
+}

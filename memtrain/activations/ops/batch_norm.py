@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.ops.autograd import (
-    autograd_function,
+from memtrain.activations.ops.autograd import autograd_function
+from memtrain.activations.ops.call import as_autocast
+from memtrain.activations.ops.spatial import memory_format_of
+from memtrain.activations.saved.function_payloads import (
     save_compressed,
     saved_compressed,
 )
-from memtrain.activations.ops.call import as_autocast
-from memtrain.activations.ops.spatial import memory_format_of
 from memtrain.compressors import Compressor, Key
 from memtrain.kernels.dispatch import is_for_cuda
 

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.ops.autograd import (
-    autograd_function,
+from memtrain.activations.ops.autograd import autograd_function
+from memtrain.activations.ops.call import Call, gives_floats
+from memtrain.activations.ops.spatial import per_dimension
+from memtrain.activations.saved.function_payloads import (
     compress,
     decompress,
     save_payloads,
     saved_payloads,
 )
-from memtrain.activations.ops.call import Call, gives_floats
-from memtrain.activations.ops.spatial import per_dimension
 from memtrain.compressors import Compressor, Key
 
 NAMES = (*(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)))

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memtrain.activations.ops.autograd import (
+from memtrain.activations.ops.autograd import autograd_function
+from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
+from memtrain.activations.saved.function_payloads import (
     Payload,
-    autograd_function,
     compress,
     decompress,
     save_payloads,
     saved_payloads,
 )
-from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
 from memtrain.compressors import Compressor, Key
 from memtrain.compressors.log_group import cut_
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated

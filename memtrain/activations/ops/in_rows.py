@@ -139,5 +139,5 @@ _linear = autograd_function(_linear_forward, _linear_backward, tensors=4, twice=
 _embedding = autograd_function(_embedding_forward, _embedding_backward, tensors=3, twice=True)
 
 _FORMS = {functional.linear: _linear_in_rows, functional.embedding: _embedding_in_rows}
-IN_ROWS = frozenset(func.__name__ for func in _FORMS)
-"""Names of the torch functions that `in_rows` knows."""
+IN_ROWS = frozenset(_FORMS)
+"""The torch functions that `in_rows` knows."""

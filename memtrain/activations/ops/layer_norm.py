@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, is_autocast_enabled
 
-from memtrain.activations.ops.autograd import (
+from memtrain.activations.ops.autograd import autograd_function
+from memtrain.activations.ops.batch_norm import standard
+from memtrain.activations.ops.call import as_autocast
+from memtrain.activations.saved.flatten import layout_of
+from memtrain.activations.saved.function_payloads import (
     Payload,
-    autograd_function,
     decompress,
     save_compressed,
     save_payloads,
     saved_payloads,
 )
-from memtrain.activations.ops.batch_norm import standard
-from memtrain.activations.ops.call import as_autocast
-from memtrain.activations.saved.flatten import layout_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels import dispatch
 from memtrain.kernels.dispatch import is_for_cuda

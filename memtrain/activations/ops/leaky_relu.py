@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.ops.autograd import autograd_function, save_compressed, saved_compressed
+from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, has_width
 from memtrain.activations.saved.flatten import flatten, restore
+from memtrain.activations.saved.function_payloads import save_compressed, saved_compressed
 from memtrain.compressors import Compressor, Group, Key
 from memtrain.kernels.packing.pack import pack_mask, unpack_mask
 

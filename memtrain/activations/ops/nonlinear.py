@@ -1,5 +1,6 @@
 """Nonlinearities that save derivative codes."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -9,13 +10,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.activations.ops.call import Call, as_autocast
 from memtrain.activations.ops.fewbit import Value, fewbit
 from memtrain.activations.ops.leaky_relu import rrelu_call
+from memtrain.activations.ops.written_forms import body_of
 from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit.functions import FAMILIES, complete
-from memtrain.compressors.fewbit.register import REGISTERED
+from memtrain.compressors.fewbit.register import REGISTERED, Registered
 from memtrain.compressors.fewbit.step_function import EXACT
 from memtrain.kernels.derivative import pointwise
 
@@ -56,17 +59,17 @@ NAMES = (*_ARGUMENTS, *_ALIASES)
 # Of torch's own functions, those that autocast runs in float32 on some device.
 _WIDE = {"softplus": F.softplus}
 
-# Modules that write a nonlinearity out in several ops, each of which saves a tensor.
-MODULES = {
-    "NewGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "AccurateGELUActivation": "gelu_tanh",
-    "QuickGELUActivation": "quick_gelu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "MishActivation": "mish",
+# Bodies of `forward` that write a nonlinearity out, as `ast.unparse` writes them with `x` as the
+# argument -> the op.
+_WRITTEN = {
+    "return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * "
+    "(x + 0.044715 * torch.pow(x, 3.0))))": "gelu_tanh",
+    "return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))": "gelu_tanh",
+    "return 0.5 * x * (1 + torch.tanh(self.precomputed_constant * "
+    "(x + 0.044715 * torch.pow(x, 3))))": "gelu_tanh",
+    "return x * torch.sigmoid(1.702 * x)": "quick_gelu",
 }
+_GELU_CONSTANT = math.sqrt(2 / math.pi)
 _LARGEST = float(np.finfo(np.float32).max)
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -215,7 +218,8 @@ def _clamp(x: Tensor, low: Any, high: Any, inplace: bool) -> Call | None:
 
 def _rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
     """As torch compares them with a tensor of `dtype`; the kernels compare in float32."""
-    return tuple(torch.tensor(numbers, dtype=dtype, device="cpu").float().tolist())
+    with _disable_current_modes():  # a fake mode's tensor has no values
+        return tuple(torch.tensor(numbers, dtype=dtype, device="cpu").float().tolist())
 
 
 def _next(x: float, direction: int) -> float:
@@ -226,19 +230,23 @@ def _next(x: float, direction: int) -> float:
     return 0.0 if abs(beside) < _TINY else beside
 
 
-def recognise_registered(name: str, args: Sequence[Any]) -> Call | None:
-    """A call of a user's own function that is registered under `name`."""
-    if name in REGISTERED and len(args) == 1 and isinstance(args[0], Tensor):
-        return _call(name, args[0], written=REGISTERED[name].plain)
+def recognise_registered(function: Registered, args: Sequence[Any]) -> Call | None:
+    """Return the call of a user's own function that `register` returned."""
+    known = REGISTERED.get(function.name) is function
+    if known and len(args) == 1 and isinstance(args[0], Tensor):
+        return _call(function.name, args[0], written=function.plain)
     return None
 
 
-def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
-    """The call that a module of `MODULES` stands for.
+def form_of(cls: type) -> str | None:
+    """Return the nonlinearity that a class writes out, known by its source; None for other code."""
+    return _WRITTEN.get(body_of(cls, "forward") or "")
 
-    A module that calls torch's own function is left to the mode, which sees that call.
-    """
-    act = getattr(module, "act", None)
-    if act is not None and getattr(act, "__self__", None) is not module:
+
+def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
+    """Return the call that a module whose class has a `form_of` stands for."""
+    constant = getattr(module, "precomputed_constant", _GELU_CONSTANT)
+    op = form_of(type(module))
+    if op is None or constant != _GELU_CONSTANT:
         return None
-    return _call(MODULES[type(module).__name__], x, written=module.forward)
+    return _call(op, x, written=partial(type(module).forward, module))

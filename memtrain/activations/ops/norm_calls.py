@@ -1,8 +1,5 @@
 """Recognises calls of norms: torch's functions, and modules that write an RMS norm out."""
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +9,7 @@ from torch import Tensor, nn
 from memtrain.activations.ops.batch_norm import batch_norm, group_norm, instance_norm
 from memtrain.activations.ops.call import Call, gives_floats
 from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
+from memtrain.activations.ops.written_forms import body_of
 from memtrain.compressors import Compressor, Key
 
 # The function, and the arguments that it may be given by position.
@@ -128,13 +126,9 @@ return self.weight * x""": "t5",
 }
 
 
-SUFFIXES = ("RMSNorm", "LayerNorm")
-"""Of the names of classes that may write an RMS norm out."""
-
-
 def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
     """The RMS norm that a module writes out, known by its source; None for any other code."""
-    form = form_of(type(module)) if "forward" not in vars(module) else None
+    form = form_of(type(module))
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if form is None or not isinstance(eps, float):
@@ -151,28 +145,7 @@ def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
 @cache
 def form_of(cls: type) -> str | None:
     """The name in `FORMS` of the RMS norm that a class writes out; None for any other code."""
-    body = _body(cls, "forward")
+    body = body_of(cls, "forward")
     if body is None:
         return None
-    return _WRITTEN.get(body) or _WRITTEN.get(f"{body}\n_norm: {_body(cls, '_norm')}")
-
-
-def _body(cls: type, method: str) -> str | None:
-    """The statements of a method of one argument, without its docstring; None without source."""
-    try:
-        source = textwrap.dedent(inspect.getsource(vars(cls)[method]))
-        (function,) = ast.parse(source).body
-    except (KeyError, OSError, TypeError, SyntaxError, ValueError):
-        return None
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return None
-    arguments = [argument.arg for argument in function.args.args]
-    if len(arguments) != 2:
-        return None
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == arguments[1]:
-            node.id = "x"
-        elif isinstance(node, ast.Attribute) and node.attr == "variance_epsilon":
-            node.attr = "eps"
-    is_docstring = isinstance(function.body[0], ast.Expr) and ast.get_docstring(function)
-    return "\n".join(ast.unparse(node) for node in function.body[1 if is_docstring else 0 :])
+    return _WRITTEN.get(body) or _WRITTEN.get(f"{body}\n_norm: {body_of(cls, '_norm')}")

@@ -1,134 +1,80 @@
-"""Handles that autograd holds in place of saved tensors, and how a tensor comes back of one."""
+"""What takes the place of a saved tensor in the graph, besides a payload."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from memtrain.activations.saved.flatten import Layout, restore, steps_of
-from memtrain.activations.saved.site import Op
-from memtrain.compressors import Compressor, Packed
+from memtrain.activations.saved.store import check_version, without_elements
+from memtrain.compressors import Key, Mask
 
 
-class KeptTensor(NamedTuple):
-    """A saved tensor kept as it is, and its version then."""
+class ShapeOnly:
+    """Takes the place of a saved tensor of which the backward reads the shape only."""
 
-    tensor: Tensor
-    version: int
-    witness: Tensor | None = None  # of changes in place, where the tensor is a copy
+    __slots__ = ("__weakref__", "_counter", "_geometry", "_version")
+
+    def __init__(self, x: Tensor) -> None:
+        self._counter, self._version = without_elements(x), x._version
+        self._geometry = x.shape, x.stride()
 
     def unpack(self) -> Tensor:
-        """The tensor itself.
-
-        Raises:
-            RuntimeError: If it has since been changed in place: the check that autograd makes by
-                itself where no hooks are.
-        """
-        witness = self.tensor if self.witness is None else self.witness
-        if witness._version != self.version:
-            check_version(witness, self.version)
-        return self.tensor
+        """Return a tensor of that shape without values."""
+        check_version(self._counter, self._version)
+        return self._counter.new_empty_strided(*self._geometry)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Shared:
-    """One payload, held by every save of the same memory."""
-
-    packed: Packed
-    compressor: Compressor
-    layout: Layout | None
-
-    def content(self) -> Tensor:
-        """The tensor that the compressor was handed, as far as it was kept."""
-        return self.compressor.decompress(self.packed)
-
-    def tensor(self) -> Tensor:
-        """The tensor that was saved first, in its shape and memory order."""
-        return tensor_of(self.packed, self.compressor, self.layout)
-
-    def seen_as(self, layout: Layout) -> Tensor:
-        """The tensor as one that was saved with another layout, of the same elements."""
-        return tensor_of(self.packed, self.compressor, layout)
-
-
-def tensor_of(packed: Packed, compressor: Compressor, layout: Layout | None) -> Tensor:
-    """The tensor of a payload, in its shape and memory order.
+class Kept:
+    """Takes the place of a saved tensor that is kept: the tensor detached, or a copy.
 
     Args:
-        packed: The payload.
-        compressor: What made it.
-        layout: Where the tensor was flattened: what the flat one is to be seen as.
-    """
-    if layout is None:
-        return compressor.decompress(packed)
-    if not compressor.reads_rows:
-        return restore(compressor.decompress(packed), layout)
-    # Asked for in the order that it has in memory, it needs no view: each takes as long as a block.
-    stored, inverse, expanded = steps_of(layout)
-    x = compressor.decompress(Packed(packed.tensors, stored, packed.dtype))
-    x = x if inverse is None else x.permute(inverse)
-    return x.expand(layout.shape) if expanded else x
-
-
-class Compressed(NamedTuple):
-    """A payload, and how to see it again as the tensor that was saved.
-
-    An op's output that is computed again from the payload of the op's input has none of its own.
+        x: The saved tensor, whose version is checked.
+        kept: What is kept: a copy, where the tensor is a small view of a large storage.
     """
 
-    shared: Shared | None
-    content: Callable[[], Tensor]  # in the shape and memory order that the tensor had
-    witness: Tensor  # of changes in place
-    version: int
+    __slots__ = ("__weakref__", "_counter", "_kept", "_version")
+
+    def __init__(self, x: Tensor, kept: Tensor) -> None:
+        self._kept = kept
+        self._counter, self._version = without_elements(x), x._version
 
     def unpack(self) -> Tensor:
-        """The tensor for the backward, decompressed or computed again.
-
-        Raises:
-            RuntimeError: If the tensor has since been changed in place. The payload would give the
-                old values, but plain PyTorch refuses, and so do we.
-        """
-        if self.witness._version != self.version:
-            check_version(self.witness, self.version)
-        if torch.is_grad_enabled():  # a backward that is differentiated again
-            with torch.no_grad():
-                return self.content()
-        return self.content()
+        """Return what is kept."""
+        check_version(self._counter, self._version)
+        return self._kept
 
 
-class Waiting:
-    """A result that its op saves and that is rounded: packed once the op has run."""
+class MaskBias:
+    """Takes the place of the bias that fused attention makes of a mask of bools.
 
-    __slots__ = ("handle", "save")
+    The bias is 0 where a key is attended to, and one low number elsewhere: -inf, or for cuDNN
+    -65504. CUDA's memory-efficient kernel pads its rows and expands it to all scores, and reads the
+    ends of the rows, so that the bias comes back with the memory that it had.
 
-    def __init__(self, tensor: Tensor, op: Op, requires_grad: bool) -> None:
-        self.save: tuple[Tensor, Op, bool] | None = (tensor, op, requires_grad)
-        self.handle: Saved | None = None
+    Args:
+        x: The bias.
 
-    def pack(self, pack: Callable[[Tensor, Op, bool], "Saved"]) -> None:
-        """Hold the handle that `pack` gives, and no more the tensor, nor what the op read."""
-        if self.save is not None:
-            self.handle, self.save = pack(*self.save), None
+    Memory:
+        1/8 byte per element that memory holds, and one number.
+    """
+
+    __slots__ = ("__weakref__", "_geometry", "_hidden", "_low", "_numel", "nbytes")
+
+    def __init__(self, x: Tensor) -> None:
+        x = x.detach()
+        stored = _stored(x)
+        self._hidden = Mask().compress((stored != 0).contiguous(), key=Key())
+        self._low, self._geometry = stored.amin(), (x.shape, x.stride(), x.storage_offset())
+        self._numel = x.untyped_storage().nbytes() // x.itemsize
+        self.nbytes = self._hidden.nbytes + self._low.nbytes
 
     def unpack(self) -> Tensor:
-        """The tensor for the backward."""
-        if self.handle is None:
-            raise RuntimeError("an op whose result is saved was not run to its end")
-        return self.handle.unpack()
+        """Return the bias."""
+        bias = self._low.new_zeros(self._numel).as_strided(*self._geometry)
+        _stored(bias).masked_fill_(Mask().decompress(self._hidden), self._low)
+        return bias
 
 
-Saved = KeptTensor | Compressed | Waiting
-
-
-def check_version(x: Tensor, version: int) -> None:
-    """Raise as autograd does if `x` has been changed in place since it was at `version`."""
-    if x._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: a tensor of shape {tuple(x.shape)} is at version {x._version}; "
-            f"expected version {version}. (Weights change in optimizer.step(), and with "
-            "gradients=release in backward(): call that once for each forward, of the sum of its "
-            "losses.)"
-        )
+def _stored(x: Tensor) -> Tensor:
+    """The elements of `x` that memory holds: those of a stride of 0 once."""
+    for dim, step in enumerate(x.stride()):
+        if step == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.activations.saved.bound import Bound
 from memtrain.activations.saved.flatten import Layout, flatten, memory_of, restore
+from memtrain.activations.saved.specialized import Specialized
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary, register
 
@@ -35,9 +35,9 @@ class _Form(NamedTuple):
 
 _FORMS: dict[str, _Form] = {}
 _COUNTERS: dict[int, "_Counter"] = {}  # of objects that are alive
-_BOUND: dict[tuple[Any, ...], Bound | None] = {}  # by what the ops are given
+_SPECIALIZED: dict[tuple[Any, ...], Specialized | None] = {}  # by what the ops are given
 _UNKNOWN: Any = object()
-BOUND = 2**12
+SIGNATURES = 2**12
 """Forms of tensors at most of which the ops remember the kernels."""
 _NUMBERS = count(1)
 
@@ -83,7 +83,7 @@ def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str
     # be these words, by which the code is found.
     text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
     if _FORMS.get(text) != form:  # a class that was defined again may have other kernels
-        _BOUND.clear()
+        _SPECIALIZED.clear()
     _FORMS[text] = form
     return text
 
@@ -141,7 +141,7 @@ def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[
         form: As for `compress`.
         key: As for `compress`.
     """
-    known: tuple[Any, Any, Any, Bound | None] = None, None, None, None
+    known: tuple[Any, Any, Any, Specialized | None] = None, None, None, None
 
     def compress_here(x: Tensor) -> Sequence[Tensor]:
         nonlocal known
@@ -151,8 +151,8 @@ def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[
         here = known  # at once: another thread may run the graph for other shapes
         if here[0] != shape or here[1] != strides or here[2] is not held:
             here = known = shape, strides, held, _bound_of(x, form)
-        bound, own = here[3], _key(key)
-        return _payload(x, form, own) if bound is None else bound.compress(x, own.bits())
+        special, own = here[3], _key(key)
+        return _payload(x, form, own) if special is None else special.compress(x, own.bits())
 
     return compress_here
 
@@ -166,17 +166,17 @@ def decompressor_at(
         form: As for `decompress`.
         dtype: Of the saved tensor.
     """
-    known: tuple[Any, Any, Bound | None] = None, None, None
+    known: tuple[Any, Any, Specialized | None] = None, None, None
 
     def decompress_here(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         nonlocal known
         if not is_ordinary():
             return decompress(parts, form, shape, dtype)
-        like, held, bound = known
-        if bound is not None and like == shape and held is _FORMS[form]:
-            return bound.decompressed(parts)
+        like, held, special = known
+        if special is not None and like == shape and held is _FORMS[form]:
+            return special.decompressed(parts)
         x = _decompress(parts, form, shape, dtype)
-        known = shape, _FORMS[form], _BOUND.get((form, tuple(shape), dtype, x.device))
+        known = shape, _FORMS[form], _SPECIALIZED.get((form, tuple(shape), dtype, x.device))
         return x
 
     return decompress_here
@@ -184,8 +184,8 @@ def decompressor_at(
 
 def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
     own = _key(key)
-    bound = _bound_of(x, form) if is_ordinary() else None
-    return _payload(x, form, own) if bound is None else [*bound.compress(x, own.bits())]
+    special = _bound_of(x, form) if is_ordinary() else None
+    return _payload(x, form, own) if special is None else [*special.compress(x, own.bits())]
 
 
 def _key(key: Sequence[int]) -> Key:
@@ -194,25 +194,25 @@ def _key(key: Sequence[int]) -> Key:
     return Key(seed, site, 0 if counter is None else counter.step_of(graph, place))
 
 
-def _bound_of(x: Tensor, form: str) -> Bound | None:
+def _bound_of(x: Tensor, form: str) -> Specialized | None:
     given = form, x.shape, x.stride(), x.dtype, x.device
-    bound = _BOUND.get(given, _UNKNOWN)
-    return _bind(given, x, _FORMS[form]) if bound is _UNKNOWN else bound
+    special = _SPECIALIZED.get(given, _UNKNOWN)
+    return _bind(given, x, _FORMS[form]) if special is _UNKNOWN else special
 
 
-def _bind(given: tuple[Any, ...], x: Tensor, form: _Form) -> Bound | None:
+def _bind(given: tuple[Any, ...], x: Tensor, form: _Form) -> Specialized | None:
     """Find the kernels for tensors like `x`, and remember them for ops that are given the same.
 
     None where it does not lie in memory as when the graph was traced (a fake kernel of the user's
     told other strides): the payload has the order that the graph knows.
     """
-    if len(_BOUND) >= BOUND:  # shapes that vary would collect without end
-        _BOUND.clear()
+    if len(_SPECIALIZED) >= SIGNATURES:  # shapes that vary would collect without end
+        _SPECIALIZED.clear()
     layout, (own, place) = form.layout(x.shape), memory_of(x)
     traced = _order(own) == _order(layout) and own.expanded == layout.expanded
-    bound = Bound.of(x, layout, place, form.compressor) if traced else None
-    _BOUND[given] = bound
-    return bound
+    special = Specialized.of(x, layout, place, form.compressor) if traced else None
+    _SPECIALIZED[given] = special
+    return special
 
 
 def _order(layout: Layout) -> list[int]:
@@ -237,9 +237,9 @@ def _decompress(
     given = None
     if is_ordinary():
         given = form, tuple(shape), dtype, parts[0].device
-        bound = _BOUND.get(given)
-        if bound is not None:
-            return bound.decompressed(parts)
+        special = _SPECIALIZED.get(given)
+        if special is not None:
+            return special.decompressed(parts)
     held = _FORMS[form]
     tensors = dict(zip(held.names, parts, strict=True))
     if held.compressor.shaped:
@@ -247,7 +247,7 @@ def _decompress(
     numel = torch.Size([held.stored(shape)])
     flat = held.compressor.decompress(Packed(tensors, numel, dtype))
     x = restore(flat, held.layout(shape))
-    if given is not None and given not in _BOUND:
+    if given is not None and given not in _SPECIALIZED:
         _bind(given, x, held)
     return x
 

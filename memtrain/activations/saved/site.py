@@ -1,12 +1,10 @@
 """Where a saved tensor comes from, in a name that people can read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memtrain.activations.saved.origin import storage_id
 from memtrain.compressors import Keep
 
 ROOT = "(root)"
@@ -16,6 +14,9 @@ RECOMPUTE = "recompute"
 CHECKPOINT_INPUT = Keep("a checkpointed module's input")
 """Why they are kept as they are."""
 CUSTOM_FUNCTION = "saved by a custom autograd Function"
+UNKNOWN_OP = "memtrain does not know"
+NO_RULE = Keep("no rule matches")
+OWN_INPUT = "the model's own input: stays alive anyway"
 FOREIGN_HOOKS = "saved-tensor hooks of someone else are on"
 IN_TRANSFORM = "inside a transform of torch.func or forward-mode differentiation"
 OTHER_THREAD = "another thread runs a forward: one at a time is compressed"
@@ -69,50 +70,6 @@ class Record(NamedTuple):
     reason: str  # why it is kept, or a note
     storage: int = 0  # number of the storage within its forward: equal where saves share it
     source: str = ""  # of a derived output: the op that it is computed again from
-
-
-@dataclass(eq=False, slots=True)
-class Op:
-    """The op that runs now."""
-
-    module: str
-    name: str
-    given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})  # its arguments
-    replaced: str = ""  # role of its site, where its saved tensors are payloads already
-    limit: int | None = None  # its indices are known to be below
-    dropout: float = 0.0  # of attention
-    storages: Sequence[int] | None = None  # of its inputs, once `place` has asked for them
-    form: tuple[object, ...] | None = None  # of its inputs, once the pack hook has asked for it
-    _inputs: tuple[Tensor, ...] | None = None
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors among its arguments; most ops save nothing, and are never asked."""
-        if self._inputs is None:
-            self._inputs = tensors_of(*self.given)
-        return self._inputs
-
-    def place(self, storage: int) -> int:
-        """Number of the first of its inputs in this storage, or -1."""
-        storages = self.storages
-        if storages is None:
-            storages = self.storages = [storage_id(candidate) for candidate in self.inputs]
-        return storages.index(storage) if storage in storages else -1
-
-    def role(self, x: Tensor, storage: int) -> str:
-        """`input`, `input1` ... for one of the op's arguments (or autocast's copy), or `saved`.
-
-        Args:
-            x: A tensor that the op saves.
-            storage: Its storage's id.
-        """
-        place = self.place(storage)
-        if place >= 0:
-            return f"input{place or ''}"
-        for index, candidate in enumerate(self.inputs):
-            if candidate.shape == x.shape and candidate.dtype != x.dtype:
-                return f"input{index or ''}"
-        return "saved"
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:

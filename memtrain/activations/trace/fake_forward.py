@@ -14,11 +14,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
-from memtrain.activations.intercept.executor import Rounding
-from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.hooks import Interception, Rounding
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import recomputed
-from memtrain.activations.saved.pack_hook import Choose
+from memtrain.activations.saved.saved_tensors import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts

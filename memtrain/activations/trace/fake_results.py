@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.activations.saved.pack_hook import HALVES
 from memtrain.activations.trace.rnn_workspace import rnn_workspace_nbytes
 from memtrain.kernels.dispatch import is_for_cuda
 
+_HALVES = (torch.float16, torch.bfloat16)
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _GROUP_NORM = torch.ops.aten.native_group_norm.default
 # Norm -> where among its arguments its parameters and running statistics are.
@@ -54,7 +54,7 @@ def as_real(func: Any, args: Any, result: Any) -> Any:
     if func is _LSTM:
         output, hidden, cell, workspace = result
         return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
-    if func in _NORMS and args[0].dtype in HALVES:
+    if func in _NORMS and args[0].dtype in _HALVES:
         wide = is_for_cuda(args[0]) and func is not _GROUP_NORM
         if wide or _is_mixed(args[0], args[_NORMS[func]]):
             y, *statistics = result

@@ -13,7 +13,7 @@ from torch import nn
 import memtrain
 from memtrain.activations.adaptive.actnn import ActnnSensitivity, content_hashes
 from memtrain.activations.adaptive.replay import gradient_replay, squared_distance
-from memtrain.activations.saved.site import Op, Site
+from memtrain.activations.saved.site import Site
 from memtrain.wrapped import wrapped_of
 
 LEVELS = [f"actnn_l{level}" for level in range(6)]
@@ -130,6 +130,7 @@ def test_statistics_share_the_budget_after_the_first_backward():
     elements = {
         "1 / batch_norm / input": n * 16 * 256, "3 / conv2d / input": n * 16 * 256,
         "8 / linear / input": n * 1024, "9 / gelu / input": n * 64,
+        "10 / linear / input": n * 64,
     }  # fmt: skip
     assert bits.widths.keys() == elements.keys()
     total, budget = used(bits, elements)
@@ -158,9 +159,8 @@ def test_sensitivity_of_a_linear_layer_predicts_its_variance():
     bits.resolve(site, auto)
     watch = ActnnSensitivity(bits, 1)
     watch.begin(0, [])
-    watch.saved(site, x)
     y = model(x)
-    watch.after(Op("", "linear", ((x, model.weight), {})), y)
+    watch.saved(site, x, y.grad_fn)
     y.backward(dy)
     bound = sum(c for c, _ in watch._sensitivities()[site.name])
     compressor = Samples(bits=(1,), group_size=64)
@@ -178,15 +178,13 @@ def test_sensitivity_of_a_linear_layer_predicts_its_variance():
 def test_convolutions_count_kernel_groups_and_positions():
     from memtrain.activations.adaptive.actnn import _factor
 
-    x, y = torch.empty(2, 8, 6, 6), torch.empty(2, 12, 6, 6)
-    conv = Op("", "conv2d", ((x, torch.empty(12, 4, 3, 3)), {}))
-    assert _factor(conv, x, y, 256) == 9 / (4 * 2) * 256 / 36
-    transposed = Op("", "conv_transpose2d", ((x, torch.empty(8, 6, 3, 3)), {}))
-    assert _factor(transposed, x, y, 256) == 9 / (4 * 2) * 256 / 36
-    tokens = torch.empty(2, 5, 8)
-    assert _factor(Op("", "linear", ((tokens,), {})), tokens, tokens, 64) == 1 / 4 * 64 / 5
-    flat = torch.empty(6, 8)
-    assert _factor(Op("", "linear", ((flat,), {})), flat, flat, 64) == 1 / 4 * 64
+    x = torch.ones(2, 8, 6, 6, requires_grad=True)
+    conv = F.conv2d(x, torch.ones(12, 4, 3, 3), groups=2).grad_fn
+    assert _factor("conv2d", x, conv, 256) == 9 / (4 * 2) * 256 / 36
+    transposed = F.conv_transpose2d(x, torch.ones(8, 6, 3, 3), groups=2).grad_fn
+    assert _factor("conv_transpose2d", x, transposed, 256) == 9 / (4 * 2) * 256 / 36
+    assert _factor("linear", torch.empty(2, 5, 8), None, 64) == 1 / 4 * 64 / 5
+    assert _factor("linear", torch.empty(6, 8), None, 64) == 1 / 4 * 64
 
 
 def test_a_backward_that_comes_late_is_waited_for():

@@ -158,8 +158,8 @@ def test_sites_have_readable_names():
     train(model, x)
     names = {record.site.name for record in records}
     assert "h.1.mlp.act / gelu_tanh / input" in names
-    assert any(name.startswith("h.0.attn / scaled_dot_product_attention / ") for name in names)
-    assert "h.0.mlp.c_fc / addmm / input1" in names
+    assert "h.0.attn / scaled_dot_product_attention / saved" in names  # dropout: written out
+    assert "h.0.mlp.c_fc / addmm / input" in names
 
 
 def test_parameters_and_the_models_input_are_never_touched():
@@ -482,7 +482,7 @@ def test_a_negated_view_does_not_share_the_payload_of_its_base():
         (gradient(both_signs, z, choose=lambda site, b=b: Group(bits=b))[0] - plain).norm()
         for b in (4, 8)
     )
-    assert 0 < fine < 2 * 15 / 255 * coarse  # of the groups' ranges
+    assert fine == coarse == 0  # a negated view is kept
 
 
 @pytest.mark.parametrize("choose", [identity, lossy])

@@ -76,7 +76,7 @@ def test_gradients_err_no_more_than_without_a_mask(name, compiled):
     # Steps, and so errors, are in proportion to a group's range.
     most = SPAN / narrowest() * error(0.0, "balanced")
     for fill in (-math.inf, -1e9, -1e4):
-        assert error(fill, "balanced") < most
+        assert error(fill, "balanced") <= most  # logsumexp is exact
 
 
 class Levels(nn.Module):

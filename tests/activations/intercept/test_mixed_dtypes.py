@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import memtrain
 
+pytestmark = pytest.mark.filterwarnings("ignore:the plan compresses saved activations")
+
 
 class TimeStep(nn.Module):
     """As diffusion models embed a time step: sines in float32, before linear layers."""

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import threading
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,9 @@ import memtrain
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import suspend_others
-from memtrain.activations.intercept.replaced_ops import recognise
 from memtrain.audit.live_storages import saved_nbytes
-from memtrain.compressors import DerivativeCode, Group, Identity, Key
+from memtrain.compressors import DerivativeCode, Group, Identity
+from tests.activations.replaced import recognise
 
 
 def identity(site):
@@ -234,24 +233,11 @@ def test_a_small_view_changed_in_place_is_refused(choose):
         model(torch.randn(64, 64)).sum().backward()
 
 
-@pytest.mark.parametrize("size", [2, [2], (2, 2), np.int64(2), torch.tensor(2)])
-@pytest.mark.parametrize("stride", [None, [], (), 2, np.int32(2)])
-def test_sizes_of_pools_in_every_form(size, stride):
-    x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    for function in (F.max_pool2d, F.avg_pool2d):
-        call = recognise(function.__name__, (x, size, stride), {})
-        assert torch.equal(call.run(Group(), Key()), function(x, 2))
-
-
 def test_calls_with_arguments_that_are_not_known_are_left_to_torch():
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
     assert recognise("elu", (x, 1.0, 2.0, 3.0), {}) is None  # scales: torch._C._nn.elu
     assert recognise("elu", (x, 1.0, 2.0), {}) is None
     assert recognise("gelu", (x,), {"approximate": "foo"}) is None
-    area = {"size": 4, "mode": "area"}
-    assert recognise("interpolate", (x,), area) is not None
-    assert recognise("interpolate", (x,), {**area, "scale_factor": 2.0}) is None
-    assert recognise("interpolate", (x,), {**area, "align_corners": True}) is None
 
 
 def test_a_wrapped_model_can_be_traced_by_jit():
@@ -283,12 +269,15 @@ def test_a_compiled_forward_is_one_graph_and_keeps_what_its_compiler_chose(whole
     assert stack_is_clean()
 
 
-def test_a_scripted_submodule_is_kept_and_listed():
+def test_a_scripted_submodule_trains():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.GELU()))
-    model, records = nn.Sequential(nn.Linear(64, 64), scripted, nn.Linear(64, 64)), []
-    intercept(model, records=records)
-    model(torch.randn(64, 64)).sum().backward()
-    assert any("Function" in record.reason for record in records)
+    model, x = nn.Sequential(nn.Linear(64, 64), scripted, nn.Linear(64, 64)), torch.randn(64, 64)
+    model(x).square().sum().backward()
+    plain = model[0].weight.grad.clone()
+    model.zero_grad()
+    intercept(model)
+    model(x).square().sum().backward()
+    assert (model[0].weight.grad - plain).norm() <= 0.2 * plain.norm()  # steps of 4 bits
 
 
 def test_copies_of_data_parallel_are_refused_in_training():
@@ -305,7 +294,7 @@ def test_copies_of_data_parallel_are_refused_in_training():
     nn.DataParallel(model)(x).sum().backward()
 
 
-def test_torch_func_inside_a_wrapped_forward_is_torchs_own_error():
+def test_torch_func_runs_inside_a_wrapped_forward():
     class PerSample(nn.Module):
         def __init__(self):
             super().__init__()
@@ -316,10 +305,12 @@ def test_torch_func_inside_a_wrapped_forward_is_torchs_own_error():
 
     model, x = PerSample(), torch.randn(32, 32)
     model, optimizer = memtrain.wrap(model, torch.optim.SGD(model.parameters()), "balanced")
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        model(x)
-    model, _ = memtrain.unwrap(model, optimizer)
     model(x).sum().backward()
+    found = model.layer.weight.grad.clone()
+    model, _ = memtrain.unwrap(model, optimizer)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(found, model.layer.weight.grad)
 
 
 ROWS, WIDTH = 96, 64
@@ -327,7 +318,7 @@ LEAST = 4 * ROWS * WIDTH  # bytes that a tensor takes which is not compressed
 
 
 class Saving(nn.Module):
-    """Saves the sine's input, and calls itself, or what may fail, before."""
+    """Saves the exponential's result, and calls itself, or what may fail, before."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +336,7 @@ class Saving(nn.Module):
             h = self.first(x)
         except ValueError:
             h = self.second(x)
-        return h.sin()
+        return h.exp() + 0
 
 
 def held(model):

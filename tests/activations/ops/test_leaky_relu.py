@@ -7,10 +7,10 @@ from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.replaced_ops import recognise
 from memtrain.activations.ops.leaky_relu import rrelu
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Key
+from tests.activations.replaced import recognise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

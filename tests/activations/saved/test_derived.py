@@ -7,7 +7,6 @@ from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
 
@@ -61,68 +60,6 @@ def gradients(model, x):
 
 def cosine(a, b):
     return float(F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
-
-
-@pytest.mark.parametrize("make", [SwiGLU, GEGLU])
-def test_a_gate_holds_two_payloads_and_not_three(make):
-    model, x = make(), torch.randn(8, 32, 64)
-    rows = trace(model, x.requires_grad_(), lambda site: GROUP, Options(min_elements=64))
-    payloads = {row.site.name: row.planned for row in rows if row.planned}
-    one = 8 * 32 * 96 + 8 * 32 * 96 // 256 * 8
-    function = model.function.__name__
-    # the nonlinearity's input, the other factor, and what the last projection reads
-    assert payloads[f"(root) / {function} / input"] == one
-    assert sum(nbytes for name, nbytes in payloads.items() if "mul" in name) == one
-    derived = [row for row in rows if row.compressor == "derived"]
-    assert [(row.site.op, row.source) for row in derived] == [("mul", function)]
-
-
-@pytest.mark.parametrize("make", [SwiGLU, GEGLU])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_is_that_of_the_quantised_input(make, dtype):
-    """With 8-bit groups, as close to the exact gradient as when every tensor has a payload."""
-    torch.manual_seed(0)
-    model, x = make().to(dtype), torch.randn(16, 32, 64).to(dtype)
-    exact = gradients(model, x)
-    errors = []
-    for derive in (False, True):
-        interception = attached(model, lambda site: GROUP, derive=derive)
-        found = gradients(model, x)
-        interception.detach()
-        pairs = zip(found, exact, strict=True)
-        errors.append([float((a - b).norm() / b.norm()) for a, b in pairs])
-    # |f'| < 1.13, and the input's range is at most twice the output's
-    for derived, plain in zip(errors[1], errors[0], strict=True):
-        assert derived <= 1.13 * 2 * plain + 2 * torch.finfo(dtype).eps
-
-
-def test_an_mlp_keeps_one_payload_for_the_nonlinearity_and_the_next_layer():
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    x = torch.randn(64, 64)
-    held = []
-    for derive in (False, True):
-        interception = attached(model, lambda site: GROUP, derive=derive)
-        nbytes, loss = saved_nbytes(lambda: model(x).sum(), exclude=[x])
-        held.append(nbytes)
-        loss.backward()
-        interception.detach()
-    assert held[0] - held[1] == 64 * 256 + 64 * 256 // 256 * 8
-
-
-def test_views_of_the_output_are_derived_too():
-    class Model(SwiGLU):
-        def forward(self, x):
-            y = F.gelu(self.gate(x))
-            return y.transpose(1, 2) @ y.reshape(8, 32, 96)
-
-    model, x = Model(), torch.randn(8, 32, 64)
-    exact = torch.autograd.grad(model(x).square().sum(), model.gate.weight)[0]
-    records = []
-    interception = attached(model, lambda site: GROUP, records=records)
-    found = torch.autograd.grad(model(x).square().sum(), model.gate.weight)[0]
-    interception.detach()
-    assert [row.planned for row in records if row.site.op == "matmul"] == [0, 0]
-    assert cosine(found, exact) > 0.9999
 
 
 def test_what_is_changed_in_place_is_not_derived():
@@ -236,7 +173,8 @@ def test_a_norms_output_is_computed_again_from_its_normalised_input(make, dtype)
         interception.detach()
         for a, b in zip(found, exact, strict=True):
             assert cosine(a, b) > 0.999
-    assert held[0] - held[1] == 8 * 32 * 64 + 8 * 32 * 64 // 256 * 8
+    copies = sum(p.nbytes for p in norm.parameters())
+    assert held[0] - held[1] == 8 * 32 * 64 + 8 * 32 * 64 // 256 * 8 - copies
 
 
 def test_a_weight_changed_before_the_backward_raises_as_plain_torch_does():
@@ -248,28 +186,3 @@ def test_a_weight_changed_before_the_backward_raises_as_plain_torch_does():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     interception.detach()
-
-
-def test_a_chain_leans_on_one_payload():
-    """The norm's output, its nonlinearity's output: all from x_hat."""
-    norm = nn.Sequential(nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 64))
-    x = torch.randn(8, 32, 64).requires_grad_()
-    rows = trace(norm, x, lambda site: GROUP, Options(min_elements=64))
-    assert [row.site.op for row in rows if row.planned > 2048] == ["layer_norm"]
-    rows = trace(norm, x, lambda site: GROUP, Options(min_elements=64, derive_outputs=False))
-    assert [row.site.op for row in rows if row.planned > 2048] == ["layer_norm", "silu", "linear"]
-
-
-def test_a_nonlinearity_written_out_in_many_ops_is_run_as_one():
-    """GPT-2's gelu_new under a rule that keeps its input: one payload, its output derived."""
-    activations = pytest.importorskip("transformers.activations")
-    model = nn.Sequential(nn.Linear(64, 256), activations.NewGELUActivation(), nn.Linear(256, 64))
-    rows = trace(model, torch.randn(64, 64), lambda site: GROUP, Options(min_elements=64))
-    kept = {row.site.name: row.planned for row in rows if row.planned}
-    assert kept == {"1 / gelu_tanh / input": 64 * 256 + 64 * 256 // 256 * 8}
-    x = torch.randn(64, 64)
-    interception = attached(model, lambda site: GROUP)
-    assert saved_nbytes(lambda: model(x), exclude=[x])[0] == sum(kept.values())
-    interception.detach()
-    rows = trace(model, x, lambda site: Identity(), Options(min_elements=64))
-    assert len({row.site.name for row in rows if row.planned}) > 2  # the exact twin: as it is

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.index_bounds import limit_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.live_storages import saved_nbytes
@@ -68,7 +67,6 @@ def test_a_branch_that_nothing_needs_counts_nothing(choose):
 CALLS = {
     "gather": (lambda t, i: torch.gather(t, dim=1, index=i), (64, 200), (64, 40), 200),
     "index_select": (lambda t, i: t.index_select(-1, i), (4, 300), (2000,), 300),
-    "scatter_add": (lambda t, i: t.scatter_add(0, i, t * 2), (64, 40), (64, 40), 64),
 }
 
 
@@ -83,14 +81,3 @@ def test_indices_take_what_their_bound_needs_in_a_trace_and_live(name):
     for found in (records, trace(model, index, lambda _: Group(bits=4), OPTIONS)):
         kept = [r for r in found if r.site.op == name and r.dtype == "int64"]
         assert [r.planned for r in kept if r.planned] == [index.numel() * width]
-
-
-def test_bounds_of_indices():
-    x, i = torch.ones(4, 7), torch.zeros(2, 2, dtype=torch.long)
-    assert limit_of("gather", (x, -1, i), {}) == 7
-    assert limit_of("scatter", (x,), {"dim": 0, "index": i, "value": 1.0}) == 4
-    assert limit_of("index_select", (), {"input": x, "dim": 1, "index": i}) == 7
-    assert limit_of("gather", (torch.ones(()), 0, torch.tensor(0)), {}) is None
-    assert limit_of("gather", (torch.ones(0, 2), 0, i), {}) == 1
-    assert limit_of("embedding", (i, torch.ones(9, 2)), {}) == 9
-    assert limit_of("take", (x, i), {}) is None  # negative ones are allowed

@@ -38,7 +38,7 @@ class Skips(Net):
         seen = []
         for block in self.h:
             x = block(x)
-            seen.append(x.sin())
+            seen.append(x.exp())
         return self.last(sum(seen))
 
 

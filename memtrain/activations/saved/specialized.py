@@ -1,24 +1,16 @@
-"""Compression of saves of one form: what the form tells is found once, not at each save.
-
-A small tensor's kernel takes less time than the functions that lead to it, each of which asks what
-the one before has asked.
-"""
+"""Kernels for saved tensors of one shape, memory order, dtype and device, chosen once."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, steps_of
 from memtrain.compressors import Compressor
-from memtrain.kernels.dispatch import is_ordinary
-
-if TYPE_CHECKING:
-    from memtrain.activations.saved.handles import Shared
 
 
-class Bound(NamedTuple):
+class Specialized(NamedTuple):
     """A compressor of plain tensors of one shape, dtype, memory order and device."""
 
     compressor: Compressor
@@ -36,8 +28,8 @@ class Bound(NamedTuple):
     @classmethod
     def of(
         cls, x: Tensor, layout: Layout, key: Memory | None, compressor: Compressor
-    ) -> "Bound | None":
-        """Bind a compressor to saves like `x`; None where it or the tensor is not of the kind.
+    ) -> "Specialized | None":
+        """Choose the kernels for saved tensors like `x`; None where there are none.
 
         Args:
             x: The save, detached.
@@ -54,17 +46,7 @@ class Bound(NamedTuple):
         kernels = compressor.kernels(flat, stored)
         return None if kernels is None else cls(compressor, *kernels, stored, inverse)
 
-    def read(self, shared: "Shared") -> Tensor:
-        """The tensor of a payload of the same elements, in this shape and memory order."""
-        packed, made_by = shared.packed, shared.compressor
-        own = made_by is self.compressor or made_by == self.compressor
-        if own and is_ordinary():  # as `decompressed`, without a call more
-            x = self.decompress(*packed.tensors.values())
-        else:
-            x = made_by.decompress(packed._replace(shape=self.stored))
-        return x if self.inverse is None else x.permute(self.inverse)
-
     def decompressed(self, parts: Iterable[Tensor]) -> Tensor:
-        """The tensor of the parts of a payload that `compress` made, while calls are ordinary."""
+        """Return the tensor of the parts of a payload that `compress` made."""
         x = self.decompress(*parts)
         return x if self.inverse is None else x.permute(self.inverse)

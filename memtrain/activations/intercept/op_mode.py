@@ -1,0 +1,100 @@
+"""The torch function mode of a forward: it replaces ops, and visits the nodes that they make."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+
+from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.activations.intercept.replaced_ops import Replacements
+from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.known_ops import attention_name
+from memtrain.activations.saved.saved_tensors import SavedTensors
+
+_EXPOSING = (
+    Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+    *callables("numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "set_"),
+    *callables("_typed_storage", "share_memory_"),
+)
+EXPOSING = frozenset(_EXPOSING)
+"""Functions after which a tensor's memory may be written to without a new version, at any time."""
+_ADDRESS = callables("data_ptr")
+_ATTENTIONS = callables("scaled_dot_product_attention")
+_BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+_OWN_LIBRARIES = ("aten", "prim", "prims")
+_GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+_QUERIES = callables("size", "stride", "dim", "numel", "is_floating_point", "__len__")
+
+
+class OpMode(TorchFunctionMode):
+    """Runs each torch function of a forward, and then visits the nodes that it has made.
+
+    Args:
+        replacements: Runs the functions; None: another mode beneath this one does.
+        saved: Visits the nodes; None: another mode above this one does.
+    """
+
+    def __init__(self, replacements: Replacements | None, saved: SavedTensors | None) -> None:
+        super().__init__()
+        self.replacements, self.saved = replacements, saved
+        self.module = ""
+        """Path of the module whose forward runs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_compiling():
+            return func(*args, **kwargs)
+        saved = self.saved
+        if type(func) is _GETTER or func in _QUERIES:
+            if saved is not None and func in EXPOSING:
+                saved.expose(args[0])
+            return func(*args, **kwargs)
+        if saved is None:
+            return self._run(func, args, kwargs)
+        self._note(saved, func, args, kwargs)
+        hooks = top_hooks()
+        hooked = saved.under_hooks(hooks is not None)
+        if hooked and getattr(hooks, "__module__", "") != torch.utils.checkpoint.__name__:
+            saved.note_hooks(self.module)
+        result = self._run(func, args, kwargs)
+        if hooked or func in _BACKWARDS:
+            saved.skip()
+        else:
+            saved.collect(result, func, self.module)
+        return result
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if self.replacements is None:
+            return func(*args, **kwargs)
+        return self.replacements.run(func, args, kwargs)
+
+    def _note(self, saved: SavedTensors, func: Any, args: Sequence[Any], kwargs: Any) -> None:
+        """Note what a call may do to the memory of its arguments past the version counter."""
+        saved.bool_mask, saved.attention = False, ""
+        if func in _ATTENTIONS:
+            query = args[0] if args else kwargs["query"]
+            saved.attention = attention_name(kwargs.get("scale"), query.shape[-1])
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            saved.bool_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        elif func in EXPOSING:
+            saved.expose(args[0])
+        elif func in _ADDRESS:
+            saved.wrote(args[0])
+        elif (
+            isinstance(func, OpOverload | OpOverloadPacket) and _library(func) not in _OWN_LIBRARIES
+        ):
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor):
+                    saved.wrote(x)
+
+
+def _library(op: OpOverload | OpOverloadPacket) -> str:
+    return str(getattr(op, "namespace", "") or op._qualified_op_name.split("::")[0])

@@ -1,0 +1,395 @@
+"""The known-op table: which saved tensors may be compressed, and why that is sound.
+
+Autograd makes one node per differentiable op, whatever Python function, method, alias or composite
+called the op. The table is keyed by the classes of these nodes, and by the attributes under which a
+node holds its saved tensors. torch's `tools/autograd/derivatives.yaml` says what each backward
+computes from them. A saved tensor that has no row is kept exactly.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules import _functions
+from torch.utils.checkpoint import CheckpointFunction
+
+from memtrain.activations.saved.aliases import callables
+
+LINEAR = "the backward is linear in it, so that unbiased codes give an unbiased gradient"
+EXPONENT = "an exponent of the backward: rules give it 8 bits or more"
+LOGARITHM = "the backward takes exp() of it: 8 bits, cut where exp() is 0"
+PROBABILITIES = "the backward is quadratic in it: the bias is the variance of the codes"
+SHAPE = "the backward reads its shape only: no byte is kept"
+LOSSLESS = "a mask or indices: packed without loss"
+OWN_FORM = "memtrain's own form of the op saves codes in its place; torch's form keeps it"
+DERIVATIVE = (
+    "memtrain's own form saves codes of the derivative; where a rule asks for codes of the tensor, "
+    "the derivative is taken there"
+)
+
+ATTENTION = "scaled_dot_product_attention"
+UNSCALED_ATTENTION = "dot_product_attention"
+"""The same op with a scale of 1 or more, for rules: its probabilities saturate."""
+WIDE_ATTENTION = "wide_dot_product_attention"
+"""The same with heads of 256 or more, whose scores have a larger error from 8-bit codes."""
+WIDE = 256
+
+Reason = str
+Node = Any
+Name = str | Callable[[Node, Any], str]
+
+
+@dataclass(frozen=True)
+class SavedBy:
+    """A saved tensor of a known op.
+
+    Args:
+        attribute: Under which the node holds the tensor, without `_saved_`; of an
+            `autograd.Function`, its number among the saved tensors.
+        role: `input`, `input1` ... for an argument of the op, `saved` for its result or a mask.
+        reason: Why the tensor may be compressed.
+        allows: Whether this node is one where the reason holds; None: each one is.
+        limit: The number below which all indices lie.
+    """
+
+    attribute: str
+    role: str
+    reason: Reason
+    allows: Callable[[Node], bool] | None = None
+    limit: Callable[[Node], int] | None = None
+
+    def tensor(self, node: Node) -> Tensor | None:
+        """Return the saved tensor, which raises RuntimeError if it was modified since."""
+        if self.attribute.isdecimal():
+            return node.saved_tensors[int(self.attribute)]
+        return getattr(node, f"_saved_{self.attribute}")
+
+    def register_hooks(
+        self, node: Node, pack: Callable[..., Any], unpack: Callable[..., Any]
+    ) -> None:
+        """Let the node hold what `pack` returns."""
+        if self.attribute.isdecimal():
+            raw = node._raw_saved_tensors[int(self.attribute)]
+        else:
+            raw = getattr(node, f"_raw_saved_{self.attribute}")
+        raw.register_hooks(pack, unpack)
+
+
+@dataclass(frozen=True)
+class KnownOp:
+    """A row of the table.
+
+    Args:
+        node: Name of the class of autograd's nodes in `torch._C._functions`.
+        name: The op's name in sites; or a function of the node and the torch function called.
+        tensors: Saved tensors that may be compressed.
+    """
+
+    node: str
+    name: Name
+    tensors: tuple[SavedBy, ...]
+
+    def op(self, node: Node, function: Any) -> str:
+        """Return the op's name in sites."""
+        return self.name if isinstance(self.name, str) else self.name(node, function)
+
+
+_LINEAR_LAYERS = callables("linear")
+
+
+def _product(name: str) -> Name:
+    """Name a matrix product: `linear` where the torch function called is that."""
+    return lambda node, function: "linear" if function in _LINEAR_LAYERS else name
+
+
+def _convolution(node: Node, function: Any) -> str:
+    kind = "conv_transpose" if node._saved_transposed else "conv"
+    return f"{kind}{len(node._saved_stride)}d"
+
+
+def attention_name(scale: float | None, width: int) -> str:
+    """Return the name in rules of fused attention.
+
+    Args:
+        scale: The scale that was given, or None.
+        width: Elements of a head's query.
+
+    Example:
+        >>> attention_name(None, 512), attention_name(1.0, 64), attention_name(1.0, 512)[:4]
+        ('scaled_dot_product_attention', 'dot_product_attention', 'wide')
+    """
+    if not isinstance(scale, int | float) or scale < 1:
+        return ATTENTION
+    return UNSCALED_ATTENTION if width < WIDE else WIDE_ATTENTION
+
+
+def _attention(node: Node, function: Any) -> str:
+    query = node._saved_query
+    return attention_name(node._saved_scale, 0 if query is None else query.shape[-1])
+
+
+def _power(node: Node, function: Any) -> str:
+    return "square" if _is_square(node) else "pow"
+
+
+def _is_square(node: Node) -> bool:
+    return node._saved_exponent == 2
+
+
+def _reads_input(node: Node) -> bool:
+    """Whether a convolution's weight has a gradient, which the input's values go into."""
+    return node.next_functions[1][0] is not None
+
+
+def _reads_weight(node: Node) -> bool:
+    return node.next_functions[0][0] is not None
+
+
+def _not(allows: Callable[[Node], bool]) -> Callable[[Node], bool]:
+    return lambda node: not allows(node)
+
+
+def _evaluates(node: Node) -> bool:
+    return not node._saved_training
+
+
+def _rows(node: Node) -> int:
+    return max(1, int(node._saved_weight_sym_argsize_0))
+
+
+def _along(node: Node) -> int:
+    """The size of the dimension that an index runs along."""
+    sizes = node._saved_self_sym_sizes
+    return max(1, int(sizes[_dim(node, len(sizes))])) if sizes else 1
+
+
+def _dim(node: Node, dims: int) -> int:
+    dim = node._saved_dim
+    return dim - 2**64 if dim >= dims else dim  # torch gives a negative one as unsigned
+
+
+def _along_self(node: Node) -> int:
+    x = node._saved_self
+    return max(1, x.shape[_dim(node, x.dim())]) if x.dim() else 1
+
+
+def _plane(dims: int) -> Callable[[Node], int]:
+    return lambda node: max(1, prod(node._saved_self.shape[-dims:]))
+
+
+def _two(first: str, second: str) -> tuple[SavedBy, SavedBy]:
+    return SavedBy(first, "input", LINEAR), SavedBy(second, "input1", LINEAR)
+
+
+def _fused_attention(output: str) -> tuple[SavedBy, ...]:
+    return (
+        SavedBy("query", "input", EXPONENT),
+        SavedBy("key", "input1", EXPONENT),
+        SavedBy("value", "input2", LINEAR),
+        SavedBy(output, "saved", LINEAR),
+    )
+
+
+_SHAPES = {
+    "avg_pool": ("AvgPool2DBackward0", "AvgPool3DBackward0"),
+    "adaptive_avg_pool": ("AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0"),
+    "pad": (
+        *(f"ReflectionPad{n}DBackward0" for n in (1, 2, 3)),
+        *(f"ReplicationPad{n}DBackward0" for n in (1, 2, 3)),
+    ),
+}
+
+# An op of which memtrain has its own form, the node of torch's form, what that saves.
+_NONLINEAR = (
+    ("gelu", "GeluBackward0", "self"),
+    ("silu", "SiluBackward0", "self"),
+    ("mish", "MishBackward0", "self"),
+    ("relu", "ReluBackward0", "result"),
+    ("hardtanh", "HardtanhBackward0", "self"),
+    ("leaky_relu", "LeakyReluBackward0", "self"),
+    ("elu", "EluBackward0", "self"),
+    ("softplus", "SoftplusBackward0", "self"),
+    ("logsigmoid", "LogSigmoidBackward0", "self"),
+    ("sigmoid", "SigmoidBackward0", "result"),
+    ("tanh", "TanhBackward0", "result"),
+    ("hardswish", "HardswishBackward0", "self"),
+    ("hardsigmoid", "HardsigmoidBackward0", "self"),
+    ("hardshrink", "HardshrinkBackward0", "self"),
+    ("softshrink", "SoftshrinkBackward0", "self"),
+    ("threshold", "ThresholdBackward0", "self"),
+    ("clamp", "ClampBackward1", "self"),
+    ("clamp_min", "ClampMinBackward0", "self"),
+    ("clamp_max", "ClampMaxBackward0", "self"),
+    ("prelu", "PreluKernelBackward0", "self"),
+)
+_NORMS = (
+    ("layer_norm", "NativeLayerNormBackward0", "input"),
+    ("group_norm", "NativeGroupNormBackward0", "input"),
+    ("rms_norm", "FusedRmsNormBackward0", "input"),
+)
+_SAME_NODE = {function: name for name in ("relu6", "celu", "selu") for function in callables(name)}
+
+
+def _own_form(name: str) -> Name:
+    def named(node: Node, function: Any) -> str:
+        if name == "gelu" and node._saved_approximate == "tanh":
+            return "gelu_tanh"
+        return _SAME_NODE.get(function, name)
+
+    return named
+
+
+TABLE: tuple[KnownOp, ...] = (
+    KnownOp("MmBackward0", _product("matmul"), _two("self", "mat2")),
+    KnownOp("BmmBackward0", "matmul", _two("self", "mat2")),
+    KnownOp("AddmmBackward0", _product("addmm"), _two("mat1", "mat2")),
+    KnownOp("BaddbmmBackward0", "matmul", _two("batch1", "batch2")),
+    KnownOp("AddbmmBackward0", "matmul", _two("batch1", "batch2")),
+    KnownOp("MvBackward0", "matmul", _two("self", "vec")),
+    KnownOp("AddmvBackward0", "matmul", _two("mat", "vec")),
+    KnownOp("GroupedMmBackward0", "grouped_mm", _two("self", "mat2")),
+    KnownOp("MulBackward0", "mul", _two("self", "other")),
+    KnownOp("ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR),)),
+    KnownOp("PowBackward0", _power, (SavedBy("self", "input", LINEAR, _is_square),)),
+    KnownOp(
+        "ConvolutionBackward0",
+        _convolution,
+        (
+            SavedBy("input", "input", LINEAR, _reads_input),
+            SavedBy("input", "input", SHAPE, _not(_reads_input)),
+            SavedBy("weight", "input1", LINEAR, _reads_weight),
+            SavedBy("weight", "input1", SHAPE, _not(_reads_weight)),
+        ),
+    ),
+    *(
+        KnownOp(f"ScaledDotProduct{kind}Backward0", _attention, _fused_attention(output))
+        for kind, output in (
+            ("FlashAttentionForCpu", "output"),
+            ("FlashAttention", "output"),
+            ("EfficientAttention", "output"),
+            ("CudnnAttention", "output"),
+            ("FusedAttentionOverrideable", "output"),
+        )
+    ),
+    KnownOp("SoftmaxBackward0", "softmax", (SavedBy("result", "saved", PROBABILITIES),)),
+    KnownOp("SafeSoftmaxBackward0", "softmax", (SavedBy("result", "saved", PROBABILITIES),)),
+    KnownOp("LogSoftmaxBackward0", "log_softmax", (SavedBy("result", "saved", LOGARITHM),)),
+    KnownOp("NllLossBackward0", "nll_loss", (SavedBy("self", "input", SHAPE),)),
+    KnownOp("NllLoss2DBackward0", "nll_loss", (SavedBy("self", "input", SHAPE),)),
+    *(
+        KnownOp(
+            f"{kind}BatchNormBackward0",
+            "batch_norm",
+            (
+                SavedBy("input", "input", LINEAR, _evaluates),
+                SavedBy("input", "input", OWN_FORM, _not(_evaluates)),
+            ),
+        )
+        for kind in ("Native", "Cudnn", "Miopen")
+    ),
+    *(
+        KnownOp(node, name, (SavedBy("self", "input", SHAPE),))
+        for name, nodes in _SHAPES.items()
+        for node in nodes
+    ),
+    KnownOp(
+        "EmbeddingBackward0", "embedding", (SavedBy("indices", "input", LOSSLESS, limit=_rows),)
+    ),
+    KnownOp(
+        "GatherBackward0",
+        "gather",
+        (
+            SavedBy("index", "input1", LOSSLESS, limit=_along_self),
+            SavedBy("self", "input", SHAPE),
+        ),
+    ),
+    KnownOp(
+        "IndexSelectBackward0",
+        "index_select",
+        (SavedBy("index", "input1", LOSSLESS, limit=_along),),
+    ),
+    KnownOp("TopkBackward0", "topk", (SavedBy("indices", "saved", LOSSLESS, limit=_along),)),
+    KnownOp("SortBackward0", "sort", (SavedBy("indices", "saved", LOSSLESS, limit=_along),)),
+    KnownOp(
+        "MaxPool2DWithIndicesBackward0",
+        "max_pool2d",
+        (
+            SavedBy("result1", "saved", LOSSLESS, limit=_plane(2)),
+            SavedBy("self", "input", SHAPE),
+        ),
+    ),
+    *(
+        KnownOp(node, _own_form(name), (SavedBy(attribute, "input", reason),))
+        for reason, forms in ((DERIVATIVE, _NONLINEAR), (OWN_FORM, _NORMS))
+        for name, node, attribute in forms
+    ),
+    KnownOp("WhereBackward0", "where", (SavedBy("condition", "input", LOSSLESS),)),
+    KnownOp("MaskedFillBackward0", "masked_fill", (SavedBy("mask", "input1", LOSSLESS),)),
+    KnownOp("NativeDropoutBackward0", "dropout", (SavedBy("result1", "saved", LOSSLESS),)),
+)
+"""Rows in the order in which the documentation prints them."""
+
+
+def _by_class() -> Iterator[tuple[type, KnownOp]]:
+    for row in TABLE:
+        node = getattr(torch._C._functions, row.node, None)  # pyright: ignore[reportAttributeAccessIssue]
+        if node is not None:  # else this version of torch has no such op
+            yield node, row
+
+
+_SYNC_BATCH_NORM: Any = _functions.SyncBatchNorm
+
+KNOWN: Mapping[type, KnownOp] = {
+    **dict(_by_class()),
+    _SYNC_BATCH_NORM._backward_cls: KnownOp(
+        "SyncBatchNorm", "sync_batch_norm", (SavedBy("0", "input", PROBABILITIES),)
+    ),
+}
+"""Class of a node -> the row of its op."""
+
+ALL: frozenset[type] = frozenset(
+    node
+    for node in vars(torch._C._functions).values()
+    if isinstance(node, type)  # pyright: ignore[reportAttributeAccessIssue]
+)
+"""Classes of the nodes of torch's own ops, whose saved tensors can be read."""
+
+CHECKPOINT: type = cast(Any, CheckpointFunction)._backward_cls
+"""Class of the nodes of reentrant activation checkpointing, which save the inputs of a part."""
+
+OWN: set[type] = set()
+"""Classes of the nodes of memtrain's own autograd Functions, which save payloads."""
+
+_F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def node_classes(*names: str) -> frozenset[type]:
+    """Return the classes of autograd's nodes of these names that this version of torch has."""
+    return frozenset(getattr(_F, name) for name in names if hasattr(_F, name))
+
+
+VIEWS = node_classes(
+    *("AliasBackward0", "AsStridedBackward0", "DiagonalBackward0", "ExpandBackward0"),
+    *("PermuteBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "TBackward0"),
+    *("TransposeBackward0", "TransposeBackward1", "UnsafeViewBackward0", "UnsqueezeBackward0"),
+    *("ViewBackward0",),
+)
+"""Nodes that write nothing: their output is their input's memory."""
+CASTS = node_classes("ToCopyBackward0")
+"""Nodes that copy their input in another dtype."""
+SENTINELS = node_classes(
+    *("ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0"),
+    *("LogSoftmaxBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),
+)
+"""Nodes whose output may hold numbers that stand for minus infinity, as masked logits do: beside
+-1e9, which is no error but leaves its group one step for all others, nothing is told apart."""
+STAND_INS = VIEWS | CASTS | node_classes("WeightNormInterfaceBackward0", "CopyBackwards")
+"""Nodes that may lie between a parameter and a tensor that stands for it."""
+ACCUMULATE: type = _F.AccumulateGrad
+COPY: type | None = getattr(_F, "CopyBackwards", None)
+_ = functional

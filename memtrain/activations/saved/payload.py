@@ -1,0 +1,94 @@
+"""Makes the payload of a saved tensor, or finds the one that an earlier save of it made."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of
+from memtrain.activations.saved.specialized import Specialized
+from memtrain.activations.saved.store import Entry, Handle, Storage
+from memtrain.compressors import Compressor, Key, Packed
+from memtrain.kernels.dispatch import is_ordinary
+
+FORMS = 2**13
+"""Signatures of tensors at most whose kernels are cached."""
+_SPECIALIZED: dict[tuple[Any, ...], Specialized | None] = {}
+_UNKNOWN: Any = object()
+
+
+def make_entry(
+    storage: Storage, x: Tensor, compressor: Compressor, key: Callable[[], Key]
+) -> tuple[Handle | None, Entry | None, bool]:
+    """Return the handle of a saved tensor, its entry, and whether the entry is new.
+
+    Args:
+        storage: Of the tensor.
+        x: The saved tensor.
+        compressor: For it.
+        key: Gives the random bits of a new payload.
+
+    Returns:
+        handle: None where a payload would be no smaller than the tensor's storage.
+        entry: Its entry.
+        is_new: False where an earlier save made it.
+    """
+    x = x.detach()
+    layout, memory = memory_of(x)
+    shaped = compressor.shaped
+    geometry = (x.shape, x.stride(), x.storage_offset())
+    place = (memory, x.dtype, compressor, geometry if shaped else None)
+    entry = storage.find(place, x._version)
+    handle_layout = None if shaped else layout
+    if entry is not None:
+        return Handle(entry, handle_layout, geometry), entry, False
+    packed, made_by, nbytes = _compress(x, layout, memory, compressor, key)
+    if nbytes >= x.untyped_storage().nbytes():
+        return None, None, False
+    entry = Entry(x, storage.epoch, packed, made_by, nbytes)
+    storage.add(place, entry)
+    return Handle(entry, handle_layout, geometry), entry, True
+
+
+def _compress(
+    x: Tensor,
+    layout: Layout,
+    memory: Memory | None,
+    compressor: Compressor,
+    key: Callable[[], Key],
+) -> tuple[Packed, Compressor, int]:
+    """Return the payload, the compressor that reads it, and its bytes on the tensor's device."""
+    special = None
+    compressor = compressor.for_saved(x.shape) if compressor.whole_rows else compressor
+    if not compressor.shaped and is_ordinary():
+        special = specialized(x, layout, memory, compressor)
+    if special is not None:
+        parts = special.compress(x, key().bits())
+        tensors = dict(zip(special.compressor.parts, parts, strict=True))
+        return Packed(tensors, special.stored, x.dtype), special.compressor, special.nbytes
+    flat = x
+    if not compressor.shaped and not (compressor.reads_rows and x.is_contiguous()):
+        flat = flatten(x, layout, rows=memory if compressor.reads_rows else None)[0]
+    packed = compressor.compress(flat, key=key())
+    offloaded = getattr(packed.tensors, "away", ())
+    nbytes = sum(
+        part.nbytes
+        for name, part in packed.tensors.items()
+        if name not in offloaded and part.device == x.device
+    )
+    return packed, compressor, nbytes
+
+
+def specialized(
+    x: Tensor, layout: Layout, memory: Memory | None, compressor: Compressor
+) -> Specialized | None:
+    """Return the kernels for tensors of this signature; a pure function of it, cached."""
+    if not compressor.reads_rows:
+        return None
+    signature = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, compressor)
+    found = _SPECIALIZED.get(signature, _UNKNOWN)
+    if found is _UNKNOWN:
+        if len(_SPECIALIZED) >= FORMS:  # shapes that vary would collect without end
+            _SPECIALIZED.clear()
+        found = _SPECIALIZED[signature] = Specialized.of(x, layout, memory, compressor)
+    return found

@@ -1,0 +1,99 @@
+"""A torch function mode that rounds, or records, what the ops of a forward read and give."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+
+from memtrain.activations.intercept.compiler_internals import run_by_tracer
+from memtrain.activations.intercept.replaced_ops import recognise_module, written_out
+from memtrain.activations.saved.saved_tensors import SavedTensors
+
+HIDDEN = (
+    "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
+    "hide; allowed there: precision.assignment=fp32"
+)
+"""Why a forward whose ops are to be rounded is refused."""
+
+_GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class RoundingMode(TorchFunctionMode):
+    """Calls `arguments`, `function` and `result` around each torch function of a forward.
+
+    Replaced ops run beneath it, as one op each; saved tensors are visited above it, once an op's
+    result has been rounded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = ""
+        """Path of the module whose forward runs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_compiling():
+            _refuse_traced()
+        if type(func) is _GETTER:
+            return func(*args, **kwargs)
+        module, name = self.module, getattr(func, "__name__", "")
+        if func is written_out:
+            return self._written_out(*args)
+        args, kwargs = self.arguments(module, name, args, kwargs)
+        func = self.function(func, module, name, args, kwargs)
+        return self.result(module, _op_name(name, args), args, kwargs, func(*args, **kwargs))
+
+    def _written_out(self, module: nn.Module, x: Tensor) -> Any:
+        """A module that runs as one op: only its result is rounded."""
+        call = recognise_module(module, x)
+        name = "" if call is None else call.op
+        self.arguments(self.module, name, (x,), {})
+        return self.result(self.module, name, (x,), {}, written_out(module, x))
+
+    # -- what a mode does ---------------------------------------------------------------------
+
+    def attach(self, saved: SavedTensors) -> None:
+        """Take the `SavedTensors` of the forwards."""
+
+    def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begin the outermost forward, of `module`; returns its arguments."""
+        return args, kwargs
+
+    def arguments(
+        self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Begin a torch function of this `__name__`; returns its arguments."""
+        return args, kwargs
+
+    def function(
+        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return a function that runs in the place of `func` and saves the same tensors."""
+        return func
+
+    def result(
+        self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """End the function, an op of this name in sites; returns its result."""
+        return result
+
+    def end(self, output: Any, *, completed: bool) -> Any:
+        """End the outermost forward; `completed` is False where an exception ended it."""
+        return output
+
+
+@run_by_tracer
+def _refuse_traced() -> None:
+    raise RuntimeError(HIDDEN)
+
+
+def _op_name(name: str, args: Sequence[Any]) -> str:
+    """Return the op's name: dunders and in-place marks stripped; `pow` with 2 is `square`."""
+    name = name.strip("_")
+    if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2:
+        return "square"
+    return name
