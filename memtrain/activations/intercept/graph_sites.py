@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -412,7 +412,7 @@ def _attention(op: Node) -> str:
     """The name of a fused attention, by its scale and its queries."""
     query = op.args[0]
     width = example(query).shape[-1] if isinstance(query, Node) else 0
-    return attention_name(op.kwargs["scale"], width)
+    return attention_name(cast(Any, op.kwargs["scale"]), width)
 
 
 def _smooth_power(op: Node) -> bool:

@@ -97,4 +97,5 @@ class OpMode(TorchFunctionMode):
 
 
 def _library(op: OpOverload | OpOverloadPacket) -> str:
-    return str(getattr(op, "namespace", "") or op._qualified_op_name.split("::")[0])
+    name: Any = getattr(op, "namespace", "") or getattr(op, "_qualified_op_name", "")
+    return str(name).split("::")[0]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-_NAMESPACES: tuple[Any, ...] = (torch, torch.Tensor, functional, torch._C._nn, torch.special)
+_C: Any = torch._C
+_NAMESPACES: tuple[Any, ...] = (torch, torch.Tensor, functional, _C._nn, torch.special)
 
 
 @cache

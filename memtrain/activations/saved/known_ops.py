@@ -351,11 +351,9 @@ KNOWN: Mapping[type, KnownOp] = {
 }
 """Class of a node -> the row of its op."""
 
-ALL: frozenset[type] = frozenset(
-    node
-    for node in vars(torch._C._functions).values()
-    if isinstance(node, type)  # pyright: ignore[reportAttributeAccessIssue]
-)
+_F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
+
+ALL: frozenset[type] = frozenset(node for node in vars(_F).values() if isinstance(node, type))
 """Classes of the nodes of torch's own ops, whose saved tensors can be read."""
 
 CHECKPOINT: type = cast(Any, CheckpointFunction)._backward_cls
@@ -363,8 +361,6 @@ CHECKPOINT: type = cast(Any, CheckpointFunction)._backward_cls
 
 OWN: set[type] = set()
 """Classes of the nodes of memtrain's own autograd Functions, which save payloads."""
-
-_F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def node_classes(*names: str) -> frozenset[type]:

@@ -456,8 +456,9 @@ class SavedTensors:
             self.watch.saved(site, x.detach(), node)
         if self._records is not None:
             for part in node.saved_tensors:
-                weight = part is None or storage_id(part) in self._parameters or is_parameter(part)
-                if not weight:
+                if part is None:
+                    continue
+                if storage_id(part) not in self._parameters and not is_parameter(part):
                     nbytes = part.untyped_storage().nbytes()
                     self._record(part, site, nbytes, "payload", "", None)
         self.skip()

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memtrain.activations.saved.flatten import Layout, Memory, restore, steps_of
 from memtrain.compressors import Compressor, Packed
 
-Geometry = tuple[torch.Size, tuple[int, ...], int]
+Geometry = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Size, stride and storage offset of a saved tensor."""
 
 
