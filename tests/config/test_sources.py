@@ -48,18 +48,18 @@ def test_presets_say_what_the_documentation_says():
         return {rule.op: rule.compressor for rule in config.activations.rules}
 
     assert of(balanced)["@nonlinear"] == {"name": "derivative", "bits": 3}
-    assert of(balanced)["silu"] == {"name": "group", "bits": 5, "group_size": 128}
+    assert of(balanced)["@saturating"] == "keep"
     assert of(balanced)["*"] == {"name": "group", "bits": 4, "group_size": 128}
     assert [r.compressor for r in balanced.optim.rules] == ["factored", "B128/DE"]
     assert of(smallest)["@nonlinear"] == {"name": "derivative", "bits": 2}
-    assert of(smallest)["@smooth"] == {"name": "group", "bits": 3}
+    assert of(smallest)["@saturating"] == "keep"
     assert of(smallest)["*"] == {"name": "group", "bits": 2}
     assert [r.compressor for r in smallest.optim.rules] == ["factored", "B128/DE"]
 
 
 def test_a_field_of_a_rule_is_overridden_by_its_index():
-    config = load(["activations.rules.0.compressor.bits=2"])
-    assert config.activations.rules[0].compressor["bits"] == 2
+    config = load(["activations.rules.1.compressor.bits=2"])
+    assert config.activations.rules[1].compressor["bits"] == 2
 
 
 def test_a_compressor_that_is_named_replaces_the_presets():

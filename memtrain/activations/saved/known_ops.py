@@ -6,7 +6,7 @@ node holds its saved tensors. torch's `tools/autograd/derivatives.yaml` says wha
 computes from them. A saved tensor that has no row is kept exactly.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -343,7 +343,7 @@ def _by_class() -> Iterator[tuple[type, KnownOp]]:
 
 _SYNC_BATCH_NORM: Any = _functions.SyncBatchNorm
 
-KNOWN: Mapping[type, KnownOp] = {
+KNOWN: dict[type, KnownOp] = {
     **dict(_by_class()),
     _SYNC_BATCH_NORM._backward_cls: KnownOp(
         "SyncBatchNorm", "sync_batch_norm", (SavedBy("0", "input", PROBABILITIES),)
@@ -352,6 +352,21 @@ KNOWN: Mapping[type, KnownOp] = {
 """Class of a node -> the row of its op."""
 
 _F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
+
+MASKS = ("attn_mask", "attn_bias", "5")
+"""Attributes under which attention holds the bias that it makes of a mask; of `stand_in`'s, last."""
+
+
+def stand_in(function: type[torch.autograd.Function]) -> None:
+    """Take a Function for fused attention, for which it stands where a step is simulated.
+
+    Args:
+        function: Saves the query, key, value, result, log-sum-exp and bias, in this order.
+    """
+    roles = (("0", "input"), ("1", "input1"), ("2", "input2"), ("3", "saved"))
+    tensors = tuple(SavedBy(attribute, role, EXPONENT) for attribute, role in roles)
+    KNOWN[cast(Any, function)._backward_cls] = KnownOp("stand-in", ATTENTION, tensors)
+
 
 ALL: frozenset[type] = frozenset(node for node in vars(_F).values() if isinstance(node, type))
 """Classes of the nodes of torch's own ops, whose saved tensors can be read."""

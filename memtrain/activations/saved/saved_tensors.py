@@ -16,15 +16,16 @@ from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Kept, MaskBias, ShapeOnly
 from memtrain.activations.saved.known_ops import (
     ALL,
+    ATTENTION,
     CHECKPOINT,
     KNOWN,
     LINEAR,
     LOSSLESS,
+    MASKS,
     OWN,
     OWN_FORM,
     SENTINELS,
     SHAPE,
-    KnownOp,
     SavedBy,
 )
 from memtrain.activations.saved.liveness import Watched, still_held
@@ -51,6 +52,7 @@ SHARED = "shared with an earlier save"
 DERIVED = "recomputed from what the norm keeps"
 SENTINEL = "a mask was applied: it may hold numbers that stand for minus infinity"
 OPAQUE = "saved by a node that shows nothing of it"
+NOT_IN_TABLE = "its op reads its values, and is not linear in them"
 NOT_READ = "its shape only is read"
 TORCHS_FORM = "torch's own form of the op ran: codes are of memtrain's form alone"
 
@@ -248,33 +250,31 @@ class SavedTensors:
             if x is not None:
                 op = op or row.op(node, function)
                 self._save(node, saved, self._site(module, op, saved.role, function), x)
-        for name in () if row.node == "SyncBatchNorm" else saved_names(kind):
+        for name, x in _tensors_of(node, saved_names(kind)):
             if name not in seen:
-                self._keep_other(node, name, row, function, module)
+                self._keep_other(node, name, x, Site(module, row.op(node, function), name))
 
     def _site(self, module: str, op: str, role: str, function: Any) -> Site:
         """The site of a save, which is that of the function where torch writes one out."""
         if self.attention and op in _WRITTEN_OUT:
             return Site(module, self.attention, "saved")
+        if self.attention and op == ATTENTION:
+            return Site(module, self.attention, role)
         if op == "mul" and function in _DROPOUTS:
             return Site(module, "dropout", "saved")
         return Site(module, op, role)
 
-    def _keep_other(self, node: Any, name: str, row: KnownOp, function: Any, module: str) -> None:
+    def _keep_other(self, node: Any, name: str, x: Tensor, site: Site) -> None:
         """Keep the other tensors that a known op saves: statistics, for example."""
-        x = getattr(node, f"_saved_{name}")
-        if not isinstance(x, Tensor):
-            return
-        if name in _MASKS and self._is_bias(x):
-            site = Site(module, row.op(node, function), "input3")
-            if not isinstance(chosen := self.choose(site), Keep) and not chosen.is_identity:
+        if name in MASKS:
+            site = site._replace(tensor="input3")
+            chosen = self.choose(site)
+            if self._is_bias(x) and not isinstance(chosen, Keep) and not chosen.is_identity:
                 bias = MaskBias(x)
                 self._register(node, SavedBy(name, "input3", LOSSLESS), bias)
                 self._record(x, site, bias.nbytes, "Mask()", "", bias)
                 return
-        site = Site(module, row.op(node, function), "input3" if name in _MASKS else name)
-        why = f"{row.node} reads its values: not in the table of known ops"
-        self._keep(x, site, why, node, name)
+        self._keep(x, site, NOT_IN_TABLE, node, name)
 
     def _is_bias(self, x: Tensor) -> bool:
         """Whether a saved tensor is what fused attention made of a mask of bools."""
@@ -545,7 +545,6 @@ _DROPOUTS = callables("dropout")
 _WRITTEN_OUT = ("matmul", "softmax", "mul")
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
 _LEAF = 2**64 - 1  # number of the nodes that accumulate gradients
-_MASKS = ("attn_mask", "attn_bias")
 _FUNCTION = ("saved_tensors",)
 
 

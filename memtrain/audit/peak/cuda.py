@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from memtrain.activations.saved.known_ops import stand_in
 from memtrain.audit.peak.timeline import Phase
 
 UNIT = 512
@@ -179,6 +180,9 @@ class _FusedAttention(torch.autograd.Function):
         result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
         del held, wide  # alive beside the gradients
         return result
+
+
+stand_in(_FusedAttention)
 
 
 def _group_norm(input: Any, num_groups: int, *given: Any, **options: Any) -> Any:
