@@ -48,6 +48,13 @@ def test_paths_that_are_named_exist(page):
     assert set(missing) - added == set()
 
 
+def test_the_known_ops_are_those_of_the_code(monkeypatch):
+    """`python docs/make_known_ops.py` writes the page."""
+    pytest.importorskip("memtrain.activations.saved.known_ops")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    assert import_module("make_known_ops").page() == (ROOT / "docs/known_ops.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("pages", "most"),
     [
