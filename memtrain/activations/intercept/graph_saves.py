@@ -29,7 +29,7 @@ from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.fit import FLOATS, INTEGERS, UNKNOWN_RANGE
 from memtrain.activations.saved.flatten import flatten
 from memtrain.activations.saved.saved_tensors import SavedTensors
-from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Record, Site
 from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
 from memtrain.compressors.log_group import of_logarithms
 
@@ -198,7 +198,7 @@ class GraphSaves:
             return places[0], Keep(why)
         if sites.checkpointed(node):
             place = Site(places[0].module, RECOMPUTE, "input")
-            return place, saved.checkpointed
+            return place, CHECKPOINT_INPUT
         jumps = any(use.jumps for use in uses)
         limit = sites.limit(node)
         options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]

@@ -354,7 +354,7 @@ KNOWN: dict[type, KnownOp] = {
 _F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
 
 MASKS = ("attn_mask", "attn_bias", "5")
-"""Attributes under which attention holds the bias that it makes of a mask; of `stand_in`'s, last."""
+"""Attributes under which attention, and `stand_in`, hold the bias that is made of a mask."""
 
 
 def stand_in(function: type[torch.autograd.Function]) -> None:
