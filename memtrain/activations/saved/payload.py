@@ -70,7 +70,7 @@ def _compress(
     if not compressor.shaped and not (compressor.reads_rows and x.is_contiguous()):
         flat = flatten(x, layout, rows=memory if compressor.reads_rows else None)[0]
     packed = compressor.compress(flat, key=key())
-    offloaded = getattr(packed.tensors, "away", ())
+    offloaded = getattr(packed.tensors, "offloaded", ())
     nbytes = sum(
         part.nbytes
         for name, part in packed.tensors.items()

@@ -103,7 +103,7 @@ options:
   --json FILE  write the report as JSON (docs/guides/report.md describes it)
   --csv FILE   write its rows; - instead of a file is the standard output, and
                then no table is printed
-  --html FILE  write a page that stands alone: bars and timelines (needs matplotlib)
+  --html FILE  write a page: bars and timelines (needs matplotlib)
   --svg FILE   draw the live bytes over the step, plain beside planned (needs
                matplotlib)
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
