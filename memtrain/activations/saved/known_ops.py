@@ -12,7 +12,6 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules import _functions
 from torch.utils.checkpoint import CheckpointFunction
@@ -61,12 +60,6 @@ class SavedBy:
     reason: Reason
     allows: Callable[[Node], bool] | None = None
     limit: Callable[[Node], int] | None = None
-
-    def tensor(self, node: Node) -> Tensor | None:
-        """Return the saved tensor, which raises RuntimeError if it was modified since."""
-        if self.attribute.isdecimal():
-            return node.saved_tensors[int(self.attribute)]
-        return getattr(node, f"_saved_{self.attribute}")
 
     def register_hooks(
         self, node: Node, pack: Callable[..., Any], unpack: Callable[..., Any]

@@ -240,19 +240,19 @@ class SavedTensors:
             if kind not in OWN:
                 self._keep_unknown(node, function, module)
             return
+        tensors = dict(_tensors_of(node, saved_names(kind)))  # read before hooks are on them
         op = ""
         seen: set[str] = set()
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
                 continue
             seen.add(saved.attribute)
-            x = saved.tensor(node)
+            x = tensors.pop(saved.attribute, None)
             if x is not None:
                 op = op or row.op(node, function)
                 self._save(node, saved, self._site(module, op, saved.role, function), x)
-        for name, x in _tensors_of(node, saved_names(kind)):
-            if name not in seen:
-                self._keep_other(node, name, x, Site(module, row.op(node, function), name))
+        for name, x in tensors.items():
+            self._keep_other(node, name, x, Site(module, row.op(node, function), name))
 
     def _site(self, module: str, op: str, role: str, function: Any) -> Site:
         """The site of a save, which is that of the function where torch writes one out."""
