@@ -28,6 +28,8 @@ from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import Rules, expand, matches
 
+LEAST = 2**16
+"""Bytes below which ops that memtrain does not know cause no warning."""
 SHARE = 0.1
 """Of what a forward saves: less than that, kept by custom Functions, is no warning."""
 
@@ -97,6 +99,7 @@ def unmet(plan: Plan) -> list[Unmet]:
         names = [site for site in sites if site.endswith("*") or _compresses(rules, site)]
         nbytes = sum(sites[site] for site in names)
         least = SHARE * total if reason in (CUSTOM_FUNCTION, UNKNOWN_OP) else 0
+        least = max(least, LEAST) if reason == UNKNOWN_OP else least
         if names and nbytes >= least:
             found.append(Unmet(reason, fix, tuple(names), nbytes))
     return found

@@ -384,11 +384,10 @@ def test_double_backward_through_a_replaced_op_is_a_clear_error(op):
         twice(intercepted(Apply(REPLACED[op]), lossy), torch.rand(8, 16) + 0.1)
 
 
-@pytest.mark.parametrize("op", ["gelu", "batch_norm", "max_pool2d"])
+@pytest.mark.parametrize("op", ["gelu", "max_pool2d"])
 def test_a_replaced_op_that_cannot_take_many_gradients_at_once_says_so(op):
     calls = {
         "gelu": F.gelu,
-        "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
         "max_pool2d": lambda x: F.max_pool2d(x, 2),
     }
     model = intercepted(Apply(calls[op]), lossy)
