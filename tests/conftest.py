@@ -161,3 +161,15 @@ def _hashable(value):
     except TypeError:
         return id(value)
     return type(value), value
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the sum of the counts that tests recorded as properties."""
+    sums = defaultdict(Counter)
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in getattr(report, "user_properties", ()):
+            if report.when == "call" and isinstance(value, dict):
+                sums[name].update(value)
+    for name, counts in sums.items():
+        found = ", ".join(f"{kind} {n}" for kind, n in counts.most_common())
+        terminalreporter.write_line(f"{name}: {found}")

@@ -1,0 +1,202 @@
+"""Every op and module of torch's own database that has a gradient, wrapped, beside the baseline.
+
+Four forwards in a row differ in their arguments, and in as little else as the database allows. The
+tensors are leaves, or results of another op. Under `exact` gradients are equal to the bit, or the
+error is the same. Under `balanced`, from the smallest tensor on, no gradient is NaN that was a
+number, and gradients are equal to the bit for what memtrain does not know; for what it knows the
+mean over draws is the exact gradient, within its confidence interval.
+
+CI runs a fixed share, the nightly run all.
+"""
+
+import copy
+import math
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from memtrain.compressors.fewbit.functions import FAMILIES
+from tests.activations.proof.comparison import (
+    Holder,
+    Verdict,
+    all_same,
+    flat,
+    judge,
+    step,
+    wrapped,
+)
+from tests.activations.proof.op_samples import (
+    GROWING,
+    enlarged,
+    forms_of,
+    full_name,
+    module_steps,
+    modules,
+    ops,
+    steps_of,
+)
+
+STEPS = 4
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
+SHARE = 8
+"""Of the cases of `balanced`, CI runs one in so many."""
+
+
+def cases(found, share, forms=lambda each: ("function",)):
+    """One case for each op, dtype and form; all but one in `share` are nightly."""
+    own, number = [], 0
+    for i, dtype in enumerate(DTYPES):
+        for j, each in enumerate(found(dtype)):
+            for form in forms(each):
+                number += 1
+                late = (i + j) % share if form == "function" else 1
+                name = f"{str(dtype)[6:]}-{full_name(each)}-{form}"
+                marks = [pytest.mark.nightly] * bool(late)
+                own.append(pytest.param(each, dtype, form, id=name, marks=marks))
+    return own
+
+
+def rounding_of(call, inner, exact, dtype):
+    """The norm of what rounding may leave of the gradient, of a kernel in another order.
+
+    Twice the baseline's own error, and what one unit in the last place of every input moves the
+    gradient by, both from the same call in double precision, where the op takes that. At least four
+    roundings of each term, which cancel in what is left: products of the result's gradient and the
+    largest argument.
+    """
+    eps = torch.finfo(dtype).eps
+    sizes = [x.abs().max() for x in call.tensors if x.is_floating_point() and x.numel()]
+    largest = max([1.0, *(float(x) for x in sizes if x.isfinite())])
+    own = 4 * eps * max(float(exact[exact.isfinite()].norm()), 1.5 * largest)
+    if call.function is None:
+        return own
+    wide = call.to(torch.complex128 if dtype.is_complex else torch.float64)
+    truth, moved = (_gradient(each, inner) for each in (wide, wide.moved(eps)))
+    if truth is None or moved is None or not len(truth) == len(moved) == len(exact):
+        return own
+    error = 2 * float((truth - exact).norm()) + 2 * float((truth - moved).norm())
+    return max(own, error) if math.isfinite(error) else own
+
+
+def _gradient(call, inner):
+    run, leaves = call.fresh(inner)
+    found = step(lambda: run(None), leaves)
+    return None if found.error or not found.grads else flat(found.grads)
+
+
+def slack_of(op, call, baseline, dtype):
+    """Half of the range of f', times the gradient of the result: no code of f' is further off.
+
+    None for what is no pointwise nonlinearity, whose gradient takes no code.
+    """
+    if op.name.split(".")[-1] not in FAMILIES or not dtype.is_floating_point:
+        return None
+    if len(call.tensors) > 1:  # prelu's slopes are a tensor
+        return None
+    x = torch.linspace(-20, 20, 4001).requires_grad_()
+    y = call.function(x, *call.to(torch.float32).args[1:], **call.kwargs)
+    (slopes,) = torch.autograd.grad(y.sum(), x)
+    (grads,) = baseline.grads
+    weights = 1.5  # the largest of `comparison.weights`
+    rounding = 4 * torch.finfo(dtype).eps * grads.abs().max()
+    return float((slopes.max() - slopes.min()) / 2 * weights + rounding)
+
+
+def compare(call, model, mine, inner, dtype, op=None):
+    """The verdict on one step, and None where the step shows nothing."""
+
+    def result(which):
+        run, leaves = call.fresh(inner)
+        if call.function is None:
+            leaves += [p for p in which.own[call.number].parameters() if p.requires_grad]
+        return step(lambda: which(run), leaves)
+
+    baseline, repeated = result(model), result(model)
+    if not all_same(baseline.values + baseline.grads, repeated.values + repeated.grads):
+        return None  # torch's own result differs from run to run
+    if not baseline.error and not baseline.grads:
+        return None
+    first = result(mine)
+    rounding, slack = 0.0, None
+    if not baseline.error and not all_same(first.grads, baseline.grads):
+        rounding = rounding_of(call, inner, flat(baseline.grads), dtype)
+        slack = slack_of(op, call, baseline, dtype) if op is not None else None
+    return judge(baseline, first, lambda: result(mine), rounding, slack)
+
+
+def check(verdicts, record_property):
+    """Report the counts; fail with every verdict that is wrong."""
+    counts = Counter(v.kind if v else "shows nothing" for v in verdicts.values())
+    record_property("op database", dict(counts))
+    wrong = {place: v for place, v in verdicts.items() if v and not v.right}
+    assert not wrong, "\n".join(f"{place}: {v.kind} {v.detail}" for place, v in wrong.items())
+
+
+def strict(verdicts, preset):
+    """Under `exact`, what is right on average is wrong."""
+    if preset != "exact":
+        return verdicts
+    exact = ("equal", "error")
+    return {
+        place: v
+        if v is None or v.kind in exact or not v.right
+        else Verdict(f"only {v.kind}", v.detail)
+        for place, v in verdicts.items()
+    }
+
+
+def largest_accepted(call, model, inner):
+    """The call with large tensors, as the op takes them; None where it takes none."""
+    for large in enlarged(call):
+        run, leaves = large.fresh(inner)
+        if step(partial(model, run), leaves).error is None:
+            return large
+    return None
+
+
+def verdicts_of(op, dtype, form, preset):
+    calls = steps_of(op, dtype, STEPS, form)
+    verdicts = {}
+    for inner in (False, True):
+        model, mine = Holder(), wrapped(Holder(), preset, 0)
+        steps = [(i, "small", call) for i, call in enumerate(calls)]
+        if preset != "exact" and op.name not in GROWING:
+            steps += [(i, "large", largest_accepted(c, model, inner)) for i, c in enumerate(calls)]
+        for i, size, call in steps:
+            where = f"step {i}, {size}, {'inner' if inner else 'leaf'}"
+            verdicts[where] = compare(call, model, mine, inner, dtype, op) if call else None
+    return strict(verdicts, preset)
+
+
+@pytest.mark.parametrize(("op", "dtype", "form"), cases(ops, len(DTYPES), forms_of))
+def test_an_op_is_exact_under_exact(op, dtype, form, record_property):
+    check(verdicts_of(op, dtype, form, "exact"), record_property)
+
+
+@pytest.mark.parametrize(("op", "dtype", "form"), cases(ops, SHARE, forms_of))
+def test_an_op_is_right_under_balanced(op, dtype, form, record_property):
+    check(verdicts_of(op, dtype, form, "balanced"), record_property)
+
+
+def verdicts_of_module(info, dtype, preset):
+    verdicts = {}
+    for training in (True, False):
+        own, calls = module_steps(info, dtype, STEPS, training)
+        for inner in (False, True):
+            model, mine = Holder(own), wrapped(Holder(copy.deepcopy(own)), preset, 0)
+            for i, call in enumerate(calls):
+                where = f"step {i}, {'inner' if inner else 'leaf'}, training {training}"
+                verdicts[where] = compare(call, model, mine, inner, dtype)
+    return strict(verdicts, preset)
+
+
+@pytest.mark.parametrize(("info", "dtype", "form"), cases(modules, len(DTYPES)))
+def test_a_module_is_exact_under_exact(info, dtype, form, record_property):
+    check(verdicts_of_module(info, dtype, "exact"), record_property)
+
+
+@pytest.mark.parametrize(("info", "dtype", "form"), cases(modules, SHARE))
+def test_a_module_is_right_under_balanced(info, dtype, form, record_property):
+    check(verdicts_of_module(info, dtype, "balanced"), record_property)
