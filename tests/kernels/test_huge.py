@@ -42,7 +42,6 @@ BYTES = {
     "patch": (torch.bfloat16, ceil(N, 4) * 8),
     "rank1": (torch.bfloat16, ceil(SIZE, 128) * 64 + 4 * sum(SHAPE)),
     "lloyd_max": (torch.bfloat16, ceil(SIZE, 128) * 34 + 4 * sum(SHAPE)),
-    "scaled": (torch.bfloat16, ceil(N, 128) * 64 + 4),
     "factored": (torch.bfloat16, 4 * sum(SHAPE)),
     "projection": (torch.bfloat16, 2 * round(0.2 * SHAPE[0]) * SHAPE[1] + 8),
     "float": (torch.float32, N),

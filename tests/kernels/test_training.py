@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memtrain
+from memtrain.activations.saved import payload
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.group import group
 
@@ -64,5 +65,6 @@ def test_saves_bound_to_triton_kernels_train_as_those_of_the_cpu(monkeypatch):
 
     group_kernels = group.triton_kernels_of
     monkeypatch.setattr(group, "kernels_of", triton_kernels_of)
+    monkeypatch.setattr(payload, "_SPECIALIZED", {})
     assert train(None, "balanced", torch.float32) == pytest.approx(want, rel=2.0**-20)
     assert any(bound)

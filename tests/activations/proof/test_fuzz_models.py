@@ -15,6 +15,9 @@ import pytest
 from tests.activations.proof.fuzz_compare import failure
 from tests.activations.proof.fuzz_models import BLOCKS, OPS, Instruction, program_of, shrink
 
+pytestmark = pytest.mark.nightly
+
+
 IN_CI, NIGHTLY, AT_ONCE = 100, 10_000, 20
 KNOWN = {
     24: "a reentrant checkpoint whose body writes to its own input is an error of the forward, "

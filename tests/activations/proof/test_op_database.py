@@ -38,6 +38,9 @@ from tests.activations.proof.op_samples import (
     steps_of,
 )
 
+pytestmark = pytest.mark.nightly
+
+
 STEPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SHARE = 8

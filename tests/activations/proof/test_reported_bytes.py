@@ -28,6 +28,9 @@ from tests.activations.proof.comparison import (
 )
 from tests.activations.proof.faults import PROMISED, After, inputs, of_parts
 
+pytestmark = pytest.mark.nightly
+
+
 # 8. layouts and nestings
 
 

@@ -25,6 +25,9 @@ from tests.activations.proof.faults import (
     of_parts,
 )
 
+pytestmark = pytest.mark.nightly
+
+
 # 4. each name of an op is the op
 
 

@@ -30,6 +30,9 @@ from tests.activations.proof.faults import (
     of_parts,
 )
 
+pytestmark = pytest.mark.nightly
+
+
 # 6. what one op's result feeds into another
 
 
