@@ -27,7 +27,7 @@ LONGEST = 450
 
 LIMITS = {
     "lines of the package": 60_500,
-    "lines of the tests": 46_000,
+    "lines of the tests": 46_400,  # the proof of gradients moved in
     "lines of experiments and benchmarks": 6_200,
     "classes": 260,
     f"files above {LONGEST} lines": 32,

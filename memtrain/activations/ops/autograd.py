@@ -10,7 +10,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from memtrain.activations.saved.known_ops import OWN
+from memtrain.activations.saved.known_ops import KNOWN, OWN, KnownOp
 
 _EXCEPTION = (
     "keep such ops by activations.exceptions="
@@ -24,6 +24,7 @@ def autograd_function(
     *,
     tensors: int = 1,
     twice: bool = False,
+    known: KnownOp | None = None,
 ) -> Callable[..., Any]:
     """The `apply` of an autograd Function of two functions, at the price of its C++ part alone.
 
@@ -39,6 +40,7 @@ def autograd_function(
             `create_graph=True`: what was saved is no function of x. (torch's `once_differentiable`
             raises only where a gradient that comes in requires one; else it leaves the second
             derivative through x out without a word.)
+        known: What its saved tensors are, if they are no payloads yet.
 
     Returns:
         A callable of forward's arguments after `ctx`, by position.
@@ -79,7 +81,11 @@ def autograd_function(
     name = forward.__name__.removesuffix("_forward").title().replace("_", "")
     methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
     function = cast("type[Function]", type(name, (Function,), methods))
-    OWN.add(cast(Any, function)._backward_cls)
+    node = cast(Any, function)._backward_cls
+    if known is None:
+        OWN.add(node)
+    else:
+        KNOWN[node] = known
     in_cpp = cast(Any, super(Function, function)).apply
 
     def apply(x: Tensor, *others: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from memtrain.activations.ops.autograd import autograd_function, is_batched
+from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, KnownOp, SavedBy
 from memtrain.activations.saved.origin import PLAIN, in_transform
 from memtrain.kernels.step.row_pieces import Make
 from memtrain.optim.wrappers.release import ReleaseGradients, released_by
@@ -135,8 +136,21 @@ def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, _weight_gradient(ctx, grad, make), None
 
 
-_linear = autograd_function(_linear_forward, _linear_backward, tensors=4, twice=True)
-_embedding = autograd_function(_embedding_forward, _embedding_backward, tensors=3, twice=True)
+_linear = autograd_function(
+    _linear_forward,
+    _linear_backward,
+    tensors=4,
+    twice=True,
+    known=KnownOp("linear in rows", "linear", (SavedBy("0", "input", LINEAR),)),
+)
+_INDICES = SavedBy("0", "input", LOSSLESS, limit=lambda node: max(1, len(node.weight)))
+_embedding = autograd_function(
+    _embedding_forward,
+    _embedding_backward,
+    tensors=3,
+    twice=True,
+    known=KnownOp("embedding in rows", "embedding", (_INDICES,)),
+)
 
 _FORMS = {functional.linear: _linear_in_rows, functional.embedding: _embedding_in_rows}
 IN_ROWS = frozenset(_FORMS)
