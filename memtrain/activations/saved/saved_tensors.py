@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -240,8 +241,8 @@ class SavedTensors:
             if kind not in OWN:
                 self._keep_unknown(node, function, module)
             return
-        tensors = dict(_tensors_of(node, saved_names(kind)))  # read before hooks are on them
-        op = ""
+        # Read before hooks are on the node: what is read later is decompressed.
+        tensors, op = dict(_tensors_of(node, saved_names(kind))), row.op(node, function)
         seen: set[str] = set()
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
@@ -249,10 +250,9 @@ class SavedTensors:
             seen.add(saved.attribute)
             x = tensors.pop(saved.attribute, None)
             if x is not None:
-                op = op or row.op(node, function)
                 self._save(node, saved, self._site(module, op, saved.role, function), x)
         for name, x in tensors.items():
-            self._keep_other(node, name, x, Site(module, row.op(node, function), name))
+            self._keep_other(node, name, x, Site(module, op, name))
 
     def _site(self, module: str, op: str, role: str, function: Any) -> Site:
         """The site of a save, which is that of the function where torch writes one out."""
@@ -397,12 +397,9 @@ class SavedTensors:
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node, entry)
 
-    def _register(self, node: Any, saved: SavedBy, handle: Any) -> bool:
-        try:
+    def _register(self, node: Any, saved: SavedBy, handle: Any) -> None:
+        with suppress(RuntimeError):  # someone else's hooks are on it already, and stay
             saved.register_hooks(node, lambda _: handle, _unpack)
-        except RuntimeError:  # someone else's hooks are on it already, and stay
-            return False
-        return True
 
     def _keep(
         self,
@@ -448,7 +445,7 @@ class SavedTensors:
         node: Any = y.grad_fn
         while node is not None and type(node) not in OWN:  # below views and casts
             node = node.next_functions[0][0] if node.next_functions else None
-        if node is None:
+        if node is None or node._sequence_nr() < self._mark:  # of an earlier op
             return
         if self.derive_outputs and isinstance(result, Tensor):
             self.derived.add(y, site.op)
