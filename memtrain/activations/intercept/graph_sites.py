@@ -330,11 +330,6 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def is_static(node: Node) -> bool:
-    """Whether the node's value is one tensor of sizes that are numbers."""
-    return is_tensor(node) and all(isinstance(size, int) for size in node.meta["val"].shape)
-
-
 def storage_of(node: Node) -> int:
     """Tells nodes apart whose tensors do not share their storage."""
     return node.meta["val"].untyped_storage()._cdata

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import (
-    TorchFunctionMode,
     _get_current_function_mode,
     _get_current_function_mode_stack,
 )
@@ -514,6 +513,3 @@ def _calls_itself(module: nn.Module) -> bool:
 def _untouched(module: str, why: str) -> Record:
     """A record of a forward that was left alone."""
     return Record(Site(module, "*", "*"), (), "", 0, 0, "", why)
-
-
-__all__ = ["Interception", "Rounding", "TorchFunctionMode", "tensors_in"]

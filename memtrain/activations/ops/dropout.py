@@ -1,7 +1,7 @@
 """Dropout that saves its mask at one bit per element."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,17 +51,6 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
 
 
 _dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True)
-
-
-def dropout_again(y: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function that gives `dropout`'s result `y` of its input once more, by the mask it saved.
-
-    Args:
-        y: The result, just made.
-    """
-    node: Any = y.grad_fn
-    (packed,), (factor, *_) = node.saved_tensors, node.scaling
-    return partial(_scaled, packed=packed, factor=factor)
 
 
 def _scaled(x: Tensor, packed: Tensor, factor: float) -> Tensor:

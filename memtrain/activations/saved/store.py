@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.flatten import Layout, Memory, restore, steps_of
+from memtrain.activations.saved.flatten import Layout, restore, steps_of
 from memtrain.compressors import Compressor, Packed
 
 Geometry = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
@@ -203,16 +203,3 @@ def check_version(x: Tensor, version: int) -> None:
             "gradients=release in backward(): call that once for each forward, of the sum of its "
             "losses.)"
         )
-
-
-__all__ = [
-    "Entry",
-    "Geometry",
-    "Handle",
-    "Memory",
-    "Storage",
-    "Store",
-    "check_version",
-    "tensor_of",
-    "without_elements",
-]
