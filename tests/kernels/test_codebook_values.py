@@ -1,14 +1,12 @@
 """Codebooks against values worked by hand, and what all of them have in common."""
 
 import itertools
-import math
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from memtrain.kernels.codebook import values
-from memtrain.kernels.codebook.quantize import buckets
 from memtrain.kernels.codebook.values import CODEBOOKS, Codebook, codebook, float_bits
 
 FLOATS = ("E2M1", "E3M0", "E1M2", "E2M2", "E4M3", "E5M2", "E3M4")
@@ -88,24 +86,6 @@ def test_books_fill_their_bits_and_ascend(case):
     assert len(set(values)) == 2**case.bits - repeated
     assert values[-1] == 1.0
     assert values[0] >= (-1 if case.signed else 0)
-
-
-@pytest.mark.parametrize("case", list(every_book()), ids=lambda b: f"{b.name}-{b.bits}-{b.signed}")
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_buckets_hold_at_most_one_bound(case, stochastic):
-    bounds, bases, shift, lowest = buckets(case, stochastic)
-    half, bounds = len(bases) // 2, bounds[:-1].double()
-    assert len(bounds) == 2**case.bits - 1 - stochastic
-    for sign, base in ((1, bases[:half]), (-1, bases[half:])):
-        keys = (torch.arange(half) + lowest) << shift
-        edge = keys.int().view(torch.float32).double()
-        edge[0] = 0
-        ends = torch.cat([edge[1:], torch.tensor([math.inf])])
-        lo, hi = (edge, ends) if sign > 0 else (-ends, -edge)
-        below = (bounds[None] < lo[:, None]).sum(1)
-        upto = (bounds[None] <= hi[:, None]).sum(1)
-        assert (base <= below).all()
-        assert (upto <= base + 1).all()
 
 
 def test_tables_that_a_simulated_step_asks_for_first_are_real():
