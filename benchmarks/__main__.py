@@ -12,54 +12,18 @@ from rich.table import Table
 
 from benchmarks import (
     activations,
-    adamw_step,
     architectures,
-    compile,
     families,
-    gpt2_activations,
     host,
-    launch,
     optimizer,
     peaks,
     peaks_everywhere,
-    precision,
-    prepared_step,
-    presets,
-    promises,
-    seeds,
-    sizes,
 )
-from benchmarks.harness import (
-    RESULTS,
-    Benchmark,
-    GateError,
-    Options,
-    Row,
-    append,
-    environment,
-)
+from benchmarks.harness import RESULTS, Benchmark, GateError, Options, Row, append, environment
 
 BENCHMARKS: dict[str, Benchmark] = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (
-        activations,
-        adamw_step,
-        architectures,
-        compile,
-        families,
-        gpt2_activations,
-        host,
-        launch,
-        optimizer,
-        peaks,
-        peaks_everywhere,
-        precision,
-        prepared_step,
-        presets,
-        promises,
-        seeds,
-        sizes,
-    )
+    for module in (activations, architectures, families, host, optimizer, peaks, peaks_everywhere)
 }
 
 
@@ -73,15 +37,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     run.add_argument("--quick", action="store_true", help="tiny sizes, 2 rounds: is it wired?")
     run.add_argument("--full", action="store_true", help="up to 2^28 elements")
     run.add_argument("--rounds", type=int, help="of each comparison (9; 2 if quick)")
-    run.add_argument("--threads", type=int, help="of torch and the C++ kernels (torch's own)")
     run.add_argument(
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
         help="wall, or cpu: the process's time, for one thread on a busy machine",
-    )
-    run.add_argument(
-        "--missing", action="store_true", help="go on: leave out what <out>/<name>.csv has"
     )
     run.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
     run.add_argument(
@@ -96,19 +56,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--device {args.device}: there is no CUDA device here")
         if args.rounds is not None and args.rounds < 1:
             parser.error(f"--rounds {args.rounds}; allowed: 1 or more")
-        if args.threads is not None and args.threads < 1:
-            parser.error(f"--threads {args.threads}; allowed: 1 or more")
     return args
 
 
-def run(
-    benchmark: Benchmark, options: Options, out: Path, console: Console, *, missing: bool = False
-) -> list[str]:
-    """Run one benchmark's jobs, or those whose rows are missing; returns the gates that failed."""
+def run(benchmark: Benchmark, options: Options, out: Path, console: Console) -> list[str]:
+    """Run one benchmark's jobs; return the gates that failed."""
     jobs, rows, failed = benchmark.jobs(options), [], []
     path = out / f"{benchmark.name}.csv"
-    if missing:
-        jobs = [job for job in jobs if not job.stands_in(path)]
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(benchmark.name, total=len(jobs))
         for job in jobs:
@@ -150,11 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rounds = args.rounds or (2 if args.quick else 9)
     options = Options(args.device, args.quick, args.full, rounds, args.clock, tuple(args.set))
-    if args.threads:
-        torch.set_num_threads(args.threads)
     failed: list[str] = []
     for name in args.names or BENCHMARKS:
-        failed += run(BENCHMARKS[name], options, args.out, console, missing=args.missing)
+        failed += run(BENCHMARKS[name], options, args.out, console)
     for line in failed:
         console.print(f"GATE FAILED, not timed: {line}", style="bold red")
     return 1 if failed else 0

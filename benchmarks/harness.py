@@ -71,13 +71,6 @@ class Job(NamedTuple):
 
     title: str
     run: Callable[[], list[Row]]
-    labels: Row = {}  # noqa: RUF012 (never changed)
-    """Cells that identify its rows."""
-
-    def stands_in(self, path: Path) -> bool:
-        """Whether a CSV file has a row with its labels; no, if it has none."""
-        wanted = {key: str(value) for key, value in self.labels.items()}
-        return bool(wanted) and any(wanted.items() <= row.items() for row in _rows_of(path))
 
 
 class Benchmark(NamedTuple):

@@ -8,8 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 
-from benchmarks.adamw_step import gpt2_small, make_params
 from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
 from memtrain import optim
 from memtrain.kernels.dispatch import backend
@@ -20,6 +20,10 @@ OURS = {
     "AdamW4bit, B128 both": (lambda p: optim.AdamW4bit(p, second="B128/Linear"), 14.1),
     "AdamW4bit, rank-1": (optim.AdamW4bit, 18.6),
     "AdamW4bitFactor": (optim.AdamW4bitFactor, 17.1),
+    "AdamW4bit, 2-bit first": (
+        lambda p: optim.AdamW4bit(p, first="Lloyd-Max", second="factored"),
+        16.5,
+    ),
     "Adam4bit": (optim.Adam4bit, 18.6),
     "AdamW8bit": (optim.AdamW8bit, 16.1),
     "AdamW8bitFactor": (optim.AdamW8bitFactor, 18.1),
@@ -35,6 +39,22 @@ PEERS = {
     "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
     "FlashOptim FlashAdamW": ("flashoptim", "flashoptim", "FlashAdamW"),
 }
+
+
+def gpt2_small():
+    """Return the shapes of GPT-2-small's parameters."""
+    layer = [(768,)] * 4 + [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,)]
+    layer += [(3072, 768), (768,)]
+    return [(50257, 768), (1024, 768), *layer * 12, (768,), (768,)]
+
+
+def make_params(shapes, device):
+    """Return parameters and their gradients, drawn from one seed."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter((torch.randn(s, generator=generator) * 0.02).to(device)) for s in shapes]
+    for param in params:
+        param.grad = (torch.randn(param.shape, generator=generator) * 1e-3).to(device)
+    return params
 
 
 def check(name, device):

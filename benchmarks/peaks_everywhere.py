@@ -1,7 +1,6 @@
 """Predicted against measured peak of a training step, for models of others, by a tracker.
 
-    python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--missing]
-        [--set models=lstm,regnet presets=plain]
+    python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--set models=lstm]
 
 Small models of timm, torchvision, transformers and torch.nn take AdamW steps on one CPU thread,
 plain and under five presets. A row says what `audit.peak` predicts without running the model, and
@@ -84,7 +83,7 @@ def _jobs(options: Options) -> list[Job]:
         chosen = {"models": "pointnet", "presets": "balanced"}
     chosen = options.settings(**chosen)
     return [
-        Job(f"{name}, {preset}", partial(_rows, name, preset), {"model": name, "preset": preset})
+        Job(f"{name}, {preset}", partial(_rows, name, preset))
         for name in chosen["models"].split(",")
         for preset in chosen["presets"].split(",")
     ]

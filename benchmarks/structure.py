@@ -26,13 +26,13 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 60_500,
-    "lines of the tests": 46_400,  # the proof of gradients moved in
-    "lines of experiments and benchmarks": 6_200,
-    "classes": 260,
-    f"files above {LONGEST} lines": 32,
-    "private words in the package": 240,
-    "private words in identifiers": 140,
+    "lines of the package": 54_800,
+    "lines of the tests": 46_300,
+    "lines of experiments and benchmarks": 4_760,
+    "classes": 255,
+    f"files above {LONGEST} lines": 24,
+    "private words in the package": 190,
+    "private words in identifiers": 82,
     "words of the documentation": 28_000,
     "words of CHANGELOG.md": 600,
     "words of CONTRIBUTING.md": 1_500,
@@ -41,7 +41,7 @@ LIMITS = {
 GOALS = {
     "lines of the package": 42_000,
     "lines of the tests": 40_000,
-    "lines of experiments and benchmarks": 6_000,
+    "lines of experiments and benchmarks": 4_500,
     "classes": 190,
     f"files above {LONGEST} lines": 0,
     "private words in the package": 0,

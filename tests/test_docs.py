@@ -48,6 +48,13 @@ def test_paths_that_are_named_exist(page):
     assert set(missing) - added == set()
 
 
+def test_benchmarks_that_are_named_exist():
+    text = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"benchmarks run (\w+)", text))
+    assert named
+    assert named <= {*import_module("benchmarks.__main__").BENCHMARKS}
+
+
 def test_the_known_ops_are_those_of_the_code(monkeypatch):
     """`python docs/make_known_ops.py` writes the page."""
     pytest.importorskip("memtrain.activations.saved.known_ops")

@@ -19,6 +19,8 @@ import torch
 from memtrain.kernels.dispatch import backend
 
 session = importlib.import_module("benchmarks.gpu_session")
+clocks = importlib.import_module("benchmarks.gpu_clocks")
+steps = importlib.import_module("benchmarks.gpu_steps")
 QUICK = ("environment", "optimizer", "sanitizer")
 
 
@@ -29,8 +31,8 @@ def rows(path):
 @pytest.mark.parametrize("name", QUICK)
 def test_step_gives_rows_without_errors(name, tmp_path):
     with backend("triton"):
-        cases = session.STEPS[name].cases(session.Scale("cpu", True, tmp_path / "rows"))
-        found = [session.guarded(*case) for case in cases]
+        cases = steps.CASES[name](clocks.Scale("cpu", True, tmp_path / "rows"))
+        found = [clocks.guarded(*case) for case in cases]
     assert found
     assert [row for row in found if "error" in row] == []
     json.dumps(found, default=str)
@@ -65,7 +67,7 @@ def test_a_failure_is_a_row():
     def fail():
         raise RuntimeError("out of registers")
 
-    row = session.guarded({"kernel": "one"}, fail)
+    row = clocks.guarded({"kernel": "one"}, fail)
     assert (row["kernel"], row["error"]) == ("one", "RuntimeError: out of registers")
 
 
@@ -125,10 +127,10 @@ def test_a_faulted_device_ends_the_process_of_its_case(tmp_path):
     script = (
         "import atexit, os, sys\n"
         "from pathlib import Path\n"
-        "from benchmarks import gpu_session as session\n"
+        "from benchmarks import gpu_clocks as clocks, gpu_session as session\n"
         "def clear(self):\n"
         "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
-        "session.Scale.clear = clear\n"
+        "clocks.Scale.clear = clear\n"
         "atexit.register(os.abort)\n"
         "session.run_step('environment', Path(sys.argv[1]), 1, 2, tiny=True)\n"
     )
@@ -200,11 +202,11 @@ def test_waits_are_those_that_are_told_of_a_call():
         warnings.warn("does not yet detect all synchronizing operations", stacklevel=1)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
-    assert session.waits(step, session.Scale("cpu", True, Path()))["waits"] == 1
+    assert clocks.waits(step, clocks.Scale("cpu", True, Path()))["waits"] == 1
 
 
 def test_what_matters_most_is_compiled_first():
-    cases = session.training("gpt2", session.Scale("cpu", True, Path()), compiled=True)
+    cases = steps.training("gpt2", clocks.Scale("cpu", True, Path()), compiled=True)
     found = [(label["variant"], label["mode"]) for label, _ in cases]
     both = [
         (name, mode) for mode in ("default", "reduce-overhead") for name in ("plain", "balanced")
@@ -216,9 +218,9 @@ def test_what_matters_most_is_compiled_first():
 def test_the_commands_that_are_documented_run_every_step_in_time():
     page = (session.ROOT / "docs" / "gpu.md").read_text()
     commands = re.findall(r"(?m)^\| `([\w,]+)` \| .* = (\d+)", page)
-    assert ",".join(names for names, _ in commands).split(",") == [*session.STEPS]
+    assert ",".join(names for names, _ in commands).split(",") == [*session.LIMITS]
     for names, seconds in commands:
-        limits = [session.STEPS[name].limit for name in names.split(",") if name != "sanitizer"]
+        limits = [session.LIMITS[name] for name in names.split(",") if name != "sanitizer"]
         assert sum(limits) == int(seconds) <= 570
 
 
@@ -232,10 +234,10 @@ def test_the_rows_may_be_in_a_relative_folder(tmp_path, monkeypatch):
     assert found == [tmp_path / "rows"]
 
 
-@pytest.mark.parametrize("name", session.optimizers())
+@pytest.mark.parametrize("name", steps.optimizers())
 def test_the_drivers_optimizers_compress_their_states(name):
     """Else their kernels would not run there."""
-    row = session.stepped(session.optimizers()[name], session.Scale("cpu", True, Path()))
+    row = steps.stepped(steps.optimizers()[name], clocks.Scale("cpu", True, Path()))
     exact = 4 if name.startswith(("SGD", "Lion")) else 8
     assert row["finite"]
     assert (row["state_bytes_per_parameter"] < exact / 1.6) == (name != "exact")
@@ -280,7 +282,7 @@ def test_the_whole_session_runs_on_a_cpu(tmp_path):
     subprocess.run([*command, "--out", str(tmp_path)], check=True, env=environment)
     found = rows(tmp_path / "gpu_session.jsonl")
     assert {row["step"]: row["ended"] for row in found if "ended" in row} == dict.fromkeys(
-        session.STEPS, "ok"
+        session.LIMITS, "ok"
     )
     assert sum(row.get("errors", 0) for row in found) == 0
     assert [row for row in found if "error" in row or "failed" in row] == []

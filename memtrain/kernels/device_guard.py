@@ -58,7 +58,7 @@ def launch_again(
     """Launch by what was compiled for arguments alike.
 
     Triton's own launch finds that by more questions, which take twice the host's time
-    (`python -m benchmarks run launch`).
+    (`benchmarks/results/launch.csv`).
 
     Args:
         kernel: A `@triton.jit` function.

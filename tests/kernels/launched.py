@@ -16,10 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import memtrain
-from benchmarks import gpu_session, machine_code
-from benchmarks.launch import NoDevice
+from benchmarks import machine_code
+from benchmarks.gpu_clocks import Scale, guarded
+from benchmarks.gpu_steps import driver
 from memtrain.kernels import dispatch
-from tests.kernels.no_device import replace_launch
+from tests.kernels.no_device import NoDevice, replace_launch
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l3", "patch4x4", "all_four", "all_four_2bit")
 
@@ -49,7 +50,7 @@ class Launches:
 
 def steps():
     """Training steps by label: driver's cases, and models at the widths that are usual."""
-    for label, run in gpu_session.driver(gpu_session.Scale("cpu", False, Path("unused"))):
+    for label, run in driver(Scale("cpu", False, Path("unused"))):
         yield str(label), run
     for preset in PRESETS:
         for make in (gpt2, llama, convolutions):
@@ -108,7 +109,7 @@ def main():
     with dispatch.backend("triton"):
         for label, run in steps():
             launches.step = label
-            row = gpu_session.guarded({}, run)
+            row = guarded({}, run)
             if "error" in row:
                 failed[label] = row["error"]
     found = {"faults": launches.faults, "spilt": dict(launches.spilt()), "failed": failed}

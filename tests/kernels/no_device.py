@@ -17,11 +17,29 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from triton.runtime.cache import get_cache_manager
 
-from benchmarks.launch import NoDevice, NoLaunch
+from benchmarks.machine_code import ARCHITECTURE
 from memtrain.kernels import device_guard
 from tests.kernels.ptx.kernel import Kernel
 from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.program import parse
+
+
+class NoDevice:
+    """A driver of Triton's as far as compiling asks for one."""
+
+    def get_current_device(self) -> int:
+        """A number that no device has: what is compiled is kept by it."""
+        return -1
+
+    def get_current_stream(self, device: int) -> int:
+        """A stream's number."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """What is compiled for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", ARCHITECTURE, 32)
 
 
 def replace_launch(folder: ModuleType, by: Callable[..., None], driver: NoDevice) -> None:
@@ -41,7 +59,7 @@ def replace_launch(folder: ModuleType, by: Callable[..., None], driver: NoDevice
                 module.launch = by
 
 
-class Execution(NoLaunch):
+class Execution(NoDevice):
     """A driver that executes what was compiled, on tensors of the CPU.
 
     Args:
@@ -49,10 +67,18 @@ class Execution(NoLaunch):
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        super().__init__()
+        self.utils = self
         self._seed = seed
         # Each has some 20,000 Python objects, among which the tensors of a launch are looked for.
         self._kernel = lru_cache(maxsize=16)(self._read)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """What a launch may take: an H100's."""
+        return {"max_shared_mem": 227 * 1024}
+
+    def load_binary(self, *given: Any) -> tuple[Any, ...]:
+        """Module, function, registers, spills, and the most threads of a program."""
+        return self, None, 0, 0, 1024
 
     def _read(self, hashed: str, name: str, fuse: bool, shared: int) -> Kernel:
         """A kernel that Triton has compiled."""

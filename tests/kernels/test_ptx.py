@@ -314,9 +314,3 @@ def test_kernels_equal_their_references_as_compiled():
 def test_all_kernels_equal_their_references_as_compiled(seed):
     """With what a device gives for approximate instructions, and with what it may give."""
     assert executed(".", seed=seed) > 850
-
-
-def test_the_benchmark_of_launches_runs_where_kernels_compile(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "run", "launch", "--quick", "--out", tmp_path]
-    subprocess.run(command, env=compiling(), cwd=Path(__file__).parents[2], check=True)
-    assert (tmp_path / "launch.csv").exists()
