@@ -14,9 +14,9 @@ from memtrain.audit.peak.largest import largest
 from memtrain.audit.report import audit
 from memtrain.config.sources import Config
 from memtrain.environment import collect_env
-from memtrain.gradient_quality import gradient_quality
 from memtrain.plan.plan import Plan
 from memtrain.planner import make_plan
+from memtrain.verification import verify
 from memtrain.wrapped import fp32_state_dict, load_fp32_state_dict
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "collect_env",
     "estimate",
     "fp32_state_dict",
-    "gradient_quality",
     "largest",
     "load_fp32_state_dict",
     "load_state_dict",
@@ -36,6 +35,7 @@ __all__ = [
     "precision_state",
     "state_dict",
     "unwrap",
+    "verify",
     "wrap",
 ]
 __version__ = "0.1.0"

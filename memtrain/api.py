@@ -12,6 +12,7 @@ from memtrain import optim
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.intercept.compiler_internals import forget_graphs, inside_compiled
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.saved.checks import Checks
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config
 from memtrain.optim.states.first_step import inner_optimizer
@@ -387,7 +388,16 @@ def _interception(
         compresses=plan.compresses,
     )
     interception.saved.watch = _watch(interception, plan)
+    if plan.config.activations.verify:
+        interception.saved.checks = Checks(_refuse_fault, forwards=3)
     return interception
+
+
+def _refuse_fault(fault: str) -> None:
+    raise RuntimeError(
+        f"activations.verify: {fault}. Keep it with a rule in activations.exceptions, and report "
+        "this as a bug of memtrain"
+    )
 
 
 def _watch(interception: Interception, plan: Plan) -> ActnnSensitivity | None:

@@ -29,7 +29,7 @@ FLOORS = [
     ["wrapped"],
     ["wrap_checks"],
     ["api"],
-    ["gradient_quality"],
+    ["verification"],
     ["audit.live_storages", "audit.live_tensors", "audit.join", "audit.process_memory"],
     ["audit.peak"],
     ["audit"],

@@ -72,6 +72,9 @@ class Activations:
     sensitivity: str = "statistics"
     """How they are measured: `statistics` (ActNN: from a step's own forward and backward) or
     `passes` (GACT: three backward passes a site, by `memtrain.adapter(model).step(closure)`)."""
+    verify: bool = False
+    """Compare what replaced ops return, and what backward reads, with the exact values in the first
+    three forwards of a run; an error names the site. Copies of all saved tensors live meanwhile."""
     sample_statistics: bool = False
     """Remember the gradient's norm of every sample of the data set (ActNN's `use_gradient`)."""
 

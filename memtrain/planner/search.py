@@ -21,7 +21,6 @@ from memtrain.audit.peak.predict import conditions, predict
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import KEEP, Config
-from memtrain.gradient_quality import closure_of
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan import plan as rules
 from memtrain.plan.build import spec
@@ -41,6 +40,7 @@ from memtrain.planner.optimizer_states import (
 from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search_space import SearchSpace, gather
 from memtrain.planner.sensitivity import analytic, is_real, measured
+from memtrain.verification import closure_of
 
 PLANS = 256
 """Of the trade between the objective and the peak, so many plans are told apart."""

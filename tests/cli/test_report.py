@@ -407,7 +407,7 @@ def test_llama_7b_takes_under_two_gib_of_memory(options):
     assert "25.10 GiB" in done.stdout  # 6,738,415,616 weights of 4 bytes
 
 
-def test_gradients_of_a_real_batch_are_told_by_site(tmp_path, monkeypatch, capsys):
+def test_verify_prints_the_gradient_of_each_site(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "def build(batch=8):\n"
@@ -416,19 +416,19 @@ def test_gradients_of_a_real_batch_are_told_by_site(tmp_path, monkeypatch, capsy
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["model=py:mine:build", "batch=4", "--gradients", "--no-peak"]) == 0
+    assert main(["model=py:mine:build", "batch=4", "verify=true", "--no-peak"]) == 0
     text = capsys.readouterr().out
     table = text[text.index("gradient quality") :]
     assert [name in table for name in ("all", "2 / linear / input", "1 / gelu / input")] == [
         True
     ] * 3
     assert max(map(len, text.splitlines())) <= 80
-    assert main(["model=py:mine:build", "preset=exact", "--gradients", "--no-peak"]) == 0
+    assert main(["model=py:mine:build", "preset=exact", "verify=true", "--no-peak"]) == 0
     table = capsys.readouterr().out
     assert "1.000000" in table[table.index("gradient quality") :]
     assert "quantisation noise" not in table
     one = ["preset=smallest", "activations.rules.1.compressor.bits=1"]
-    assert main(["model=py:mine:build", *one, "--gradients", "--no-peak"]) == 0
+    assert main(["model=py:mine:build", *one, "verify=true", "--no-peak"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "of the gradient's squared norm, most of it from 2 / linear / input (" in told
 

@@ -143,7 +143,7 @@ def test_dash_is_the_standard_output(builder, capsys):
     assert main(["model=py:theirs:build", "--no-peak", "--csv", "-"]) == 0
     assert capsys.readouterr().out.startswith("kind,module,name,plain,planned,")
     for wrong in (["--html", "-"], ["--svg", "-"], ["--json", "-", "--csv", "-"],
-                  ["--json", "-", "--gradients"]):  # fmt: skip
+                  ["--json", "-", "verify=true"]):  # fmt: skip
         assert main(["model=py:theirs:build", *wrong]) == 2
         assert "-" in capsys.readouterr().err
 

@@ -160,7 +160,7 @@ class Replacements:
             chosen = None if call is None else self.compressor(call)
             if call is not None and chosen is not None:
                 if call.accepts(chosen):
-                    return self._replace(call, chosen)
+                    return self._replace(call, chosen, function, args, kwargs)
                 if function is written_out and call.plain is not None:
                     return call.plain(call.x)
         return function(*args, **kwargs)
@@ -204,10 +204,18 @@ class Replacements:
         chosen = self.saved.choose(Site(self.module, call.op, call.tensor))
         return None if isinstance(chosen, Keep) else chosen
 
-    def _replace(self, call: Call, compressor: Compressor) -> Any:
+    def _replace(
+        self,
+        call: Call,
+        compressor: Compressor,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Run a call in the form that saves the compressor's payload."""
         site = Site(self.module, call.op, call.tensor)
-        y = call.run(compressor, self.saved.key(site))
+        run, checks = partial(call.run, compressor, self.saved.key(site)), self.saved.checks
+        y = run() if checks is None else checks.replaced(site, function, args, kwargs, run)
         self.saved.replaced(site, call.x, y)
         return y
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of
 from memtrain.activations.saved.specialized import Specialized
-from memtrain.activations.saved.store import Entry, Handle, Storage
+from memtrain.activations.saved.store import Entry, Handle, Storage, tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary
 
@@ -48,6 +48,19 @@ def make_entry(
     entry = Entry(x, storage.epoch, packed, made_by, nbytes)
     storage.add(place, entry)
     return Handle(entry, handle_layout, geometry), entry, True
+
+
+def roundtrip(x: Tensor, compressor: Compressor, key: Key) -> Tensor:
+    """Compress a saved tensor, and return it decompressed.
+
+    Args:
+        x: The saved tensor, detached.
+        compressor: For it.
+        key: Of its random bits.
+    """
+    layout, memory = memory_of(x)
+    packed, made_by, _ = _compress(x, layout, memory, compressor, lambda: key)
+    return tensor_of(packed, made_by, None if compressor.shaped else layout)
 
 
 def _compress(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
 from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.derived import DerivedOutputs
 from memtrain.activations.saved.fit import fit
 from memtrain.activations.saved.flatten import memory_of
@@ -96,6 +97,8 @@ class SavedTensors:
         self.watch: Watch | None = None
         self.lossless: Callable[[Tensor, bool], Compressor | None] | None = None
         """Gives a compressor that keeps a tensor, which a rule claims or not, bit for bit."""
+        self.checks: Checks | None = None
+        """Compares what is decompressed, and what replaced ops return, with the exact values."""
         self._numbers: dict[Site, int] = {}
         self.saw_hooks = False
         """Whether hooks of someone else were on in the last forward."""
@@ -120,7 +123,7 @@ class SavedTensors:
         return {name: value for name, value in vars(self).items() if name in _STATE}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _numbers={}, saw_hooks=False)
+        vars(self).update(state, _numbers={}, saw_hooks=False, checks=None)
         self._reset()
 
     def begin(self, own: Sequence[Tensor], inputs: Sequence[Tensor], *, record: bool) -> None:
@@ -132,6 +135,8 @@ class SavedTensors:
             record: Whether to record what is saved.
         """
         self._reset()
+        if self.checks is not None and not self.checks.begin():
+            self.checks = None
         self._parameters = {storage_id(x) for x in own}
         for x in inputs:
             if not foreign(x):
@@ -271,7 +276,7 @@ class SavedTensors:
             chosen = self.choose(site)
             if self._is_bias(x) and not isinstance(chosen, Keep) and not chosen.is_identity:
                 bias = MaskBias(x)
-                self._register(node, SavedBy(name, "input3", LOSSLESS), bias)
+                self._register(node, SavedBy(name, "input3", LOSSLESS), bias, x, site)
                 self._record(x, site, bias.nbytes, "Mask()", "", bias)
                 return
         self._keep(x, site, NOT_IN_TABLE, node, name)
@@ -336,7 +341,7 @@ class SavedTensors:
         chosen = self._choice(site, saved, node, x)
         if saved.reason == SHAPE and not isinstance(chosen, Keep):
             handle = ShapeOnly(x)
-            self._register(node, saved, handle)
+            self._register(node, saved, handle, x, site)
             self._record(x, site, 0, "", NOT_READ, handle)
             return
         claimed = chosen != NO_RULE
@@ -371,7 +376,7 @@ class SavedTensors:
         small = x.numel() < self.min_elements
         if small and x.untyped_storage().nbytes() > 2 * x.nbytes:
             copy = Kept(x, x.detach().clone())
-            self._register(node, saved, copy)
+            self._register(node, saved, copy, x, site)
             reason = getattr(chosen, "reason", "")
             self._record(x, site, x.nbytes, "" if reason else repr(chosen), reason, copy)
         else:
@@ -382,7 +387,7 @@ class SavedTensors:
     ) -> None:
         source = self.derived.find(x) if self.derive_outputs else None
         if source is not None:
-            self._register(node, saved, source)
+            self._register(node, saved, source, x, site, chosen)
             self._record(x, site, source.nbytes, "derived", DERIVED, source, source.op)
             return
         storage = self.store.of(x, storage_id(x))
@@ -390,14 +395,24 @@ class SavedTensors:
         if handle is None or entry is None:
             self._keep(x, site, "its payload would be no smaller", node, saved.attribute)
             return
-        self._register(node, saved, handle)
+        self._register(node, saved, handle, x, site, chosen)
         if self._records is not None:
             planned, note = (entry.nbytes, "") if is_new else (0, SHARED)
             self._record(x, site, planned, repr(chosen), note, handle)
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node, entry)
 
-    def _register(self, node: Any, saved: SavedBy, handle: Any) -> None:
+    def _register(
+        self,
+        node: Any,
+        saved: SavedBy,
+        handle: Any,
+        x: Tensor,
+        site: Site,
+        compressor: Compressor | None = None,
+    ) -> None:
+        if self.checks is not None:
+            handle = self.checks.around(handle, x, site, compressor)
         with suppress(RuntimeError):  # someone else's hooks are on it already, and stay
             saved.register_hooks(node, lambda _: handle, _unpack)
 
@@ -418,7 +433,8 @@ class SavedTensors:
             return
         if self.lossless is not None and attribute and not isinstance(x, nn.Parameter):
             # As the graph would hold it, so that the user's own tensors are told from the graph's.
-            self._register(node, SavedBy(attribute, "", LOSSLESS), Kept(x, x.detach()))
+            kept = Kept(x, x.detach())
+            self._register(node, SavedBy(attribute, "", LOSSLESS), kept, x, site)
         base = x if x._base is None else x._base
         if number in self._parameters or (chosen == WEIGHT and base.is_leaf):
             return  # no bytes of the forward's

@@ -78,6 +78,8 @@ class Request:
     """A file of a device's throughputs (`--measure-rates` writes it), or `measure`: of this one."""
     plan: str | None = None
     """A plan file, in place of memtrain's keys."""
+    verify: bool = False
+    """Whether the model is built, and its gradient on one batch compared with the exact one."""
 
     def __post_init__(self) -> None:
         self.dtype = SHORT.get(self.dtype, self.dtype)

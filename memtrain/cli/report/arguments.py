@@ -92,6 +92,9 @@ keys:
     rates      a file of --measure-rates, or measure: step times by what this
                device does (without: by bytes and work alone)
   plan       a plan file in place of the keys below
+  verify     true: build the model, run one batch, and compare replaced ops,
+             saved tensors and each site's gradient with the exact ones (takes
+             a training step's memory, and some passes per site)
   preset     {presets}
   and any key of memtrain's config
 
@@ -109,9 +112,6 @@ options:
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
   --measure-rates FILE  time copies, matrix products and codes on this device
                (device=, dtype=), for rates=
-  --gradients  build the model for real, run one batch, and tell what the plan
-               does to its gradient, as a whole and site by site (takes a
-               training step's memory, and some passes a site)
   --measure    build the model for real and run steps, plain and planned: their
                peaks beside the predicted ones (takes a step's memory)
   --snapshot FILE  with --measure on CUDA: torch's snapshot of the allocator in
@@ -129,7 +129,7 @@ Predicted steps are kept in $MEMTRAIN_CACHE (~/.cache/memtrain; empty: nowhere).
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
 file that cannot be read or written, 3 --fail-over or --fail-under, or nothing
-fits the budget, 130 interrupted
+fits the budget, or verify=true finds wrong values or a biased gradient, 130 interrupted
 """
 
 
@@ -175,7 +175,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-peak", dest="peak", action="store_false")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--snapshot", type=Path)
-    parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--fail-under", type=float)
     parser.add_argument("--fail-over")
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
@@ -214,8 +213,8 @@ def _check(options: argparse.Namespace) -> None:
         if path == STDOUT and name not in ("--json", "--csv"):
             raise ValueError(f"{name} - is not allowed: {name} needs a file")
     printed = [path for _, path in files(options)].count(STDOUT)
-    if printed + (printed and options.gradients) > 1:
-        raise ValueError("- takes the standard output alone: without --gradients or another -")
+    if printed > 1:
+        raise ValueError("- takes the standard output alone: without another -")
 
 
 def files(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:

@@ -13,8 +13,8 @@ from memtrain.audit.report import CATEGORIES, Report, audit
 from memtrain.cli.models.build_model import Built, build_real
 from memtrain.cli.models.request import Request
 from memtrain.config.sources import Config
-from memtrain.gradient_quality import GradientQuality, gradient_quality
 from memtrain.plan.plan import make_plan
+from memtrain.verification import Verification, verify
 
 Working = Callable[[str], AbstractContextManager[Any]]
 
@@ -127,8 +127,8 @@ def measured(
     return replace(report, measured=plain, planned_measured=planned)
 
 
-def gradients(request: Request, config: Config) -> GradientQuality:
-    """Build the model with initial weights, and measure each site's gradient on random data.
+def verified(request: Request, config: Config) -> Verification:
+    """Build the model with initial weights, and compare a step on random data with the exact one.
 
     A `py:` builder's own weights and batch are used as they are.
 
@@ -137,10 +137,10 @@ def gradients(request: Request, config: Config) -> GradientQuality:
         config: The plan.
 
     Returns:
-        The quality of the whole plan and of each site that it compresses.
+        The verdict, and the quality of each site's gradient.
 
     Memory:
         A plain training step's, and five gradients.
     """
     model, _, batch = build_real(request, config.seed)
-    return gradient_quality(model, batch, config, warn=False)
+    return verify(model, batch, config, per_site=True, warn=False, progress=True)

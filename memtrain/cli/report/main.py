@@ -32,7 +32,7 @@ from memtrain.cli.report.arguments import (
     requested,
     settings,
 )
-from memtrain.cli.report.audits import Working, gradients, measured, only_measured, predicted
+from memtrain.cli.report.audits import Working, measured, only_measured, predicted, verified
 from memtrain.config.sizes import format_size, parse_size
 from memtrain.config.sources import Config
 from memtrain.planner import DoesNotFit, write_rates
@@ -122,12 +122,11 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
             if planned is not None:
                 fitting.show_fit(console, planned)
             show(console, outcome, top=options.top, by=options.by, depth=options.depth)
-            if options.gradients:
-                with told("measuring the gradient"):
-                    quality = gradients(request, config)
-                console.print(quality.table(options.top))
-                if quality.warning:
-                    console.print(quality.warning, markup=False)
+            if request.verify:
+                found = verified(request, config)
+                console.print(found.verdict, markup=False)
+                console.print(found.table(options.top))
+                lines += [] if found.ok else [found.verdict]
     except BrokenPipeError:
         drop_output()  # the limits count whether anyone reads the tables or not
     return LIMIT if lines else DONE
@@ -135,12 +134,14 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
 
 def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
     """The step to predict: on the device of the one to measure, where one is."""
-    for name in ("measure", "gradients"):
-        if getattr(options, name) and request.compiled:
+    for name, asked in (("--measure", options.measure), ("verify=true", request.verify)):
+        if asked and request.compiled:
             raise ValueError(
-                f"--{name} follows the ops of a step, which compiled code does not run one by one; "
-                f"allowed with --{name}: compile=false"
+                f"{name} follows the ops of a step, which compiled code does not run one by one; "
+                f"allowed with {name}: compile=false"
             )
+    if request.verify and any(path == STDOUT for _, path in files(options)):
+        raise ValueError("- takes the standard output alone: without verify=true")
     on_cuda = request.device != "cpu" and torch.cuda.is_available()
     if options.snapshot is not None and not on_cuda:
         raise ValueError("--snapshot is of the CUDA allocator; there is no CUDA device to run on")

@@ -113,14 +113,14 @@ class Regression(nn.Module):
 
 
 @pytest.mark.parametrize(("bits", "noisy"), [(1, True), (8, False)])
-def test_gradient_quality_tells_the_worst_sites(bits, noisy):
+def test_the_warning_names_the_worst_sites(bits, noisy):
     model, batch = Regression(), {"x": batches(0), "labels": torch.zeros(64, 8)}
     cfg = config(name="group", bits=bits)
     if not noisy:
-        assert memtrain.gradient_quality(model, batch, cfg).warning == ""
+        assert memtrain.verify(model, batch, cfg).warning == ""
         return
     with pytest.warns(UserWarning, match="of the gradient's variance from batch to batch") as told:
-        found = memtrain.gradient_quality(model, batch, cfg)
+        found = memtrain.verify(model, batch, cfg, per_site=True)
     worst = max(found.sites, key=lambda site: site.variance)
     assert f"most of it from {worst.name} (" in str(told[0].message)
     # halves of a batch estimate the variance of its gradient: against 200 batches
@@ -140,7 +140,7 @@ def test_a_closure_is_compared_to_the_squared_norm():
     closure = lambda: (model(batches(0)) * signs).sum().backward()  # noqa: E731
     cfg = config(name="group", bits=1)
     with pytest.warns(UserWarning, match="of the gradient's squared norm"):
-        assert memtrain.gradient_quality(model, closure, cfg).batches is None
+        assert memtrain.verify(model, closure, cfg).batches is None
 
 
 def test_noise_that_widths_add():

@@ -1,0 +1,406 @@
+"""Compares a config's training step with the exact one: values, saved tensors and gradients."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console, Group
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memtrain.activations.adaptive.noise_warning import noise_warning
+from memtrain.activations.adaptive.replay import (
+    Closure,
+    Gradient,
+    dot,
+    gradient_replay,
+    squared_distance,
+)
+from memtrain.activations.intercept.hooks import Interception
+from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.checks import Checks
+from memtrain.activations.saved.saved_tensors import Choose
+from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.call_arguments import call_arguments
+from memtrain.api import plan_of
+from memtrain.compressors import Compressor, Keep
+from memtrain.plan.plan import Plan, activation_plan
+
+EXACT = Keep("kept for the exact gradient")
+BIASED = 0.25
+"""A bias, as a share of the gradient's norm, above which a verdict is `biased`. Codes of
+derivatives are rounded to the nearest, as in their paper: with 4 bits they leave 0.05 to 0.12."""
+CERTAIN = 4
+"""Standard errors that a bias must be away from 0."""
+SLIGHT = 0.01
+"""A share of the whole gradient's norm below which no bias counts: some exact gradients are 0."""
+
+
+class Quality(NamedTuple):
+    """The error that compression adds to a gradient of one batch."""
+
+    name: str
+    """Of the site or parameter, or `all`."""
+    cosine: float
+    """Between the compressed and the exact gradient, mean over draws. NaN if either is zero."""
+    variance: float
+    """Over draws, as a share of the exact gradient's squared norm."""
+    bias: float
+    """Norm of the mean error over that of the exact gradient, corrected for the variance."""
+    certain: bool
+    """Whether the bias is too large to come from the variance, or from rounding: it is also above
+    1% of the whole gradient's norm."""
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the gradient is wrong in the mean over draws."""
+        return self.certain and self.bias > BIASED
+
+
+class Verification(NamedTuple):
+    """What `verify` found; it prints as its verdict and tables."""
+
+    whole: Quality
+    """The whole gradient."""
+    parameters: list[Quality]
+    """The gradient of each parameter."""
+    sites: list[Quality]
+    """The whole gradient with one site compressed and all others exact, if that was asked for.
+    Sites that save one tensor are one row, under the name of the first."""
+    faults: list[str]
+    """Saved tensors and replaced ops with other values than they may have, a sentence each."""
+    tensors: int
+    """Decompressed tensors that were compared."""
+    ops: int
+    """Replaced ops that were compared."""
+    batches: float | None = None
+    """Variance of the exact gradient from batch to batch, as a share of its squared norm, from the
+    two halves of the batch; None where they are not known."""
+
+    @property
+    def biased(self) -> list[Quality]:
+        """The parameters whose gradient is biased, the worst first."""
+        return sorted((row for row in self.parameters if row.is_biased), key=lambda row: -row.bias)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no value is wrong and no gradient is biased; noise is no fault."""
+        return not (self.faults or self.biased)
+
+    @property
+    def warning(self) -> str:
+        """A sentence where the variance is above 10% of the gradient's own, else empty.
+
+        Compared to the variance from batch to batch where it is known, else to the squared norm.
+        """
+        known = self.batches is not None
+        return noise_warning(
+            {site.name: site.variance for site in self.sites or self.parameters or [self.whole]},
+            self.batches if self.batches is not None else 1.0,
+            "variance from batch to batch" if known else "squared norm",
+            "a rule that gives them more bits, or keeps them,",
+            self.whole.variance,
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence or a few, for a person."""
+        compared = f"{self.tensors} saved tensors and {self.ops} replaced ops were compared"
+        if self.faults:
+            shown = "; ".join(self.faults[:3])
+            more = f"; and {len(self.faults) - 3} more" if len(self.faults) > 3 else ""
+            return f"WRONG: {shown}{more} ({compared}). Keep these sites by a rule, and report this"
+        if self.biased:
+            shown = ", ".join(f"{row.name} ({row.bias:.0%} of its norm)" for row in self.biased[:3])
+            return (
+                f"BIASED: the mean gradient over draws is not the exact one for {shown}; "
+                f"{compared}, without a fault. Keep what their modules save, or give it more bits"
+            )
+        noise = self.warning or (
+            f"the noise of the gradient is {self.whole.variance:.2g} of its squared norm "
+            f"(cosine {self.whole.cosine:.4f})"
+        )
+        return f"OK: {compared}, without a fault; no parameter's gradient is biased; {noise}"
+
+    def table(self, top: int | None = None) -> Table:
+        """Give a rich table: the whole, then sites (else parameters), the noisiest first.
+
+        Args:
+            top: Rows at most; all by default.
+        """
+        kind = "site" if self.sites else "parameter"
+        table = Table(kind, "cosine", "variance", "bias", title="gradient quality")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        rows = sorted(self.sites or self.parameters, key=lambda row: (-row.variance, -row.bias))
+        for row in [self.whole, *rows[:top]]:
+            bias = f"{row.bias:.2e}{' *' if row.is_biased else ''}"
+            table.add_row(row.name, f"{row.cosine:.6f}", f"{row.variance:.2e}", bias)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(Group(self.verdict, self.table()), highlight=False)
+        return capture.get()
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    cfg: Any = None,
+    *,
+    draws: int = 4,
+    per_site: bool = False,
+    warn: bool = True,
+    progress: bool = False,
+) -> Verification:
+    """Compare one training step under a config with the exact step.
+
+    Each replaced op's value is compared with torch's own, and each decompressed tensor with the
+    tensor that was saved. Each parameter's gradient, over several draws of the random bits, is
+    compared with the exact one: its variance is noise, which averages out over steps, and its bias
+    is not. Nothing of the model, its gradients or the random states is changed.
+
+    Args:
+        model: Wrapped by memtrain or not.
+        batch: What the model is called with, whose loss is then the output's own `loss`, or else a
+            random projection of the floats in the output; or a function that runs forward, loss
+            and backward on one batch.
+        cfg: Anything that `memtrain.config.load` takes; None: the plan of a wrapped model, or
+            `"balanced"`. Automatic bits are those of the plan, or uniform.
+        draws: Of the random bits, at least two; two never show a bias.
+        per_site: Whether each site is also measured alone, all others exact: `draws` passes each.
+        warn: Whether to warn of wrong values, biased gradients, and much noise.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The verdict, and what it rests on. Parameters that the backward does not reach have a
+        cosine of NaN.
+
+    Raises:
+        ValueError: For fewer than two draws, a closure that leaves no gradient, or a config that
+            is not valid.
+        TypeError: For a config of the wrong type.
+
+    Warns:
+        UserWarning: If a value is wrong or a gradient biased; if the plan's variance is above 10%
+            of the gradient's own from batch to batch (estimated from the halves of a batch with
+            `labels`), or else of its squared norm.
+
+    Memory:
+        A gradient per draw, and in one pass a copy of each saved tensor.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+        >>> found = verify(model, torch.randn(32, 64), "balanced", per_site=True)
+        >>> found.ok, found.whole.cosine > 0.99, [site.name for site in found.sites]
+        (True, True, ['1 / gelu / input', '2 / linear / input'])
+    """
+    plan = _plan(model, cfg)
+    is_closure = callable(batch)
+    closure = batch if is_closure else closure_of(model, batch)
+    halves = [] if is_closure else _halves(model, batch)
+    with Progress(disable=not progress, transient=True) as bar:
+        found = measure(
+            model,
+            closure,
+            plan.choose_activation,
+            draws=draws,
+            per_site=per_site,
+            options=plan.options,
+            halves=halves,
+            bar=bar,
+        )
+    if warn and not (found.ok and not found.warning):
+        warnings.warn(found.verdict, stacklevel=2)
+    return found
+
+
+def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
+    """Make a closure that runs a forward and a backward on a batch.
+
+    Args:
+        model: Called with the batch.
+        batch: A tensor, a tuple of arguments or a dict of keyword arguments.
+
+    Returns:
+        A function of no arguments; the loss is the output's own `loss`, or else a random
+        projection of the floats in the output.
+    """
+    args, kwargs = call_arguments(batch)
+
+    def run() -> None:
+        output = model(*args, **kwargs)
+        loss = getattr(output, "loss", None)
+        (_projection(output) if loss is None else loss).backward()
+
+    return run
+
+
+def measure(  # noqa: PLR0913 - each is an argument of verify
+    model: nn.Module,
+    closure: Closure,
+    choose: Choose,
+    *,
+    draws: int = 4,
+    per_site: bool = False,
+    options: Options = Options(),  # noqa: B008 - a constant
+    halves: Sequence[Closure] = (),
+    bar: Progress | None = None,
+) -> Verification:
+    """Compare a step with the exact one, as `verify`.
+
+    Args:
+        model: Wrapped or not; while this runs, only `choose` decides.
+        closure: Runs forward and backward on one batch.
+        choose: Site -> compressor, or the reason to keep the tensor.
+        draws: Of the random bits, at least two.
+        per_site: Whether each site is measured alone, too.
+        options: As of the plan.
+        halves: The closure on each of two halves of its batch, whose mean is its loss.
+        bar: Shows what is done.
+
+    Raises:
+        ValueError: For fewer than two draws, or a closure that leaves no gradient.
+    """
+    if draws < 2:
+        raise ValueError(f"draws={draws}; allowed: two or more")
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    records: list[Record] = []
+    faults: dict[str, None] = {}
+    checks = Checks(lambda fault: faults.setdefault(fault))
+
+    with gradient_replay(model) as gradient:
+
+        def run(choice: Choose, seed: int, body: Closure = closure, *, check: bool = False) -> Any:
+            interception = Interception(
+                model, choice, options=options, seed=seed, on_saved=records.extend
+            )
+            interception.saved.checks = checks if check else None
+            with interception.alone():
+                return gradient(body)
+
+        def noisy(choice: Choose, first: int = 0, text: str = "all sites") -> list[Gradient]:
+            seeds: Iterable[int] = range(first, first + draws)
+            seeds = seeds if bar is None else bar.track(seeds, description=text)
+            return [run(choice, seed) for seed in seeds]
+
+        exact = run(lambda site: EXACT, 0)
+        parts = [run(lambda site: EXACT, 0, half) for half in halves]
+        batches = _between(parts, dot(exact, exact))
+        run(choose, 0, check=True)
+        records.clear()
+        drawn = noisy(choose)
+        whole, *parameters = _by_parameter(names, exact, drawn)
+        if any(row.is_biased for row in parameters):  # of many parameters one may seem so by chance
+            _, *others = _by_parameter(names, exact, noisy(choose, draws, "other random bits"))
+            pairs = zip(parameters, others, strict=True)
+            parameters = [a._replace(certain=a.certain and b.is_biased) for a, b in pairs]
+        groups = _groups(records) if per_site else {}
+        sites = [
+            _by_parameter(names, exact, noisy(_only(choose, group), text=name))[0]._replace(
+                name=name
+            )
+            for name, group in groups.items()
+        ]
+    return Verification(whole, parameters, sites, list(faults), checks.tensors, checks.ops, batches)
+
+
+def _between(halves: Sequence[Gradient], norm: float) -> float | None:
+    """Give the variance of the mean of two independent gradients, over a squared norm."""
+    if len(halves) != 2 or not norm:
+        return None
+    first, second = halves
+    return squared_distance(first, second) / 4 / norm
+
+
+def _groups(records: Sequence[Record]) -> dict[str, set[str]]:
+    """Group compressed sites that save one tensor, by the name of the first."""
+    first: dict[int, str] = {}
+    groups: dict[str, set[str]] = {}
+    for record in records:
+        if record.compressor:
+            leader = first.setdefault(record.storage, record.site.name)
+            groups.setdefault(leader, set()).add(record.site.name)
+    return groups
+
+
+def _only(choose: Choose, names: set[str]) -> Callable[[Site], Compressor | Keep]:
+    return lambda site: choose(site) if site.name in names else EXACT
+
+
+class _Products(NamedTuple):
+    """Inner products of an exact gradient and the errors of its draws, in float64."""
+
+    norm: Tensor  # of the exact gradient with itself
+    cross: Tensor  # with each error
+    errors: Tensor  # of the errors with each other
+
+
+def _products(exact: Tensor, drawn: Sequence[Tensor]) -> _Products:
+    g = exact.double().flatten()
+    errors = torch.stack([x.double().flatten() - g for x in drawn])
+    return _Products(*(x.cpu() for x in (g @ g, errors @ g, errors @ errors.T)))
+
+
+def _by_parameter(names: Sequence[str], exact: Gradient, drawn: list[Gradient]) -> list[Quality]:
+    """Measure the whole gradient, which comes first, and that of each parameter."""
+    parts = [_products(x, xs) for x, *xs in zip(exact, *drawn, strict=True)]
+    whole = _Products(*(torch.stack(x).sum(0) for x in zip(*parts, strict=True)))
+    norm = float(whole.norm)
+    pairs = zip(("all", *names), (whole, *parts), strict=True)
+    return [_quality(name, part, norm) for name, part in pairs]
+
+
+def _quality(name: str, found: _Products, whole: float) -> Quality:
+    """Measure gradients by the inner products of their errors.
+
+    Errors of two draws are independent, so that the mean of their products is the bias squared;
+    its standard error is the jackknife's.
+    """
+    n, norm, products = len(found.cross), float(found.norm), found.errors
+    variance = max(0.0, float(products.trace() - products.sum() / n) / (n - 1))
+    off = products - products.diag().diag()
+    squared, spread = float(off.sum()) / (n * (n - 1)), float("inf")
+    if n > 2:
+        without = (off.sum() - 2 * off.sum(1)) / ((n - 1) * (n - 2))
+        spread = float((n - 1) / n * (without - without.mean()).square().sum()) ** 0.5
+    certain = squared > max(CERTAIN * spread, SLIGHT**2 * whole)
+    own = norm + 2 * found.cross + products.diag()
+    cosine = float(((norm + found.cross) / (own * norm).sqrt()).mean())  # NaN if either is zero
+    if not norm:
+        return Quality(name, cosine, float("nan"), float("nan"), certain)
+    return Quality(name, cosine, variance / norm, (max(0.0, squared) / norm) ** 0.5, certain)
+
+
+def _halves(model: nn.Module, batch: Any) -> list[Callable[[], None]]:
+    """Make a closure for each half of a batch; none where the model has no own loss."""
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    sizes = {x.shape[0] if x.dim() else 0 for x in leaves}
+    if not isinstance(batch, Mapping) or "labels" not in batch or len(sizes) != 1 or min(sizes) < 2:
+        return []
+    n = min(sizes) // 2
+    parts = (slice(n), slice(n, 2 * n))
+    return [
+        closure_of(model, tree_map_only(Tensor, lambda x, part=part: x[part], batch))
+        for part in parts
+    ]
+
+
+def _plan(model: nn.Module, cfg: Any) -> Plan:
+    if cfg is None and hasattr(model, "_memtrain"):
+        return plan_of(model)
+    return activation_plan(model, cfg)
+
+
+def _projection(output: Any) -> Tensor:
+    """Project all floats in the output on random numbers, the same every time."""
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        raise ValueError("the model's output has no tensor that requires a gradient")
+    drawn = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    return sum((x.float() * torch.randn(x.shape, **drawn).to(x.device)).sum() for x in leaves)  # type: ignore[return-value]
