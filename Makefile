@@ -31,7 +31,7 @@ kernels: ## rebuild the C++ kernels in place
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard $(foreach suffix,cpp h,memtrain/kernels/cpu/*.$(suffix) memtrain/kernels/cpu/*/*.$(suffix)))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[demo,docs,test]"
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[docs,test]"
 	touch $(READY)
 
 clean:

@@ -88,7 +88,3 @@ class Display:
         if not self.quiet:
             self._printed = time.monotonic()
             self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    def warn(self, text: str) -> None:
-        """Print a warning, also when quiet."""
-        self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)

@@ -1,12 +1,8 @@
-"""Results of runs: metrics as CSV, a summary as JSON, a table and a plot."""
+"""Results of runs: metrics as CSV, a summary as JSON, and a table."""
 
 import csv
-import errno
-import io
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +20,33 @@ _CATEGORIES = (
     ("total", "total"),
     ("peak of a step", "peak"),
 )
-_COLOURS = {"plain": "#4c72b0", "wrapped": "#dd8452"}
-_PARTS = (
-    ("weights", "weights", "#55606e"),
-    ("gradients", "gradients", "#8c9bab"),
-    ("states", "optimizer states", "#6aa56a"),
-    ("saved", "saved activations", "#d9a441"),
-)
 
 
-@contextmanager
-def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Iterator[Callable[[Metrics], None]]:
-    """Open metrics.csv; each row is on disk at once.
+def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Callable[[Metrics], None]:
+    """Start metrics.csv.
 
     Args:
         path: A file that does not exist yet.
         rows: Rows to begin with (of a resumed run).
 
-    Yields:
-        A function that appends a row; None is left empty. It raises OSError if the disk is full.
+    Returns:
+        A function that appends a row, which is on disk at once; None is left empty.
 
     Raises:
         FileExistsError: If the file exists.
     """
-    # Without a buffer: a failed write must not be repeated when the file is closed.
-    with path.open("xb", buffering=0) as file:
 
-        def write(row: Iterable[Any]) -> None:
-            line = io.StringIO(newline="")
-            csv.writer(line).writerow(row)
-            content = line.getvalue().encode()
-            if file.write(content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def write(row: Iterable[Any], mode: str = "a") -> None:
+        try:
+            with path.open(mode, newline="") as file:
+                csv.writer(file).writerow(row)
+        except OSError as error:
+            raise type(error)(f"cannot write {str(path)!r}: {error}") from error
 
-        write(Metrics._fields)
-        for row in rows:
-            write(row)
-        yield write
+    write(Metrics._fields, "x")
+    for row in rows:
+        write(row)
+    return write
 
 
 def write_summary(path: Path, summaries: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:
@@ -177,58 +163,3 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     # 0 bytes of weights: no step was metered
     counted = {key: value or None for key, value in summary.get("bytes", {}).items()}
     return {**counted, **{key: summary[key] for key in numbers if key in summary}}
-
-
-def draw(path: Path, rows: Sequence[Metrics], summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw plot.png: the loss curves of the runs, and a bar of bytes for each.
-
-    Args:
-        path: The PNG file.
-        rows: Metrics of all runs.
-        summaries: Run name -> `Run.summary()`.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed; the message names the extra.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "the plot needs matplotlib: pip install 'memtrain[plot]'"
-        ) from error
-    figure = Figure(figsize=(10, 4.2), layout="constrained")  # no pyplot: no window, no state
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    for name in summaries:
-        for split, style in (("train", "-"), ("validation", "o" if name == "plain" else "x")):
-            found = [row for row in rows if row.run == name and row.split == split]
-            losses = [row.loss for row in found]
-            losses = smooth(losses) if split == "train" else losses
-            label = f"{name}: {split}{', smoothed' * (split == 'train')}"
-            left.plot([row.step for row in found], losses, style, color=_COLOURS[name], label=label)
-    left.set(xlabel="step", ylabel="cross-entropy (nats)")
-    left.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    bottom = [0.0] * len(summaries)
-    for key, label, colour in _PARTS:
-        heights = [summary["bytes"][key] / 2**20 for summary in summaries.values()]
-        right.bar(list(summaries), heights, bottom=bottom, color=colour, label=label, width=0.6)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    right.set(ylabel="MiB alive")
-    right.set_ylim(0, 1.35 * max(*bottom, 1e-6))  # room for the legend
-    right.legend(fontsize=8, loc="upper right")
-    figure.savefig(path, dpi=120)
-
-
-def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
-    """Return the exponential mean of values in order, without the bias to zero at the start.
-
-    Example:
-        >>> smooth([2.0, 2.0], keep=0.5)
-        [2.0, 2.0]
-    """
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        mean = keep * mean + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        result.append(mean / weight)
-    return result

@@ -1,13 +1,11 @@
 """A call of `memtrain-train`: the output folder, the runs, checkpoints and results."""
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -101,8 +99,6 @@ class Session:
             raise
         OmegaConf.save(OmegaConf.create(asdict(config)), self.folder / "config.yaml")
         self._stop = False
-        self._failed: dict[str, OSError] = {}  # file -> why it could not be written
-        self._saved = ""  # what the newest checkpoint contains
 
     def _check(self, name: str) -> int:
         """Build a run, so that a wrong plan shows now and not after the baseline's run.
@@ -139,15 +135,14 @@ class Session:
         Raises:
             KeyboardInterrupt: After SIGINT, SIGTERM or `stop()`; a checkpoint has been written, and
                 the message says how to continue.
-            OSError: After the last run, if a file could not be written; the message names the file,
-                the reason and what to do.
+            OSError: If a file cannot be written; the newest checkpoint stays.
             FloatingPointError: If a loss is NaN or infinite.
         """
         current = self.state["current"] if self.state else None
         earlier = [*self.rows, *(Metrics(*row) for row in (current or {}).get("rows", ()))]
         display = Display(self.console, self.source.unit, quiet=self.config.output.quiet)
-        metrics = results.metrics_file(self.folder / "metrics.csv", earlier)
-        with metrics as write, self._signals(), display:
+        write = results.metrics_file(self.folder / "metrics.csv", earlier)
+        with self._signals(), display:
             display.say(f"writing to {self.folder}")
             for line in self._lines:
                 display.say(line)
@@ -155,9 +150,7 @@ class Session:
                 if name not in self.summaries:
                     resumed = current if current and current["run"] == name else None
                     self._train_one(name, resumed, write, display)
-        self._finish(display)
-        if self._failed:
-            raise OSError(self._failures())
+        self._finish()
         return self.summaries
 
     def _train_one(
@@ -170,32 +163,30 @@ class Session:
             run.load_state(state)
         watched = run.device.type == "cpu" and not run.finished and restart_resident_peak()
 
-        def note(row: Metrics) -> None:
-            self._keep("metrics.csv", lambda: write(row), display)
-
         display.begin(name, run.step, training.steps)
         with large_blocks_mapped() if memory_is_short() else nullcontext():
             if not state:
-                self._validate(run, note, display)
+                self._validate(run, write, display)
             while not run.finished and not self._stop:
                 row = run.train_step()
-                note(row)
+                write(row)
                 display.step(row, training.steps, run.kept)
                 if run.finished or is_due(run.step, training.eval_every):
-                    self._validate(run, note, display)
+                    self._validate(run, write, display)
                 if is_due(run.step, training.checkpoint_every) and not run.finished:
-                    self._save(run, display)
+                    self._save(run)
         stopped = self._stop
         if not stopped:
             display.say(results.losses_line(name, run.summary()))
-        self._save(run, display)
+        self._save(run)
         if stopped:
-            resume = f"continue with: memtrain-train resume={self.folder}"
-            raise KeyboardInterrupt(f"interrupted; {self._failures() if self._failed else resume}")
+            raise KeyboardInterrupt(
+                f"interrupted; continue with: memtrain-train resume={self.folder}"
+            )
         self.summaries[name] = run.summary()
         self._resident[name] = resident_nbytes(peak=True) if watched else None
         self.rows += run.rows
-        self._save_model(run, f"{name}_model", display)
+        self._save_model(run, f"{name}_model")
 
     def _run(self, name: str, *, resumed: bool = False) -> Run:
         """Build a run at its start, or return the one that was built to be checked."""
@@ -213,53 +204,27 @@ class Session:
         write(row)
         display.validation(row)
         if self.own and run.best is not None and run.best[1] == run.step:
-            self._save_model(run, f"{run.name}_best", display)
+            self._save_model(run, f"{run.name}_best")
 
-    def _save_model(self, run: Run, name: str, display: Display) -> None:
+    def _save_model(self, run: Run, name: str) -> None:
         tokenizer = self.source.tokenizer if isinstance(self.source, TextRows) else None
         weights = run.model.state_dict()
 
         def fill(folder: Path) -> None:
             pretrained.save(run.model, folder, weights, tokenizer)
 
-        self._keep(name, lambda: checkpoint.write_folder(self.folder / name, fill), display)
+        checkpoint.write_folder(self.folder / name, fill)
 
-    def _save(self, run: Run, display: Display) -> None:
-        def write() -> None:
-            content = {
-                "config": asdict(self.config),
-                "summaries": self.summaries,
-                "finished_rows": [list(row) for row in self.rows],
-                "current": run.state(),
-            }
-            checkpoint.write_checkpoint(self.checkpoint, content)
-            self._saved = f"step {run.step} of {self.config.training.steps} of the {run.name} run"
+    def _save(self, run: Run) -> None:
+        content = {
+            "config": asdict(self.config),
+            "summaries": self.summaries,
+            "finished_rows": [list(row) for row in self.rows],
+            "current": run.state(),
+        }
+        checkpoint.write_checkpoint(self.checkpoint, content)
 
-        self._keep(checkpoint.NAME, write, display)
-
-    def _keep(self, name: str, write: Callable[[], object], display: Display) -> None:
-        """Write a file; a failure is a warning now, and an error at the end."""
-        if name == "metrics.csv" and name in self._failed:
-            return  # a row is missing: later rows would not follow
-        try:
-            write()
-        except OSError as error:
-            if name not in self._failed:
-                display.warn(str(error))
-            self._failed[name] = error
-        else:
-            self._failed.pop(name, None)
-
-    def _failures(self) -> str:
-        """Return which files could not be written and why, and what to do."""
-        why = next(iter(self._failed.values()))
-        reason = os.strerror(why.errno) if why.errno else str(why)
-        then = "run it again: there is no checkpoint (output.folder= takes another disk)"
-        if self.checkpoint.exists():
-            then = f"memtrain-train resume={self.folder} continues from {self._saved}"
-        return f"could not write {', '.join(self._failed)}: {reason}; make room, then {then}"
-
-    def _finish(self, display: Display) -> None:
+    def _finish(self) -> None:
         """Print the results, then write them."""
         self.console.print(results.table(str(self.config.experiment), self.summaries))
         fit = self.fit if "wrapped" in self.summaries else None
@@ -270,25 +235,15 @@ class Session:
                     self._forecasts[name], summary["bytes"]["peak"], self._resident.get(name)
                 )
                 self.console.print(f"{budget}: {promise}", highlight=False, soft_wrap=True)
-        summary, plot, plan = (
-            self.folder / name for name in ("summary.json", "plot.png", "plan.yaml")
-        )
         facts = {
             "experiment": str(self.config.experiment),
             "resumed": self.state is not None,
             "resident": self._resident,
             "torch": torch.__version__,
         }
-        write = partial(results.write_summary, summary, self.summaries, **facts)
-        self._keep(summary.name, write, display)
+        results.write_summary(self.folder / "summary.json", self.summaries, **facts)
         if fit is not None:
-            self._keep(plan.name, lambda: fit.plan.save(plan), display)
-        if self.config.output.plot:
-            try:
-                draw = partial(results.draw, plot, self.rows, self.summaries)
-                self._keep(plot.name, draw, display)
-            except ModuleNotFoundError as error:
-                display.warn(f"no plot.png: {error}")
+            fit.plan.save(self.folder / "plan.yaml")
         self.console.print(f"results: {self.folder}", highlight=False, soft_wrap=True)
 
     @contextmanager

@@ -124,8 +124,6 @@ class OutputConfig:
 
     folder: str = "outputs"
     """Each call creates a new folder `<folder>/<experiment>/<time>`."""
-    plot: bool = True
-    """Draw `plot.png`."""
     quiet: bool = False
     """Print the table only, no progress."""
 

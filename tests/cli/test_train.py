@@ -79,6 +79,6 @@ def test_ctrl_c_saves_and_resume_finishes(tmp_path, capsys):
     assert "Traceback" not in errors
     folder = errors.strip().rsplit("resume=", 1)[1]
     done = sum(p.read_text().count(",train,") for p in tmp_path.rglob("metrics.csv"))
-    more = [f"training.steps={done + 2}", "training.runs=[plain]", "output.plot=false"]
+    more = [f"training.steps={done + 2}", "training.runs=[plain]"]
     assert main([f"resume={folder}", *more]) == 0
     assert f"step {done + 2}/{done + 2}" in capsys.readouterr().out

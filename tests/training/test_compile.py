@@ -73,7 +73,7 @@ def test_bytes_of_compiled_runs_are_counted(smoke, op_by_op):
         "training.eval_every=0",
         "model.layers=1",
     ]
-    session = Session(smoke("compile=true", *short, "output.plot=false", "output.quiet=true"))
+    session = Session(smoke("compile=true", *short, "output.quiet=true"))
     plain, wrapped = session.train().values()
     assert counters["stats"]["unique_graphs"] > 0
     # beside the model's there is the loss's: its logits twice, on 4 x 32 tokens of 256
@@ -119,7 +119,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(smoke, request, how, preset, backend
     if backend is not None:  # else inductor
         request.getfixturevalue(backend)
     own = [f"compile={how}", f"preset={preset}", "training.runs=[wrapped]", "training.accumulate=2"]
-    straight, stopped = (Session(smoke(*own, "output.plot=false")) for _ in range(2))
+    straight, stopped = (Session(smoke(*own)) for _ in range(2))
     straight.train()
     resumed = broken_off(stopped, 5)
     resumed.train()
@@ -139,7 +139,7 @@ def test_a_compiled_transformers_model_is_predicted_and_resumes(tmp_path, op_by_
         f"model=hf:{tmp_path}/llama", f"data=text:{tmp_path}/a.txt", "data.tokenizer=bytes",
         "data.sequence=64", "training.batch=4", "training.steps=6", "training.warmup=1",
         "training.eval_every=3", "training.eval_batches=1", "training.meter_every=1",
-        "compile=blocks", f"output.folder={tmp_path}/outputs", "output.plot=false",
+        "compile=blocks", f"output.folder={tmp_path}/outputs",
     ]  # fmt: skip
     screen = io.StringIO()
     straight = Session(from_mapping(compose(given)), console=Console(file=screen, width=200))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 
 import pytest
@@ -29,7 +28,7 @@ LINES = "".join(f"line {n}: the quick brown fox counts {n * n}\n" for n in range
 SHORT = [
     "data.sequence=32", "training.steps=6", "training.batch=4", "training.warmup=1",
     "training.eval_every=3", "training.eval_batches=2", "training.checkpoint_every=2",
-    "training.meter_every=0", "optimizer.lr=1e-2", "output.plot=false", "output.quiet=true",
+    "training.meter_every=0", "optimizer.lr=1e-2", "output.quiet=true",
 ]  # fmt: skip
 
 
@@ -363,34 +362,9 @@ def test_bad_input_raises_before_the_first_step(made, folders, tmp_path, name):
     assert not list(tmp_path.rglob("metrics.csv"))
 
 
-def test_a_disk_that_fills_up_keeps_the_checkpoint(made, monkeypatch):
-    session = made("training.runs=[plain]", "training.steps=6", "training.patience=0")
-    original, limit = Run.train_step, resource.RLIMIT_FSIZE
-    before = resource.getrlimit(limit)
-
-    def train_step(self):
-        if self.step == 4:
-            resource.setrlimit(limit, (2**12, before[1]))
-        return original(self)
-
-    monkeypatch.setattr(Run, "train_step", train_step)
-    try:
-        with pytest.raises(
-            OSError, match=r"could not write plain_best, checkpoint\.pt, plain_model: File too"
-        ) as caught:
-            session.train()
-    finally:
-        resource.setrlimit(limit, before)
-    assert str(caught.value).endswith("continues from step 4 of 6 of the plain run")
-    assert [item.name for item in session.folder.glob(".*")] == []
-    monkeypatch.undo()
-    again = resumed(session.folder)
-    assert again.train()["plain"]["steps"] == 6
-
-
 def llama7b(tmp_path, *overrides):
     given = ["experiment=llama7b", f"output.folder={tmp_path}/outputs", "output.quiet=true"]
-    return Session(from_mapping(compose([*given, "output.plot=false", *overrides])))
+    return Session(from_mapping(compose([*given, *overrides])))
 
 
 def scaled_down(tmp_path):
