@@ -16,11 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from experiments.corpus import Text
 from experiments.seeds import Seeds, by_run, difference, mean, paired, table
 from experiments.tasks import TASKS, Images
-from memtrain.training.batches import loss_of
-from memtrain.training.data import Text
-from memtrain.training.run import learning_rate
+from memtrain.training.recipe import learning_rate
 
 Row = dict[str, Any]
 Cell = tuple[str, str, int, float, int]
@@ -57,6 +56,12 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the cross-entropy of a model's logits, mean over the targets."""
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 def descend(

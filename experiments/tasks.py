@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtrain.training.data import Text, split_files, stdlib, stdlib_files
+from experiments.corpus import Text, split_files, stdlib, stdlib_files
 from memtrain.training.networks import GPT
 from memtrain.training.rows import generator
 

@@ -326,7 +326,7 @@ def precision_state(model: nn.Module) -> PrecisionState:
         model: A model that `wrap` returned, with a `precision` in its config.
 
     Returns:
-        The run's own state, which goes on changing; `print` tells it.
+        The run's own state, which goes on changing; `print` shows it.
 
     Raises:
         ValueError: If the model is not wrapped, or nothing is rounded.

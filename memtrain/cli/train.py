@@ -20,7 +20,7 @@ bytes, step time and losses side by side; or train your own model. Results go to
 outputs/<experiment>/<time>/.
 
 examples:
-  memtrain-train                                    a byte-level GPT on Python's own library
+  memtrain-train                                    a byte-level GPT on sources of Python
   memtrain-train preset=smallest training.steps=50  another preset, a shorter run
   memtrain-train training.runs=[wrapped]            one run only
   memtrain-train model.layers=6 optimizer.lr=1e-3   any key of the config

@@ -19,7 +19,6 @@ from memtrain.config.sources import Config
 from memtrain.optim.wrappers.accumulate import sum_bytes
 from memtrain.plan.entries import sum_compressor
 from memtrain.planner import DoesNotFit, Fit, Goal, fit
-from memtrain.training.rows import Rows
 from memtrain.training.text_rows import TextRows
 
 if TYPE_CHECKING:
@@ -114,14 +113,13 @@ def describe(run: "Run") -> list[str]:
         shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
         lines.append(f"model: not in its folder, so with initial values: {shown}")
     source = run.source
-    if isinstance(source, Rows):
-        counts = [f"{len(source.parts[split]):,}" for split in ("train", "validation")]
-        text = f"data: {counts[0]} rows to train on, {counts[1]} held out"
-        if isinstance(source, TextRows):
-            text += f"; {len(source.tokens):,} tokens, the longest row has {source.length}"
-        lines.append(text)
-        if isinstance(source, TextRows) and source.cut:
-            lines.append(f"data: {source.cut:,} documents are longer than a row and are cut")
+    counts = [f"{len(source.parts[split]):,}" for split in ("train", "validation")]
+    text = f"data: {counts[0]} rows to train on, {counts[1]} held out"
+    if isinstance(source, TextRows):
+        text += f"; {len(source.tokens):,} tokens, the longest row has {source.length}"
+    lines.append(text)
+    if isinstance(source, TextRows) and source.cut:
+        lines.append(f"data: {source.cut:,} documents are longer than a row and are cut")
     return lines
 
 

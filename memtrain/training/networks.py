@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtrain.training.batches import IGNORED
 from memtrain.training.pretrained import Pretrained, py
 from memtrain.training.settings import build_named, in_range
 
@@ -111,20 +112,31 @@ class GPT(nn.Module):
             if name.endswith(("out.weight", "down.weight")):  # the residual branches' last layers
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the next byte.
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits of the next byte, or their mean loss.
 
         Args:
-            tokens: int64, [batch, tokens], 0 to 255.
+            input_ids: int64, [batch, tokens], 0 to 255.
+            labels: int64, of the same shape; -100 where there is nothing to learn.
+            attention_mask: Not used: padding follows a row, and attention looks back only.
 
         Returns:
-            [batch, tokens, 256].
+            [batch, tokens, 256] without labels; a scalar with labels.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.dropout(self.tokens(input_ids) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 def _initialise(module: nn.Module) -> None:
@@ -135,28 +147,26 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-MODELS: dict[str, tuple[str, Callable[..., nn.Module | Pretrained]]] = {
-    "gpt": ("tokens", GPT),
-    "hf": ("labelled", Pretrained),
-    "py": ("labelled", py),
+MODELS: dict[str, Callable[..., nn.Module | Pretrained]] = {
+    "gpt": GPT,
+    "hf": Pretrained,
+    "py": py,
 }
-"""Name in a config -> kind of data, and the class or function of the config's other keys."""
+"""Name in a config -> the class or function of the config's other keys."""
 
 
-def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> nn.Module:
+def build_model(spec: Mapping[str, Any], seed: int) -> nn.Module:
     """Build a model from its config with seeded weights.
 
     Args:
         spec: `{"name": "gpt", "layers": 4, ...}`; missing keys take their defaults.
         seed: Seeds torch's global generator; equal seeds give equal weights.
-        kind: The kind of the data, `"tokens"` or `"labelled"` (the user's), if it is to be checked.
 
     Returns:
         The model on the CPU; fp32 unless `dtype` says otherwise.
 
     Raises:
-        ValueError: For an unknown name or key (with the nearest valid one), or a bad value;
-            for a model that does not take this kind of data.
+        ValueError: For an unknown name or key (with the nearest valid one), or a bad value.
         TypeError: For a value of the wrong type.
 
     Example:
@@ -164,22 +174,12 @@ def build_model(spec: Mapping[str, Any], seed: int, kind: str | None = None) -> 
         >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
         torch.Size([2, 8, 256])
     """
-    takes, _ = MODELS.get(str(spec.get("name")), (kind, None))
-    if kind not in (None, takes):
-        raise ValueError(
-            f"model.name={spec['name']!r} takes {takes}, but the data are {kind}; allowed: "
-            "model=gpt with data=stdlib, model=hf or model=py with data=text, jsonl or py"
-        )
     torch.manual_seed(seed)
-    model = _named(spec)
+    model = build_named("model", spec, MODELS)
     return model.build() if isinstance(model, Pretrained) else model
 
 
 def described(spec: Mapping[str, Any]) -> Pretrained | None:
     """Return a transformers model before it is built; None for another model."""
-    found = _named(spec) if spec.get("name") == "hf" else None
+    found = build_named("model", spec, MODELS) if spec.get("name") == "hf" else None
     return found if isinstance(found, Pretrained) else None
-
-
-def _named(spec: Mapping[str, Any]) -> nn.Module | Pretrained:
-    return build_named("model", spec, {name: build for name, (_, build) in MODELS.items()})

@@ -34,7 +34,6 @@ class Rows:
         ValueError: If there are too few rows.
     """
 
-    kind = "labelled"
     unit = "rows"
     ragged = False
     """Whether batches differ in length."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -28,7 +27,6 @@ from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
 from memtrain.training import forecast
 from memtrain.training.batches import Batch, count_targets, count_tokens, loss_of, to_device
-from memtrain.training.data import Source
 from memtrain.training.networks import build_model
 from memtrain.training.recipe import build_optimizer, learning_rate
 from memtrain.training.rows import Rows
@@ -75,7 +73,7 @@ class Run:
         self,
         name: str,
         config: TrainConfig,
-        source: Source,
+        source: Rows,
         fit: Fit | None = None,
         *,
         predict: bool = False,
@@ -85,7 +83,7 @@ class Run:
         self.micro_rows = config.training.batch // config.training.accumulate
         """Rows per microbatch."""
         self._adapter: GactAdapter | None = None
-        model = build_model(config.model, config.seed, source.kind).to(self.device)
+        model = build_model(config.model, config.seed).to(self.device)
         optimizer = build_optimizer(config.optimizer, model)
         own = self._memtrain_config() if name == "wrapped" else None
         self._compile(model)
@@ -175,8 +173,6 @@ class Run:
     def validations(self) -> int:
         """Batches of a validation; 0 where no data are held out."""
         asked = self.config.training.eval_batches
-        if not isinstance(self.source, Rows):
-            return asked
         return min(asked, self.source.batches("validation", self.config.training.batch))
 
     def state(self) -> dict[str, Any]:
@@ -257,13 +253,12 @@ class Run:
 
     def _compile(self, model: nn.Module) -> None:
         """Compile a model as the config says, before it is wrapped."""
-        how, source = self.config.compile, self.source
+        how = self.config.compile
         if how != "false":
             torch.compiler.reset()  # an earlier run has graphs of the same code
             # A fixed `dynamic` keeps graphs from depending on the lengths of earlier batches,
             # which differ in a resumed run.
-            ragged = isinstance(source, Rows) and source.ragged
-            compile_in_place(model, how, dynamic=ragged)
+            compile_in_place(model, how, dynamic=self.source.ragged)
 
     def _adapt(self, model: nn.Module, own: base.Config) -> None:
         """Prepare to adapt automatic widths of bits.
@@ -310,16 +305,12 @@ class Run:
         training = self.config.training
         return StepOptions(
             autocast=torch.bfloat16 if training.autocast else None,
-            loss=None if isinstance(self.source, Rows) else _zero_targets_loss,
             accumulated=training.accumulate > 1,
         )
 
     def longest(self) -> Any:
         """Return the model's arguments for the longest microbatch."""
-        if isinstance(self.source, Rows):
-            return to_device(self.source.longest(self.micro_rows), self.device)
-        batch = self._batches("train", 0)[0]
-        return batch if isinstance(batch, dict) else batch[0]
+        return to_device(self.source.longest(self.micro_rows), self.device)
 
     def _rate(self) -> float:
         training = self.config.training
@@ -425,11 +416,6 @@ def _check_compiled(how: str, own: base.Config) -> None:
             f"compile={how} with precision.assignment={own.precision.assignment}: ops inside a "
             "graph are not rounded; allowed: compile=false, or precision=fp32"
         )
-
-
-def _zero_targets_loss(output: Any) -> Tensor:
-    targets = torch.zeros(output.shape[:-1], dtype=torch.long, device=output.device)
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
 def pick_device(name: str) -> torch.device:

@@ -30,7 +30,6 @@ from memtrain.training import checkpoint, pretrained, results
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
 from memtrain.training.forecast import describe, describe_peak
-from memtrain.training.rows import Rows
 from memtrain.training.run import Metrics, Run, is_due, pick_device
 from memtrain.training.settings import TrainConfig
 from memtrain.training.text_rows import TextRows
@@ -78,9 +77,6 @@ class Session:
         self.config, self.state = config, state
         self.console = console or Console(quiet=True)
         self.source = build_source(config.data, config.seed, config.model)
-        self.own = isinstance(self.source, Rows)
-        """Whether the user's data are trained on: then the peak is predicted before the first step,
-        and the best weights are written too."""
         self.summaries: dict[str, dict[str, Any]] = dict(state["summaries"]) if state else {}
         self.rows: list[Metrics] = (
             [Metrics(*row) for row in state["finished_rows"]] if state else []
@@ -110,9 +106,8 @@ class Session:
         self.fit = run.fit or self.fit
         if run.forecast is not None:
             self._forecasts[name] = run.forecast.nbytes
-        if self.own:
-            self._lines += describe(run) if not self._lines else []
-            self._lines += [f"{name}: {line}" for line in describe_peak(run)]
+        self._lines += describe(run) if not self._lines else []
+        self._lines += [f"{name}: {line}" for line in describe_peak(run)]
         if len(self.config.training.runs) == 1:
             self._made = run, random_state()
         return disk_bytes(run)
@@ -195,7 +190,7 @@ class Session:
             self._made = None
             set_random_state(random)
             return run
-        return Run(name, self.config, self.source, self.fit, predict=self.own and not resumed)
+        return Run(name, self.config, self.source, self.fit, predict=not resumed)
 
     def _validate(self, run: Run, write: Write, display: Display) -> None:
         if not run.validations:
@@ -203,7 +198,7 @@ class Session:
         row = run.validate()
         write(row)
         display.validation(row)
-        if self.own and run.best is not None and run.best[1] == run.step:
+        if run.best is not None and run.best[1] == run.step:
             self._save_model(run, f"{run.name}_best")
 
     def _save_model(self, run: Run, name: str) -> None:
@@ -274,7 +269,7 @@ def disk_bytes(run: Run) -> int:
     if run.name == "wrapped":
         plan = api.plan_of(run.model)
         stored = sum(entry.planned for kind in ("weight", "state") for entry in plan.entries(kind))
-    best = isinstance(run.source, Rows) and run.validations > 0
+    best = run.validations > 0
     return 2 * stored + len(run.config.training.runs) * (1 + best) * weights
 
 

@@ -1,10 +1,6 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from memtrain.training import data
 from memtrain.training.settings import compose, from_mapping
 
 
@@ -18,15 +14,7 @@ def one_thread():
 
 
 @pytest.fixture
-def few_files(monkeypatch):
-    """Reading the whole library takes half a second; the package `json` stands in for it."""
-    files = sorted(Path(json.__file__).parent.glob("*.py"))
-    monkeypatch.setattr(data, "stdlib_files", lambda root: files)
-    return files
-
-
-@pytest.fixture
-def smoke(tmp_path, few_files):
+def smoke(tmp_path):
     """Makes the config of a run that takes a second, with overrides."""
 
     def make(*overrides):

@@ -324,10 +324,6 @@ BAD = {
     "encoder": (["model=hf:{bert}"], "BertConfig.* is not a causal language model; .*model=py"),
     "rows": (["data=py:{rows}:numbers", "-"], "a row is a int; allowed: a dict of tensors"),
     "dataset": (["data=py:json:loads", "-"], "data='py:json:loads' raised TypeError"),
-    "kind": (
-        ["model=gpt", "experiment=finetune"],
-        "model.name='gpt' takes tokens, but the data are labelled",
-    ),
     "batch": (["training.batch=5", "training.accumulate=2"], "not a multiple of"),
     "key": (["model.wieghts=random"], "nearest valid: model.weights"),
     "dtype": (["model.dtype=fp16"], "model.dtype='fp16' is unknown; did you mean 'bf16'"),

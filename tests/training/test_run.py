@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from memtrain.audit.live_storages import storage_nbytes
@@ -44,9 +45,17 @@ def test_counted_steps_are_not_timed(smoke):
 
 
 def test_saved_activations_of_a_known_network(smoke, monkeypatch):
+    class Bigram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(256, 256)
+
+        def forward(self, input_ids, labels):
+            return F.cross_entropy(self.table(input_ids).flatten(0, 1), input_ids.flatten())
+
     config = smoke("training.autocast=false")
     run = Run("plain", config, build_source(config.data, config.seed))
-    run.model = nn.Embedding(256, 256)  # saves its index, which is older; then the log-softmax
+    run.model = Bigram()  # saves its index, which is older; then the log-softmax
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     for _ in range(2):
         run.train_step()
