@@ -18,20 +18,23 @@ bits in nonlinearities alone: a code of the derivative, or of the input in group
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from experiments.study import KEY, LOSS, Row, Study, descend, groups_of, quality, validate
+from experiments.seeds import Seeds, by_run, difference, markdown, mean, paired
+from experiments.study import LOSS, Row, append, descend, groups_of, quality, read, validate
 from experiments.tasks import TASKS
 from memtrain.activations.intercept.recompute import blocks_of
 from memtrain.audit.peak import StepOptions
@@ -104,6 +107,8 @@ VARIANTS = {
     "group256_4bit": _maps("group", bits=4, group_size=256),
 }
 """Name -> variant."""
+KEY = ("task", "variant", "seed", "lr", "steps")
+"""The columns that identify a run, in the order of `train`'s arguments."""
 MEASURED = ("peak_mib", "saved_mib", "step_ms", "recomputed_blocks", "torch", "memtrain", "threads")
 
 
@@ -170,18 +175,90 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets)
 
 
-STUDY = Study(
-    about=str(__doc__),
-    tasks=("digits", "vit", "gpt", "encoder", "lora", "unet3d"),
-    variants=tuple(VARIANTS),
-    default=tuple(PRESETS),
-    train=train,
-    columns=(*KEY, LOSS, "accuracy", "train_loss", *MEASURED),
-    shown={"accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"},
-    costs=("peak_mib", "step_ms"),
-    output=Path("outputs/choice.csv"),
-)
+SMALL = ("digits", "vit", "gpt", "encoder", "lora", "unet3d")
+"""Tasks that a call without `tasks=` trains."""
+COLUMNS = (*KEY, LOSS, "accuracy", "train_loss", *MEASURED)
+"""Columns of the file."""
+SHOWN = {LOSS: ".4f", "accuracy": ".4f", "peak_mib": ".2f", "saved_mib": ".3f", "step_ms": ".1f"}
+"""Columns whose mean the table shows, and their format."""
+COSTS = ("peak_mib", "step_ms")
+"""Columns of which less is better."""
+OPTIONS = {
+    "tasks": ",".join(SMALL),
+    "variants": ",".join(PRESETS),
+    "seeds": "0,1,2,3,4",
+    "lr": "",
+    "steps": "",
+    "baseline": "plain",
+    "output": "outputs/choice.csv",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the command line and run, or print the table; return the exit status."""
+    given = dict(item.split("=", 1) for item in arguments if "=" in item)
+    other = [item for item in arguments if "=" not in item and item != "--table"]
+    if unknown := [*other, *(given.keys() - OPTIONS)]:
+        _say(f"unknown: {', '.join(unknown)}; allowed: --table, {', '.join(OPTIONS)}\n{__doc__}")
+        return 2
+    values = OPTIONS | given
+    tasks, variants, seeds = (values[key].split(",") for key in ("tasks", "variants", "seeds"))
+    for names, known in ((tasks, TASKS), ([*variants, values["baseline"]], VARIANTS)):
+        if wrong := [name for name in names if name not in known]:
+            _say(f"unknown: {', '.join(wrong)}; allowed: {', '.join(known)}")
+            return 2
+    output = Path(values["output"])
+    if "--table" in arguments:
+        rows = [row for row in read(output) if row["task"] in tasks and row["variant"] in variants]
+        _say("\n".join(table(rows, values["baseline"])))
+        return 0
+    done = {tuple(row[name] for name in KEY) for row in read(output)}
+    for seed, name, variant in product(map(int, seeds), tasks, variants):  # complete seeds first
+        rate = float(values["lr"] or TASKS[name].lr)
+        for steps in (values["steps"] or str(TASKS[name].steps)).split(","):
+            cell = (name, variant, seed, rate, int(steps))
+            if tuple(map(str, cell)) not in done:
+                row = dict(zip(KEY, cell, strict=True)) | train(*cell)
+                append(output, COLUMNS, row)
+                means = ", ".join(f"{row[name]:{form}} {name}" for name, form in SHOWN.items())
+                _say(f"{' '.join(map(str, cell))}: {means}")
+    return 0
+
+
+def table(rows: Sequence[dict[str, str]], baseline: str = "plain") -> list[str]:
+    """Return lines of Markdown: means over seeds, and loss differences from a baseline.
+
+    Differences are computed seed by seed, with a 95% interval. A variant is beaten by one that
+    costs no more in any column of `COSTS`, less in one, and whose mean loss over the seeds of both
+    is no higher.
+    """
+    heads = ["task", "lr", "variant", "seeds", *SHOWN, f"minus {baseline}", "beaten by"]
+    cells = [
+        (
+            f"{task}, {steps} steps",
+            lr,
+            variant,
+            str(len(seeds)),
+            *(f"{mean(seeds, name):{form}}" for name, form in SHOWN.items()),
+            difference(seeds, variants.get(baseline, {}), LOSS),
+            ", ".join(name for name, one in variants.items() if _beats(one, seeds)),
+        )
+        for (task, lr, steps), variants in by_run(rows, ("task", "lr", "steps")).items()
+        for variant, seeds in variants.items()
+    ]
+    return markdown([head.replace("_", " ") for head in heads], cells)
+
+
+def _beats(one: Seeds, other: Seeds) -> bool:
+    mine, theirs = ([mean(seeds, name) for name in COSTS] for seeds in (one, other))
+    cheaper = mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+    differences = paired(one, other, LOSS)
+    return cheaper and bool(differences) and statistics.mean(differences) <= 0
+
+
+def _say(text: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(text)
 
 
 if __name__ == "__main__":
-    sys.exit(STUDY.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

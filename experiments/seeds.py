@@ -13,25 +13,18 @@ _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 """Student's t by degrees of freedom; from 10 on the normal distribution's."""
 
 
-def by_run(
-    rows: Iterable[Row], run: Sequence[str], variant: Sequence[str]
-) -> dict[tuple[str, ...], dict[tuple[str, ...], Seeds]]:
-    """Group rows by two lists of columns and by seed, in file order.
-
-    Args:
-        rows: Rows, each with a `seed`.
-        run: Columns within whose values variants are compared.
-        variant: Columns that identify a variant.
+def by_run(rows: Iterable[Row], run: Sequence[str]) -> dict[tuple[str, ...], dict[str, Seeds]]:
+    """Group rows by a list of columns, then by variant and by seed, in file order.
 
     Example:
         >>> row = {"task": "digits", "variant": "plain", "seed": "0"}
-        >>> by_run([row], ["task"], ["variant"]) == {("digits",): {("plain",): {"0": row}}}
+        >>> by_run([row], ["task"]) == {("digits",): {"plain": {"0": row}}}
         True
     """
-    found: dict[tuple[str, ...], dict[tuple[str, ...], Seeds]] = {}
+    found: dict[tuple[str, ...], dict[str, Seeds]] = {}
     for row in rows:
         variants = found.setdefault(tuple(row[name] for name in run), {})
-        variants.setdefault(tuple(row[name] for name in variant), {})[row["seed"]] = row
+        variants.setdefault(row["variant"], {})[row["seed"]] = row
     return found
 
 
@@ -67,11 +60,11 @@ def difference(one: Seeds, other: Seeds, name: str) -> str:
     return f"{minus[0]:+.4f} +- {minus[1]:.4f}" if minus and minus != (0, 0) else ""
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of Markdown.
 
     Example:
-        >>> table(["a", "b"], [["1", "2"]])
+        >>> markdown(["a", "b"], [["1", "2"]])
         ['| a | b |', '| --- | --- |', '| 1 | 2 |']
     """
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]

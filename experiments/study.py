@@ -1,31 +1,19 @@
-"""A study: short runs over tasks, variants and seeds into one CSV file, and its table.
-
-A row of the file is one run. An interrupted run leaves no row; the same call continues with the
-runs that are missing. Differences from a baseline are computed seed by seed, with a 95% interval.
-"""
+"""Short runs: training, held-out loss, and rows of one CSV file."""
 
 import csv
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from experiments.corpus import Text
-from experiments.seeds import Seeds, by_run, difference, mean, paired, table
-from experiments.tasks import TASKS, Images
+from experiments.tasks import Images
 from memtrain.training.recipe import learning_rate
 
 Row = dict[str, Any]
-Cell = tuple[str, str, int, float, int]
-"""A run: its task, variant, seed, learning rate and steps."""
-KEY = ("task", "variant", "seed", "lr", "steps")
-"""The columns that identify a run, in the order of `Study.train`'s arguments."""
 LOSS = "validation_loss"
 
 
@@ -113,112 +101,6 @@ def quality(held_out: tuple[float, float], losses: Sequence[float]) -> Row:
     return {LOSS: held_out[0], "accuracy": held_out[1], "train_loss": sum(last) / len(last)}
 
 
-class Study(NamedTuple):
-    """Variants to train, and the columns of their table."""
-
-    about: str
-    """Printed for a wrong call."""
-    tasks: Sequence[str]
-    """Tasks of `TASKS` that a call without `tasks=` trains."""
-    variants: Sequence[str]
-    """Every known variant."""
-    train: Callable[[str, str, int, float, int], Row]
-    """Maps task, variant, seed, highest learning rate and steps to a row of the file."""
-    columns: tuple[str, ...]
-    """Columns of the file: `KEY`, then what `train` measures, `validation_loss` among it."""
-    shown: Mapping[str, str]
-    """Columns whose mean the table shows besides the loss, and their format."""
-    costs: tuple[str, ...]
-    """Columns of which less is better."""
-    output: Path
-    """The CSV file without `output=`."""
-    baseline: str = "plain"
-    """The variant that differences are from."""
-    default: Sequence[str] = ()
-    """Variants that a call without `variants=` trains; all of them where empty."""
-
-    def main(self, arguments: Sequence[str]) -> int:
-        """Read the command line and run, or print the table; return the exit status."""
-        keys = ("tasks", "variants", "seeds", "lr", "steps", "baseline", "output")
-        values: dict[str, str] = {}
-        for item in arguments:
-            name, _, value = item.partition("=")
-            values |= {name: value} if item != "--table" else {}
-        if unknown := [name for name in values if name not in keys]:
-            allowed = ", ".join(("--table", *keys))
-            _say(f"unknown: {', '.join(unknown)}; allowed: {allowed}\n{self.about}")
-            return 2
-        output = Path(values.get("output", self.output))
-        tasks = values.get("tasks", ",".join(self.tasks)).split(",")
-        variants = values.get("variants", ",".join(self.default or self.variants)).split(",")
-        baseline = values.get("baseline", self.baseline)
-        seeds = [int(seed) for seed in values.get("seeds", "0,1,2,3,4").split(",")]
-        for names, known in ((tasks, TASKS), ([*variants, baseline], self.variants)):
-            if wrong := [name for name in names if name not in known]:
-                _say(f"unknown: {', '.join(wrong)}; allowed: {', '.join(known)}")
-                return 2
-        if "--table" in arguments:
-            rows = [
-                row for row in read(output) if row["task"] in tasks and row["variant"] in variants
-            ]
-            _say("\n".join(self._replace(baseline=baseline).table(rows)))
-            return 0
-        cells = []
-        for seed, name, variant in product(seeds, tasks, variants):  # complete seeds first
-            task = TASKS[name]
-            rate = float(values.get("lr", task.lr))
-            for steps in values.get("steps", str(task.steps)).split(","):
-                cells.append((name, variant, seed, rate, int(steps)))
-        self.run(cells, output)
-        return 0
-
-    def run(self, cells: Sequence[Cell], output: Path) -> int:
-        """Train the cells that the file lacks, each into a row; return their number."""
-        done = {tuple(row[name] for name in KEY) for row in read(output)}
-        remaining = [cell for cell in cells if tuple(map(str, cell)) not in done]
-        for number, cell in enumerate(remaining, 1):
-            row: Row = dict(zip(KEY, cell, strict=True)) | self.train(*cell)
-            _append(output, self.columns, row)
-            means = ", ".join(f"{row[name]:{form}} {name}" for name, form in self._means.items())
-            _say(f"{number}/{len(remaining)} {' '.join(map(str, cell))}: {means}")
-        return len(remaining)
-
-    def table(self, rows: Sequence[dict[str, str]]) -> list[str]:
-        """Return lines of Markdown: means over seeds, and loss differences from the baseline.
-
-        A variant is beaten by one that costs no more in any column of `costs`, less in one, and
-        whose mean loss over the seeds of both is no higher.
-        """
-        means = self._means
-        heads = ["task", "lr", "variant", "seeds", *means, f"minus {self.baseline}", "beaten by"]
-        cells = [
-            (
-                f"{task}, {steps} steps",
-                lr,
-                variant,
-                str(len(seeds)),
-                *(f"{mean(seeds, name):{form}}" for name, form in means.items()),
-                difference(seeds, variants.get((self.baseline,), {}), LOSS),
-                ", ".join(name for (name,), one in variants.items() if self._beats(one, seeds)),
-            )
-            for (task, lr, steps), variants in by_run(
-                rows, ("task", "lr", "steps"), ["variant"]
-            ).items()
-            for (variant,), seeds in variants.items()
-        ]
-        return table([head.replace("_", " ") for head in heads], cells)
-
-    def _beats(self, one: Seeds, other: Seeds) -> bool:
-        mine, theirs = ([mean(seeds, name) for name in self.costs] for seeds in (one, other))
-        cheaper = mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
-        differences = paired(one, other, LOSS)
-        return cheaper and bool(differences) and statistics.mean(differences) <= 0
-
-    @property
-    def _means(self) -> dict[str, str]:
-        return {LOSS: ".4f", **self.shown}
-
-
 def read(output: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file; none where there is no file."""
     if not output.exists():
@@ -227,7 +109,7 @@ def read(output: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _append(path: Path, columns: Sequence[str], row: Row) -> None:
+def append(path: Path, columns: Sequence[str], row: Row) -> None:
     """Add a row to a CSV file, and the heads to a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
@@ -236,7 +118,3 @@ def _append(path: Path, columns: Sequence[str], row: Row) -> None:
         if new:
             writer.writeheader()
         writer.writerow(row)
-
-
-def _say(text: str) -> None:
-    Console(soft_wrap=True, highlight=False, markup=False).print(text)

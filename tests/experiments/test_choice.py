@@ -12,8 +12,8 @@ from experiments.tasks import TASKS, UNet3d, volumes
 def test_variants_hold_what_their_names_say(monkeypatch):
     monkeypatch.setattr(choice, "validate", lambda model, source: (0.0, 0.0))  # 40 batches
     variants = ("plain", "checkpointing", "balanced")
-    found = {variant: choice.STUDY.train("gpt", variant, 0, 1e-3, 2) for variant in variants}
-    assert set(found["plain"]) | set(choice.KEY) == {*choice.STUDY.columns}
+    found = {variant: choice.train("gpt", variant, 0, 1e-3, 2) for variant in variants}
+    assert set(found["plain"]) | set(choice.KEY) == {*choice.COLUMNS}
     peaks = {variant: row["peak_mib"] for variant, row in found.items()}
     assert peaks["balanced"] < 0.4 * peaks["plain"]
     assert peaks["checkpointing"] < 0.7 * peaks["plain"]
@@ -68,7 +68,7 @@ def test_gact_measures_while_it_is_trained(monkeypatch):
         return 0.0, 0.0
 
     monkeypatch.setattr(choice, "validate", keep)
-    choice.STUDY.train("digits", "gact4", 0, 1e-3, 2)
+    choice.train("digits", "gact4", 0, 1e-3, 2)
     assert kept[0].calls == 2
     assert len(set(kept[0].widths.values())) > 1  # by need
 
@@ -103,7 +103,7 @@ def test_what_beats_what():
         )
         for seed in range(3)
     ]
-    told = {line.split(" | ")[2]: line for line in choice.STUDY.table(rows)}
+    told = {line.split(" | ")[2]: line for line in choice.table(rows)}
     assert told["plain"].endswith("|  |  |")
     assert told["smaller"].endswith("| +0.0000 +- 0.2484 |  |")
     assert told["worse"].endswith("| +0.5333 +- 0.1434 | smaller |")
@@ -111,20 +111,20 @@ def test_what_beats_what():
 
 
 def test_full_size_twins_are_not_run_unless_they_are_named():
-    assert choice.STUDY.tasks == ("digits", "vit", "gpt", "encoder", "lora", "unet3d")
+    assert choice.SMALL == ("digits", "vit", "gpt", "encoder", "lora", "unet3d")
     assert {"gpt_full", "encoder_full", "lora_full", "unet3d_full"} <= set(TASKS)
 
 
 def test_a_study_continues_and_runs_of_several_lengths_are_separate_rows(tmp_path, capsys):
     output = tmp_path / "runs.csv"
     call = ["tasks=digits", "variants=plain", "seeds=0", "steps=1,2", f"output={output}"]
-    assert choice.STUDY.main(call) == 0
+    assert choice.main(call) == 0
     rows = read(output)
     assert [row["steps"] for row in rows] == ["1", "2"]
-    assert choice.STUDY.main(call) == 0  # nothing remains
+    assert choice.main(call) == 0  # nothing remains
     assert read(output) == rows
     capsys.readouterr()
-    assert choice.STUDY.main([*call, "--table"]) == 0
+    assert choice.main([*call, "--table"]) == 0
     assert "digits, 2 steps | 0.001 | plain" in capsys.readouterr().out
-    assert choice.STUDY.main(["variants=plane"]) == 2
+    assert choice.main(["variants=plane"]) == 2
     assert "unknown: plane; allowed: plain" in capsys.readouterr().out
