@@ -30,7 +30,7 @@ from memtrain.training import checkpoint, pretrained, results
 from memtrain.training.data import build_source
 from memtrain.training.display import Display
 from memtrain.training.forecast import describe, describe_peak
-from memtrain.training.run import Metrics, Run, is_due, pick_device
+from memtrain.training.run import Metrics, Run, is_due
 from memtrain.training.settings import TrainConfig
 from memtrain.training.text_rows import TextRows
 
@@ -70,10 +70,7 @@ class Session:
         console: Console | None = None,
     ) -> None:
         if config.budget is not None:
-            training = config.training
-            device = pick_device(training.device).type
-            rates = config.planner.with_rates(device, autocast=training.autocast)
-            config = replace(config, planner=rates)
+            config = replace(config, planner=config.planner.with_rates())
         self.config, self.state = config, state
         self.console = console or Console(quiet=True)
         self.source = build_source(config.data, config.seed, config.model)
@@ -137,7 +134,7 @@ class Session:
         earlier = [*self.rows, *(Metrics(*row) for row in (current or {}).get("rows", ()))]
         display = Display(self.console, self.source.unit, quiet=self.config.output.quiet)
         write = results.metrics_file(self.folder / "metrics.csv", earlier)
-        with self._signals(), display:
+        with self._signals():
             display.say(f"writing to {self.folder}")
             for line in self._lines:
                 display.say(line)
@@ -158,7 +155,7 @@ class Session:
             run.load_state(state)
         watched = run.device.type == "cpu" and not run.finished and restart_resident_peak()
 
-        display.begin(name, run.step, training.steps)
+        display.begin()
         with large_blocks_mapped() if memory_is_short() else nullcontext():
             if not state:
                 self._validate(run, write, display)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,7 +14,7 @@ from memtrain import configs
 from memtrain.activations.trace.compiled_parts import COMPILE
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
-from memtrain.planner import Goal, Rates, measure_rates, read_rates
+from memtrain.planner import Goal, Rates, read_rates
 
 RUNS = ("plain", "wrapped")
 OPTIMIZERS = ("adamw", "sgd")
@@ -24,7 +23,6 @@ WITH_PATH = {"model": ("hf", "py"), "data": ("text", "jsonl", "py")}
 """Options of config groups that take a path: `model=hf:<path>`."""
 FINETUNE = "finetune"
 """The experiment where one of them is chosen and no experiment is."""
-MEASURE = "measure"
 
 T = TypeVar("T")
 
@@ -139,36 +137,23 @@ class PlannerConfig:
     objective: str = "time"
     """`time` or `error`."""
     rates: Any = None
-    """The device's speed: a file of `memtrain-report --measure-rates`, `measure`, or the values
-    themselves; byte counts by default."""
+    """The device's speed: a file of `memtrain-report --measure-rates`, or its values; byte counts
+    by default."""
 
     def __post_init__(self) -> None:
         self.goal()
 
-    def with_rates(self, device: str, *, autocast: bool) -> "PlannerConfig":
-        """Return a copy with the rates' values, so that a resumed run gets the same plan.
-
-        Args:
-            device: The device that `measure` times.
-            autocast: Whether the arithmetic is in bfloat16.
-        """
-        if self.rates is None:
-            return self
-        found = (
-            self._rates()
-            if self.rates != MEASURE
-            else measure_rates(device, dtype=torch.bfloat16 if autocast else torch.float32)
-        )
-        return replace(self, rates=asdict(found))
+    def with_rates(self) -> "PlannerConfig":
+        """Return a copy with the rates' values, so that a resumed run gets the same plan."""
+        return self if self.rates is None else replace(self, rates=asdict(self._rates()))
 
     def _rates(self) -> Rates:
-        """Return the configured rates; the defaults for `measure`."""
-        if self.rates is None or self.rates == MEASURE:
+        if self.rates is None:
             return Rates()
         if isinstance(self.rates, str):
             return read_rates(self.rates)
         if not isinstance(self.rates, Mapping):
-            raise TypeError(f"rates={self.rates!r}; allowed: a file, measure, or a mapping")
+            raise TypeError(f"rates={self.rates!r}; allowed: a file, or a mapping")
         return Rates(**self.rates)
 
     def goal(self, options: StepOptions = StepOptions()) -> Goal:  # noqa: B008 (a frozen value)

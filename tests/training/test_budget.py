@@ -6,7 +6,6 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from memtrain.planner import Rates, write_rates
-from memtrain.training import settings
 from memtrain.training.session import Session
 from memtrain.training.settings import PlannerConfig, compose, from_mapping
 
@@ -19,30 +18,19 @@ def test_wrong_values_are_named_before_anything_runs():
     assert (config.budget, config.planner.max_error) == ("2MB", 0.5)
 
 
-def test_rates_are_measured_once_so_that_a_resumed_run_gets_the_same_plan(monkeypatch, tmp_path):
+def test_a_resumed_run_gets_the_rates_of_its_start(tmp_path):
     rates = Rates(name="a machine", copy=2e9, launch=1e-6)
-    given = []
-
-    def measure_rates(device, *, dtype):
-        given.append((device, dtype))
-        return rates
-
-    monkeypatch.setattr(settings, "measure_rates", measure_rates)
-    overrides = ["experiment=smoke", "budget=20MB", "planner.rates=measure",
-                 "training.runs=[plain]", f"output.folder={tmp_path}"]  # fmt: skip
-    config = from_mapping(compose(overrides))
-    assert config.planner.goal().rates == Rates()  # nothing is measured to check a config
-    session = Session(config)
-    assert given == [("cpu", torch.float32)]
-    saved = OmegaConf.load(session.folder / "config.yaml")
-    again = from_mapping(saved)
-    assert again.planner.goal().rates == rates
-    assert again.planner.with_rates("cpu", autocast=True) == again.planner
     write_rates(rates, tmp_path / "rates.yaml")
-    assert PlannerConfig(rates=str(tmp_path / "rates.yaml")).goal().rates == rates
+    overrides = ["experiment=smoke", "budget=20MB", f"planner.rates={tmp_path}/rates.yaml",
+                 "training.runs=[plain]", f"output.folder={tmp_path}"]  # fmt: skip
+    session = Session(from_mapping(compose(overrides)))
+    (tmp_path / "rates.yaml").unlink()
+    again = from_mapping(OmegaConf.load(session.folder / "config.yaml"))
+    assert again.planner.goal().rates == rates
+    assert again.planner.with_rates() == again.planner
     with pytest.raises(FileNotFoundError, match=r"'none.yaml' do not exist"):
         PlannerConfig(rates="none.yaml")
-    with pytest.raises(TypeError, match="allowed: a file, measure, or a mapping"):
+    with pytest.raises(TypeError, match="allowed: a file, or a mapping"):
         PlannerConfig(rates=3)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from memtrain.training import checkpoint, results
+from memtrain.training import checkpoint
 from memtrain.training import session as session_module
 from memtrain.training.run import Run
 from memtrain.training.session import Session, new_folder
@@ -245,18 +245,6 @@ def test_wrong_plan_shows_before_the_plain_run(smoke, monkeypatch):
     config.model = {"name": "gpt", "layers": 2, "width": 10, "heads": 4}
     with pytest.raises(ValueError, match="not a multiple"):
         Session(config)
-
-
-def test_progress_bars_in_a_terminal(smoke):
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
-    config = smoke("training.runs=[plain]")
-    Session(config, console=console).train()
-    text = screen.getvalue()
-    assert "8/8" in text
-    assert "tokens/s" in text
-    assert "MiB live" in text
-    assert results.mib(3 * 2**20) == "3.00 MiB"
 
 
 def test_default_folder_is_relative(smoke, tmp_path, monkeypatch):
