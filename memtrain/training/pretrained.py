@@ -47,23 +47,17 @@ class Pretrained:
     """`folder`, or `random`: initial values, by the seed."""
     dtype: str = "float32"
     """Dtype of the weights: a key of `DTYPES`."""
-    attention: str | None = None
-    """`eager` or `sdpa`; transformers' choice by default."""
     dropout: float | None = None
     """Every dropout of the config; None leaves the config's."""
     lora: int = 0
-    """Rank of LoRA's matrices, by peft; 0 trains the model itself."""
+    """Rank of LoRA's matrices in all linear layers, by peft; 0 trains the model itself."""
     lora_alpha: float = 16.0
     """LoRA's alpha."""
-    lora_targets: str = "all-linear"
-    """Modules that get LoRA matrices: `all-linear`, or names separated by commas."""
 
     def __post_init__(self) -> None:
         one_of("model.weights", self.weights, WEIGHTS)
         one_of("model.dtype", self.dtype, tuple(DTYPES))
         in_range("model.lora", self.lora, at_least=0)
-        if self.attention is not None:
-            one_of("model.attention", self.attention, ("eager", "sdpa"))
         if self.dropout is not None:
             in_range("model.dropout", self.dropout, at_least=0, below=1)
         if self.lora:
@@ -141,8 +135,6 @@ class Pretrained:
         """
         auto = import_transformers("model=hf:").AutoModelForCausalLM
         options: dict[str, Any] = {"dtype": DTYPES[self.dtype]}
-        if self.attention is not None:
-            options["attn_implementation"] = self.attention
         fresh: Sequence[str] = ()
         if self.weights == "random":
             model = auto.from_config(self.config, **options)
@@ -170,19 +162,14 @@ class Pretrained:
         return model, sorted(missing)
 
     def _adapted(self, model: Any) -> Any:
-        peft, names = _peft(), self.lora_targets.split(",")
+        peft = _peft()
         config = peft.LoraConfig(
             r=self.lora,
             lora_alpha=self.lora_alpha,
-            target_modules=names[0] if names == ["all-linear"] else names,
+            target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        try:
-            return peft.get_peft_model(model, config)
-        except ValueError as error:
-            raise ValueError(
-                f"model.lora_targets={self.lora_targets!r}: {_first(error)}"
-            ) from error
+        return peft.get_peft_model(model, config)
 
 
 def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: Any = None) -> None:
