@@ -6,53 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from memtrain.compressors import COMPRESSORS, Compressor, DerivativeCode, Key
+from memtrain.compressors import DerivativeCode, Key
 from memtrain.compressors.fewbit.register import REGISTERED, register
-from memtrain.compressors.fewbit.solver import table
 from memtrain.compressors.fewbit.tables import TABLES, from_table, register_table
 from memtrain.plan.build import build
 
 KEY = Key(seed=1)
-
-
-@pytest.mark.parametrize("function", ["gelu", "tanh"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (257,), (3, 100)], ids=str)
-def test_decompress_gives_the_derivatives_level(function, dtype, shape):
-    x = (torch.randn(shape) * 2).to(dtype)
-    before = x.clone()
-    code = DerivativeCode(bits=3, function=function)
-    level = code.decompress(code.compress(x, key=KEY))
-    step = table(function, 3)
-    expected = torch.from_numpy(step(x.double().numpy().reshape(-1))).view(shape)
-    assert level.shape == x.shape
-    assert level.dtype == dtype
-    wide = expected if dtype == torch.float64 else expected.float()
-    assert torch.equal(level, wide.to(dtype))
-    assert torch.equal(x, before)
-
-
-def test_compress_takes_elements_in_logical_order():
-    x = torch.randn(20, 30).t()[:, ::2]
-    code = DerivativeCode(bits=2, function="silu")
-    assert torch.equal(
-        code.compress(x, key=KEY).tensors["codes"],
-        code.compress(x.contiguous(), key=KEY).tensors["codes"],
-    )
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_payload_has_bits_per_element_and_survives_saving(bits, tmp_path):
-    code = DerivativeCode(bits=bits)
-    x = torch.randn(1000)
-    packed = code.compress(x, key=KEY)
-    assert packed.nbytes == 1024 * bits // 8
-    torch.save(packed.tensors, tmp_path / "payload.pt")
-    loaded = torch.load(tmp_path / "payload.pt", weights_only=True)
-    again = code.decompress(packed._replace(tensors=loaded))
-    assert torch.equal(again, code.decompress(packed))
-    meta = code.compress(x.to("meta"), key=KEY)
-    assert meta.nbytes == packed.nbytes
 
 
 def test_more_bits_come_nearer_to_the_derivative():
@@ -167,15 +126,6 @@ def test_a_registered_function_is_one_more_function(names):
     assert (code.decompress(code.compress(x, key=KEY)) - x.cos()).abs().max() < 0.1
     with pytest.raises(ValueError, match="parameters"):
         replace(code, parameters=(1.0,))
-
-
-def test_it_is_a_registered_frozen_value():
-    assert COMPRESSORS["derivative"] is DerivativeCode
-    assert isinstance(DerivativeCode(), Compressor)
-    assert DerivativeCode() == DerivativeCode(bits=3, function="gelu")
-    assert hash(DerivativeCode(bits=2)) == hash(DerivativeCode(bits=2))
-    with pytest.raises(AttributeError):
-        DerivativeCode().bits = 2
 
 
 @pytest.mark.parametrize(

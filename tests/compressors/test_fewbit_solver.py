@@ -202,23 +202,10 @@ def test_refine_reaches_a_stationary_point_below_the_grid_error():
     assert np.allclose(slope, (levels[1:] + levels[:-1]) / 2, rtol=0, atol=1e-6)
 
 
-def test_parity_auto_halves_the_line_for_even_derivatives_only():
+def test_parity_halves_the_line_for_even_derivatives_only():
     assert table("tanh", 2).parity == "even"
     assert table("gelu", 2).parity == "plain"
     assert solve("tanh", 1, (-10, 9)).parity == "plain"
-    plain = solve("tanh", 1, parity="plain")
-    assert plain.parity == "plain"
-    assert plain.error == pytest.approx(1.01, abs=0.01)
-    assert table("tanh", 1).error < plain.error / 6
-
-
-def test_solve_takes_a_callable_and_a_pair():
-    curve = CURVES["softplus"]
-    named = table("softplus", 2)
-    pair = solve((curve.value, curve.slope), 2)
-    assert pair == named
-    differences = solve(curve.value, 2)
-    assert np.allclose(differences.boundaries, named.boundaries, rtol=0, atol=1e-6)
 
 
 def test_weight_moves_the_table_towards_its_mass():
@@ -240,8 +227,6 @@ def test_weight_moves_the_table_towards_its_mass():
         ({"interval": (0, float("inf"))}, "inf"),
         ({"weight": "gauss"}, "gauss"),
         ({"n": 4}, "n 4"),
-        ({"parity": "odd"}, "odd"),
-        ({"parity": "even"}, "even"),
     ],
 )
 def test_solve_names_the_value_it_refuses(arguments, word):

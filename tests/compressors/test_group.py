@@ -77,16 +77,3 @@ def test_a_group_of_any_size_by_hand(bounds):
     assert packed.tensors["bounds"].tolist() == [[0.0, 3.0], [-2.0, -1.0], [7.0, 7.0]]
     assert packed.tensors["codes"].shape == (3, 2)
     assert torch.equal(compressor.decompress(packed), x)
-
-
-@pytest.mark.parametrize("group_size", [1, 7, 49, 100, 1001])
-@pytest.mark.parametrize("numel", [0, 1, 50, 2003])
-def test_groups_of_any_size_do_not_notice_each_other(group_size, numel):
-    x = torch.randn(numel).cumsum(0)
-    compressor = Group(bits=3, group_size=group_size, rounding="nearest")
-    found = compressor.decompress(compressor.compress(x, key=Key()))
-    parts = [
-        compressor.decompress(compressor.compress(part, key=Key())) for part in x.split(group_size)
-    ]
-    assert found.shape == x.shape
-    assert torch.equal(found, torch.cat(parts)) if parts else not numel

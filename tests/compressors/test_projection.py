@@ -3,9 +3,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import memtrain
@@ -104,19 +102,6 @@ def test_mean_and_variance_over_many_keys(kind):
     assert abs(squares.mean() - told) < 5 * squares.std() / math.sqrt(keys)
 
 
-def test_published_variance_is_that_of_rows_by_squared_norm():
-    # (|X|^2 |Y|^2 - |X^T Y|^2) / p, worked out over the outcomes of one draw; not a normal's.
-    x, grad = uneven(6, 3), uneven(6, 2)
-    share = x.square().sum(1) / x.square().sum()
-    exact = grad.t() @ x
-    drawn = torch.einsum("to,tf->tof", grad, x) / share[:, None, None]
-    over_outcomes = (share * (drawn - exact).square().sum((1, 2))).sum()
-    published = x.square().sum() * grad.square().sum() - exact.square().sum()
-    torch.testing.assert_close(over_outcomes, published)
-    normal = variance(x, grad, "gaussian", 1)
-    torch.testing.assert_close(normal, published + 2 * exact.square().sum())
-
-
 @pytest.mark.parametrize("kind", REPLAYED)
 @pytest.mark.parametrize("chunk", [1 << 22, 64])
 def test_weight_gradient_is_that_of_the_projected_tensors(kind, chunk, monkeypatch):
@@ -176,76 +161,11 @@ def test_payload_is_the_rows_and_the_key(kind, dtype):
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_loses_no_more_than_its_rounding(kind, dtype):
-    x = torch.randn(300, 8).to(dtype)
-    compressor = make(kind, 60, 300)
-    wide = twice(compressor, x.double())
-    eps = torch.finfo(dtype).eps
-    # Each result sums 60 products of rounded numbers (S, S x), each off by eps / 2 of its size;
-    # S x is rounded as well, once for its sum and once when stored. Columns of S have length 1
-    # on average, at most 2 here.
-    size = 4 * eps * float(x.double().norm(dim=0).max()) * (2 if kind != "dct" else 1)
-    assert float((twice(compressor, x).double() - wide).abs().max()) < size * math.sqrt(300 / 60)
-
-
-@every_kind
-def test_few_tokens_are_kept_exactly(kind):
-    compressor = Projection(kind=kind)
-    for shape in [(), (5,), (0,), (16, 3), (4, 4, 5), (1, 7), (0, 4), (2, 0, 3)]:
-        x = torch.randn(shape)
-        packed = compressor.compress(x, key=Key())
-        assert torch.equal(compressor.decompress(packed), x)
-        assert packed.nbytes == x.nbytes
-        assert packed.tensors["rows"].untyped_storage()._cdata != x.untyped_storage()._cdata
-    empty = torch.randn(40, 0)
-    assert twice(compressor, empty).shape == (40, 0)
-
-
-@every_kind
-def test_strides_and_leading_sizes_do_not_matter(kind):
-    compressor = make(kind, 6, 24)
-    x = (torch.randn(2, 3, 4, 10) * 8).round() / 8
-    expected = twice(compressor, x)
-    assert torch.equal(twice(compressor, x.view(24, 10)), expected.view(24, 10))
-    strided = torch.empty_strided(x.shape, (4, 8, 24, 96)).copy_(x)
-    assert not strided.is_contiguous()
-    assert torch.equal(twice(compressor, strided), expected)
-    assert twice(compressor, x[..., :1].expand(2, 3, 4, 10)).is_contiguous()
-
-
-def test_norm_rows_keeps_to_the_contract_with_bad_numbers():
-    x = torch.randn(33, 40)
-    x[4, 7] = torch.nan
-    packed = make("norm_rows", 9, 33).compress(x, key=Key(seed=1))
-    again = make("norm_rows", 9, 33).compress(x, key=Key(seed=1))
-    assert torch.equal(packed.tensors["index"], again.tensors["index"])
-    torch.testing.assert_close(
-        packed.tensors["weight"],
-        packed.tensors["index"].bincount()[packed.tensors["index"]] * 33 / 9,
-    )
-    with FakeTensorMode() as mode:
-        fake = make("norm_rows", 9, 33).compress(mode.from_tensor(x), key=Key())
-        assert make("norm_rows", 9, 33).decompress(fake).shape == x.shape
-    assert fake.nbytes == packed.nbytes
-    meta = make("norm_rows", 9, 33).compress(x.to("meta"), key=Key())
-    assert meta.nbytes == packed.nbytes
-
-
-@every_kind
 def test_autocast_changes_nothing(kind):
     compressor, x = make(kind, 6, 30), torch.randn(30, 5)
     plain = twice(compressor, x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(twice(compressor, x), plain)
-
-
-def test_keys_give_other_projections():
-    x = torch.randn(64, 4)
-    for kind in KINDS:
-        found = [twice(make(kind, 8, 64), x, Key(seed=1, step=step)) for step in range(3)]
-        assert not torch.equal(found[0], found[1])
-        assert not torch.equal(found[1], found[2])
 
 
 def compressed_linear(layer, x, compressor, key):
@@ -328,39 +248,3 @@ def test_a_rule_keeps_a_fifth_of_a_linear_layers_input():
     assert equal == [True, True, True, True, False, True]
     (entry,) = (e for e in memtrain.plan_of(model).entries("activation") if e.compressor)
     assert entry.planned == 40 * 64 * 4 + 8
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gaussian",
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[:2] + KINDS[3:]),
-    ],
-)
-def test_an_mlp_learns_the_digits(kind):
-    datasets = pytest.importorskip("sklearn.datasets")
-    images, labels = datasets.load_digits(return_X_y=True)
-    images, labels = torch.tensor(images / 16).float(), torch.tensor(labels)
-    losses = {}
-    for name in ("exact", kind):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        compressor = Projection(kind=name) if name == kind else None
-        for step in range(100):
-            chosen = torch.randint(0, 1437, (256,))
-            x = images[chosen]
-            for place, layer in enumerate(model):
-                if compressor and isinstance(layer, nn.Linear):
-                    key = Key(seed=1, site=place, step=step)
-                    x = compressed_linear(layer, x, compressor, key)
-                else:
-                    x = layer(x)
-            F.cross_entropy(x, labels[chosen]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            losses[name] = float(F.cross_entropy(model(images[1437:]), labels[1437:]))
-    assert losses["exact"] < 0.4
-    # log(10) = 2.3 is where it starts; nothing learnt is far above.
-    assert losses[kind] < 2 * losses["exact"]

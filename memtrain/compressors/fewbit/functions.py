@@ -278,7 +278,8 @@ def curve(function: str, parameters: Sequence[float] = ()) -> Curve:
         >>> curve("elu", (2.0,)).slope(np.array([0.0, 1.0])).tolist()
         [2.0, 1.0]
     """
-    return FAMILIES[function].curve(*complete(function, parameters))
+    full = complete(function, parameters)  # checks the name
+    return FAMILIES[function].curve(*full)
 
 
 # Those that need no parameters, with torch's defaults.

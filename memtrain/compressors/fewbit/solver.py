@@ -17,7 +17,6 @@ from memtrain.compressors.fewbit.functions import (
     Curve,
     Function,
     Interval,
-    check_name,
     complete,
     curve,
     normal_pdf,
@@ -245,14 +244,13 @@ def hessian(problem: Problem, boundaries: Array) -> Array:
 
 
 def solve(
-    fn: str | Function | tuple[Function, Function] | Curve,
+    fn: str | Curve,
     bits: int,
     interval: Interval = (-10.0, 10.0),
     weight: str | Function = "uniform",
     *,
     n: int = 2000,
     refine: bool = True,
-    parity: str = "auto",
 ) -> Approximation:
     """Find the step function of 2**bits levels nearest to f' in the weighted L2 norm.
 
@@ -260,24 +258,21 @@ def solve(
     grid; damped Newton steps on the analytic gradient then move them off the grid.
 
     Args:
-        fn: A name (of `fewbit.functions.CURVES`, default parameters), a function of float64 arrays
-            (its derivative is then taken by central differences), a pair (function, derivative), or
-            a `Curve`, which also has the points where the derivative jumps.
+        fn: A name (of `fewbit.functions.CURVES`, default parameters), or a `Curve`: function,
+            derivative, and the points where the derivative jumps.
         bits: 1 to 8.
         interval: Where the error counts; outside, the outermost levels hold.
         weight: `"uniform"` (1), `"normal"` (the standard density) or a positive function of
             float64 arrays. With `"uniform"` every level is the exact (f(b) - f(a)) / (b - a).
         n: Grid cells over the interval.
         refine: Whether to leave the grid.
-        parity: `"even"` solves for |x| on the half line, so that all levels serve both halves;
-            `"plain"` does not; `"auto"` is `"even"` where f', the weight and the interval are even.
 
     Returns:
-        The approximation; its `error` counts the whole interval for either parity.
+        The approximation. Where f', the weight and the interval are even, it is in |x|, so that all
+        levels serve both halves; its `error` counts the whole interval.
 
     Raises:
-        ValueError: If a name is unknown or a value out of range, or `parity="even"` is asked for
-            what is not even.
+        ValueError: If a name is unknown or a value out of range.
 
     Memory:
         12 n bytes per level; no n x n matrix is held.
@@ -292,11 +287,13 @@ def solve(
         Footprint Reduction, ICML 2023, arXiv:2202.00441, section 2 (equations 3 to 5, dynamic
         programming).
     """
-    _check(bits, interval, n, parity)
-    shape, density = _curve(fn), _density(weight)
-    even = _is_even(shape, density, interval) if parity != "plain" else False
-    if parity == "even" and not even:
-        raise ValueError(f"parity 'even' asked for, but f', weight or interval {interval} is not")
+    check_bits(bits)
+    if not (np.isfinite(interval).all() and interval[0] < interval[1]):
+        raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
+    if n < 2 * 2**bits:
+        raise ValueError(f"n {n} is too small for {bits} bits; allowed: {2 * 2**bits} or more")
+    shape, density = curve(fn) if isinstance(fn, str) else fn, _density(weight)
+    even = _is_even(shape, density, interval)
     low, cells = (0.0, n // 2) if even else (interval[0], n)
     problem = prepare(shape, density, (low, interval[1]), cells)
     boundaries = problem.grid[search(problem.mass, problem.moment, 2**bits)]
@@ -359,26 +356,6 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits {bits!r} is no integer; allowed: 1 to {MAX_BITS}")
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits {bits} is out of range; allowed: 1 to {MAX_BITS}")
-
-
-def _check(bits: int, interval: Interval, n: int, parity: str) -> None:
-    check_bits(bits)
-    if not (np.isfinite(interval).all() and interval[0] < interval[1]):
-        raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
-    if n < 2 * 2**bits:
-        raise ValueError(f"n {n} is too small for {bits} bits; allowed: {2 * 2**bits} or more")
-    if parity not in ("auto", "even", "plain"):
-        raise ValueError(f"parity {parity!r} is unknown; allowed: auto, even, plain")
-
-
-def _curve(fn: str | Function | tuple[Function, Function] | Curve) -> Curve:
-    if isinstance(fn, str):
-        check_name(fn, FAMILIES)
-        return curve(fn)
-    if isinstance(fn, tuple):
-        return fn if isinstance(fn, Curve) else Curve(fn[0], fn[1])
-    step = 1e-5  # error about step**2 f''' / 6 plus 1e-16 / step: 1e-11
-    return Curve(fn, lambda x: (fn(x + step) - fn(x - step)) / (2 * step))
 
 
 def _density(weight: str | Function) -> Function | None:
