@@ -73,7 +73,7 @@ def compare(family: str, preset: str, step: str, device: str = "cpu") -> Row:
     cfg = None if preset == PLAIN else _config(preset, step)
     predicted = predict(model, optimizer, batch, cfg, options)
     measured = measure(model, optimizer, batch, cfg, options)
-    real = measured.peak.nbytes if measured.allocated is None else measured.allocated
+    real = measured.peak.nbytes
     return {
         "family": family,
         "preset": preset,

@@ -2,25 +2,31 @@
 
     python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--set models=lstm]
 
-Small models of timm, torchvision, transformers and torch.nn take AdamW steps on one CPU thread,
-plain and under five presets. A row says what `audit.peak` predicts without running the model, and
-what was allocated at most in the third real step: every block of a KiB or more that the process
-asked of malloc (`benchmarks.tracker`), kernels' own temporaries and libraries' workspaces among
-them; beside it what smaller blocks add, which are the objects of Python and of autograd's graph.
+Small models of timm, torchvision, transformers and torch.nn, and twenty that are written from their
+papers, take AdamW steps on one CPU thread, plain and under five presets. A row says what
+`audit.peak` predicts without running the model, and what was allocated at most in the third real
+step: every block of a KiB or more that the process asked of malloc (`benchmarks.tracker`), kernels'
+own temporaries and libraries' workspaces among them. Smaller blocks are reported apart: they are
+the objects of Python and of autograd's graph.
 """
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memtrain
 from benchmarks import tracker
+from benchmarks.families import FAMILIES, Case
 from benchmarks.harness import Benchmark, Job, Options, Row
-from benchmarks.other_models import MODELS, Other
+from benchmarks.other_models import MODELS as OTHERS
+from benchmarks.other_models import Other
+from benchmarks.paper_models import PAPERS
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import state_tensors, weight_tensors
 from memtrain.audit.peak import StepOptions
@@ -31,6 +37,23 @@ PLAIN = "plain"
 PRESETS = (PLAIN, "balanced", "smallest", "exact", "optimizer_only", "all_four")
 CLOSE, SMALL = 0.03, 2 * 2**20
 """A prediction holds within 3%, or 2 MiB if that is more."""
+
+
+def _family(make: Callable[[], Case]) -> Other:
+    """A member of a family of `benchmarks.families`."""
+    case = make()
+    if isinstance(case.batch, dict):
+        return Other(case.model, case.batch)
+    pixels, labels = case.batch
+    return Other(case.model, pixels, lambda output: F.cross_entropy(output, labels))
+
+
+MODELS: dict[str, Callable[[], Other]] = {
+    **OTHERS,
+    **PAPERS,
+    **{name: partial(_family, make) for name, make in FAMILIES.items()},
+}
+"""Name -> makes a model, its batch and its loss."""
 
 
 def compare(name: str, preset: str) -> Row:

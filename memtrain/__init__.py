@@ -1,5 +1,8 @@
 """memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
 
+from sys import modules
+from types import ModuleType
+
 from memtrain.api import (
     adapter,
     load_state_dict,
@@ -38,4 +41,9 @@ __all__ = [
     "verify",
     "wrap",
 ]
+# The function `audit` stands before the package of its name: it has the package's modules, so that
+# `import memtrain.audit.peak.predict as predict` finds them.
+vars(audit).update(
+    {k: v for k, v in vars(modules["memtrain.audit"]).items() if isinstance(v, ModuleType)}
+)
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """Bytes that torch allocates, asked of its allocators: compiled code calls no op that is seen."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -83,10 +84,39 @@ class Allocations:
             self._now = torch.cuda.memory_allocated(self.device) - self._start
             self._most = torch.cuda.max_memory_allocated(self.device) - self._start
             return
-        for nbytes in _stop():
+        for _, nbytes in _stop():
             self._now += nbytes
             self._most = max(self._most, self._now)
         _start()
+
+
+@contextmanager
+def cpu_allocations() -> Iterator[Callable[[], list[tuple[str, int]]]]:
+    """Follow what this thread asks of torch's CPU allocator inside the block.
+
+    Nothing of the model is touched, and no dispatch mode is on: a step runs as it does without.
+
+    Yields:
+        A function that returns what was allocated and freed since its last call, in order: the op
+        that runs, and its bytes, negative where they are freed.
+
+    Example:
+        >>> with cpu_allocations() as since:
+        ...     y = torch.ones(256).exp()
+        ...     since()
+        [('ones', 1024), ('exp', 1024), ('', -1024)]
+    """
+    _start()
+
+    def since() -> list[tuple[str, int]]:
+        found = _stop()
+        _start()
+        return found
+
+    try:
+        yield since
+    finally:
+        _stop()
 
 
 # torch.profiler would tell the same with an entry in a trace for each, and prints lines of its own
@@ -98,12 +128,18 @@ def _start() -> None:
     torch.autograd._enable_profiler_legacy(config)
 
 
-def _stop() -> list[int]:
-    """Bytes of each allocation since `_start`, in order; freed ones are negative."""
+def _stop() -> list[tuple[str, int]]:
+    """Outermost op and bytes of each allocation since `_start`; freed ones are negative."""
     threads: Any = torch.autograd._disable_profiler_legacy()
-    return [
-        event.cpu_memory_usage()
-        for events in threads
-        for event in events
-        if event.kind() == "memory_alloc"
-    ]
+    found: list[tuple[str, int]] = []
+    for events in threads:
+        running: list[str] = []
+        for event in events:
+            kind = event.kind()
+            if kind == "push":
+                running.append(event.name().rpartition(": ")[2].removeprefix("aten::"))
+            elif kind == "pop":
+                del running[-1:]
+            elif kind == "memory_alloc":
+                found.append((running[0] if running else "", event.cpu_memory_usage()))
+    return found

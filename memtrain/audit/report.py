@@ -27,6 +27,7 @@ from memtrain.audit.peak.predict import (
 from memtrain.audit.peak.timeline import Timeline
 from memtrain.audit.peak.training_step import StepOptions, check_batch
 from memtrain.compressors import Compressor, Identity, Keep
+from memtrain.config.sizes import format_size
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan.entries import UNKNOWN, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
@@ -40,6 +41,8 @@ CATEGORIES = {
 }
 """Kind of a row -> the name of its category."""
 _BUFFER = "a buffer"
+_SHOWN = 5
+"""Rows of each kind that `print` shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,18 @@ class Report:
     """Of a real step of plain PyTorch, where it was asked for."""
     planned_measured: Timeline | None = None
     """Of a real step with the plan."""
+
+    def __str__(self) -> str:
+        rows = [("", "plain", "planned")]
+        kinds = sorted(self.totals().items(), key=lambda one: one[0] != "saved activations")
+        rows += [(name, format_size(t.plain), format_size(t.planned)) for name, t in kinds]
+        titles = ("largest saved activations", "activation"), ("largest states", "state")
+        for title, kind in titles:
+            found = self.largest(_SHOWN, kind)
+            rows += [(title, "", "")] if found else []
+            rows += [(f"  {r.name}", format_size(r.plain), format_size(r.planned)) for r in found]
+        lines = (f"{name:54}{plain:>12}{planned:>12}" for name, plain, planned in rows)
+        return "\n".join(map(str.rstrip, lines))
 
     def totals(self) -> dict[str, Total]:
         """Bytes by category, and `total`.
@@ -392,13 +407,13 @@ def _losers(
         (f"{part}.{group}.{index}", [str(getattr(rule, name)) for name in fields])
         for group in ("exceptions", "rules")
         for index, rule in enumerate(getattr(rules, group))
-    ]
+    ]  # a preset's rules are for any model: only exceptions are the user's
     won = {
         next((key for key, patterns in listed if all(map(_matches, name, patterns))), "")
         for name in set(map(tuple, names))
     }
     for key, patterns in listed:
-        if key not in won:
+        if key not in won and ".exceptions." in key:
             shown = " ".join(
                 f"{name}={pattern}"
                 for name, pattern in zip(fields, patterns, strict=True)

@@ -1,7 +1,8 @@
 """Step time by bytes moved and arithmetic: the rates of a device, and the work of a forward."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import trace
-from memtrain.activations.trace.repeats import repeated_blocks
 from memtrain.compressors import Group, Keep, Key
 from memtrain.planner.knapsack import Option
 from memtrain.planner.schemes import BITS2, BITS4, FACTORED, TORCH
@@ -210,28 +210,19 @@ def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[
     # Imports triton where there is one: not before it is needed.
     from torch.utils.flop_counter import flop_registry
 
-    counter, runs = _Counter(flop_registry), repeated_blocks(model)
-    handles = [model.register_forward_pre_hook(counter.start, prepend=True)]
-    handles.append(model.register_forward_hook(counter.stop, always_call=True))
-    for path in dict.fromkeys([*paths, *(path for run in runs for path in run.paths)]):
-        module = model.get_submodule(path)
-        handles.append(module.register_forward_pre_hook(counter.entering(path), prepend=True))
-        handles.append(module.register_forward_hook(counter.leaving, always_call=True))
-    try:
-        trace(model, batch, lambda site: Keep("counted only"))
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = counter.found
-    for run in runs:
-        _, second, last = run.kept
-        if run.dropped[0] in counter.before:  # it was run itself
-            continue
-        each = zip(counter.before[second], counter.before[last], strict=True)
-        more = ((then - now) * len(run.dropped) for now, then in each)
-        found[""] = Work(*(own + other for own, other in zip(found[""], more, strict=True)))
-        found |= {path: found[second] for path in run.dropped if second in found}
-    return {path: work for path, work in found.items() if path in ("", *paths)}
+    counter = _Counter(flop_registry)
+
+    @contextmanager
+    def counted(copy: nn.Module) -> Iterator[None]:
+        for path in paths:
+            module = copy.get_submodule(path)
+            module.register_forward_pre_hook(counter.entering(path), prepend=True)
+            module.register_forward_hook(counter.leaving, always_call=True)
+        with counter:
+            yield
+
+    trace(model, batch, lambda site: Keep("counted only"), observe=counted)
+    return counter.found
 
 
 class _Counter(TorchDispatchMode):
@@ -239,21 +230,11 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.flops = flops
         self.found = {"": Work()}
-        self.before: dict[str, Work] = {}
-        """Path of a block -> the work of all that ran before it."""
         self.path = ""
-
-    def start(self, module: nn.Module, args: Any) -> None:
-        self.found, self.before = {"": Work()}, {}
-        self.__enter__()
-
-    def stop(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.__exit__(None, None, None)
 
     def entering(self, path: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             self.path = path
-            self.before[path] = self.found[""]
 
         return enter
 

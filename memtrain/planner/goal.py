@@ -108,8 +108,8 @@ class Fit:
 
     @property
     def peak(self) -> Moment:
-        """The moment when most is alive."""
-        return self.timeline.peak
+        """The moment when most is alive, with what the device must have besides on CUDA."""
+        return self.timeline.needed
 
     @property
     def slower(self) -> float:

@@ -136,7 +136,8 @@ def fit(
         model: Real or fake; not changed.
         optimizer: Its optimizer; not changed.
         batch: What the model is called with.
-        budget: Bytes: `"24GiB"`, `"24GB"` or a number.
+        budget: Bytes: `"24GiB"`, `"24GB"` or a number. On CUDA it is a whole device's: the
+            allocator's cache and the CUDA context (`StepOptions.context`) are taken from it.
         cfg: Anything that `memtrain.wrap` takes: its exceptions, options, `weights` and
             `gradients` hold; its rules do not. With `optim.device=cpu` states take none of the
             budget where the step is CUDA's, and time on the bus and in the host.
@@ -165,7 +166,7 @@ def fit(
     planning = _planning(model, optimizer, batch, cfg, goal, told)
     optimizer = planning.given[1]
     best, timeline = planning.best(goal, size)
-    peak = timeline.peak
+    peak = timeline.needed
     if peak.nbytes > size:
         told("what would help", 0, 0)
         resized = partial(planning.largest, best, goal, size)
@@ -223,7 +224,7 @@ def smallest_peak(
         >>> fit(model, optimizer, torch.randn(256, 64), least).peak.nbytes == least
         True
     """
-    return _planning(model, optimizer, batch, cfg, goal, told).best(goal, 0)[1].peak
+    return _planning(model, optimizer, batch, cfg, goal, told).best(goal, 0)[1].needed
 
 
 def first_that_fits(
@@ -285,7 +286,7 @@ class _Planning:
             self.told("the peak of a plan", next(count), most)
             return predict(*self.given, config_of(listed[index]), goal.options)
 
-        place = first_that_fits(listed, lambda index: timeline(index).peak, size)
+        place = first_that_fits(listed, lambda index: timeline(index).needed, size)
         return listed[place], timeline(place)
 
     def largest(self, plan: CandidatePlan, goal: Goal, size: int, what: str, most: int) -> int:
@@ -306,7 +307,7 @@ class _Planning:
     def _smallest(self, goal: Goal, size: int) -> float | None:
         """The error of the smallest plan that is known; None if it does not fit."""
         plan, timeline = self.best(goal, 0)
-        return plan.error if timeline.peak.nbytes <= size else None
+        return plan.error if timeline.needed.nbytes <= size else None
 
     def _candidates(self, goal: Goal) -> list[CandidatePlan]:
         """Those of every way to keep weights and gradients."""

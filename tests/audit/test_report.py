@@ -309,9 +309,7 @@ def test_rules_that_matched_nothing_are_listed():
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     report = audit(model, optimizer, torch.randn(32, 64), cfg)
     assert "activations.exceptions.0: module=1 op=silu" in report.unmatched
-    assert "optim.rules.0: state=exp_avg_sq" in report.unmatched
-    assert not any("@nonlinear" in rule for rule in report.unmatched)
-    assert "activations.rules.0: op=@saturating" in report.unmatched
+    assert len(report.unmatched) == 1  # the preset's rules are for any model
 
 
 def test_largest_rows_are_sorted_and_ties_keep_the_order_of_the_forward():

@@ -87,7 +87,7 @@ def test_json_has_the_documented_schema():
         },
         "peak": {
             "plain": 9, "planned": 9, "ratio": 1.0, "requested": {"plain": 9, "planned": 9},
-            "resident": {"plain": None, "planned": None},
+            "reserved": {"plain": None, "planned": None},
             "moment": {"plain": moment, "planned": moment},
         },
         "measured_peak": None,

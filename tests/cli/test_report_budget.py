@@ -214,9 +214,11 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
     assert "The plan for a budget" not in as_html(Outcome(report, settings))
     # plain takes 32.5 MiB at its peak, planned 20
     for budget, first, second in (
-        (40, "plain PyTorch fits 40.00 MiB as it is: 32.50 MiB at its peak", "fits: 20.00 MiB"),
-        (25, "plain PyTorch does not fit 25.00 MiB: it takes 32.50 MiB at its peak, most of it "
-             "weights (16.00 MiB) and saved activations (12.00 MiB)", "it fits: 20.00 MiB"),
+        (40, "plain PyTorch fits 40.00 MiB as it is: it needs 32.50 MiB",
+         "it fits: 20.00 MiB, and 20.00 MiB stay free"),
+        (25, "plain PyTorch does not fit 25.00 MiB: it needs 32.50 MiB, most of it "
+             "weights (16.00 MiB) and saved activations (12.00 MiB)",
+         "it fits: 20.00 MiB, and 5.00 MiB stay free"),
         (10, "plain PyTorch does not fit 10.00 MiB", "it does not fit: 20.00 MiB"),
     ):  # fmt: skip
         outcome = Outcome(report, settings, fit=replace(found, budget=budget * 2**20))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memtrain.activations.trace.restored import attributes_restored
 from memtrain.kernels.random.generators import random_state, set_random_state
 
 Closure = Callable[[], Any]
@@ -21,8 +22,8 @@ def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]
 
     Each computation starts from the same random states (torch's, CPU and CUDA, Python's and
     NumPy's), the same buffers (running statistics) and no gradients, so that two of them differ
-    only by what the caller has changed between them. At the end these, and the gradients that
-    were there, are as they were, the same objects.
+    only by what the caller has changed between them. At the end these, modules' attributes, and
+    the gradients that were there, are as they were, the same objects.
 
     Args:
         model: Its parameters' gradients are computed.
@@ -67,7 +68,8 @@ def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]
         return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters]
 
     try:
-        yield gradient
+        with attributes_restored(model):
+            yield gradient
     finally:
         restore()
         for p, grad in zip(parameters, gradients, strict=True):

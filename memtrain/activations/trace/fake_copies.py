@@ -1,17 +1,21 @@
 """Fake copies of a model, its optimizer and a batch: no memory, no data."""
 
 import copy
+import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memtrain.activations.trace.call_arguments import call_arguments
+from memtrain.activations.trace.restored import random_states_restored
 from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 
 
@@ -21,6 +25,9 @@ def fake_copies(
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """Copy to fake tensors, under a `FakeTensorMode`; the copies can be wrapped and run.
 
+    Nothing that runs inside the block reaches the originals. The random states of torch, NumPy and
+    Python are restored, and `functools` caches that then hold fake tensors are cleared.
+
     Args:
         model: Real or fake; not changed.
         optimizer: Its optimizer; not changed. States that it has are copied as fake ones. None
@@ -29,10 +36,18 @@ def fake_copies(
 
     Yields:
         The copies of the three.
+
+    Raises:
+        TypeError: For a model with an attribute that cannot be copied.
+
+    Example:
+        >>> with fake_copies(nn.Linear(2, 2), None, torch.ones(1, 2)) as (model, _, batch):
+        ...     print(model(batch).shape, type(model.weight).__name__)
+        torch.Size([1, 2]) Parameter
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
-    with mode, one_sequence_per_row(call_arguments(batch)[1]):
+    with _caches_cleared(), random_states_restored(), mode:
         leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
         for x in (*_tensors(model, optimizer), *leaves):
             if id(x) not in memo:
@@ -40,11 +55,58 @@ def fake_copies(
         for x in filter(_is_special, model.parameters()):
             for name, value in vars(x).items():
                 setattr(memo[id(x)], name, copy.deepcopy(value, memo))
-        yield (
-            copy.deepcopy(model, memo),
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                memo[id(module)] = _Unreplicated(copy.deepcopy(module.module, memo))
+        copies = (
+            _copied(model, memo),
             None if optimizer is None else copy_optimizer(optimizer, memo),
             tree_map_only(Tensor, lambda x: memo[id(x)], batch),
         )
+        with one_sequence_per_row(call_arguments(batch)[1]):
+            yield copies
+
+
+class _Unreplicated(nn.Module):
+    """Runs the module of a `DistributedDataParallel`, whose reducer must not see a fake copy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except TypeError as error:  # a lock, a file, a generator
+        raise TypeError(
+            f"{type(model).__name__} cannot be copied ({error}), and a prediction runs a copy; "
+            "allowed: a model that copy.deepcopy takes"
+        ) from error
+
+
+@contextmanager
+def _caches_cleared() -> Iterator[None]:
+    """Clear the `functools` caches that hold fake tensors when the block ends."""
+    try:
+        yield
+    finally:
+        kind = functools._lru_cache_wrapper
+        for cache in [x for x in gc.get_objects() if type(x) is kind]:
+            if _is_fake_cache(cache):
+                cache.cache_clear()
+
+
+def _is_fake_cache(cache: Any) -> bool:
+    """Whether an entry of a `functools` cache is a fake tensor, or holds one."""
+    if not cache.cache_info().currsize:
+        return False
+    entries = gc.get_referents(cache)  # of an unbounded cache a dict of them
+    entries += [x for one in entries if type(one) is dict for x in one.values()]
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(entries))
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

@@ -1,17 +1,12 @@
 """Forwards under fake tensors: the tensors that one would save, without its data or memory."""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
-from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
 from memtrain.activations.intercept.hooks import Interception, Rounding
@@ -19,6 +14,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.saved_tensors import Choose
 from memtrain.activations.saved.site import Record, Site
+from memtrain.activations.trace.block_calls import foldable_blocks
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
@@ -30,17 +26,15 @@ from memtrain.activations.trace.repeats import (
     expanded,
     inside,
     refined,
-    repeated_blocks,
     shortened,
     unlike,
 )
-from memtrain.activations.trace.transformers_masks import one_sequence_per_row
 from memtrain.compressors import Compressor, Keep
 from memtrain.kernels.dispatch import simulating
 from memtrain.optim.wrappers.weights import cast_inputs
 
 
-def trace(
+def trace(  # noqa: PLR0913 (each has a default that serves)
     model: nn.Module,
     batch: Any,
     choose: Choose,
@@ -49,11 +43,12 @@ def trace(
     rounding: Rounding | None = None,
     *,
     plain: bool = False,
+    observe: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
 ) -> list[Record]:
     """Run one forward under fake tensors and list every tensor that it saves for backward.
 
-    Nothing of the model is changed: fake parameters replace its own, and no random number is drawn.
-    Parts of it that are compiled are compiled for a copy, and their graphs' saved tensors listed.
+    A fake copy of the model runs (`fake_copies`), so that nothing of the model is changed. Its
+    compiled parts are compiled for the copy, and the saved tensors of their graphs are listed.
 
     Args:
         model: Real, on the meta device, or built under a `FakeTensorMode`; what `torch.compile`
@@ -66,6 +61,7 @@ def trace(
             are cast with them.
         rounding: What else is done to the ops.
         plain: Let compiled graphs save what they do without memtrain.
+        observe: Entered around the forward, with the copy that runs; every block then runs.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -83,18 +79,18 @@ def trace(
         >>> [(record.site.name, record.nbytes) for record in records]
         [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
     """
-    model, parts = compiled_parts(model)
-    _refuse_sharded(model)
-    if parts:
-        return _of_graphs(model, parts, batch, choose, options, dtypes, plain=plain)
-    paths = recomputed(model, options.recompute)
-    runs = [] if rounding is not None else repeated_blocks(model)
+    inner, parts = compiled_parts(model)
+    _refuse_sharded(inner)
+    named = {name: dtypes[x] for name, x in inner.named_parameters() if dtypes and x in dtypes}
+    run = _Forward(inner, parts, batch, options, named, rounding, observe, plain)
+    foldable = rounding is None and observe is None and not parts
+    paths = recomputed(inner, options.recompute)
+    runs = foldable_blocks(inner, batch) if foldable else []
     runs = refined(runs, lambda block: [p[len(block) :] for p in paths if inside(p, block)])
     while True:
         choices: dict[Site, Compressor | Keep] = {}
         try:
-            found = _traced(model, batch, choose, options, dtypes, rounding, runs, choices)
-            records = expanded(found, runs)
+            records = expanded(run.records(choose, runs, choices), runs)
         except Irregular:
             runs = []  # each block for itself
             continue
@@ -104,76 +100,55 @@ def trace(
         runs = finer
 
 
-def _traced(  # noqa: PLR0913 - what `trace` is given, and two more
-    model: nn.Module,
-    batch: Any,
-    choose: Choose,
-    options: Options,
-    dtypes: Mapping[Tensor, torch.dtype] | None,
-    rounding: Rounding | None,
-    runs: Sequence[RepeatedBlocks],
-    choices: dict[Site, Compressor | Keep],
-) -> list[Record]:
-    """One forward through the kept blocks of runs; `choices` gets what is chosen for each site."""
+class _Forward(NamedTuple):
+    """One forward of a fake copy, as often as it is asked for: a copy each time."""
 
-    def ask(site: Site) -> Compressor | Keep:
-        choices[site] = choose(site)
-        return choices[site]
+    model: nn.Module
+    parts: Mapping[str, Any]
+    batch: Any
+    options: Options
+    dtypes: Mapping[str, torch.dtype]
+    rounding: Rounding | None
+    observe: Callable[[nn.Module], AbstractContextManager[Any]] | None
+    plain: bool
 
-    records: list[Record] = []
-    interception = Interception(
-        model,
-        ask,
-        options=options,
-        seed=0,
-        on_saved=records.extend,
-        rounding=rounding,
-    )
-    args, kwargs = call_arguments(batch)
-    one_row = one_sequence_per_row(kwargs)
-    with _fake_mode(model) as fake, RealResults(), simulating(), torch.enable_grad(), one_row:
-        state = {
-            name: _converted(_as_fake(fake, x), (dtypes or {}).get(x))
-            for name, x in (*model.named_parameters(), *model.named_buffers())
-        }
-        args, kwargs = tree_map_only(Tensor, lambda x: _as_fake(fake, x), (args, kwargs))
-        low = next(iter(dtypes.values()), None) if dtypes else None
-        with (
-            _attributes_restored(model),
-            interception.alone(),
-            _inputs_cast(model, low),
-            shortened(model, runs),
-        ):
-            functional_call(model, state, args, kwargs, tie_weights=True)
-    return records
+    def records(
+        self,
+        choose: Choose,
+        runs: Sequence[RepeatedBlocks],
+        choices: dict[Site, Compressor | Keep],
+    ) -> list[Record]:
+        """What the forward saves; `choices` gets what is chosen for each site."""
 
+        def ask(site: Site) -> Compressor | Keep:
+            choices[site] = choose(site)
+            return choices[site]
 
-def _of_graphs(
-    model: nn.Module,
-    parts: Mapping[str, Any],
-    batch: Any,
-    choose: Choose,
-    options: Options,
-    dtypes: Mapping[Tensor, torch.dtype] | None,
-    *,
-    plain: bool,
-) -> list[Record]:
-    """One forward of a copy whose parts are compiled as the model's are."""
-    records: list[Record] = []
-    named = {name: (dtypes or {}).get(x) for name, x in model.named_parameters()}
-    copies = fake_copies(model, None, batch)
-    with copies as (model, _, batch), simulating(), torch.enable_grad():
-        for name, parameter in model.named_parameters():
-            parameter.data = _converted(parameter, named[name]).data
-        args, kwargs = call_arguments(batch)
-        low = next(iter(dtypes.values()), None) if dtypes else None
-        interception = Interception(model, choose, options=options, seed=0, on_saved=records.extend)
-        if plain:
-            interception.graphs.settings = PLAIN
-        with interception.alone(), _inputs_cast(model, low):
-            compile_alike(model, parts)
-            model(*args, **kwargs)
-    return records
+        records: list[Record] = []
+        copies = fake_copies(self.model, None, self.batch)
+        # A dispatch mode would keep Dynamo from compiling.
+        sized = nullcontext() if self.parts else RealResults()
+        with copies as (model, _, batch), sized, simulating(), torch.enable_grad():
+            for name, x in model.named_parameters():
+                if name in self.dtypes and x.dtype == torch.float32:
+                    x.data = x.detach().to(self.dtypes[name])
+            interception = Interception(
+                model,
+                ask,
+                options=self.options,
+                seed=0,
+                on_saved=records.extend,
+                rounding=self.rounding,
+            )
+            if self.plain:
+                interception.graphs.settings = PLAIN
+            args, kwargs = call_arguments(batch)
+            watch = nullcontext() if self.observe is None else self.observe(model)
+            low = next(iter(self.dtypes.values()), None)
+            with interception.alone(), _inputs_cast(model, low), shortened(model, runs), watch:
+                compile_alike(model, self.parts)
+                model(*args, **kwargs)
+        return records
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -199,54 +174,6 @@ def _inputs_cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore modules' own attributes: a cache filled in the forward would hold fake tensors."""
-    internal = vars(nn.Module())
-    before = {
-        module: {
-            name: (value, copy.copy(value) if type(value) in (dict, list, set) else None)
-            for name, value in vars(module).items()
-            if name not in internal
-        }
-        for module in model.modules()
-    }
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for name in [name for name in vars(module) if name not in internal]:
-                if name not in attributes:
-                    del vars(module)[name]
-            for name, (value, content) in attributes.items():
-                vars(module)[name] = value
-                if content is not None:
-                    value.clear()
-                    value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _fake_mode(model: nn.Module) -> FakeTensorMode:
-    found = detect_fake_mode(list(model.parameters()))
-    return found or FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or x.dtype != torch.float32:
-        return x
-    low = x.detach().to(dtype)
-    return nn.Parameter(low, x.requires_grad) if isinstance(x, nn.Parameter) else low
-
-
-def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
-    if getattr(x, "fake_mode", None) is mode:
-        return x
-    if x.is_meta:  # of a step on the CPU: autocast and kernels know no meta device
-        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-    else:
-        fake = mode.from_tensor(x)
-    return nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake
 
 
 run_untraced(cast_inputs)

@@ -3,12 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept.recompute import blocks_of
 from memtrain.activations.saved.site import Record, Site
@@ -26,10 +24,13 @@ class Irregular(Exception):
 class RepeatedBlocks(NamedTuple):
     """Consecutive blocks of a model that differ in nothing but the values of their weights."""
 
-    container: nn.Module
-    """The `ModuleList` or `Sequential` that holds them."""
     paths: tuple[str, ...]
     """Of all blocks, in order; more than `KEPT`."""
+
+    @property
+    def container(self) -> str:
+        """Path of the `ModuleList` or `Sequential` that holds them."""
+        return self.paths[0].rpartition(".")[0]
 
     @property
     def kept(self) -> tuple[str, str, str]:
@@ -74,7 +75,7 @@ def repeated_blocks(model: nn.Module) -> list[RepeatedBlocks]:
         for path, before, now in zip(paths[1:], described, described[1:], strict=False):
             same = now[0] == before[0] + 1 and _alike(before, now)
             groups[-1].append(path) if same else groups.append([path])
-        found += [RepeatedBlocks(container, tuple(group)) for group in groups if len(group) > KEPT]
+        found += [RepeatedBlocks(tuple(group)) for group in groups if len(group) > KEPT]
     return [run for run in found if _own_weights(model, run)]
 
 
@@ -96,9 +97,7 @@ def refined(runs: Sequence[RepeatedBlocks], classes: Callable[[str], Any]) -> li
             now = classes(path)
             groups[-1].append(path) if groups and now == before else groups.append([path])
             before = now
-        found += [
-            RepeatedBlocks(run.container, tuple(group)) for group in groups if len(group) > KEPT
-        ]
+        found += [RepeatedBlocks(tuple(group)) for group in groups if len(group) > KEPT]
     return found
 
 
@@ -107,66 +106,48 @@ def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[None
     """Inside the block forwards of `model` pass through the kept blocks of runs only.
 
     Args:
-        model: Its containers of blocks are whole again after each forward.
+        model: A copy; its containers of blocks are whole again after each forward.
         runs: Of its blocks.
 
     Raises:
-        Irregular: From whatever is raised inside the block while blocks are left out, as code that
-            counts on all of them may raise anything. At the end of the block, if the second and
-            the last block of a run were not given tensors of the same kind.
+        Irregular: For any error inside the block while blocks are left out, as code that needs all
+            of them may raise anything.
     """
+    if not runs:
+        yield
+        return
     whole: dict[nn.Module, Any] = {}
-    given: dict[str, Any] = {}
 
     def begin(module: nn.Module, args: Any) -> None:
-        for container in {run.container for run in runs}:
+        for path in {run.container for run in runs}:
+            container = model.get_submodule(path)
             whole[container] = container._modules
-            container._modules = _kept_children(container, runs)
+            container._modules = _kept_children(container, [r for r in runs if r.container == path])
 
     def end(*_: Any) -> None:
         while whole:
             container, own = whole.popitem()
             container._modules = own
 
-    def look(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[path] = [_shown(x) for x in tree_leaves((args, kwargs))]
-
     handles = [
         model.register_forward_pre_hook(begin, prepend=True),
         model.register_forward_hook(end, always_call=True),
     ]
-    for path in (path for run in runs for path in run.kept[1:]):
-        block, enter = model.get_submodule(path), partial(look, path)
-        handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
     try:
-        with _laid_to(runs):
-            yield
+        yield
+    except Exception as error:
+        left_out = ", ".join(path for run in runs for path in run.dropped)
+        raise Irregular(f"fails without {left_out}") from error
     finally:
         for handle in handles:
             handle.remove()
         end()
-    for _, second, last in (run.kept for run in runs):
-        if second not in given or given[second] != given.get(last):
-            raise Irregular(f"{second} and {last} are not given alike")
-
-
-@contextmanager
-def _laid_to(runs: Sequence[RepeatedBlocks]) -> Iterator[None]:
-    """Raise `Irregular` from whatever is raised inside the block, if runs leave blocks out."""
-    try:
-        yield
-    except Exception as error:
-        if not runs:
-            raise
-        left_out = ", ".join(path for run in runs for path in run.dropped)
-        raise Irregular(f"fails without {left_out}") from error
 
 
 def _kept_children(
     container: nn.Module, runs: Sequence[RepeatedBlocks]
 ) -> dict[str, nn.Module | None]:
-    own = [run for run in runs if run.container is container]
-    left_out = {path.rpartition(".")[2] for run in own for path in run.dropped}
+    left_out = {path.rpartition(".")[2] for run in runs for path in run.dropped}
     rest = [(name, child) for name, child in container._modules.items() if name not in left_out]
     if all(name.isdigit() for name, _ in rest):  # they are asked for by their place
         rest = [(str(place), child) for place, (_, child) in enumerate(rest)]
@@ -321,7 +302,7 @@ def _described(block: nn.Module) -> list[Any]:
         found += [len(getattr(module, hooks)) for hooks in _HOOKS]
         for tensors in (module._parameters, module._buffers):
             for key, x in tensors.items():
-                found += [key, *_shown(x)]
+                found += [key, *shown(x)]
         for key, value in vars(module).items():
             if key not in _INTERNAL:
                 found.append(key)
@@ -331,7 +312,7 @@ def _described(block: nn.Module) -> list[Any]:
 
 def _flatten(value: Any, found: list[Any]) -> None:
     if isinstance(value, Tensor):
-        found += _shown(value)
+        found += shown(value)
     elif isinstance(value, dict):
         found += [dict, len(value)]
         for key, inner in value.items():
@@ -345,7 +326,7 @@ def _flatten(value: Any, found: list[Any]) -> None:
         found.append(value)
 
 
-def _shown(x: Any) -> tuple[Any, ...]:
+def shown(x: Any) -> tuple[Any, ...]:
     """Describe the part of an argument that a forward's ops depend on."""
     if isinstance(x, Tensor):
         strides = x.stride() if x.layout == torch.strided else ()

@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map_only
 from memtrain.activations.saved.known_ops import stand_in
 from memtrain.audit.peak.timeline import Phase
 
-UNIT = 512
-"""torch's CUDA allocator hands out multiples of so many bytes (kMinBlockSize)."""
 CUBLAS = 4096 * 1024 * 2 + 16 * 1024 * 8
 """Bytes of a cuBLAS workspace (`:4096:2:16:8`, torch's default but for `LARGE`)."""
 CUBLAS_SM90 = 4096 * 1024 * 8

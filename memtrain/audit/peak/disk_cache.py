@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memtrain.audit.peak.timeline import Moment, Timeline
@@ -23,6 +25,17 @@ from memtrain.plan.plan import Plan
 ENTRIES = 512
 """So many files are kept, the newest."""
 _SUFFIX = ".timeline.json.gz"
+_LIBRARIES = (
+    "ATEN_",
+    "CUBLAS_",
+    "DNNL_",
+    "MEMTRAIN_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "PYTORCH_",
+    "TORCH_",
+)
 
 
 def cache_folder() -> Path | None:
@@ -52,18 +65,21 @@ class DiskCache:
     """The model, its optimizer and the step, in words that tell them from all others."""
     warn: Callable[[str], object] = warnings.warn
 
-    def timeline(self, cfg: Any, batch: Any, make: Callable[[], Timeline]) -> Timeline:
+    def timeline(
+        self, cfg: Any, batch: Any, make: Callable[[], Timeline], step: Any = None
+    ) -> Timeline:
         """Read a timeline, or make and write it.
 
         Args:
             cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
             batch: Its tensors' shapes and dtypes count.
             make: Predicts it.
+            step: The options of the step.
 
         Returns:
             What `make` returned, now or in an earlier process of the same versions.
         """
-        key = self._key(cfg, batch)
+        key = self._key(cfg, batch, step)
         path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{_SUFFIX}"
         found = self._read(path, key)
         if found is None:
@@ -71,14 +87,15 @@ class DiskCache:
             self._write(path, key, found)
         return found
 
-    def _key(self, cfg: Any, batch: Any) -> str:
+    def _key(self, cfg: Any, batch: Any, step: Any) -> str:
         tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
         config = cfg.config if isinstance(cfg, Plan) else cfg
         told = {
             "subject": self.subject,
+            "step": repr(step),
             "batch": [[*x.shape, str(x.dtype)] for x in tensors],
             "config": None if config is None else asdict(load(config)),
-            "versions": _versions(),
+            "computed_by": _computed_by(),
         }
         return json.dumps(told, default=repr)
 
@@ -87,7 +104,8 @@ class DiskCache:
             content = json.loads(gzip.decompress(path.read_bytes()))
             if content["key"] != key:
                 raise ValueError("it is of another model, config or version")
-            return Timeline(tuple(Moment(*moment) for moment in content["moments"]))
+            moments = tuple(Moment(*moment) for moment in content["moments"])
+            return Timeline(moments, reserved=content["reserved"])
         except FileNotFoundError:
             return None
         # gzip, JSON and the content each have errors of their own; all mean the same here.
@@ -100,7 +118,7 @@ class DiskCache:
         partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"key": key, "moments": moments})
+            content = json.dumps({"key": key, "moments": moments, "reserved": timeline.reserved})
             partial.write_bytes(gzip.compress(content.encode(), 5))
             partial.replace(path)
             entries = [*self.folder.glob(f"*{_SUFFIX}")]
@@ -112,14 +130,30 @@ class DiskCache:
                 partial.unlink()
 
 
+def _computed_by() -> list[str]:
+    """All that a prediction is computed by, besides the model, the batch and the config.
+
+    Returns:
+        Digests and versions of code; the CPU's kernels and threads; the environment variables of
+        torch and its libraries; hooks that someone has put on every module.
+    """
+    hooks = vars(nn.modules.module)
+    everywhere = [name for name, value in hooks.items() if "_global_" in name and value]
+    named = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_LIBRARIES))
+    kernels = torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())
+    return [*_code(), *kernels, *named, *everywhere]
+
+
 @cache
-def _versions() -> list[str]:
-    """Of what a prediction is made by; memtrain's is its files themselves."""
+def _code() -> tuple[str, ...]:
+    """A digest of memtrain's files, and the versions of what runs beside it."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return [digest.hexdigest(), *map(_version, ("torch", "transformers"))]
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(path.read_bytes())
+    packages = ("torch", "transformers", "numpy")
+    return digest.hexdigest(), torch.__version__, sys.version, *map(_version, packages)
 
 
 def _version(package: str) -> str:

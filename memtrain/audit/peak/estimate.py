@@ -38,18 +38,22 @@ class Estimate:
         """Whether the peak is at most `memory`.
 
         Args:
-            memory: Such as `"24GiB"`; or bytes. Of a GPU leave out what others hold: the CUDA
-                context alone takes a few hundred MiB.
+            memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's: the allocator's cache
+                and the CUDA context count (`Timeline.needed`).
 
         Raises:
             ValueError: If it is not a size.
         """
-        return self.peak.nbytes <= parse_size(memory, "memory")
+        return self.timeline.needed.nbytes <= parse_size(memory, "memory")
 
     def __str__(self) -> str:
         parts = ", ".join(f"{format_size(size)} {name}" for name, size in self.peak.parts.items())
         of = "" if self.worst is None else " for {} x {} tokens".format(*self.worst)
-        return f"{format_size(self.peak.nbytes)}{of} in {self.peak.label}: {parts}"
+        needed = self.timeline.needed.nbytes
+        card = (
+            "" if self.timeline.reserved is None else f"; needs {format_size(needed)} of a device"
+        )
+        return f"{format_size(self.peak.nbytes)}{of} in {self.peak.label}: {parts}{card}"
 
 
 def estimate(
@@ -109,7 +113,7 @@ def estimate(
         size[:2]: predict(model, optimizer, _sized(given, *size), cfg, options)
         for size in _largest_ones(_sizes(lengths, batch_size))
     }
-    peaks = {size: timeline.peak.nbytes for size, timeline in timelines.items()}
+    peaks = {size: timeline.needed.nbytes for size, timeline in timelines.items()}
     worst = max(peaks, key=lambda size: peaks[size])
     return Estimate(timelines[worst], worst, peaks)
 

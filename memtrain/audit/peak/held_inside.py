@@ -127,8 +127,85 @@ def _unreduced(args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _input_gradient(args: Any, kwargs: Any, result: Any) -> int:
-    """Batch norm's backward makes the input's gradient twice."""
-    return 0 if result[0] is None else result[0].nbytes
+    """Batch norm's backward makes the input's gradient twice, of an input without gaps."""
+    dense = not any(map(_gaps, args[:2]))
+    return result[0].nbytes if result[0] is not None and dense else 0
+
+
+def _product(*places: int) -> Held:
+    """Operands whose rows or columns are not one after another are copied, matrix by matrix."""
+
+    def held(args: Any, kwargs: Any, result: Any) -> int:
+        given = [args[place] for place in places]
+        return sum(
+            x.shape[-2:].numel() * x.element_size()
+            for x in given
+            if x.numel() and not _is_matrix(x)
+        )
+
+    return held
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether BLAS can read a matrix, or each matrix of a batch, where it lies."""
+    (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def _maps(args: Any, kwargs: Any, result: Any) -> int:
+    """Maps that are in neither of the two orders are copied."""
+    return _gaps(args[0])
+
+
+def _gaps(x: Tensor) -> int:
+    """Bytes of maps that are in neither order; else 0."""
+    form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    dense = x.is_contiguous() or (x.dim() in (4, 5) and x.is_contiguous(memory_format=form))
+    return 0 if dense else x.nbytes
+
+
+def _expanded(args: Any, kwargs: Any, result: Any) -> int:
+    """A gradient that is one number, expanded, is copied."""
+    return args[0].nbytes if 0 in args[0].stride() else 0
+
+
+def _with_logits(args: Any, kwargs: Any, result: Any) -> int:
+    """A loss element by element, and a second one where it is reduced."""
+    return args[0].nbytes * (1 if result.dim() else 2)
+
+
+def _resized(args: Any, kwargs: Any, result: Any) -> int:
+    """Maps in torch's order are copied channels last, and the result back."""
+    return args[0].nbytes + result.nbytes if args[0].is_contiguous() else 0
+
+
+def _rolled(args: Any, kwargs: Any, result: Any) -> int:
+    """One dimension after another."""
+    return result.nbytes * max(0, len(args[1]) - 1)
+
+
+def _complex(args: Any, kwargs: Any, result: Any) -> int:
+    return args[0].nbytes if args[0].is_complex() else 0
+
+
+def _attention(args: Any, kwargs: Any, result: Any) -> int:
+    """Scores of a block of queries and keys, and a block of the result, for each thread."""
+    query, key = args[:2]
+    rows, columns = _split(query.shape[2], key.shape[2])
+    return torch.get_num_threads() * 4 * rows * (columns + 2 + query.shape[3])
+
+
+def _attention_backward(args: Any, kwargs: Any, result: Any) -> int:
+    """Two blocks of scores for each thread, and a copy as large as the query."""
+    _, query, key = args[:3]
+    rows, columns = _split(query.shape[2], key.shape[2])
+    return torch.get_num_threads() * 4 * rows * (2 * columns + 1) + query.nbytes
+
+
+def _split(queries: int, keys: int) -> tuple[int, int]:
+    """Rows and columns of a block of torch's flash attention for the CPU."""
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return min(rows, queries), min(512, keys)
 
 
 def _convolution(args: Any, kwargs: Any, result: Any) -> int:
@@ -152,6 +229,11 @@ _POINTWISE = (
     "add", "sub", "rsub", "mul", "div", "maximum", "minimum", "pow", "addcmul", "addcdiv", "lerp",
     "lt", "le", "gt", "ge", "eq", "ne", "atan2", "fmod", "remainder",
 )  # fmt: skip
+_MAPS = (
+    "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
+    "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
+    "reflection_pad2d_backward", "grid_sampler_2d_backward",
+)  # fmt: skip
 TORCH: Mapping[str, Held] = {
     **{f"aten::{name}{suffix}": _casts for name in _POINTWISE for suffix in ("", "_")},
     **{f"aten::{name}": _accumulated for name in ("sum", "prod", "cumsum", "cumprod", "nansum")},
@@ -167,6 +249,18 @@ TORCH: Mapping[str, Held] = {
     "aten::native_layer_norm": _contiguous(0),
     "aten::native_layer_norm_backward": _contiguous(0, 1),
     "aten::embedding_dense_backward": _contiguous(0),
+    **{f"aten::{name}": _contiguous(0) for name in ("_softmax", "_log_softmax")},
+    **{f"aten::{name}_backward_data": _contiguous(0, 1) for name in ("_softmax", "_log_softmax")},
+    **{f"aten::{name}": _maps for name in _MAPS},
+    **{f"aten::{name}": _product(0, 1) for name in ("mm", "bmm")},
+    **{f"aten::{name}": _product(1, 2) for name in ("addmm", "baddbmm")},
+    **{f"aten::upsample_{name}2d": _resized for name in ("nearest", "bilinear", "bicubic")},
+    "aten::gelu_backward": _expanded,
+    "aten::binary_cross_entropy_with_logits": _with_logits,
+    "aten::roll": _rolled,
+    "aten::abs": _complex,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::native_batch_norm_backward": _input_gradient,
     "aten::im2col": _unfolded,
     "aten::col2im": _contiguous(0),

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memtrain.audit.peak.predict import predict
 from memtrain.audit.peak.timeline import Timeline
 from memtrain.audit.peak.training_step import StepOptions, check_batch
+from memtrain.config.sizes import format_size, parse_size
 
 WHAT = ("batch", "seq")
 GROWTH = 8
@@ -29,14 +30,25 @@ class Largest:
     timeline: Timeline | None
     """Of the step of that size; None for size 0."""
     peaks: Mapping[int, int]
-    """Size -> the step's peak in bytes, for every size that was tried."""
+    """Size -> bytes that the step needs of the device, for every size that was tried."""
+    what: str = "batch"
+    """`batch` or `seq`."""
+    memory: int = 0
+    """Bytes that it had to fit."""
+
+    def __str__(self) -> str:
+        lines = [f"largest {self.what} in {format_size(self.memory)}: {self.size or 'none'}"]
+        for size, nbytes in self.peaks.items():
+            fits = "fits" if nbytes <= self.memory else "does not fit"
+            lines.append(f"{size:>10,}  {format_size(nbytes):>12}  {fits}")
+        return "\n".join(lines)
 
 
 def largest(  # noqa: PLR0913 (each has a default that serves)
     model: nn.Module,
     optimizer: Optimizer,
     batch: Any,
-    memory: int,
+    memory: str | int,
     cfg: Any = None,
     *,
     what: str = "batch",
@@ -53,7 +65,7 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
         optimizer: Its optimizer; not changed.
         batch: A batch of any size. Its dimensions of the size of its first tensor's first (`batch`:
             dimension 0 only) or second one (`seq`: every dimension but 0) grow.
-        memory: Bytes.
+        memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's (`Timeline.needed`).
         cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
         what: `batch` or `seq`.
         most: The largest size to try, such as a model's number of positions.
@@ -74,6 +86,7 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
         >>> found.size, found.peaks[found.size] <= 100_000 < found.peaks[found.size + 1]
         (162, True)
     """
+    memory = parse_size(memory, "memory")
     _check(batch, memory, what, most)
     timelines: dict[int, Timeline] = {}
 
@@ -81,11 +94,11 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
         if size not in timelines:
             sized = resized(batch, what, size)
             timelines[size] = predict(model, optimizer, sized, cfg, options)
-        return timelines[size].peak.nbytes
+        return timelines[size].needed.nbytes
 
     size = search(peak, memory, most)
-    peaks = {tried: timelines[tried].peak.nbytes for tried in sorted(timelines)}
-    return Largest(size, timelines.get(size), peaks)
+    peaks = {tried: timelines[tried].needed.nbytes for tried in sorted(timelines)}
+    return Largest(size, timelines.get(size), peaks, what, memory)
 
 
 def search(peak: Callable[[int], int], memory: int, most: int) -> int:

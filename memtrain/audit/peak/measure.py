@@ -1,9 +1,7 @@
 """The peak of a training step, measured on a real one."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.compiled_parts import compiled_parts
 from memtrain.activations.trace.fake_copies import copy_optimizer
+from memtrain.activations.trace.restored import attributes_restored, random_states_restored
 from memtrain.api import unwrap, wrap
+from memtrain.audit.allocations import cpu_allocations
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.live_tensors import weight_tensors
-from memtrain.audit.peak import cuda
-from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
-from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.audit.peak.timeline import Timeline, replay
-from memtrain.audit.peak.training_step import StepOptions, check, record_step, run_step
-from memtrain.audit.process_memory import resident_nbytes, restart_resident_peak
-from memtrain.kernels.random.generators import random_state, set_random_state
+from memtrain.audit.live_tensors import state_tensors, weight_tensors
+from memtrain.audit.peak.timeline import ALLOCATED, INPUTS, STATES, WEIGHTS, Moment, Phase, Timeline
+from memtrain.audit.peak.training_step import StepOptions, check, run_step
 from memtrain.optim.states.first_step import inner_optimizer
 
 
@@ -36,16 +31,15 @@ def measure(
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
     snapshot: Path | None = None,
 ) -> Timeline:
-    """Run two training steps and tell what was alive at each moment of the second.
+    """Run two training steps and ask torch's allocators for the peak of the second.
 
-    Live storages are followed from op to op, as `predict` does; what an op allocates inside itself
-    and frees before it returns is what its code declares (`held_inside`). On CUDA it is not
-    followed, but the step is run once more for the allocator's own peak, which sees it. Then
-    weights, buffers, gradients and torch's random state are put back as they were; the optimizer
-    steps as a copy.
+    The steps run as they do without a measurement: no mode or hook is added, unlike in `predict`.
+    On a CPU torch's profiler reports each allocation of this thread, those inside ops too. On CUDA
+    the caching allocator reports the peak of each phase. Afterwards weights, buffers, gradients,
+    attributes and random states are as before; a copy of the optimizer steps.
 
     Args:
-        model: Real; not wrapped.
+        model: Real; not wrapped. Compiled or not.
         optimizer: Its optimizer; all its parameters must be the model's.
         batch: What the model is called with, on its device.
         cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
@@ -54,10 +48,10 @@ def measure(
             shows it).
 
     Returns:
-        One moment for each op.
+        One moment per phase, the highest.
 
     Raises:
-        ValueError: If the model is fake or compiled, or for a config that is not valid.
+        ValueError: If the model is fake or wrapped, or for a config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -66,73 +60,117 @@ def measure(
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> measure(model, optimizer, torch.ones(32, 64), "balanced").peak.label
-        'backward of 0 / addmm'
+        >>> measure(model, optimizer, torch.ones(32, 64), "balanced").peak.phase
+        'backward'
     """
-    check(model, batch)
+    inner, _ = compiled_parts(model)
+    check(inner, batch)
     optimizer = inner_optimizer(optimizer)
-    plain, compiled = compiled_parts(model)
-    if compiled:
-        raise ValueError(
-            f"{type(plain).__name__} is compiled: a real step's ops are followed one by one, which "
-            "compiled code does not run; allowed: the model before torch.compile, or a prediction"
-        )
-    if any(isinstance(x, FakeTensor) or x.is_meta for x in weight_tensors(model)):
-        raise ValueError(f"{type(model).__name__} has no data: only a real model can be measured")
-    on_cuda = next(model.parameters()).is_cuda
+    if any(isinstance(x, FakeTensor) or x.is_meta for x in weight_tensors(inner)):
+        raise ValueError(f"{type(inner).__name__} has no data: only a real model can be measured")
+    on_cuda = next(inner.parameters()).is_cuda
     before = torch.cuda.memory_allocated() if on_cuda else 0
-    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cuda]
-    own = storage_nbytes([*(x for x in weight_tensors(model) if x.is_cuda), *given])
-    with _put_back(model):
-        optimizer = copy_optimizer(optimizer, {id(p): p for p in model.parameters()})
+    inputs = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    own = storage_nbytes([x for x in (*weight_tensors(inner), *inputs) if x.is_cuda])
+    follow = nullcontext() if on_cuda else cpu_allocations()
+    with _put_back(inner), follow as since:
+        optimizer = copy_optimizer(optimizer, {id(p): p for p in inner.parameters()})
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
         try:
-            step = partial(run_step, model, optimizer, batch, options)
-            step()
-            peak = _allocated(step, snapshot) if on_cuda else 0
-            inside = held_on_cuda if on_cuda else held_inside
-            recorder = StorageRecorder(model, inside=inside, apart=on_cuda)
-            watched = not on_cuda and restart_resident_peak()
-            record_step(model, optimizer, batch, options, recorder)
-            resident = resident_nbytes(peak=True) if watched else None
+            run_step(model, optimizer, batch, options)
+            optimizer.zero_grad(set_to_none=True)
+            parts = {
+                WEIGHTS: storage_nbytes(weight_tensors(inner)),
+                STATES: storage_nbytes(state_tensors(optimizer), exclude=weight_tensors(inner)),
+                INPUTS: storage_nbytes(inputs),
+            }
+            phases = _OnCuda(parts, before - own) if since is None else _OnCpu(parts, since)
+            with nullcontext() if snapshot is None else _snapshot(snapshot):
+                run_step(model, optimizer, batch, options, phases.begin)
+            return phases.timeline()
         finally:
             if cfg is not None:
                 unwrap(model, optimizer)
-    timeline = replay(recorder.events, recorder.categories, unit=cuda.UNIT if on_cuda else 1)
-    if on_cuda:
-        return replace(timeline, allocated=peak - before + own)
-    return replace(timeline, resident=resident)
+
+
+class _OnCpu:
+    """The highest moment of each phase, from a list of allocations."""
+
+    def __init__(self, parts: dict[str, int], since: Callable[[], list[tuple[str, int]]]) -> None:
+        since()
+        self.parts, self.since = parts, since
+        self.now = sum(parts.values())
+        self.phase: Phase = "forward"
+        self.highest: dict[Phase, tuple[int, str]] = {}
+
+    def begin(self, phase: Phase) -> None:
+        """Read what the phase before has allocated."""
+        for op, nbytes in self.since():
+            self.now += nbytes
+            if self.now > self.highest.get(self.phase, (0, ""))[0]:
+                self.highest[self.phase] = self.now, op
+        self.phase = phase
+
+    def timeline(self) -> Timeline:
+        """The moments."""
+        found = [self._moment(phase, *at) for phase, at in self.highest.items()]
+        return Timeline(tuple(found), reserved=self.reserved())
+
+    def reserved(self) -> int | None:
+        """Bytes that the allocator took of the device."""
+        return None
+
+    def _moment(self, phase: Phase, nbytes: int, op: str) -> Moment:
+        parts = {**self.parts, ALLOCATED: nbytes - sum(self.parts.values())}
+        label = f"{phase}, in {op}" if op else phase
+        return Moment(label, phase, nbytes, {name: size for name, size in parts.items() if size})
+
+
+class _OnCuda(_OnCpu):
+    """The highest moment of each phase, as the caching allocator counts it."""
+
+    def __init__(self, parts: dict[str, int], others: int) -> None:
+        super().__init__(parts, list)
+        self.others = others
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def begin(self, phase: Phase) -> None:
+        """Read the peak of the phase before."""
+        torch.cuda.synchronize()
+        highest = torch.cuda.max_memory_allocated() - self.others
+        self.highest[self.phase] = max(self.highest.get(self.phase, (0, "")), (highest, ""))
+        torch.cuda.reset_peak_memory_stats()
+        self.phase = phase
+
+    def reserved(self) -> int | None:
+        """Bytes that the allocator took of the device, in these steps or before."""
+        return torch.cuda.memory_reserved()
 
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Leave weights, buffers, gradients and the random state as they were."""
-    random = random_state()
+    """Leave weights, buffers, gradients, attributes and the random states as they were."""
     gradients = [(p, p.grad) for p in model.parameters()]
     values = [(x, x.detach().to("cpu", copy=True)) for x in weight_tensors(model)]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with random_states_restored(), attributes_restored(model):
+            yield
     finally:
         with torch.no_grad():
             for x, value in values:
                 x.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        set_random_state(random)
 
 
-def _allocated(step: Callable[[], None], snapshot: Path | None) -> int:
-    """The CUDA allocator's peak of one step."""
-    if snapshot is not None:
-        torch.cuda.memory._record_memory_history()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    if snapshot is not None:
-        torch.cuda.memory._dump_snapshot(str(snapshot))
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return torch.cuda.max_memory_allocated()
+@contextmanager
+def _snapshot(path: Path) -> Iterator[None]:
+    """Write torch's snapshot of what the CUDA allocator does inside the block."""
+    torch.cuda.memory._record_memory_history()
+    yield
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from memtrain.activations.trace.rnn_workspace import GATES, row_nbytes
 
 _ONEDNN = ("Mkldnn", "MkldnnTranspose", "???")  # the enumeration lacks the transposed one
+_MOST_DEPTHWISE = 3  # of kernels whose gradient is computed from maps in blocks
 _MOST_PADDING = 3  # of the kernels of blocks; beyond it a matrix product serves
 _UNFOLD_ALL = ("Slow2d", "Slow3d")
 _UNFOLD_ONE = ("SlowDilated2d", "SlowDilated3d", "SlowTranspose2d", "SlowTranspose3d")
@@ -64,7 +65,7 @@ def convolution(  # noqa: PLR0913 (torch's own)
     if backend not in _ONEDNN:
         return copied + _columns(backend, x, weight, stride, y, transposed=transposed)
     if _channels_last(x, weight):
-        return 2 * weight.nbytes
+        return _turned(x) + (1 if _is_last(weight) else 2) * weight.nbytes
     if groups == 1 and max(padding) > _MOST_PADDING:
         return copied + y.nbytes
     inside = copied + _blocked_weight(weight) + _blocked(x, groups)
@@ -120,7 +121,10 @@ def convolution_backward(  # noqa: PLR0913 (torch's own)
             held = max(held, _widened(dy) - mask[1] * weight.nbytes)
         return copied + held
     if _channels_last(x, weight):
-        return (3 if mask[1] else 2) * weight.nbytes
+        wide = mask[1] and _is_alone(x, groups) and max(weight.shape[2:]) > _MOST_DEPTHWISE
+        columns = weight.nbytes * (256 if _lanes() == 16 else 64) if wide else 0
+        copies = (1 if mask[1] else 0) + (1 if _is_last(weight) else 2)
+        return columns + _turned(x) + _turned(dy) + copies * weight.nbytes
     of_input = of_weight = 0
     if mask[0]:
         grouped = groups > 1
@@ -227,13 +231,25 @@ def _read_for_weight(
     """Bytes of what the weight's gradient is computed from: maps in blocks, or a matrix product.
 
     The product is that of columns of one sample, group and depth, and sums into copies of the
-    gradient. It serves kernels over depths, dilated ones, and channels that fill no blocks.
+    gradient. It serves large and dilated kernels, and channels that fill no blocks.
     """
-    channels, deep = x.shape[1], x.dim() == 5 and weight.shape[2:].numel() > 1
-    unfilled = groups > 1 and (channels % _lanes() or not _in_blocks(channels, groups))
-    if deep or unfilled or max(dilation) > 1:
+    blocks, wide = _blocked(x, groups) + _blocked(dy, groups), _lanes() == 16
+    if max(dilation) > 1 or max(weight.shape[2:]) > (14 if wide else 13):
         return _unfolded(x, weight, dy) + 4 * weight.nbytes
-    return _blocked(x, groups) + _blocked(dy, groups)
+    if _is_alone(x, groups):
+        if max(weight.shape[2:]) <= _MOST_DEPTHWISE:
+            return blocks
+        return _unfolded(x, weight, dy) + 4 * weight.nbytes
+    filled = all(channels % _lanes() == 0 for channels in (x.shape[1], dy.shape[1]))
+    deep = x.dim() == 5 and weight.shape[2:].numel() > 1
+    if (deep and not (filled and wide)) or (groups > 1 and not _in_blocks(x.shape[1], groups)):
+        return _unfolded(x, weight, dy) + 4 * weight.nbytes
+    return blocks
+
+
+def _is_alone(x: Tensor, groups: int) -> bool:
+    """Whether each channel is a group: a depthwise convolution."""
+    return groups > 1 and groups == x.shape[1]
 
 
 def _unfolded(x: Tensor, weight: Tensor, y: Tensor) -> int:
@@ -247,6 +263,17 @@ def _channels_last(x: Tensor, weight: Tensor) -> bool:
     return x.dim() in (4, 5) and any(
         not t.is_contiguous() and t.is_contiguous(memory_format=form) for t in (x, weight)
     )
+
+
+def _is_last(x: Tensor) -> bool:
+    """Whether a tensor lies channels last, and not in torch's order."""
+    return not x.is_contiguous() and _channels_last(x, x)
+
+
+def _turned(x: Tensor) -> int:
+    """Bytes of a copy of maps that do not lie channels last."""
+    form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    return 0 if x.is_contiguous(memory_format=form) else x.nbytes
 
 
 def _made_contiguous(maps: Tensor, x: Tensor, weight: Tensor) -> int:
@@ -283,5 +310,6 @@ def _columns(
     if mask is None or mask[1]:
         if unfolded or not mask or not mask[0]:
             return one * len(x) if unfolded else 0
-        return max(0, one - weight.nbytes)  # the weight's gradient is not there yet
+        every = one * len(x) if backend == "Slow3d" else one
+        return max(0, every - weight.nbytes)  # the weight's gradient is not there yet
     return one

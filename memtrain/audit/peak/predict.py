@@ -1,8 +1,9 @@
 """The peak of a training step, before anything runs."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from traceback import walk_tb
@@ -22,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import RECOMPUTE, Site
+from memtrain.activations.trace.block_calls import foldable_blocks
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.repeats import (
@@ -29,12 +31,11 @@ from memtrain.activations.trace.repeats import (
     RepeatedBlocks,
     inside,
     refined,
-    repeated_blocks,
     shortened,
     unlike,
 )
 from memtrain.api import plan_of, wrap
-from memtrain.audit.peak import cuda
+from memtrain.audit.peak import allocator, cuda
 from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import NOTHING, Event, Timeline, replay
@@ -73,8 +74,10 @@ def predict(
 ) -> Timeline:
     """Simulate a training step on fake tensors and tell what is alive at each moment.
 
-    Forward, backward and the optimizer's step run under `FakeTensorMode`, with the hooks that
-    `wrap` puts on a model, from the states that a step before has left and without gradients.
+    On CUDA torch's caching allocator is simulated too (`allocator`): `Timeline.needed` is what the
+    device must have free. Forward, backward and the optimizer's step run under `FakeTensorMode`,
+    with the hooks that `wrap` puts on a model, from the states that a step before has left and
+    without gradients.
     What an op allocates inside itself and frees before it returns is what its code declares
     (`held_inside`; on CUDA torch's own ops declare nothing). What of the model is compiled is
     compiled for the copies, and its graphs run op by op: what they hold between forward and
@@ -115,21 +118,24 @@ def predict(
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
-    if options.cache is None:
-        return _predicted(model, optimizer, batch, cfg, options)
     make = partial(_predicted, model, optimizer, batch, cfg, options)
-    return options.cache.timeline(cfg, batch, make)
+    if options.cache is None:
+        timeline = make()
+    else:
+        step = options.device, options.autocast, options.accumulated, options.loss
+        timeline = options.cache.timeline(cfg, batch, make, step=step)
+    return timeline if timeline.reserved is None else replace(timeline, context=options.context)
 
 
 def _predicted(
     model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, options: StepOptions
 ) -> Timeline:
     model, parts = compiled_parts(model)
-    if not parts:  # graphs are not shortened
+    if not parts and (runs := foldable_blocks(model, batch)):
         with suppress(Irregular):
-            return _simulated(model, {}, optimizer, batch, cfg, options, fold=True)
+            return _simulated(model, {}, optimizer, batch, cfg, options, runs)
     # Copied anew: a step that ended half-way has left the copies half-way.
-    return _simulated(model, parts, optimizer, batch, cfg, options, fold=False)
+    return _simulated(model, parts, optimizer, batch, cfg, options, [])
 
 
 def _simulated(
@@ -139,13 +145,12 @@ def _simulated(
     batch: Any,
     cfg: Any,
     options: StepOptions,
-    *,
-    fold: bool,
+    runs: Sequence[RepeatedBlocks],
 ) -> Timeline:
-    """Simulate a step of new copies, perhaps through three of identical blocks only.
+    """Simulate a step of new copies, through three blocks of each run only.
 
     Raises:
-        Irregular: With `fold`, if the step cannot be told from these blocks.
+        Irregular: With runs, if these blocks do not determine the step.
     """
     on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
@@ -169,7 +174,7 @@ def _simulated(
         first = StorageRecorder(model, fake=True, corrections=corrections)
         if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
             with first:  # assigns automatic widths too
-                run_step(model, optimizer, batch, options, first)
+                run_step(model, optimizer, batch, options, first.begin, first)
         else:
             _first_update(optimizer, first)
         make = partial(
@@ -180,11 +185,14 @@ def _simulated(
             inside=holds,
             apart=on_cuda,
         )
-        events, categories = _folded(model, optimizer, batch, options, make, fold=fold)
+        events, categories = _folded(model, optimizer, batch, options, make, runs)
     if not on_cuda:
         return replay(events, categories)
     held = cuda.workspaces(options.device or "cuda")
-    return replay(events, categories, unit=cuda.UNIT, workspaces=held)
+    timeline = replay(events, categories, unit=allocator.UNIT, workspaces=held)
+    own = [held["forward"], held["backward"] - held["forward"]]
+    reserved = allocator.reserved_nbytes(events, categories, own)
+    return replace(timeline, reserved=reserved)
 
 
 def _folded(
@@ -193,12 +201,11 @@ def _folded(
     batch: Any,
     options: StepOptions,
     make: Callable[[], FoldedRecorder],
-    *,
-    fold: bool,
+    runs: Sequence[RepeatedBlocks],
 ) -> tuple[list[Event], list[str]]:
     """Events and categories of a step whose identical blocks are run three times at most."""
     wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
-    runs = _runs(model, optimizer, wrapped) if fold and not wants_closure(optimizer) else []
+    runs = [] if wants_closure(optimizer) else _treated_alike(runs, model, optimizer, wrapped)
     while True:
         recorder = make()
         recorder.fold(model, runs, partial(_owned, optimizer))
@@ -213,7 +220,12 @@ def _folded(
         runs = finer
 
 
-def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> list[RepeatedBlocks]:
+def _treated_alike(
+    runs: Sequence[RepeatedBlocks],
+    model: nn.Module,
+    optimizer: Optimizer,
+    wrapped: Wrapped | None,
+) -> list[RepeatedBlocks]:
     """The runs of blocks that the plan, as far as it is known, treats alike."""
     plan = None if wrapped is None else wrapped.plan
     if plan is not None and (plan.bits is not None or plan.precision is not None):
@@ -228,7 +240,7 @@ def _runs(model: nn.Module, optimizer: Optimizer, wrapped: Wrapped | None) -> li
         own = {name[len(path) :]: str(what) for name, what in named.items() if _of(name, path)}
         return sizes, own
 
-    return refined(repeated_blocks(model), treated)
+    return refined(runs, treated)
 
 
 def _of(site: str, path: str) -> bool:

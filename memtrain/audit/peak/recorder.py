@@ -3,17 +3,15 @@
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.intercept.compiler_internals import run_untraced
 from memtrain.activations.trace.compiled_parts import running_node
 from memtrain.activations.trace.fake_results import as_real
 from memtrain.audit.live_storages import storages
@@ -28,12 +26,15 @@ from memtrain.audit.peak.timeline import (
 from memtrain.kernels.dispatch import is_host_work
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+COMPRESSED = "compressed"
+"""The op of labels where memtrain's own kernels run: a user knows none of their names."""
 INSIDE = 0
 """The number of what ops hold inside themselves."""
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 """The op by which a fake tensor's `device` is asked: more than half of all ops."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_CALL = nn.Module._wrapped_call_impl.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
 
 
@@ -45,15 +46,16 @@ def nothing_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 class StorageRecorder(TorchDispatchMode):
     """Records every storage that ops allocate inside a `with` block, and its release, real or fake.
 
-    It sits below autograd, so plain and wrapped models are alike to it. What an op allocates
-    inside itself and frees before it returns is not seen: `inside` tells it.
+    It sits below autograd, and touches no module: the module that runs is found among Python's
+    frames, so that hooks which look for others' find none. What an op allocates inside itself and
+    frees before it returns is not seen: `inside` declares it.
 
     Args:
         model: Names the modules in labels.
         fake: Whether tensors have no data: a number read from one after the forward (an
             optimizer's step counter, a norm) is then 0.5, or 1 of integers.
-        corrections: What forwards run under, recomputations too, so that they save what another
-            device would save.
+        corrections: What forwards and backwards run under, so that they save what another device
+            would save.
         apart: Whether host memory is not the device's: what lies there does not count.
         inside: Bytes that an op holds while it runs besides what it returns, given the op, its
             arguments and its result (`held_inside.held_inside`).
@@ -79,7 +81,7 @@ class StorageRecorder(TorchDispatchMode):
         self._fake = fake
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
-        self._path: list[str] = []  # of the modules whose forward runs now
+        self._again = False  # whether a forward runs within the backward
         # Of autograd nodes, ascending, and the ops that made them.
         self._nodes: list[int] = []
         self._ops: list[str] = []
@@ -88,8 +90,6 @@ class StorageRecorder(TorchDispatchMode):
         self._sizes: list[int] = [0]
         self._refs: dict[int, Any] = {}
         self._born: list[int] = []  # since the outermost forward began
-        self._open = ExitStack()  # of a recomputation that runs now
-        self._corrected = False  # whether it began where its modes were to be, below all others
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -144,22 +144,11 @@ class StorageRecorder(TorchDispatchMode):
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the step."""
+        if self._again:
+            self._recompute(begins=False)
         self.phase = phase
         self._label = phase
         self.events.append((NO_STORAGE, 0, phase, phase))
-
-    @contextmanager
-    def modules(self) -> Iterator[None]:
-        """Name in labels, inside the block, the module whose forward runs."""
-        handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def keep(self, category: str) -> None:
         """Put what the forward that has just ended allocated, and is alive, into this category."""
@@ -168,43 +157,24 @@ class StorageRecorder(TorchDispatchMode):
                 self.categories[number] = category
         self._born = []
 
-    @contextmanager
-    def recomputation(self) -> Iterator[None]:
-        """Correct what runs again inside the block, below the modes that it enters itself."""
-        before, self._corrected = self._corrected, True
-        try:
-            with self.corrections():
-                yield
-        finally:
-            self._corrected = before
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and module in self._names:
-            if not self._path and self.phase == "backward":
-                self._born = []
-                self._open.enter_context(nullcontext() if self._corrected else self.corrections())
-            self._path.append(self._names[module])
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and module in self._names and self._path:
-            self._path.pop()
-            if not self._path and self.phase == "backward":
-                self._open.close()
-                self.keep(RECOMPUTED)
-
     def _describe(self, func: Any) -> str:
         """The label of what runs now."""
         if self.phase == "step":
             return "step"
-        inside = running_node()
-        if self._path or self.phase == "forward":
-            path = self._path[-1] if self._path else ""
-            where = _joined(path, inside or f" / {_op_name(func)}")
+        inside, path = running_node(), self._module()
+        if self.phase == "backward" and (path is not None) != self._again:
+            self._recompute(path is not None)
+        if path is not None or self.phase == "forward":
+            path = path or ""
+            ours = func.namespace == "memtrain"
+            where = _joined(path, inside or f" / {COMPRESSED if ours else _op_name(func)}")
             made: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
             node = made._get_sequence_nr() - 1  # taken before the op runs
             if not self._nodes or node > self._nodes[-1]:
                 self._nodes.append(node)
                 self._ops.append(path if inside else where)
+            elif node == self._nodes[-1] and self._ops[-1].endswith(COMPRESSED) and not ours:
+                self._ops[-1] = where  # what it saves was compressed before it ran
             return f"{'recomputing' if self.phase == 'backward' else 'forward of'} {where}"
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -214,9 +184,29 @@ class StorageRecorder(TorchDispatchMode):
             return f"backward of {name} / gradient"
         index = bisect_right(self._nodes, node._sequence_nr())
         where = self._ops[index - 1] if index else ""
+        if func.namespace == "memtrain":
+            where = f"{where.partition(' / ')[0]} / {COMPRESSED}" if where else ""
         if inside:  # of a graph, of which its module is known
             where = _joined(where.partition(" / ")[0], inside)
         return f"backward of {where}" if where else "backward"
+
+    def _module(self) -> str | None:
+        """Path of the innermost module whose forward runs."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code is not _ENGINE:
+            if frame.f_code is _CALL:
+                name = self._names.get(frame.f_locals["self"])
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return None
+
+    def _recompute(self, begins: bool) -> None:
+        """Begin or end a forward within the backward."""
+        self._again = begins
+        if not begins:
+            self.keep(RECOMPUTED)
+        self._born = []
 
     def _see(self, storage: Any, category: str) -> None:
         address, nbytes = storage._cdata, storage.nbytes()
@@ -244,9 +234,6 @@ class StorageRecorder(TorchDispatchMode):
         if delta:
             self._sizes[number] = nbytes
             self.events.append((number, delta, self.phase, self._label))
-
-
-run_untraced(StorageRecorder._enter, StorageRecorder._leave)
 
 
 def _is_summed_in_place(x: Tensor) -> bool:

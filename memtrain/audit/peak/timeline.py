@@ -1,7 +1,7 @@
 """Live bytes at each moment of a training step, and the moment of the peak."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Phase = Literal["forward", "backward", "step"]
@@ -12,8 +12,12 @@ SAVED = "saved activations"
 RECOMPUTED = "recomputed activations"
 INPUTS = "inputs"
 TEMPORARIES = "temporaries"
+ALLOCATED = "allocated in the step"
+"""Of a measured step, whose allocator does not tell what a block is for."""
 WORKSPACES = "workspaces"
 ROUNDING = "allocator rounding"
+CACHED = "cached by the allocator"
+CONTEXT = "CUDA context"
 NOTHING = ""
 """The category of storages that do not count."""
 PARTS = (
@@ -24,8 +28,11 @@ PARTS = (
     RECOMPUTED,
     INPUTS,
     TEMPORARIES,
+    ALLOCATED,
     WORKSPACES,
     ROUNDING,
+    CACHED,
+    CONTEXT,
 )
 """The parts that a moment may have, in the order to show them."""
 NO_STORAGE = -1
@@ -68,10 +75,10 @@ class Timeline:
 
     moments: tuple[Moment, ...]
     """One per op, each at its highest; an op that runs on for several kernels is one."""
-    allocated: int | None = None
-    """Of a measured step on CUDA: the allocator's own peak."""
-    resident: int | None = None
-    """Of a measured step on a CPU under Linux: the most of the process that lay in memory."""
+    reserved: int | None = None
+    """On CUDA: bytes that the caching allocator takes of the device; None on a CPU."""
+    context: int = 0
+    """On CUDA: bytes of the device that the CUDA context and loaded kernels take."""
 
     @property
     def peak(self) -> Moment:
@@ -83,6 +90,25 @@ class Timeline:
         if not self.moments:
             raise ValueError("the timeline is empty: nothing ran")
         return max(self.moments, key=lambda moment: moment.nbytes)
+
+    @property
+    def needed(self) -> Moment:
+        """The peak, and what the device must have free for it: the least card that the step fits.
+
+        On CUDA the caching allocator's unused blocks and the CUDA context are parts of it; on a CPU
+        it is the peak.
+
+        Example:
+            >>> peak = Moment("step", "step", 100, {"weights": 100})
+            >>> Timeline((peak,), reserved=120, context=30).needed.nbytes
+            150
+        """
+        if self.reserved is None:
+            return self.peak
+        cached = max(0, self.reserved - self.peak.nbytes)
+        more = {CACHED: cached, CONTEXT: self.context}
+        parts = {**self.peak.parts, **{name: nbytes for name, nbytes in more.items() if nbytes}}
+        return replace(self.peak, nbytes=self.peak.nbytes + cached + self.context, parts=parts)
 
     @property
     def requested(self) -> int:

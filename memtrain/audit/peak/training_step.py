@@ -1,7 +1,7 @@
 """One training step, recorded phase by phase: the same for a fake and for a real model."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
 from memtrain.audit.peak.disk_cache import DiskCache
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, NOTHING, SAVED, STATES, WEIGHTS
+from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, NOTHING, SAVED, STATES, WEIGHTS, Phase
 from memtrain.optim.wrappers.host_states import HostStates, releasing
 from memtrain.optim.wrappers.weights import SplitWeights
-from memtrain.wrapped import ATTRIBUTE, Wrapped
+from memtrain.wrapped import ATTRIBUTE
 
 DEVICES = ("cpu", "cuda", "cuda:sm_90")
 
@@ -35,12 +35,17 @@ class StepOptions:
     """Loss of a model's output; by default `default_loss`."""
     accumulated: bool = False
     """Whether gradients of an earlier microbatch are there, which the step adds to."""
+    context: int = 512 * 2**20
+    """Bytes of a CUDA device that its context, loaded kernels and other processes take: they are
+    no tensors', and a budget and a memory are the whole device's."""
     cache: DiskCache | None = None
     """Of predictions, where what is predicted can be told in words."""
 
     def __post_init__(self) -> None:
         if self.device not in (None, *DEVICES):
             raise ValueError(f"unknown device {self.device!r}; allowed: {', '.join(DEVICES)}")
+        if self.context < 0:
+            raise ValueError(f"context={self.context} is out of range; allowed: 0 or more")
 
     def on_cuda(self, model: nn.Module) -> bool:
         """Whether a predicted step of this model runs on CUDA."""
@@ -56,6 +61,7 @@ def run_step(
     optimizer: Optimizer,
     batch: Any,
     options: StepOptions,
+    begin: Callable[[Phase], None] = lambda phase: None,
     recorder: StorageRecorder | None = None,
 ) -> None:
     """Run one step: forward, backward, update; gradients from nothing unless they accumulate.
@@ -65,12 +71,12 @@ def run_step(
         optimizer: Its optimizer.
         batch: What the model is called with.
         options: Autocast, and the loss.
-        recorder: Is told where phases begin, and corrects the forward for its device.
+        begin: Called where a phase begins, and with `step` when the step has ended.
+        recorder: Categorises what the forward saves, and corrects the step for its device.
     """
     if not options.accumulated:
         optimizer.zero_grad(set_to_none=True)
     device = next(model.parameters()).device.type
-    begin = (lambda phase: None) if recorder is None else recorder.begin
     corrections = nullcontext if recorder is None else recorder.corrections
 
     def closure() -> Tensor:
@@ -81,7 +87,7 @@ def run_step(
         if recorder is not None:
             recorder.keep(SAVED)
         begin("backward")
-        with torch.enable_grad(), _recomputations(model, recorder):
+        with torch.enable_grad(), corrections():
             loss.backward()
         return loss.detach()
 
@@ -93,27 +99,6 @@ def run_step(
             begin("step")
             optimizer.step()
     begin("step")
-
-
-@contextmanager
-def _recomputations(model: nn.Module, recorder: StorageRecorder | None) -> Iterator[None]:
-    """Let a recorder correct, inside the block, what a wrapped model computes again."""
-    wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
-    if recorder is None or wrapped is None or wrapped.interception is None:
-        yield
-        return
-    recompute = wrapped.interception.recompute
-    rerun = recompute.rerun
-
-    def corrected(*given: Any) -> Any:
-        with recorder.recomputation():
-            return rerun(*given)
-
-    recompute.rerun = corrected
-    try:
-        yield
-    finally:
-        recompute.rerun = rerun
 
 
 def record_step(
@@ -152,8 +137,8 @@ def record_step(
             for param in model.parameters():
                 param.grad = torch.zeros_like(param) if param.requires_grad else None
             recorder.adopt(gradient_tensors(model), GRADIENTS)
-        with recorder.modules(), recorder:
-            run_step(model, optimizer, batch, options, recorder)
+        with recorder:
+            run_step(model, optimizer, batch, options, recorder.begin, recorder)
             recorder.adopt(gradient_tensors(model), GRADIENTS)
             _adopt_states(recorder, optimizer)
     finally:

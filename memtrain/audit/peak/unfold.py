@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from memtrain.audit.peak.recorder import INSIDE, StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, NO_STORAGE, Event, Phase
 
 _START = "start"
+_VERBS = ("forward of ", "backward of ", "recomputing ")
 Owned = Callable[[nn.Module], list[Tensor]]
 """Block -> what it has before the step: weights, optimizer states."""
 
@@ -39,34 +39,9 @@ class FoldedRecorder(StorageRecorder):
             owned: Block -> its tensors at the beginning of the step, in the same order for each.
         """
         self.model, self.runs, self.owned = model, runs, owned
-        self.marks: dict[str, list[int]] = {}  # kept path -> where its forward begins and ends
         self.starting: dict[str, list[int]] = {}  # path of any block -> numbers of its storages
         self.links: dict[tuple[str, int], int] = {}  # path, number in the second block -> number
         self.left_out: tuple[int, int] = (0, 0)  # events of the gradients that are filled in
-
-    @contextmanager
-    def modules(self) -> Iterator[None]:
-        """Name in labels the module whose forward runs, and mark where kept blocks begin."""
-        handles: list[Any] = []
-
-        def mark(path: str) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                if self.phase == "forward":
-                    self.marks.setdefault(path, []).append(len(self.events))
-
-            return note
-
-        for run in self.runs:
-            for path in run.kept:
-                block = self.model.get_submodule(path)
-                handles.append(block.register_forward_pre_hook(mark(path), prepend=True))
-                handles.append(block.register_forward_hook(mark(path), always_call=True))
-        try:
-            with super().modules():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the step."""
@@ -179,22 +154,20 @@ class _Unfolding:
     def _windows(self) -> list[_Window]:
         found: list[_Window] = []
         for number, run in enumerate(self.runs):
-            calls = [self.recorder.marks.get(path, []) for path in run.kept]
-            if [len(own) for own in calls] != [2, 2, 2]:
-                raise Irregular(f"{run.paths[0]} and its neighbours do not run once each")
-            bounds = [*(own[0] for own in calls), calls[2][1]]
-            found += [_Window(*pair, number, k) for k, pair in enumerate(pairwise(bounds))]
-            first: dict[int, int] = {}
-            last = 0
-            for index, (_, _, phase, label) in enumerate(self.events):
-                kept = self._named(label, number) if phase == "backward" else None
-                if kept is not None:
-                    first.setdefault(kept, index)
-                    last = index
-            if len(first) < len(run.kept):
-                raise Irregular(f"nothing is seen of the backward of {run.paths[0]}")
-            bounds = [first[2], first[1], first[0], last + 1]
-            found += [_Window(*pair, number, 2 - k) for k, pair in enumerate(pairwise(bounds))]
+            for phase in ("forward", "backward"):
+                first: dict[int, int] = {}
+                end = 0
+                for index, (_, _, own, label) in enumerate(self.events):
+                    kept = self._named(label, number) if own == phase else None
+                    if kept is not None:
+                        first.setdefault(kept, index)
+                        end = index + 1
+                if len(first) < len(run.kept):
+                    raise Irregular(f"the {phase} of {run.paths[0]} allocates nothing")
+                order = (0, 1, 2) if phase == "forward" else (2, 1, 0)
+                bounds = [*(first[k] for k in order), end]
+                pairs = zip(pairwise(bounds), order, strict=True)
+                found += [_Window(*pair, number, k) for pair, k in pairs]
         found.sort()
         ends = [bound for window in found for bound in window[:2]]
         if ends != sorted(ends):
@@ -202,11 +175,11 @@ class _Unfolding:
         return found
 
     def _named(self, label: str, number: int) -> int | None:
-        """The kept block that a label of the backward names."""
-        where = label.removeprefix("backward of ").removeprefix("recomputing ")
-        if where == label:
+        """The kept block that a label names."""
+        verb = next((verb for verb in _VERBS if label.startswith(verb)), None)
+        if verb is None:
             return None
-        module = where.partition(" / ")[0]
+        module = label.removeprefix(verb).partition(" / ")[0]
         return next((k for k, p in enumerate(self.runs[number].kept) if inside(module, p)), None)
 
     def _births(self) -> dict[int, _Birth]:
@@ -261,7 +234,7 @@ class _Unfolding:
     def _label(self, label: str, number: int, kept: int, place: int) -> str:
         """The label with the path of the block that it names there."""
         run = self.runs[number]
-        for verb in ("forward of ", "backward of ", "recomputing "):
+        for verb in _VERBS:
             if not label.startswith(verb):
                 continue
             where = label.removeprefix(verb)

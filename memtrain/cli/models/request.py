@@ -64,6 +64,8 @@ class Request:
     `cpu` of a compiled model."""
     autocast: str | None = None
     """`bfloat16` or `float16` around the predicted peak's forward."""
+    context: str = "512MiB"
+    """What the CUDA context and other processes take of the device of a budget or a memory."""
     memory: str | None = None
     """A size such as 24GiB: search the largest batch and the longest sequence that fit."""
     budget: str | None = None
@@ -98,6 +100,7 @@ class Request:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1 or more")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is out of range; allowed: 0 to below 1")
+        parse_size(self.context, "context")
         for name in ("memory", "budget"):
             value = getattr(self, name)
             if value is not None and parse_size(value, name) == 0:
@@ -126,4 +129,5 @@ class Request:
     def step(self) -> StepOptions:
         """Return how the predicted step runs."""
         autocast = DTYPES[self.autocast] if self.autocast else None
-        return StepOptions(device=self.device, autocast=autocast)
+        context = parse_size(self.context, "context")
+        return StepOptions(device=self.device, autocast=autocast, context=context)

@@ -75,7 +75,7 @@ def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
         "ratio": peaks["planned"].nbytes / peaks["plain"].nbytes,
         "requested": {side: line.requested for side, line in lines.items()},
         "moment": {side: dataclasses.asdict(peak) for side, peak in peaks.items()},
-        "resident": {side: line.resident for side, line in lines.items()},
+        "reserved": {side: line.reserved for side, line in lines.items()},
     }
 
 

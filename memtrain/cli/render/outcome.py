@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from memtrain.audit.peak import PARTS, Moment, Timeline
+from memtrain.audit.peak.timeline import RECOMPUTED, SAVED
 from memtrain.audit.report import CATEGORIES, Report, Row, Total
 from memtrain.config.sizes import format_size
 from memtrain.planner import Fit
@@ -151,27 +152,36 @@ def described(report: Report) -> list[str]:
     """Return lines on the moments of the peaks, the requested and the measured bytes."""
     predicted = timelines(report)
     lines = [_peak_line(side, line) for side, line in predicted.items()]
+    lines += _saved_lines(report)
     for side, line in timelines(report, measured=True).items():
         words = _peak_line(f"{side}, measured", line)
         if side in predicted:
             words += f"; predicted {predicted[side].peak.nbytes / line.peak.nbytes - 1:+.1%}"
         lines.append(words)
-        if line.resident is not None:
-            lines.append(_process_line(side, line))
     return lines
-
-
-def _process_line(side: str, line: Timeline) -> str:
-    """Return lines on memory besides tensors: the allocator's free pages, libraries, Python."""
-    resident = line.resident or 0
-    words = f"{side}, allocator and process: {format_size(resident)} resident"
-    return f"{words}, {format_size(resident - line.peak.nbytes)} besides the step's tensors"
 
 
 def _peak_line(side: str, line: Timeline) -> str:
     shown, requested = format_size(line.peak.nbytes), format_size(line.requested)
     words = f"{side}: {shown} at the peak, in the {line.peak.label}"
-    return words + (f"; tensors ask for {requested}" if requested != shown else "")
+    words += f"; tensors ask for {requested}" if requested != shown else ""
+    if line.reserved is not None:
+        words += f"; reserved {format_size(line.reserved)}"
+        words += f", CUDA context {format_size(line.context)}" if line.context else ""
+    return words
+
+
+def _saved_lines(report: Report) -> Iterator[str]:
+    """Why the peak is not the saved activations: what else is alive at it, on each side."""
+    totals = report.totals()[SAVED]
+    for side, line in timelines(report).items():
+        saved, parts = getattr(totals, side), Counter(line.peak.parts)
+        alive = parts.pop(SAVED, 0) + parts.pop(RECOMPUTED, 0)
+        rest = ", ".join(f"{name} {format_size(n)}" for name, n in parts.most_common(3))
+        yield (
+            f"{side}: the forward saves {format_size(saved)} of activations; at the peak "
+            f"{format_size(alive)} of them are alive, beside {rest}"
+        )
 
 
 def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
@@ -196,6 +206,31 @@ def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
     ]
 
 
+def answer(outcome: Outcome) -> list[str]:
+    """What was asked, answered in a line or two, before any table.
+
+    Example:
+        >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
+        >>> sizes = {"batch": {"plain": 4, "planned": 14, "limit": 2**20}}
+        >>> answer(Outcome(report, {}, sizes, 8 * 2**30))
+        ['fits in 8.00 GiB: a batch of 4 plain, 14 planned']
+    """
+    return [*verdict(outcome), *sizes_that_fit(outcome)] or [*_needs(outcome.report)]
+
+
+def _needs(report: Report) -> Iterator[str]:
+    """Bytes of a step, plain and planned."""
+    lines = timelines(report)
+    if len(lines) < 2:
+        return
+    plain, planned = (line.needed.nbytes for line in lines.values())
+    where = "of the device" if lines["plain"].reserved is not None else "at its peak"
+    yield (
+        f"a step needs {format_size(plain)} {where} plain, {format_size(planned)} planned "
+        f"({planned / plain:.2f} of it)"
+    )
+
+
 def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
     """Return lines on the sizes found for `memory=`.
 
@@ -203,33 +238,37 @@ def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
         >>> sizes = {"batch": {"plain": 0, "planned": 12, "limit": 12}}
         >>> list(sizes_that_fit(Outcome(report, {}, sizes, 2**30)))
-        ["in 1.00 GiB, largest batch: none plain, 12 (the model's limit) planned"]
+        ["fits in 1.00 GiB: a batch of none plain, 12 (the model's limit) planned"]
     """
-    words = {"batch": "largest batch", "seq": "longest sequence"}
+    words = {"batch": "a batch of", "seq": "sequences of"}
     for what, found in outcome.sizes.items():
         limit = {found["limit"]: f"{found['limit']:,} (the model's limit)", 0: "none"}
         both = ", ".join(f"{limit.get(found[side], f'{found[side]:,}')} {side}" for side in SIDES)
-        yield f"in {format_size(outcome.memory)}, {words[what]}: {both}"
+        yield f"fits in {format_size(outcome.memory)}: {words[what]} {both}"
 
 
 def verdict(outcome: Outcome) -> Iterator[str]:
-    """Return lines on whether the baseline and the plan fit the budget, and what takes the bytes.
+    """Whether plain PyTorch fits the budget, what takes it if not, and whether the plan does.
 
     Without a budget or a peak there is nothing to say.
     """
-    parts, fit = at_peak(outcome.report), outcome.fit
-    if fit is None or not parts:
+    lines, fit = timelines(outcome.report), outcome.fit
+    if fit is None or len(lines) < 2:
         return
-    total = parts.pop("total")
-    size, plain = format_size(fit.budget), format_size(total.plain)
-    if total.plain <= fit.budget:
-        yield f"plain PyTorch fits {size} as it is: {plain} at its peak"
+    plain, planned = (line.needed for line in lines.values())
+    size = format_size(fit.budget)
+    if plain.nbytes <= fit.budget:
+        yield f"plain PyTorch fits {size} as it is: it needs {format_size(plain.nbytes)}"
     else:
-        held = Counter({name: part.plain for name, part in parts.items()}).most_common(2)
+        held = Counter(plain.parts).most_common(2)
         most = " and ".join(f"{name} ({format_size(nbytes)})" for name, nbytes in held)
-        yield f"plain PyTorch does not fit {size}: it takes {plain} at its peak, most of it {most}"
-    fits = "fits" if total.planned <= fit.budget else "does not fit"
-    yield f"with the plan it {fits}: {format_size(total.planned)}"
+        needs = format_size(plain.nbytes)
+        yield f"plain PyTorch does not fit {size}: it needs {needs}, most of it {most}"
+    needs, free = format_size(planned.nbytes), fit.budget - planned.nbytes
+    if free < 0:
+        yield f"with the plan it does not fit: {needs}"
+    else:
+        yield f"with the plan it fits: {needs}, and {format_size(free)} stay free"
 
 
 def advice(report: Report) -> Iterator[str]:

@@ -6,12 +6,11 @@ from typing import Any
 from memtrain.cli.render import charts
 from memtrain.cli.render.outcome import (
     Outcome,
+    answer,
     at_peak,
     described,
     grouped,
-    sizes_that_fit,
     timelines,
-    verdict,
 )
 from memtrain.cli.render.text_tables import heading, remarks, sides
 from memtrain.config.sizes import format_size
@@ -57,11 +56,11 @@ def _content(outcome: Outcome) -> dict[str, Any]:
         "heading": heading(outcome.settings),
         "summary": summary,
         "planner": outcome.fit.rows() if outcome.fit else (),
-        "verdict": list(verdict(outcome)),
+        "verdict": answer(outcome),
         "categories": [name for name in totals if name != "total"],
         "totals": [(name, *sides(total)) for name, total in totals.items()],
         "remarks": remarks(report),
-        "described": [*described(report), *sizes_that_fit(outcome)],
+        "described": described(report),
         "at_peak": [(name, *sides(pair)) for name, pair in alive.items()],
         "largest": [
             (name, *sides(total), f"{count:,}")

@@ -11,12 +11,11 @@ from memtrain.audit.report import KeptTensors, Report, Total
 from memtrain.cli.render.outcome import (
     Outcome,
     advice,
+    answer,
     at_peak,
     described,
     grouped,
-    sizes_that_fit,
     timelines,
-    verdict,
 )
 from memtrain.config.sizes import format_size
 
@@ -27,7 +26,7 @@ HIDDEN = ("labels", "overrides")
 def show(
     console: Console, outcome: Outcome, *, top: int = 10, by: str = "pattern", depth: int = 0
 ) -> None:
-    """Print the tables: categories, the peak, largest sums, what was not compressed and why.
+    """Print the answer, then tables: categories, the peak, largest sums, what is kept and why.
 
     Args:
         console: Where to; 80 columns are enough.
@@ -37,7 +36,7 @@ def show(
         depth: Of modules' paths; 0 cuts nothing.
     """
     report = outcome.report
-    for line in heading(outcome.settings):
+    for line in (*heading(outcome.settings), *answer(outcome)):
         console.print(line, markup=False)
     console.print(_categories(report))
     for line in remarks(report):
@@ -45,7 +44,7 @@ def show(
     console.print()
     if timelines(report):
         console.print(_peak(outcome))
-    lines = [*described(report), *verdict(outcome), *sizes_that_fit(outcome)]
+    lines = described(report)
     for line in lines:
         console.print(line, markup=False)
     if hints := [] if outcome.fit else list(advice(report)):  # the planner has chosen

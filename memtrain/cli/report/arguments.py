@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from memtrain.cli.command_line import Parser, check_writable
 from memtrain.cli.models.build_model import known_models
@@ -82,6 +84,8 @@ keys:
              (device=cpu, which is then the default)
   device     cuda, cuda:sm_90 or cpu: whose kernels and allocator the peak is of
   autocast   bfloat16, float16: around the forward whose peak is predicted
+  context    512MiB: what the CUDA context takes of the device in memory= and
+             budget=
   memory     24GiB, 24GB ...: search the largest batch and the longest sequence
              whose predicted peak fits (some minutes)
   budget     24GiB, 24GB ...: plan so that the peak fits (about a minute); what
@@ -313,8 +317,13 @@ def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str
     if isinstance(batch, dict):
         for name, tensor in (("seq", "input_ids"), ("image", "pixel_values")):
             own[name] = batch[tensor].shape[-1] if tensor in batch else own[name]
+    first = next((x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), None)
+    if request.model.startswith("py:") and first is not None:  # its builder's own
+        own["batch"] = len(first)
     if request.budget is None:
         own = {name: value for name, value in own.items() if name not in PLANNER}
+    if request.budget is None and request.memory is None:
+        del own["context"]
     own = {name: value for name, value in own.items() if value is not None}
     rest = [item for item in overrides if item.partition("=")[0] not in names]
     preset = [item.partition("=")[2] for item in rest if item.startswith("preset=")]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.derivative.pointwise import check_function, one_pass, value
+from memtrain.kernels.derivative.pointwise import TWO_PASSES, check_function, one_pass, value
 from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.packing import bits as bit_layout
 from memtrain.kernels.strides import is_dense, memory_order
@@ -425,6 +425,7 @@ _forward_op = register(
         torch.empty_like(x),
         _empty_codes(x, boundaries, parity),
     ),
+    inside=lambda x, function, *options: x.nbytes if function in TWO_PASSES else 0,
     inside_cuda=lambda x, *options: 0 if is_dense(x) else x.nbytes,
 )
 _decode_op = register(

@@ -1,11 +1,13 @@
 """Values of pointwise nonlinearities, exactly as torch gives them, by name and parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import inf
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Function = Callable[..., Tensor]
 
@@ -55,6 +57,9 @@ _IN_PLACE: dict[str, Function] = {
     "threshold": torch.threshold_,
     "clamp": torch.clamp_,
 }
+
+TWO_PASSES = frozenset({"quick_gelu", "logsigmoid", "tanhshrink", "softsign"})
+"""Those whose value takes a second tensor like `x` while it is computed on the CPU."""
 
 
 def check_function(function: str) -> None:
@@ -115,9 +120,23 @@ def one_pass(function: str, parameters: Sequence[float], dtype: torch.dtype) -> 
     """
     full = (*parameters, *_DEFAULTS.get(function, ())[len(parameters) :])
     if function in _ROUNDED:
-        full = tuple(torch.tensor(full, dtype=dtype, device="cpu").tolist())
+        full = rounded(full, dtype)
     a, b, *_ = *full, 0.0, 0.0
     return a, b
+
+
+@cache
+def rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
+    """Numbers as torch reads them beside a tensor of `dtype`.
+
+    No mode sees it: under fake tensors the result would have no values.
+
+    Example:
+        >>> rounded((0.1,), torch.bfloat16)
+        (0.10009765625,)
+    """
+    with _disable_current_modes():
+        return tuple(torch.tensor(numbers, dtype=dtype, device="cpu").tolist())
 
 
 _DEFAULTS: Mapping[str, tuple[float, ...]] = {

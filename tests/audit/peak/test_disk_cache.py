@@ -41,9 +41,24 @@ def test_a_timeline_is_made_once_for_each_config_batch_subject_and_version(cache
     assert asked(made, None, torch.ones(5, 8))
     assert asked(made, None, X.bfloat16())
     assert asked(DiskCache(made.folder, "another model", said.append))
-    monkeypatch.setattr(disk_cache, "_versions", lambda: ["later"])
+    monkeypatch.setattr(disk_cache, "_code", lambda: ("later",))
     assert asked(made)
     assert said == []
+
+
+def test_a_timeline_is_made_anew_for_what_else_it_is_computed_by(cache, monkeypatch):
+    made, _ = cache
+    assert asked(made)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert asked(made)
+    finally:
+        handle.remove()
+    assert not asked(made)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert asked(made)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert asked(made)
 
 
 def test_a_file_that_is_not_ours_is_ignored_with_a_word_and_made_anew(cache):

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memtrain.activations.trace import fake_forward, repeats
 from memtrain.activations.trace.repeats import repeated_blocks
@@ -42,6 +43,38 @@ class Skips(Net):
         return self.last(sum(seen))
 
 
+class Checkpoints(Net):
+    """Every second block is checkpointed."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for place, block in enumerate(self.h):
+            x = checkpoint(block, x, use_reentrant=False) if place % 2 else block(x)
+        return self.last(x)
+
+
+class Taps(Net):
+    """What one block gives is kept, and normed."""
+
+    def forward(self, x):
+        x, taps = self.first(x), []
+        for place, block in enumerate(self.h):
+            x = block(x)
+            if place == 3:
+                taps.append(nn.functional.layer_norm(x.tanh(), x.shape[-1:]))
+        return self.last(x) + sum(taps).sum()
+
+
+class Repeats(Net):
+    """One of its blocks runs twice."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for place in (0, 1, 2, 2, 3, 4, 5):
+            x = self.h[place](x)
+        return self.last(x)
+
+
 class Shrinks(Net):
     """Its blocks have as many weights each, and half as many rows as the one before."""
 
@@ -65,8 +98,8 @@ def whole(monkeypatch):
     def call(run):
         with monkeypatch.context() as patch:
             predicting = sys.modules[predict.__module__]
-            for module in (fake_forward, cost_model, predicting):
-                patch.setattr(module, "repeated_blocks", lambda model: [])
+            for module in (fake_forward, predicting):
+                patch.setattr(module, "foldable_blocks", lambda model, batch: [])
             return run()
 
     return call
@@ -93,7 +126,8 @@ def test_the_timeline_is_that_of_a_step_through_all_blocks(name, device, whole):
     assert timeline(Net, CONFIGS[name], device) == exact
 
 
-@pytest.mark.parametrize("kind", [Skips, Shrinks])
+@pytest.mark.filterwarnings("ignore:the plan compresses:RuntimeWarning")  # checkpoints' inputs
+@pytest.mark.parametrize("kind", [Skips, Shrinks, Checkpoints, Taps, Repeats])
 def test_blocks_that_differ_in_what_they_are_given_are_all_run(kind, whole):
     assert timeline(kind, "balanced") == whole(lambda: timeline(kind, "balanced"))
     model, optimizer = made(kind)
@@ -109,21 +143,24 @@ def test_the_records_are_those_of_a_forward_through_all_blocks(name, whole):
     assert [len(model.h), len(list(model.h.children()))] == [6, 6]
 
 
-def test_the_work_is_that_of_a_forward_through_all_blocks(whole):
+def test_the_work_of_a_forward_is_that_of_its_blocks_and_of_the_rest():
     model, _ = made(Net)
     paths = [f"h.{k}" for k in range(6)]
     found = cost_model.measure_forward(model, X, paths)
-    assert found == whole(lambda: cost_model.measure_forward(model, X, paths))
     assert len(found) == 7
+    assert len({work.flops for path, work in found.items() if path}) == 1
+    both = model.first.in_features + model.last.out_features
+    flops = 6 * found["h.0"].flops + 2 * len(X) * model.first.out_features * both
+    assert found[""].flops == flops
 
 
-def test_three_blocks_of_a_run_are_run(monkeypatch):
+def test_two_blocks_of_a_run_are_run_twice_and_then_three(monkeypatch):
     model, optimizer = made(Net)
     calls = []
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x: calls.append(1) or forward(self, x))
     predict(model, optimizer, X)
-    assert len(calls) == repeats.KEPT
+    assert len(calls) == 2 + 2 + repeats.KEPT
 
 
 def test_blocks_are_one_run_where_only_their_weights_differ():

@@ -1,0 +1,306 @@
+"""torch's CUDA caching allocator, simulated: what it takes of a device for a list of events.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp, for one stream. A request is rounded up to
+512 bytes. Requests of 1 MiB at most are cut from segments of 2 MiB; requests below 10 MiB from
+segments of 20 MiB; larger ones get a segment of their own, rounded up to 2 MiB. A free block serves
+the smallest request that fits best, and is split where enough remains. Freed neighbours merge. When
+the device has no memory left, cached segments that are wholly free are given back, and the request
+is tried again. With expandable segments a pool has one segment, which grows by pages of 2 or
+20 MiB.
+"""
+
+import os
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memtrain.audit.peak.timeline import NO_STORAGE, NOTHING, STATES, WEIGHTS, Event
+
+UNIT = 512
+"""Requests take a multiple of so many bytes (kMinBlockSize)."""
+SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
+"""The largest request of the small pool (kSmallSize), and its segments (kSmallBuffer)."""
+LARGE, LARGE_SEGMENT = 10 * 2**20, 20 * 2**20
+"""From `LARGE` on a request has a segment of its own (kMinLargeAlloc, kLargeBuffer)."""
+ROUND_LARGE = 2 * 2**20
+"""Own segments take a multiple of so many bytes (kRoundLarge)."""
+
+
+class OutOfMemoryError(Exception):
+    """The simulated device has no memory left."""
+
+
+@dataclass
+class _Block:
+    """A part of a segment; `before` and `after` are its neighbours there."""
+
+    address: int
+    nbytes: int
+    small: bool
+    used: bool = False
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+
+
+@dataclass
+class CachingAllocator:
+    """One stream's blocks of a device.
+
+    Args:
+        capacity: Bytes of the device for segments; None: without limit.
+        expandable: As `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+
+    Raises:
+        OutOfMemoryError: From `allocate`, where the capacity does not suffice.
+
+    Example:
+        >>> allocator = CachingAllocator()
+        >>> block = allocator.allocate(1000)
+        >>> allocator.allocated, allocator.reserved
+        (1024, 2097152)
+        >>> allocator.free(block)
+        >>> allocator.allocated, allocator.reserved
+        (0, 2097152)
+    """
+
+    capacity: int | None = None
+    expandable: bool = False
+    allocated: int = 0
+    """Bytes of blocks that are used."""
+    reserved: int = 0
+    """Bytes of segments."""
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
+    _blocks: dict[int, _Block] = field(default_factory=dict)
+    """Free blocks by address."""
+    _next: int = 0
+    _last: dict[bool, _Block] = field(default_factory=dict)
+    """With expandable segments: the last block of each pool's segment."""
+
+    def allocate(self, nbytes: int) -> _Block:
+        """Take a block.
+
+        Args:
+            nbytes: Asked for.
+        """
+        size = max(UNIT, -(-nbytes // UNIT) * UNIT)
+        small = size <= SMALL
+        block = self._best_fit(size, small) or self._grow(size, small)
+        remaining = block.nbytes - size
+        if remaining >= UNIT if small or self.expandable else remaining > SMALL:
+            self._split(block, size)
+        block.used = True
+        self.allocated += block.nbytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Give a block back, merged with free neighbours."""
+        block.used = False
+        self.allocated -= block.nbytes
+        for other in (block.before, block.after):
+            if other is not None and not other.used:
+                self._take(other)
+                self._merge(block, other)
+        self._put(block)
+
+    def give_back(self) -> None:
+        """Return segments that are wholly free to the device, as `torch.cuda.empty_cache` does."""
+        for block in [*self._blocks.values()]:
+            if block.before is not None:
+                continue
+            if block.after is None:
+                self._take(block)
+                self.reserved -= block.nbytes
+                if self._last.get(block.small) is block:
+                    del self._last[block.small]
+        if self.expandable:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Unmap the whole pages at the end of each expandable segment."""
+        for small, last in [*self._last.items()]:
+            page = SMALL_SEGMENT if small else LARGE_SEGMENT
+            pages = 0 if last.used else last.nbytes // page * page
+            if pages and pages < last.nbytes:
+                self._take(last)
+                last.nbytes -= pages
+                self._put(last)
+                self.reserved -= pages
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
+            return None
+        block = self._blocks[free[place][1]]
+        self._take(block)
+        return block
+
+    def _grow(self, size: int, small: bool) -> _Block:
+        """A new segment, or more pages of the pool's."""
+        if self.expandable:
+            return self._expand(size, small)
+        if small:
+            nbytes = SMALL_SEGMENT
+        else:
+            nbytes = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        self._reserve(nbytes)
+        block = _Block(self._next, nbytes, small)
+        self._next += nbytes + 1  # so that no two segments are neighbours
+        return block
+
+    def _expand(self, size: int, small: bool) -> _Block:
+        last = self._last.get(small)
+        have = last.nbytes if last is not None and not last.used else 0
+        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self._reserve(-(-(size - have) // page) * page)
+        last = self._last.get(small)  # some pages may have been given back
+        have = last.nbytes if last is not None and not last.used else 0
+        pages = -(-(size - have) // page) * page
+        if last is not None and have:
+            self._take(last)
+            last.nbytes += pages
+            return last
+        address = self._next if last is None else last.address + last.nbytes
+        block = _Block(address, pages, small, before=last)
+        if last is None:
+            self._next += 2**50  # of virtual addresses
+        else:
+            last.after = block
+        self._last[small] = block
+        return block
+
+    def _reserve(self, nbytes: int) -> None:
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            self.give_back()
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            raise OutOfMemoryError
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.nbytes - size, block.small)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.nbytes = rest, size
+        if self._last.get(block.small) is block:
+            self._last[block.small] = rest
+        self._put(rest)
+
+    def _merge(self, block: _Block, other: _Block) -> None:
+        first, second = (other, block) if other is block.before else (block, other)
+        after = second.after
+        if self._last.get(block.small) is second:
+            self._last[block.small] = block
+        block.address, block.nbytes = first.address, first.nbytes + second.nbytes
+        block.before, block.after = first.before, after
+        if block.before is not None:
+            block.before.after = block
+        if after is not None:
+            after.before = block
+
+    def _take(self, block: _Block) -> None:
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.nbytes, block.address))]
+        del self._blocks[block.address]
+
+    def _put(self, block: _Block) -> None:
+        insort(self._free[block.small], (block.nbytes, block.address))
+        self._blocks[block.address] = block
+
+
+def expandable_segments() -> bool:
+    """Whether `PYTORCH_CUDA_ALLOC_CONF` (or `PYTORCH_ALLOC_CONF`) asks for expandable segments."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
+
+
+def reserved_nbytes(
+    events: Sequence[Event], categories: Sequence[str], workspaces: Iterable[int] = ()
+) -> int:
+    """The smallest capacity found under which two steps run, by simulating the allocator.
+
+    Without a limit the allocator caches more than a step needs. So a capacity halfway between what
+    is live and what an unlimited device caches is tried, and so on, to 1%.
+
+    Args:
+        events: Of one step, as a recorder lists them; those at its start are what is there before.
+        categories: Of each storage, by its number.
+        workspaces: Bytes that libraries allocate once and keep.
+
+    Returns:
+        Bytes of segments.
+    """
+    held = [*workspaces]
+    free = run_steps(events, categories, held, None)
+    low, high = free.peak_allocated, free.peak_reserved
+    while high - low > max(high // 100, ROUND_LARGE):
+        middle = (low + high) // 2
+        try:
+            high = run_steps(events, categories, held, middle).peak_reserved
+        except OutOfMemoryError:
+            low = middle
+    return high
+
+
+def run_steps(
+    events: Sequence[Event],
+    categories: Sequence[str],
+    workspaces: Sequence[int] = (),
+    capacity: int | None = None,
+) -> CachingAllocator:
+    """Let a simulated allocator serve two steps.
+
+    Args:
+        events: As for `reserved_nbytes`.
+        categories: As for `reserved_nbytes`.
+        workspaces: As for `reserved_nbytes`.
+        capacity: Bytes of the device for segments; None: without limit.
+
+    Returns:
+        The allocator after the second step.
+
+    Raises:
+        OutOfMemoryError: If the capacity does not suffice.
+    """
+    allocator = CachingAllocator(capacity, expandable_segments())
+    begin = next((k for k, event in enumerate(events) if event[0] == NO_STORAGE), 0)
+    blocks: _Blocks = {}
+    _serve(allocator, blocks, {}, events[:begin], categories)
+    for nbytes in workspaces:
+        allocator.allocate(nbytes)
+    before = {*blocks}
+    for _ in range(2):
+        left = {one: blocks.pop(one) for one in [*blocks] if one not in before}
+        # Gradients go before the next step begins; a new state replaces the one of this step.
+        for storage in [one for one in left if categories[one] not in _LASTING]:
+            allocator.free(left.pop(storage)[1])
+        _serve(allocator, blocks, left, events[begin:], categories)
+    return allocator
+
+
+_Blocks = dict[int, tuple[int, _Block]]
+_LASTING = (WEIGHTS, STATES)
+
+
+def _serve(
+    allocator: CachingAllocator,
+    blocks: _Blocks,
+    replaced: _Blocks,
+    events: Iterable[Event],
+    categories: Sequence[str],
+) -> None:
+    """Allocate and free; what takes the place of a storage of the step before frees that one."""
+    for storage, delta, _, _ in events:
+        if storage == NO_STORAGE or categories[storage] == NOTHING:
+            continue
+        nbytes, block = blocks.pop(storage, (0, None))
+        if block is not None:
+            allocator.free(block)
+        if (now := nbytes + delta) > 0:
+            blocks[storage] = now, allocator.allocate(now)
+        if storage in replaced:
+            allocator.free(replaced.pop(storage)[1])

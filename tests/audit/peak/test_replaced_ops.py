@@ -1,0 +1,94 @@
+"""Ops that memtrain replaces are replaced in a predicted step, too: both hold the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
+
+CLAMPS = {
+    "both": lambda x: x.clamp(-9, 9),
+    "greatest": lambda x: x.clamp(max=2),
+    "least": lambda x: x.clamp_min(-1),
+    "torch": lambda x: torch.clamp(x, -1.5, 0.1),
+    "hardtanh": lambda x: nn.functional.hardtanh(x, -0.3, 0.3),
+    "softshrink": lambda x: nn.functional.softshrink(x, 0.1),
+    "relu6": nn.functional.relu6,
+    "threshold": lambda x: nn.functional.threshold(x, 0.1, 0.0),
+    "leaky": lambda x: nn.functional.leaky_relu(x, 0.3),
+}
+
+
+class Ends(nn.Module):
+    def __init__(self, op, dtype):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 512, dtype=dtype), nn.Linear(512, 64, dtype=dtype)
+        self.op = op
+
+    def forward(self, x):
+        return self.last(self.op(self.first(x)))
+
+
+class TanhGELU(nn.Module):
+    """Written out, as transformers' `NewGELUActivation` is."""
+
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class RootMeanSquares(nn.Module):
+    """Written out, as Llama's norm is."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, hidden_states):
+        x = hidden_states.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CLAMPS)
+def test_functions_with_bounds_are_predicted(name, dtype):
+    torch.manual_seed(0)
+    model, batch = Ends(CLAMPS[name], dtype), torch.randn(2048, 64, dtype=dtype)
+    given = model, torch.optim.SGD(model.parameters()), batch
+    predicted, measured = predict(*given, "balanced"), measure(*given, "balanced")
+    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, rel=0.03)
+
+
+@pytest.mark.parametrize("cfg", [None, "balanced", "all_four"])
+def test_a_model_whose_activations_and_norms_are_written_out_is_predicted(cfg):
+    torch.manual_seed(0)
+    blocks = [[RootMeanSquares(64), nn.Linear(64, 256), TanhGELU(), nn.Linear(256, 64)]] * 3
+    model = nn.Sequential(*(layer for block in blocks for layer in block))
+    given = model, torch.optim.AdamW(model.parameters()), torch.randn(1024, 64)
+    predicted, measured = predict(*given, cfg), measure(*given, cfg)
+    assert predicted.peak.phase == measured.peak.phase
+    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "clip", "llama"])
+def test_modules_of_transformers_are_predicted(name):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 256}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        model = transformers.GPT2Model(config)
+    elif name == "clip":
+        config = transformers.CLIPTextConfig(**small, **depth, max_position_embeddings=128)
+        model = transformers.CLIPTextModel(config)
+    else:
+        model = transformers.LlamaModel(transformers.LlamaConfig(**small, **depth))
+    tokens = {"input_ids": torch.randint(0, 64, (16, 128))}
+    options = StepOptions(loss=lambda output: output.last_hidden_state.sum())
+    given = model, torch.optim.SGD(model.parameters()), tokens, "balanced", options
+    predicted, measured = predict(*given), measure(*given)
+    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, rel=0.03)
