@@ -155,7 +155,8 @@ def _lines() -> list[Any]:
 
 def _state() -> tuple[Any, ...]:
     """Whether tensors are saved, by whose hooks, and under which autocast."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else getattr(hooks[0], "__code__", type(hooks[0]))
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return torch.is_grad_enabled(), pack, *autocast

@@ -88,7 +88,7 @@ def run_step(
             recorder.keep(SAVED)
         begin("backward")
         with torch.enable_grad(), corrections():
-            loss.backward()
+            loss.backward() if recorder is None else _backward(loss)
         return loss.detach()
 
     with torch.enable_grad():
@@ -152,6 +152,13 @@ def _adopt_states(recorder: StorageRecorder, optimizer: Optimizer) -> None:
     elsewhere = recorder.apart and isinstance(optimizer, HostStates)
     recorder.adopt(state_tensors(optimizer), NOTHING if elsewhere else STATES)
     recorder.adopt(_held_weights(optimizer), NOTHING if elsewhere else WEIGHTS)
+
+
+def _backward(loss: Tensor) -> None:
+    """`loss.backward()`, but not as a function that a mode is given, and is off meanwhile."""
+    gradient = torch.ones_like(loss)
+    run = torch.autograd.graph._engine_run_backward
+    run((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def default_loss(output: Any) -> Tensor:
