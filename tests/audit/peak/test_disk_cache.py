@@ -112,5 +112,7 @@ def test_predict_reads_it(cache, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters())
     found = predict(model, optimizer, X, None, StepOptions(cache=made))
     assert found == predict(model, optimizer, X)
-    monkeypatch.setattr(sys.modules[predict.__module__], "_predicted", None)
+    monkeypatch.setattr(
+        sys.modules[predict.__module__], "_predicted", lambda *_: pytest.fail("made twice")
+    )
     assert predict(model, optimizer, X, None, StepOptions(cache=made)) == found
