@@ -69,13 +69,18 @@ def predicted_peak(
 ) -> Moment:
     """Predict the moment of a step when most bytes are alive.
 
-        Raises:
-            UnpredictableError: If it cannot be predicted; says why.
-        """
-        if self.sharded:
-            raise UnpredictableError("a step gathers FSDP2's parts, which no prediction knows")
-        timeline = predict(model, optimizer, self.arguments, own, self.options)
-        return with_sums(timeline.needed, 0 if own is None else self.sums(model, own))
+    Args:
+        model: The model before `wrap`.
+        optimizer: Its optimizer.
+        inputs: The model's arguments for the longest microbatch.
+        config: memtrain's config; None for the baseline.
+        options: How the step runs.
+
+    Raises:
+        UnpredictableError: If the peak cannot be predicted; the message says why.
+    """
+    timeline = predict(model, optimizer, inputs, config, options)
+    return with_sums(timeline.needed, 0 if config is None else accumulated_bytes(model, config))
 
 
 def in_keys(advice: str) -> str:
