@@ -82,7 +82,7 @@ def compare(family: str, preset: str, step: str, device: str = "cpu") -> Row:
         "measured_nbytes": real,
         "predicted_over_measured": predicted.peak.nbytes / real,
         "predicted_at": predicted.peak.label,
-        "measured_at": measured.peak.label,
+        "measured_in": measured.peak.phase,
         **{f"predicted_{k.replace(' ', '_')}": v for k, v in sorted(predicted.peak.parts.items())},
     }
 
@@ -134,5 +134,5 @@ BENCHMARK = Benchmark(
     "peaks",
     "the predicted peak of a training step beside a measured one, for twelve model families",
     _jobs,
-    ("family", "preset", "step", "measured_nbytes", "predicted_over_measured", "measured_at"),
+    ("family", "preset", "step", "measured_nbytes", "predicted_over_measured", "predicted_at"),
 )

@@ -187,6 +187,4 @@ def test_what_is_not_told_of_compiled_steps_is_refused():
     with pytest.raises(ValueError, match=r"device 'cuda'.*allowed for a compiled model: cpu"):
         audit(run, optimizer, batch, options=StepOptions(device="cuda"))
     with pytest.raises(ValueError, match=r"MLP is compiled.*before torch.compile"):
-        measure(run, optimizer, batch)
-    with pytest.raises(ValueError, match=r"MLP is compiled.*before torch.compile"):
         fit(run, optimizer, batch, "1GiB")

@@ -92,7 +92,7 @@ def proxy(monkeypatch, gathered):
             "saved activations": sum(record.planned for record in records),
         }
         moment = Moment("backward of last", "backward", sum(parts.values()), parts)
-        return type("Timeline", (), {"peak": moment})
+        return type("Timeline", (), {"peak": moment, "needed": moment})
 
     monkeypatch.setattr(search, "predict", predict)
     monkeypatch.setattr(search, "gather", gather_once)

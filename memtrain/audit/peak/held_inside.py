@@ -196,10 +196,11 @@ def _attention(args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _attention_backward(args: Any, kwargs: Any, result: Any) -> int:
-    """Two blocks of scores for each thread, and a copy as large as the query."""
-    _, query, key = args[:3]
+    """Two blocks of scores per thread, and a copy of a gradient that is not sample by sample."""
+    gradient, query, key = args[:3]
     rows, columns = _split(query.shape[2], key.shape[2])
-    return torch.get_num_threads() * 4 * rows * (2 * columns + 1) + query.nbytes
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
+    return torch.get_num_threads() * 4 * rows * (2 * columns + 1) + copied
 
 
 def _split(queries: int, keys: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The peak of a training step, measured on a real one."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -80,6 +81,7 @@ def measure(
         try:
             run_step(model, optimizer, batch, options)
             optimizer.zero_grad(set_to_none=True)
+            gc.collect()  # cycles of the first step would be freed within the second
             parts = {
                 WEIGHTS: storage_nbytes(weight_tensors(inner)),
                 STATES: storage_nbytes(state_tensors(optimizer), exclude=weight_tensors(inner)),

@@ -65,7 +65,7 @@ def convolution(  # noqa: PLR0913 (torch's own)
     if backend not in _ONEDNN:
         return copied + _columns(backend, x, weight, stride, y, transposed=transposed)
     if _channels_last(x, weight):
-        return _turned(x) + (1 if _is_last(weight) else 2) * weight.nbytes
+        return _turned(x) + _turned(weight) + weight.nbytes
     if groups == 1 and max(padding) > _MOST_PADDING:
         return copied + y.nbytes
     inside = copied + _blocked_weight(weight) + _blocked(x, groups)
@@ -123,8 +123,8 @@ def convolution_backward(  # noqa: PLR0913 (torch's own)
     if _channels_last(x, weight):
         wide = mask[1] and _is_alone(x, groups) and max(weight.shape[2:]) > _MOST_DEPTHWISE
         columns = weight.nbytes * (256 if _lanes() == 16 else 64) if wide else 0
-        copies = (1 if mask[1] else 0) + (1 if _is_last(weight) else 2)
-        return columns + _turned(x) + _turned(dy) + copies * weight.nbytes
+        turned = sum(map(_turned, (x, dy, weight)))
+        return columns + turned + (2 if mask[1] else 1) * weight.nbytes
     of_input = of_weight = 0
     if mask[0]:
         grouped = groups > 1
@@ -263,11 +263,6 @@ def _channels_last(x: Tensor, weight: Tensor) -> bool:
     return x.dim() in (4, 5) and any(
         not t.is_contiguous() and t.is_contiguous(memory_format=form) for t in (x, weight)
     )
-
-
-def _is_last(x: Tensor) -> bool:
-    """Whether a tensor lies channels last, and not in torch's order."""
-    return not x.is_contiguous() and _channels_last(x, x)
 
 
 def _turned(x: Tensor) -> int:

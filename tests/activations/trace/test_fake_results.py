@@ -63,6 +63,4 @@ def test_a_network_of_batch_norms_under_autocast_peaks_where_it_is_said_to():
     x, options = torch.randn(4, 3, 32, 32), StepOptions(autocast=torch.bfloat16)
     given = model, optimizer, x, "balanced", options
     predicted, measured = predict(*given).peak, measure(*given).peak
-    assert predicted.phase == measured.phase
-    # oneDNN's products in 16 bits take up to a MiB that no one declares.
-    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.03, abs=2**17)
+    assert (predicted.phase, predicted.nbytes) == (measured.phase, measured.nbytes)

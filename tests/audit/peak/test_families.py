@@ -11,7 +11,7 @@ def test_a_family_in_every_run():
     peaks = pytest.importorskip("benchmarks.peaks")
     row = peaks.compare("vit", "balanced", "float32")
     assert row["predicted_over_measured"] == pytest.approx(1, abs=0.03)
-    assert row["predicted_at"] == row["measured_at"]
+    assert row["predicted_at"].startswith(row["measured_in"])
 
 
 @pytest.mark.nightly

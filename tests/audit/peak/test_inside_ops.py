@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memtrain.audit.allocations import cpu_allocations
 from memtrain.audit.peak.held_inside import held_inside
 
-SMALL = 64 * 2**10
+BLOCK = 4 * 60 * 60
+"""Bytes of the block through which torch copies a transposed matrix, part by part."""
 
 
 class Inside(TorchDispatchMode):
@@ -103,4 +104,4 @@ def test_an_op_holds_inside_what_it_declares(name, dense):
         y = CASES[name]()
         (y.square() if dense else y).sum().backward()
     for func, declared, allocated in inside.rows:
-        assert declared == pytest.approx(allocated, rel=0.03, abs=SMALL), func
+        assert declared == pytest.approx(allocated, rel=0.03, abs=BLOCK), func

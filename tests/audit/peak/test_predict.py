@@ -92,6 +92,16 @@ CONFIGS = {
 }
 
 
+NUMBERS = 8 + 4
+"""Bytes of a Python number that an op is given, as float64 and cast: no mode sees these tensors."""
+
+
+def torch_products(*, in_16_bits):
+    """Torch's own products of 16-bit floats: oneDNN's hold scratch that depends on the CPU."""
+    return torch.backends.mkldnn.flags(enabled=False) if in_16_bits else nullcontext()
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 @pytest.mark.parametrize(
     ("name", "autocast"),
     [*((name, None) for name in CONFIGS), ("plain", torch.bfloat16), ("all_four", torch.bfloat16)],
@@ -99,10 +109,10 @@ CONFIGS = {
 def test_the_peak_is_that_of_a_real_step(name, autocast):
     model, optimizer, batch = net_case()
     options = StepOptions(autocast=autocast)
-    predicted = predict(model, optimizer, batch, CONFIGS[name], options)
-    measured = measure(model, optimizer, batch, CONFIGS[name], options)
-    scratch = 0 if autocast is None else 2**17  # of oneDNN's products in 16 bits
-    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, rel=0.03, abs=scratch)
+    with torch_products(in_16_bits=autocast is not None or name == "all_four"):
+        predicted = predict(model, optimizer, batch, CONFIGS[name], options)
+        measured = measure(model, optimizer, batch, CONFIGS[name], options)
+    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, rel=0.03)
     assert predicted.peak.phase == measured.peak.phase
     phases = [moment.phase for moment in predicted.moments]
     assert phases == sorted(phases, key=["forward", "backward", "step"].index)
@@ -113,7 +123,8 @@ def test_checkpointed_activations_are_alive_again_in_the_backward_only(again):
     model, optimizer, batch = net_case(again)
     predicted = predict(model, optimizer, batch)
     real = measure(model, optimizer, batch).peak.nbytes
-    assert predicted.peak.nbytes == pytest.approx(real, rel=0.01)
+    # No op allocates the random state that checkpoint keeps; a GPU's step keeps it on the host.
+    assert predicted.peak.nbytes == real - torch.get_rng_state().nbytes
     recomputed = [m for m in predicted.moments if m.parts.get("recomputed activations")]
     assert {moment.phase for moment in recomputed} == {"backward"}
     assert any(m.label == "recomputing block.0 / addmm" for m in recomputed)
@@ -137,7 +148,7 @@ def test_released_gradients_come_and_go():
         moments = predict(model, optimizer, torch.ones(32, 64), cfg).moments
         assert max(moment.parts.get("gradients", 0) for moment in moments) == most
         real = measure(model, optimizer, torch.ones(32, 64), cfg).peak.nbytes
-        assert max(m.nbytes for m in moments) == pytest.approx(real, rel=0.03)
+        assert max(m.nbytes for m in moments) == real
 
 
 def test_the_vectors_of_a_factored_step_on_cuda():
@@ -179,7 +190,7 @@ def test_a_step_in_pure_torch_holds_what_it_makes(dtype, preset):
     served = backend("reference") if dtype == torch.float32 else nullcontext()
     with served:
         predicted, measured = (run(model, optimizer, x, preset) for run in (predict, measure))
-    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, abs=256)
+    assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, abs=NUMBERS)
     assert predicted.peak.parts["temporaries"] > 3 * model[1].weight.nbytes
 
 
@@ -320,7 +331,8 @@ def test_two_passes_of_clipping_are_simulated():
     cfg = {**OFF, "gradients": "release", "release": {"clip": "two_pass"}}
     predicted = predict(model, optimizer, torch.ones(32, 64), cfg)
     real = measure(model, optimizer, torch.ones(32, 64), cfg).peak.nbytes
-    assert predicted.peak.nbytes == pytest.approx(real, rel=0.03)
+    kept = torch.get_rng_state().nbytes  # for the second pass; no op allocates it
+    assert predicted.peak.nbytes == pytest.approx(real - kept, abs=NUMBERS)
 
 
 def test_a_fake_model_is_as_a_real_one_and_neither_is_changed():
