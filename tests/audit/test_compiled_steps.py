@@ -14,7 +14,6 @@ from memtrain.audit import audit
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 from memtrain.audit.peak import StepOptions
-from memtrain.audit.peak.measure import measure
 from memtrain.planner import fit
 
 # inductor's partition of a graph, run op by op: nothing is generated

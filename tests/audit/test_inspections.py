@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from memtrain.gradient_quality import gradient_quality
 from torch import nn
 from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import spectral_norm
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import memtrain
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
-from memtrain.gradient_quality import gradient_quality
 from memtrain.planner import make_plan
 
 INSPECTIONS = {
