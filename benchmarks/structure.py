@@ -26,10 +26,10 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 54_800,
-    "lines of the tests": 46_300,
-    "lines of experiments and benchmarks": 4_760,
-    "classes": 255,
+    "lines of the package": 55_550,
+    "lines of the tests": 46_800,
+    "lines of experiments and benchmarks": 5_200,
+    "classes": 266,
     f"files above {LONGEST} lines": 24,
     "private words in the package": 190,
     "private words in identifiers": 82,
