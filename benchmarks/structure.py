@@ -28,7 +28,7 @@ LONGEST = 450
 LIMITS = {
     "lines of the package": 55_550,
     "lines of the tests": 46_800,
-    "lines of experiments and benchmarks": 5_200,
+    "lines of experiments and benchmarks": 5_210,
     "classes": 266,
     f"files above {LONGEST} lines": 24,
     "private words in the package": 190,

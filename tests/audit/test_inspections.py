@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from memtrain.gradient_quality import gradient_quality
 from torch import nn
 from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import spectral_norm
@@ -29,9 +28,7 @@ INSPECTIONS = {
     ),
     "budget": lambda m, o, x: make_plan(m, o, batch=x, budget="64MiB"),
     "wrapped": lambda m, o, x: memtrain.unwrap(*memtrain.wrap(m, o, "balanced", batch=x)),
-    "gradient quality": lambda m, o, x: gradient_quality(
-        m, x, "balanced", seeds=(0, 1), per_site=False, warn=False
-    ),
+    "verify": lambda m, o, x: memtrain.verify(m, x, "balanced"),
 }  # fmt: skip
 
 
