@@ -17,7 +17,7 @@ from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.fit import FLOATS
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.known_ops import ATTENTION, attention_name
-from memtrain.activations.saved.site import OWN_INPUT, UNKNOWN_OP, Site
+from memtrain.activations.saved.site import OWN_INPUT, UNKNOWN_OP, UNKNOWN_READER, Site
 
 aten = torch.ops.aten
 
@@ -86,6 +86,19 @@ expand_as cat stack split chunk unbind to float half bfloat16 type type_as conti
 unsqueeze squeeze flatten unflatten pad roll flip narrow select repeat repeat_interleave tile
 __getitem__ movedim swapaxes swapdims t
 """
+# As `SavedBy.readers` of the table: op whose result is saved -> ops that may read it compressed.
+_PRODUCTS = """
+linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum grouped_mm __matmul__ __rmatmul__
+"""
+_READERS = {
+    "softmax": frozenset(_PRODUCTS.split()),
+    "exp": frozenset([*_PRODUCTS.split(), "mul", "multiply", "__mul__", "__rmul__"]),
+}
+_SAME_TEXT = """
+dropout where masked_fill to float half bfloat16 type type_as contiguous clone view reshape
+transpose permute expand expand_as unsqueeze squeeze flatten unflatten t
+"""
+_SAME_VALUES = frozenset(_SAME_TEXT.split())
 _NONLINEAR = tuple(name for name in FAMILIES["@nonlinear"] if "_tanh" not in name)
 _OPERATORS = (operator.mul, operator.imul, operator.matmul, operator.add, operator.iadd)
 _OPERATORS += (operator.sub, operator.isub, operator.neg, operator.getitem)
@@ -226,7 +239,25 @@ class GraphSites:
         if x.dtype in FLOATS and base not in self._differentiable and not self._is_data(base, uses):
             return "no gradient reaches it: a mask, or a table of positions"
         if any(use.site.tensor == "saved" for use in uses):
-            return self._statistic(saved, x)
+            return self._statistic(saved, x) or self._unknown_reader(base, uses)
+        return ""
+
+    def _unknown_reader(self, base: Node, uses: list[Use]) -> str:
+        """Say that an op reads a result which may not be compressed for it, or nothing."""
+        op = next((use.site.op for use in uses if use.site.tensor == "saved"), "")
+        readers = _READERS.get(op)
+        waiting, seen = [base] if readers is not None else [], set[Node]()
+        while waiting:
+            for user in waiting.pop().users:
+                if user.op == "output" or user in seen:
+                    continue
+                name = source_name(user.meta.get("source_fn_stack"))
+                own = name == op and user.meta.get("seq_nr") == base.meta.get("seq_nr")
+                if own or name in _SAME_VALUES:
+                    seen.add(user)
+                    waiting.append(user)
+                elif readers is not None and name not in readers:
+                    return UNKNOWN_READER
         return ""
 
     def _statistic(self, saved: Node, x: Tensor) -> str:

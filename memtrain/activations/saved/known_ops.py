@@ -37,6 +37,21 @@ WIDE_ATTENTION = "wide_dot_product_attention"
 """The same with heads of 256 or more, whose scores have a larger error from 8-bit codes."""
 WIDE = 256
 
+_F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def node_classes(*names: str) -> frozenset[type]:
+    """Return the classes of autograd's nodes of these names that this version of torch has."""
+    return frozenset(getattr(_F, name) for name in names if hasattr(_F, name))
+
+
+PRODUCTS = node_classes(
+    *("MmBackward0", "BmmBackward0", "AddmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"),
+    *("MvBackward0", "AddmvBackward0", "GroupedMmBackward0"),
+)
+"""Nodes of matrix products, whose gradient for one factor does not grow where that is small."""
+MULTIPLIES = node_classes("MulBackward0")
+
 Reason = str
 Node = Any
 Name = str | Callable[[Node, Any], str]
@@ -53,6 +68,9 @@ class SavedBy:
         reason: Why the tensor may be compressed.
         allows: Whether this node is one where the reason holds; None: each one is.
         limit: The number below which all indices lie.
+        readers: Nodes of the ops that may read a result; with another reader, the result is kept.
+            A logarithm's or quotient's gradient is largest where the result is smallest, which is
+            where the error of its codes is largest in proportion. None: any op.
     """
 
     attribute: str
@@ -60,6 +78,7 @@ class SavedBy:
     reason: Reason
     allows: Callable[[Node], bool] | None = None
     limit: Callable[[Node], int] | None = None
+    readers: frozenset[type] | None = None
 
     def register_hooks(
         self, node: Node, pack: Callable[..., Any], unpack: Callable[..., Any]
@@ -246,7 +265,9 @@ TABLE: tuple[KnownOp, ...] = (
     KnownOp("AddmvBackward0", "matmul", _two("mat", "vec")),
     KnownOp("GroupedMmBackward0", "grouped_mm", _two("self", "mat2")),
     KnownOp("MulBackward0", "mul", _two("self", "other")),
-    KnownOp("ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR),)),
+    KnownOp(
+        "ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR, readers=PRODUCTS | MULTIPLIES),)
+    ),
     KnownOp("PowBackward0", _power, (SavedBy("self", "input", LINEAR, _is_square),)),
     KnownOp(
         "ConvolutionBackward0",
@@ -268,8 +289,14 @@ TABLE: tuple[KnownOp, ...] = (
             ("FusedAttentionOverrideable", "output"),
         )
     ),
-    KnownOp("SoftmaxBackward0", "softmax", (SavedBy("result", "saved", PROBABILITIES),)),
-    KnownOp("SafeSoftmaxBackward0", "softmax", (SavedBy("result", "saved", PROBABILITIES),)),
+    *(
+        KnownOp(
+            f"{kind}SoftmaxBackward0",
+            "softmax",
+            (SavedBy("result", "saved", PROBABILITIES, readers=PRODUCTS),),
+        )
+        for kind in ("", "Safe")
+    ),
     KnownOp("LogSoftmaxBackward0", "log_softmax", (SavedBy("result", "saved", LOGARITHM),)),
     KnownOp("NllLossBackward0", "nll_loss", (SavedBy("self", "input", SHAPE),)),
     KnownOp("NllLoss2DBackward0", "nll_loss", (SavedBy("self", "input", SHAPE),)),
@@ -344,8 +371,6 @@ KNOWN: dict[type, KnownOp] = {
 }
 """Class of a node -> the row of its op."""
 
-_F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
-
 MASKS = ("attn_mask", "attn_bias", "5")
 """Attributes under which attention, and `stand_in`, hold the bias that is made of a mask."""
 
@@ -371,11 +396,6 @@ OWN: set[type] = set()
 """Classes of the nodes of memtrain's own autograd Functions, which save payloads."""
 
 
-def node_classes(*names: str) -> frozenset[type]:
-    """Return the classes of autograd's nodes of these names that this version of torch has."""
-    return frozenset(getattr(_F, name) for name in names if hasattr(_F, name))
-
-
 VIEWS = node_classes(
     *("AliasBackward0", "AsStridedBackward0", "DiagonalBackward0", "ExpandBackward0"),
     *("PermuteBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0"),
@@ -386,6 +406,14 @@ VIEWS = node_classes(
 """Nodes that write nothing: their output is their input's memory."""
 CASTS = node_classes("ToCopyBackward0")
 """Nodes that copy their input in another dtype."""
+SAME_VALUES = (
+    VIEWS
+    | CASTS
+    | node_classes(
+        *("CloneBackward0", "MaskedFillBackward0", "NativeDropoutBackward0", "WhereBackward0"),
+    )
+)
+"""Nodes whose output has elements of their input, times one number, or 0."""
 SENTINELS = node_classes(
     *("ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0"),
     *("LogSoftmaxBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),

@@ -33,6 +33,7 @@ from memtrain.activations.saved.known_ops import (
 from memtrain.activations.saved.liveness import Watched, still_held
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_entry
+from memtrain.activations.saved.readers import Readers
 from memtrain.activations.saved.site import (
     CHECKPOINT_INPUT,
     CUSTOM_FUNCTION,
@@ -41,6 +42,7 @@ from memtrain.activations.saved.site import (
     OWN_INPUT,
     RECOMPUTE,
     UNKNOWN_OP,
+    UNKNOWN_READER,
     Record,
     Site,
 )
@@ -107,6 +109,7 @@ class SavedTensors:
     def _reset(self) -> None:
         self.store = Store()
         self.derived = DerivedOutputs(self.store)
+        self.readers = Readers()
         self.bool_mask = False
         """Whether the op that runs now was given an attention mask of bools."""
         self.attention = ""
@@ -161,6 +164,7 @@ class SavedTensors:
             known = None if foreign(x) else self.store.get(storage_id(x))
             if known is not None and not known.is_kept:
                 known.keep(x.detach())
+        self.readers.end()
         records = self._records
         self._reset()
         return None if records is None else still_held(records)
@@ -214,32 +218,24 @@ class SavedTensors:
             function: The torch function that was called, for the op's name in sites.
             module: Path of the module whose forward runs.
         """
-        if isinstance(result, Tensor):
-            node = result.grad_fn
-            if node is None or node._sequence_nr() < self._mark:
-                return
-            nodes = [node]
-        elif isinstance(result, tuple | list):
-            nodes = [x.grad_fn for x in result if isinstance(x, Tensor) and x.grad_fn is not None]
-            if not nodes:
-                return
-        else:
+        results = (result,) if isinstance(result, Tensor) else result
+        if not isinstance(results, tuple | list):
             return
-        mark, visited = self._mark, set[int]()
+        nodes = [x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
+        new: dict[int, Any] = {}
         while nodes:
             node = nodes.pop()
             number = node._sequence_nr()
-            if number < mark or number in visited or number == _LEAF:
-                continue
-            visited.add(number)
-            for above, _ in node.next_functions:
-                if above is not None:
-                    nodes.append(above)
-            self._visit(node, function, module)
-        if visited:
+            if self._mark <= number != _LEAF and number not in new:
+                new[number] = node
+                nodes += [above for above, _ in node.next_functions if above is not None]
+        for number in sorted(new):  # as they were made
+            self._visit(new[number], function, module)
+        if new:
             self._mark = _get_sequence_nr()
 
     def _visit(self, node: Any, function: Any, module: str) -> None:
+        self.readers.visit(node)
         kind = type(node)
         row = KNOWN.get(kind)
         if row is None:
@@ -345,11 +341,22 @@ class SavedTensors:
             self._record(x, site, 0, "", NOT_READ, handle)
             return
         claimed = chosen != NO_RULE
-        chosen = self._exact(x, claimed=claimed) or chosen
+        exact = self._exact(x, claimed=claimed)
+        chosen = exact or chosen
         if isinstance(chosen, Keep) or chosen.is_identity:
             self._keep_small(node, saved, site, x, chosen)
             return
-        self._compress(node, saved, site, x, chosen)
+        if saved.readers is None or exact is not None:
+            self._compress(node, saved, site, x, chosen)
+            return
+
+        def save(compress: bool) -> None:
+            if compress:
+                self._compress(node, saved, site, x, chosen)
+            else:
+                self._keep(x, site, UNKNOWN_READER, node, saved.attribute)
+
+        self.readers.add(node, x, self.store.of(x, number), saved.readers, save)
 
     def _choice(self, site: Site, saved: SavedBy, node: Any, x: Tensor) -> Compressor | Keep:
         """Return the compressor for a saved tensor, a function of its op, site and metadata."""
@@ -459,10 +466,14 @@ class SavedTensors:
         """
         y = result if isinstance(result, Tensor) else result[0]
         node: Any = y.grad_fn
-        while node is not None and type(node) not in OWN:  # below views and casts
+        above: list[Any] = []  # views and casts
+        while node is not None and type(node) not in OWN:
+            above.append(node)
             node = node.next_functions[0][0] if node.next_functions else None
         if node is None or node._sequence_nr() < self._mark:  # of an earlier op
             return
+        for one in (node, *reversed(above)):
+            self.readers.visit(one, passes=one is not node or site.op == "dropout")
         if self.derive_outputs and isinstance(result, Tensor):
             self.derived.add(y, site.op)
         if self.watch is not None:

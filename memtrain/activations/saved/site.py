@@ -15,6 +15,7 @@ CHECKPOINT_INPUT = Keep("a checkpointed module's input")
 """Why they are kept as they are."""
 CUSTOM_FUNCTION = "saved by a custom autograd Function"
 UNKNOWN_OP = "memtrain does not know"
+UNKNOWN_READER = "an op reads it whose gradient may be largest where it is smallest"
 NO_RULE = Keep("no rule matches")
 OWN_INPUT = "the model's own input: stays alive anyway"
 FOREIGN_HOOKS = "saved-tensor hooks of someone else are on"

@@ -70,7 +70,7 @@ def rounding_of(call, inner, exact, dtype):
     largest argument.
     """
     eps = torch.finfo(dtype).eps
-    sizes = [x.abs().max() for x in call.tensors if x.is_floating_point() and x.numel()]
+    sizes = [x.detach().abs().max() for x in call.tensors if x.is_floating_point() and x.numel()]
     largest = max([1.0, *(float(x) for x in sizes if x.isfinite())])
     own = 4 * eps * max(float(exact[exact.isfinite()].norm()), 1.5 * largest)
     if call.function is None:

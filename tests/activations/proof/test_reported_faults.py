@@ -26,9 +26,6 @@ from tests.activations.proof.faults import (
     of_parts,
 )
 
-pytestmark = pytest.mark.nightly
-
-
 # 1. composites run as the ops that they consist of
 
 

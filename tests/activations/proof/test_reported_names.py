@@ -25,9 +25,6 @@ from tests.activations.proof.faults import (
     of_parts,
 )
 
-pytestmark = pytest.mark.nightly
-
-
 # 4. each name of an op is the op
 
 
@@ -221,6 +218,7 @@ def test_an_op_on_no_list_is_exact_or_right_on_average(name):
     assert_sound(After(OTHERS[name]), inputs())
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch, at deepcopy
 def test_an_exported_module_is_as_good_as_the_module():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 8)), inputs()

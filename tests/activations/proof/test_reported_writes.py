@@ -30,9 +30,6 @@ from tests.activations.proof.faults import (
     of_parts,
 )
 
-pytestmark = pytest.mark.nightly
-
-
 # 6. what one op's result feeds into another
 
 
