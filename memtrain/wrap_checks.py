@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from memtrain.config.sources import Config
@@ -57,6 +58,12 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
     own = set(model.parameters())
     if not own:
         raise ValueError(f"this {type(model).__name__} has no parameters: nothing to train")
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]} has no shape yet (lazy modules): run one forward, then make the optimizer "
+            "and wrap both"
+        )
     stepped = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     unknown = sum(p not in own for p in stepped)
     if unknown and in_zero(own):

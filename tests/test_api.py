@@ -546,3 +546,10 @@ def test_a_copy_of_both_follows_its_own_ddp():
         assert (pair[1].follows, other.follows) == (False, True)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_lazy_module_is_refused_by_name():
+    model = nn.Sequential(nn.LazyLinear(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
+        memtrain.wrap(model, optimizer, "balanced")

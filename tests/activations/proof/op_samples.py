@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -156,6 +157,8 @@ def module_steps(info, dtype, count, training):
             continue
         built, given = sample.constructor_input, sample.forward_input
         module = info.module_cls(*built.args, **built.kwargs).to("cpu", dtype).train(training)
+        if isinstance(module, LazyModuleMixin):
+            module(*given.args, **given.kwargs)
         calls.append(Call(None, tuple(given.args), given.kwargs, number=len(own)))
         own.append(module)
     return own, calls

@@ -38,9 +38,10 @@ from tests.activations.proof.op_samples import (
     steps_of,
 )
 
-pytestmark = pytest.mark.nightly
-
-
+pytestmark = [
+    # torch's own, of its database's arguments
+    pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|enable_nested_tensor):UserWarning"),
+]
 STEPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SHARE = 8
@@ -89,17 +90,17 @@ def _gradient(call, inner):
     return None if found.error or not found.grads else flat(found.grads)
 
 
-def slack_of(op, call, baseline, dtype):
+def slack_of(name, call, baseline, dtype):
     """Half of the range of f', times the gradient of the result: no code of f' is further off.
 
     None for what is no pointwise nonlinearity, whose gradient takes no code.
     """
-    if op.name.split(".")[-1] not in FAMILIES or not dtype.is_floating_point:
+    if name not in FAMILIES or not dtype.is_floating_point:
         return None
     if len(call.tensors) > 1:  # prelu's slopes are a tensor
         return None
     x = torch.linspace(-20, 20, 4001).requires_grad_()
-    y = call.function(x, *call.to(torch.float32).args[1:], **call.kwargs)
+    y = call.function(x * 1, *call.to(torch.float32).args[1:], **call.kwargs)
     (slopes,) = torch.autograd.grad(y.sum(), x)
     (grads,) = baseline.grads
     weights = 1.5  # the largest of `comparison.weights`
@@ -107,8 +108,8 @@ def slack_of(op, call, baseline, dtype):
     return float((slopes.max() - slopes.min()) / 2 * weights + rounding)
 
 
-def compare(call, model, mine, inner, dtype, op=None):
-    """The verdict on one step, and None where the step shows nothing."""
+def compare(call, model, mine, inner, dtype, name):
+    """The verdict on one step, and None where the step shows nothing; `name`: of the op."""
 
     def result(which):
         run, leaves = call.fresh(inner)
@@ -125,8 +126,14 @@ def compare(call, model, mine, inner, dtype, op=None):
     rounding, slack = 0.0, None
     if not baseline.error and not all_same(first.grads, baseline.grads):
         rounding = rounding_of(call, inner, flat(baseline.grads), dtype)
-        slack = slack_of(op, call, baseline, dtype) if op is not None else None
-    return judge(baseline, first, lambda: result(mine), rounding, slack)
+        plain = call if call.function else call._replace(function=model.own[call.number])
+        slack = slack_of(name, plain, baseline, dtype)
+    verdict = judge(baseline, first, lambda: result(mine), rounding, slack)
+    if verdict.kind == "another value":  # LAPACK's may differ by where in memory its inputs lie
+        again = [result(model) for _ in range(8)]
+        if not all(all_same(baseline.values, one.values) for one in again):
+            return None
+    return verdict
 
 
 def check(verdicts, record_property):
@@ -160,7 +167,7 @@ def largest_accepted(call, model, inner):
 
 
 def verdicts_of(op, dtype, form, preset):
-    calls = steps_of(op, dtype, STEPS, form)
+    calls, name = steps_of(op, dtype, STEPS, form), op.name.split(".")[-1]
     verdicts = {}
     for inner in (False, True):
         model, mine = Holder(), wrapped(Holder(), preset, 0)
@@ -169,7 +176,7 @@ def verdicts_of(op, dtype, form, preset):
             steps += [(i, "large", largest_accepted(c, model, inner)) for i, c in enumerate(calls)]
         for i, size, call in steps:
             where = f"step {i}, {size}, {'inner' if inner else 'leaf'}"
-            verdicts[where] = compare(call, model, mine, inner, dtype, op) if call else None
+            verdicts[where] = compare(call, model, mine, inner, dtype, name) if call else None
     return strict(verdicts, preset)
 
 
@@ -184,14 +191,14 @@ def test_an_op_is_right_under_balanced(op, dtype, form, record_property):
 
 
 def verdicts_of_module(info, dtype, preset):
-    verdicts = {}
+    verdicts, name = {}, info.module_cls.__name__.lower()
     for training in (True, False):
         own, calls = module_steps(info, dtype, STEPS, training)
         for inner in (False, True):
             model, mine = Holder(own), wrapped(Holder(copy.deepcopy(own)), preset, 0)
             for i, call in enumerate(calls):
                 where = f"step {i}, {'inner' if inner else 'leaf'}, training {training}"
-                verdicts[where] = compare(call, model, mine, inner, dtype)
+                verdicts[where] = compare(call, model, mine, inner, dtype, name)
     return strict(verdicts, preset)
 
 
