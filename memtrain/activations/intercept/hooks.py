@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,25 +44,6 @@ from memtrain.activations.saved.site import OTHER_THREAD, Record, Site
 _CALL = nn.Module._call_impl.__code__
 
 
-class Rounding(Protocol):
-    """A torch function mode that rounds, or records, the weights and results of ops."""
-
-    module: str
-    """Path of the module whose forward runs."""
-
-    def attach(self, saved: SavedTensors) -> None:
-        """Take the `SavedTensors` of the forwards."""
-        ...
-
-    def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin the outermost forward, of `module`; returns its arguments."""
-        ...
-
-    def end(self, output: Any, *, completed: bool) -> Any:
-        """End the outermost forward; `completed` is False where an exception ended it."""
-        ...
-
-
 class Interception:
     """Compresses what a model's forward saves for backward; the model's code is not touched.
 
@@ -78,7 +59,8 @@ class Interception:
         seed: Feeds the keys of stochastic rounding.
         on_saved: Called with the records of a forward, once for each module that one has started
             from.
-        rounding: A mode that runs between the replaced ops and the visits of their nodes.
+        rounding: A `ForwardRounding`, or one that records: a mode that runs between the replaced
+            ops and the visits of their nodes.
         compresses: Whether anything is done to saved tensors.
     """
 

@@ -1,8 +1,8 @@
 """Whether a forward is an interception's own: others may trace, transform, or hold hooks."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,29 +13,24 @@ from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
 _HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Tracing(threading.local):
-    """The interception that traces in this thread; others' forwards are compressed as ever."""
-
-    only: object | None = None
-
-
-_tracing = _Tracing()
+_tracing: ContextVar[object | None] = ContextVar("tracing", default=None)
+"""The interception that traces in this thread; others' forwards are compressed as ever."""
 
 
 def suspended(interception: object) -> bool:
     """Whether another interception traces a forward."""
-    only = _tracing.only
+    only = _tracing.get()
     return only is not None and only is not interception
 
 
 @contextmanager
 def suspend_others(interception: object) -> Iterator[None]:
     """Inside the block every other interception leaves forwards alone."""
-    outer, _tracing.only = _tracing.only, interception
+    token = _tracing.set(interception)
     try:
         yield
     finally:
-        _tracing.only = outer
+        _tracing.reset(token)
 
 
 def saves() -> bool:

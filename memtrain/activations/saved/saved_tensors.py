@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from memtrain.activations.saved.known_ops import (
     SavedBy,
 )
 from memtrain.activations.saved.liveness import Watched, still_held
+from memtrain.activations.saved.node_tensors import FUNCTION, is_function, saved_names, tensors_of
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_entry
 from memtrain.activations.saved.readers import Readers
@@ -243,7 +243,7 @@ class SavedTensors:
                 self._keep_unknown(node, function, module)
             return
         # Read before hooks are on the node: what is read later is decompressed.
-        tensors, op = dict(_tensors_of(node, saved_names(kind))), row.op(node, function)
+        tensors, op = dict(tensors_of(node, saved_names(kind))), row.op(node, function)
         seen: set[str] = set()
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
@@ -296,11 +296,11 @@ class SavedTensors:
             return
         name = str(getattr(function, "__name__", node.name())).strip("_")
         why = f"{UNKNOWN_OP} {node.name()}"
-        if names is _FUNCTION:
+        if names is FUNCTION:
             name, why = "autograd.Function", CUSTOM_FUNCTION
         if type(node) is CHECKPOINT:
             name, why = RECOMPUTE, CHECKPOINT_INPUT.reason
-        for attribute, x in _tensors_of(node, names):
+        for attribute, x in tensors_of(node, names):
             site = Site(module, name, "saved")
             exact = self._exact(x) if self.lossless is not None and attribute else None
             if exact is None:
@@ -569,55 +569,7 @@ _DROPOUTS = callables("dropout")
 _WRITTEN_OUT = ("matmul", "softmax", "mul")
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
 _LEAF = 2**64 - 1  # number of the nodes that accumulate gradients
-_FUNCTION = ("saved_tensors",)
 
 
 def _unpack(handle: Any) -> Tensor:
     return handle.unpack()
-
-
-def is_function(node: type) -> bool:
-    """Whether nodes of a class are those of an `autograd.Function` written in Python."""
-    return issubclass(node, torch.autograd.function.BackwardCFunction)
-
-
-@lru_cache(maxsize=4096)
-def saved_names(node: type) -> tuple[str, ...]:
-    """Return the attributes under which nodes of a class hold saved tensors.
-
-    Args:
-        node: Class of a node.
-
-    Example:
-        >>> saved_names(type((torch.ones(2, requires_grad=True) * torch.ones(2)).grad_fn))
-        ('other', 'self')
-    """
-    if is_function(node):
-        # What a compiled graph saves is recorded, and compressed, where the graph is compiled.
-        compiled = hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
-        return () if compiled else _FUNCTION
-    prefix = "_raw_saved_"
-    return tuple(name[len(prefix) :] for name in dir(node) if name.startswith(prefix))
-
-
-def _tensors_of(node: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return what a node saves, and under which attribute, "" where no hooks can be registered.
-
-    Nothing of what was modified since: its backward refuses that.
-    """
-    found: list[tuple[str, Tensor]] = []
-    for name in names:
-        try:
-            value = node.saved_tensors if names is _FUNCTION else getattr(node, f"_saved_{name}")
-        except RuntimeError:
-            continue
-        if isinstance(value, Tensor):
-            found.append((name, value))
-        elif isinstance(value, tuple | list):
-            of_function = names is _FUNCTION
-            found += [
-                (str(index) if of_function else "", x)
-                for index, x in enumerate(value)
-                if isinstance(x, Tensor)
-            ]
-    return found

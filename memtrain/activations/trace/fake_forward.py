@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
-from memtrain.activations.intercept.hooks import Interception, Rounding
+from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.saved_tensors import Choose
@@ -40,7 +40,7 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
     choose: Choose,
     options: Options = Options(),  # noqa: B008 (a frozen value)
     dtypes: Mapping[Tensor, torch.dtype] | None = None,
-    rounding: Rounding | None = None,
+    rounding: Any = None,
     *,
     plain: bool = False,
     observe: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
@@ -108,7 +108,7 @@ class _Forward(NamedTuple):
     batch: Any
     options: Options
     dtypes: Mapping[str, torch.dtype]
-    rounding: Rounding | None
+    rounding: Any
     observe: Callable[[nn.Module], AbstractContextManager[Any]] | None
     plain: bool
 

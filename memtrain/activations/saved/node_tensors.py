@@ -1,0 +1,58 @@
+"""What a node of autograd saves, under which attributes."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FUNCTION = ("saved_tensors",)
+"""Where an `autograd.Function` of Python holds its saved tensors."""
+
+
+def is_function(node: type) -> bool:
+    """Whether nodes of a class are those of an `autograd.Function` written in Python."""
+    return issubclass(node, torch.autograd.function.BackwardCFunction)
+
+
+@lru_cache(maxsize=4096)
+def saved_names(node: type) -> tuple[str, ...]:
+    """Return the attributes under which nodes of a class hold saved tensors.
+
+    Args:
+        node: Class of a node.
+
+    Example:
+        >>> saved_names(type((torch.ones(2, requires_grad=True) * torch.ones(2)).grad_fn))
+        ('other', 'self')
+    """
+    if is_function(node):
+        # What a compiled graph saves is recorded, and compressed, where the graph is compiled.
+        compiled = hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
+        return () if compiled else FUNCTION
+    prefix = "_raw_saved_"
+    return tuple(name[len(prefix) :] for name in dir(node) if name.startswith(prefix))
+
+
+def tensors_of(node: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Return what a node saves, and under which attribute, "" where no hooks can be registered.
+
+    Nothing of what was modified since: its backward refuses that.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for name in names:
+        try:
+            value = node.saved_tensors if names is FUNCTION else getattr(node, f"_saved_{name}")
+        except RuntimeError:
+            continue
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, tuple | list):
+            of_function = names is FUNCTION
+            found += [
+                (str(index) if of_function else "", x)
+                for index, x in enumerate(value)
+                if isinstance(x, Tensor)
+            ]
+    return found
