@@ -338,10 +338,10 @@ def intercepted(model, choose, min_elements=1):
 # Compressed by hooks: the second derivative is that of the decompressed tensors.
 HOOKED = {
     "square": torch.square,
-    "softmax": lambda x: torch.softmax(x, -1),
+    "softmax": lambda x: torch.softmax(x, -1) @ torch.eye(16),
     "matmul": lambda x: x @ x.t(),
     "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
+    "exp": lambda x: torch.exp(x) * 1,
 }
 # Functions of ours: a payload has no second derivative.
 REPLACED = {

@@ -40,7 +40,8 @@ from tests.activations.proof.op_samples import (
 
 pytestmark = [
     # torch's own, of its database's arguments
-    pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|enable_nested_tensor):UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|nested_tensor):UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(new feature|should be replaced):UserWarning"),
 ]
 STEPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
