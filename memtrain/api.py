@@ -32,13 +32,12 @@ from memtrain.optim.wrappers.apply import (
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
-from memtrain.plan.unmet import FirstStep
+from memtrain.plan.unmet import FirstStep, Untrained
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrap_checks import check_given, check_optimizers
 from memtrain.wrapped import (
     ATTRIBUTE,
     ModelState,
-    Untrained,
     Wrapped,
     adapter,
     joined,

@@ -1,13 +1,11 @@
 """State of a wrapped model, and functions that read it."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
@@ -15,7 +13,6 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.optim.states import in_groups
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.first_step import inner_optimizer
-from memtrain.optim.states.shards import in_zero, is_sharded
 from memtrain.optim.wrappers.apply import KEEP, masters_of
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 from memtrain.plan.plan import Plan
@@ -171,88 +168,6 @@ class ModelState:
         if wrapped is not None and loaded:
             own = _state(wrapped)  # the checkpoint may be of another config: what both have
             _load(wrapped, {name: loaded.get(name, own[name]) for name in own})
-
-
-class Untrained:
-    """A hook before steps that reports parameters that no optimizer steps.
-
-    A warning, once, names those that are in no group: an adapter that is added after `wrap`, say,
-    until `add_param_group` gets its parameters. If no parameter in any group is the model's any
-    more, the hook raises: `load_state_dict(assign=True)` leaves the optimizer with parameters that
-    no model has, and nothing would be trained. What was in no group at `wrap` is the user's choice.
-
-    Args:
-        model: The wrapped model; it is not kept alive.
-        optimizers: Those that `wrap` returns with it; they are not kept alive.
-        interception: Of the model, if any, which knows when parameters were replaced. Without it
-            only the first parameter is compared.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        interception: Interception | None,
-    ) -> None:
-        self._model, self._interception = WeakRef(model), interception
-        self._optimizers = [WeakRef(optimizer) for optimizer in optimizers]
-        left_out = _untrained(model, _stepped(optimizers))
-        self._names = {name for name, _ in left_out}  # sharding replaces the parameters
-        self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
-        self._checked: list[int] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_params": {}}  # a copy has no model either
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """The hook."""
-        model, interception = self._model(), self._interception
-        if model is None:
-            return
-        first = id(next(model.parameters(), None))  # known before a closure's forward, too
-        now = [first] if interception is None else [first, *interception.trained]
-        if now == self._checked:
-            return
-        others = (reference() for reference in self._optimizers)
-        stepped = _stepped([optimizer, *(one for one in others if one is not None)])
-        found = _untrained(model, stepped)
-        found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
-        names = [name for name, _ in found]
-        elsewhere = stepped.isdisjoint(model.parameters())
-        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, stepped))):
-            names = []  # the model's parameters are made of those that are stepped
-        if names and stepped and elsewhere:
-            raise RuntimeError(
-                f"{_listed(names)}: in no group of the optimizer, whose parameters are none of the "
-                "model's any more, as after load_state_dict(assign=True), so that a step would "
-                "change nothing; allowed: load_state_dict without assign, or memtrain.wrap after "
-                "it, with an optimizer of the new parameters"
-            )
-        self._checked = now
-        if not names:
-            return
-        self._names.update(names)
-        warnings.warn(
-            f"{_listed(names)}: added after memtrain.wrap, or taken out, and in no group of the "
-            "optimizer, so that no step changes them; call optimizer.add_param_group with them, "
-            "or requires_grad_(False)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _stepped(optimizers: Iterable[Optimizer]) -> set[Tensor]:
-    return {p for one in optimizers for group in one.param_groups for p in group["params"]}
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
-
-
-def _untrained(model: nn.Module, stepped: set[Tensor]) -> list[tuple[str, Tensor]]:
-    named = model.named_parameters()
-    return [(name, p) for name, p in named if p.requires_grad and p not in stepped]
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -449,4 +364,7 @@ def _masters(model: nn.Module) -> dict[Tensor, Any]:
             "bits, and is gone (or this is a copy of the model)"
         )
     owners = [(one, masters_of(one)) for one in optimizers]
-    return {p: owner for one, owner in owners for p in _stepped([cast(Optimizer, one)])}
+    groups = [
+        (group, owner) for one, owner in owners for group in cast(Optimizer, one).param_groups
+    ]
+    return {p: owner for group, owner in groups for p in group["params"]}

@@ -1,7 +1,6 @@
 """wrap and unwrap: the same training, fewer bytes, and everything back."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -166,15 +165,6 @@ def test_a_batch_settles_the_plan_at_once_without_running_the_model():
     assert plan.entries("activation") == settled
 
 
-def test_the_printed_plan_is_yaml():
-    from omegaconf import OmegaConf
-
-    model = make()
-    plan = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), "balanced")
-    tree = OmegaConf.create(str(plan))
-    assert tree.weight["0.weight"] == "keep: not requested"
-
-
 def test_exceptions_of_the_user_win_and_must_exist():
     model = make()
     cfg = {"activations": {"exceptions": [{"module": "1", "compressor": "identity"}]}}
@@ -221,20 +211,6 @@ class TestBadInput:
         other = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="no parameters"):
             memtrain.wrap(nn.ReLU(), torch.optim.AdamW(other.parameters()))
-
-    def test_parameters_of_another_model(self):
-        model, other = make(), make()
-        with pytest.raises(ValueError, match="8 parameters that are not the model's"):
-            memtrain.wrap(model, torch.optim.AdamW(other.parameters()))
-        assert not hasattr(model, "_memtrain")
-
-    def test_wrapping_twice(self):
-        model = make()
-        model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()))
-        with pytest.raises(ValueError, match="wrapped already"):
-            memtrain.wrap(model, optimizer)
-        with pytest.raises(ValueError, match="wrapped already"):
-            memtrain.wrap(nn.Sequential(model), optimizer)
 
     def test_unwrapping_what_is_not_wrapped(self):
         model = make()
@@ -312,15 +288,6 @@ def test_unwrap_refuses_the_old_optimizer_before_it_changes_anything():
     train(model, original, 1)
 
 
-def test_a_config_that_names_a_preset_has_its_rules():
-    model = make()
-    cfg = memtrain.Config(preset="smallest", seed=3)
-    memtrain.wrap(model, torch.optim.AdamW(model.parameters()), cfg)
-    config = memtrain.plan_of(model).config
-    assert config.activations.rules == memtrain.config.load("smallest").activations.rules
-    assert config.seed == 3
-
-
 def test_a_tied_parameter_answers_to_each_of_its_names():
     model = nn.ModuleDict({"a": nn.Linear(96, 96), "b": nn.Linear(96, 96)})
     model["b"].weight = model["a"].weight
@@ -336,17 +303,6 @@ def test_rules_that_match_nothing_are_listed():
     plan = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), cfg, batch=data()[0])
     assert "*, gelo, *" in plan.unused()["activations"]
     assert "gelo" in str(plan)
-
-
-def test_model_and_optimizer_pickle_and_copy_together():
-    import pickle
-
-    model = make()
-    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
-    train(*pair, 2)
-    copies = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
-    expected = train(*pair, 3)
-    assert all(train(*twin, 3) == expected for twin in copies)
 
 
 class Prepared(torch.optim.Optimizer):
@@ -482,70 +438,6 @@ def test_averages_of_a_wrapped_model_cost_their_weights_and_evaluate_as_plain_on
         expected = plain(x.to(dtype))
         assert torch.equal(average.eval()(x), expected)
         assert torch.equal(copied.eval()(x), expected)
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.deepcopy,
-        pytest.param(lambda x: pickle.loads(pickle.dumps(x)), marks=pytest.mark.nightly),
-    ],
-)
-@pytest.mark.parametrize("preset", ["balanced", "all_four", "activations_only"])
-def test_copies_of_both_train_alike_and_resume(preset, copied):
-    def new():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), preset)
-
-    def steps(model, optimizer, numbers):
-        for number in numbers:
-            generator = torch.Generator().manual_seed(number)
-            model(torch.randn(32, 64, generator=generator)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*model.parameters()]
-
-    model, optimizer = new()
-    steps(model, optimizer, range(3))
-    twin, other = copied((model, optimizer))
-    resumed, its = new()
-    resumed.load_state_dict(twin.state_dict())
-    its.load_state_dict(copy.deepcopy(other.state_dict()))
-    if preset == "activations_only":  # whose optimizer is torch's: no hooks are copied
-        memtrain.load_state_dict(resumed, memtrain.state_dict(twin))
-    expected = steps(model, optimizer, range(3, 6))
-    for one in ((twin, other), (resumed, its)):
-        assert all(map(torch.equal, steps(*one, range(3, 6)), expected))
-    plain = memtrain.unwrap(twin, other)[1]
-    assert not plain._optimizer_state_dict_post_hooks
-    assert not plain._optimizer_load_state_dict_pre_hooks
-
-
-def test_copies_alone_or_the_optimizer_first_save_what_they_know():
-    model = nn.Linear(64, 64)
-    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
-    pair[0](torch.randn(8, 64)).sum().backward()
-    its, twin = copy.deepcopy((pair[1], pair[0]))
-    alone = copy.deepcopy(pair[1])
-    pair[0](torch.randn(8, 64))
-    saved = [dict(one.state_dict()["param_groups"][0]["memtrain"]) for one in (pair[1], its, alone)]
-    assert [own.get("model") for own in saved] == [{"step": 2}, {"step": 1}, None]
-    assert memtrain.state_dict(twin) == {"step": 1}
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_a_copy_of_both_follows_its_own_ddp():
-    model = nn.Linear(64, 64)
-    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
-    twin, other = copy.deepcopy(pair)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        nn.parallel.DistributedDataParallel(twin)(torch.randn(8, 64)).sum().backward()
-        assert (pair[1].follows, other.follows) == (False, True)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_lazy_module_is_refused_by_name():

@@ -302,3 +302,67 @@ def test_interceptions_do_not_pile_up():
     gc.collect()
     alive = [o for o in gc.get_objects() if type(o) is Interception and o._model() is model]
     assert len(alive) == 1
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        pytest.param(lambda x: pickle.loads(pickle.dumps(x)), marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize("preset", ["balanced", "all_four", "activations_only"])
+def test_copies_of_both_train_alike_and_resume(preset, copied):
+    def new():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), preset)
+
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            model(torch.randn(32, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.parameters()]
+
+    model, optimizer = new()
+    steps(model, optimizer, range(3))
+    twin, other = copied((model, optimizer))
+    resumed, its = new()
+    resumed.load_state_dict(twin.state_dict())
+    its.load_state_dict(copy.deepcopy(other.state_dict()))
+    if preset == "activations_only":  # whose optimizer is torch's: no hooks are copied
+        memtrain.load_state_dict(resumed, memtrain.state_dict(twin))
+    expected = steps(model, optimizer, range(3, 6))
+    for one in ((twin, other), (resumed, its)):
+        assert all(map(torch.equal, steps(*one, range(3, 6)), expected))
+    plain = memtrain.unwrap(twin, other)[1]
+    assert not plain._optimizer_state_dict_post_hooks
+    assert not plain._optimizer_load_state_dict_pre_hooks
+
+
+def test_copies_alone_or_the_optimizer_first_save_what_they_know():
+    model = nn.Linear(64, 64)
+    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
+    pair[0](torch.randn(8, 64)).sum().backward()
+    its, twin = copy.deepcopy((pair[1], pair[0]))
+    alone = copy.deepcopy(pair[1])
+    pair[0](torch.randn(8, 64))
+    saved = [dict(one.state_dict()["param_groups"][0]["memtrain"]) for one in (pair[1], its, alone)]
+    assert [own.get("model") for own in saved] == [{"step": 2}, {"step": 1}, None]
+    assert memtrain.state_dict(twin) == {"step": 1}
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_a_copy_of_both_follows_its_own_ddp():
+    model = nn.Linear(64, 64)
+    pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
+    twin, other = copy.deepcopy(pair)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(twin)(torch.randn(8, 64)).sum().backward()
+        assert (pair[1].follows, other.follows) == (False, True)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,12 +1,14 @@
-"""Requests of a plan that a completed forward did not meet: one warning at the first step."""
+"""Warnings at a step: unmet requests of a plan, and parameters that no optimizer steps."""
 
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.graph_saves import HOST, NO_FAKE
@@ -23,8 +25,10 @@ from memtrain.activations.saved.site import (
 )
 from memtrain.compressors import Keep
 from memtrain.config.sizes import format_size
+from memtrain.optim.states.shards import in_zero, is_sharded
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
+from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import Rules, expand, matches
 
@@ -212,3 +216,85 @@ def _frames() -> int:
     """Return the number of frames that torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
+
+
+class Untrained:
+    """A hook before steps that reports parameters that no optimizer steps.
+
+    A warning, once, names those that are in no group: an adapter that is added after `wrap`, say,
+    until `add_param_group` gets its parameters. If no parameter in any group is the model's any
+    more, the hook raises: `load_state_dict(assign=True)` leaves the optimizer with parameters that
+    no model has, and nothing would be trained. What was in no group at `wrap` is the user's choice.
+
+    Args:
+        model: The wrapped model; it is not kept alive.
+        optimizers: Those that `wrap` returns with it; they are not kept alive.
+        interception: Of the model, if any, which knows when parameters were replaced. Without it
+            only the first parameter is compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        interception: Interception | None,
+    ) -> None:
+        self._model, self._interception = WeakRef(model), interception
+        self._optimizers = [WeakRef(optimizer) for optimizer in optimizers]
+        left_out = _untrained(model, _stepped(optimizers))
+        self._names = {name for name, _ in left_out}  # sharding replaces the parameters
+        self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
+        self._checked: list[int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_params": {}}  # a copy has no model either
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """The hook."""
+        model, interception = self._model(), self._interception
+        if model is None:
+            return
+        first = id(next(model.parameters(), None))  # known before a closure's forward, too
+        now = [first] if interception is None else [first, *interception.trained]
+        if now == self._checked:
+            return
+        others = (reference() for reference in self._optimizers)
+        stepped = _stepped([optimizer, *(one for one in others if one is not None)])
+        found = _untrained(model, stepped)
+        found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
+        names = [name for name, _ in found]
+        elsewhere = stepped.isdisjoint(model.parameters())
+        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, stepped))):
+            names = []  # the model's parameters are made of those that are stepped
+        if names and stepped and elsewhere:
+            raise RuntimeError(
+                f"{_listed(names)}: in no group of the optimizer, whose parameters are none of the "
+                "model's any more, as after load_state_dict(assign=True), so that a step would "
+                "change nothing; allowed: load_state_dict without assign, or memtrain.wrap after "
+                "it, with an optimizer of the new parameters"
+            )
+        self._checked = now
+        if not names:
+            return
+        self._names.update(names)
+        warnings.warn(
+            f"{_listed(names)}: added after memtrain.wrap, or taken out, and in no group of the "
+            "optimizer, so that no step changes them; call optimizer.add_param_group with them, "
+            "or requires_grad_(False)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _stepped(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+    return {p for one in optimizers for group in one.param_groups for p in group["params"]}
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _untrained(model: nn.Module, stepped: set[Tensor]) -> list[tuple[str, Tensor]]:
+    named = model.named_parameters()
+    return [(name, p) for name, p in named if p.requires_grad and p not in stepped]
