@@ -133,6 +133,11 @@ def _code_of(
     return replace(compressor, function=function, parameters=parameters, bits=bits, table_name=own)
 
 
+_CONTIGUOUS = ("logsigmoid", "rrelu")
+"""Of these torch returns a contiguous result, where memtrain's forms keep the strides of the input:
+what reads it next may draw or round by its strides."""
+
+
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """A call of a nonlinearity as function, method or in-place form; None for another op.
 
@@ -145,6 +150,8 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         return None
     x, values, flags = read
     inplace = name.endswith("_") or flags.get("inplace", False)
+    if op in _CONTIGUOUS and not inplace and not x.is_contiguous():
+        return None
     if flags.get("training"):  # rrelu, whose slopes are then random
         return rrelu_call(x, values.get("lower", 1 / 8), values.get("upper", 1 / 3), inplace)
     if op in ("clamp", "clip", "clamp_min", "clamp_max"):
