@@ -30,13 +30,14 @@ OPTIMIZERS = {
 }
 CONFIGS = {
     "all_four": ["preset=all_four"],
-    "stochastic": ["preset=optimizer_only", "optim.rules.0.compressor=B128/DE+SR"],
+    "stochastic": ["preset=optimizer_only", "optim.rules.0.compressor=B128/DE-0+SR"],
     "accumulated": ["preset=all_four", "release.accumulate=2"],
     "low_precision": ["preset=precision_only", "precision=size_ordered"],
     "automatic_bits": ["preset=actnn_l3"],
 }
 CASES = [*OPTIMIZERS, *CONFIGS]
 UNPORTABLE = ("all_four", "accumulated")  # the optimizers around are none that hold states
+WITH_ZERO = ("stochastic",)  # code 0 of a second moment was 0 (B128/DE)
 
 
 def made(case):
@@ -113,7 +114,7 @@ def test_it_loads_and_holds_the_same(old, case):
         memtrain.load_state_dict(model, old[case]["memtrain"])
         assert_same(memtrain.state_dict(model), old[case]["memtrain"])
     assert_same(as_before(optimizer.state_dict()), old[case]["optimizer"])
-    if case not in UNPORTABLE:
+    if case not in (*UNPORTABLE, *WITH_ZERO):
         assert plain_hash(optimizer) == old[case]["plain_hash"]
     train(model, optimizer, 2)
 

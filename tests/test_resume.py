@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 PRESETS = [preset for preset in options("preset") if preset != "checkpointed"]
 OTHERS = {
     "stochastic weights": ["preset=all_four", "weights=bf16+sr", "release.clip=previous"],
-    "stochastic states": ["preset=optimizer_only", "optim.rules.0.compressor=B128/DE+SR"],
+    "stochastic states": ["preset=optimizer_only", "optim.rules.0.compressor=B128/DE-0+SR"],
     "plain optimizer": ["preset=activations_only", "weights=bf16+8"],
     "low precision": ["preset=precision_only", "precision=size_ordered"],
 }

@@ -3,10 +3,12 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from memtrain.kernels.cpu import calls
@@ -100,6 +102,8 @@ class Compressor(Protocol):
     A subclass defines `compress` and `decompress`, and names the payload's tensors in `parts`.
     Every other attribute has a default, and users of a compressor read nothing else. It also works
     on tensors without data (meta and fake), so that bytes are known before training.
+    `decompress` refuses a payload whose sizes differ from those that `compress` gives for the
+    shape: kernels read memory by address.
 
     Attributes:
         parts: Names of the payload's tensors: a state that is a dict with these keys is a payload.
@@ -108,8 +112,10 @@ class Compressor(Protocol):
         signed: Whether negative values are preserved; else not allowed for states with a sign.
         rounding: `"stochastic"` where `compress` reads its key, else `"nearest"`.
         bits: Bits per element, where they can be chosen.
+        first_moment: Whether it can store a momentum: positive and negative values have errors
+            of the same distribution.
         second_moment: Whether it can hold Adam's second moment, by whose root the update is
-            divided: small positive numbers must not come back as zero.
+            divided: no positive number may come back as zero or below.
         shaped: Whether `compress` wants a saved activation as it is, any strides, and gives back
             its order of dimensions in memory. Others get the elements in memory order, 1-d.
         reads_rows: Whether `compress` also takes a matrix with gaps between its rows, and copies
@@ -139,13 +145,47 @@ class Compressor(Protocol):
     shaped: bool = False
     reads_rows: bool = False
     whole_rows: bool = False
-    second_moment: bool = True
+    first_moment: bool = True
+    second_moment: bool = False
     is_identity: bool = False
     lossless: bool = False
     gives_derivative: bool = False
     fused_only: bool = False
     zeros_from_zeros: bool = False
     by_rows: str = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make the class's `decompress` check its payload first."""
+        super().__init_subclass__(**options)
+        if "decompress" in vars(cls):
+            setattr(cls, "decompress", _checked(cls.decompress))  # noqa: B010 (a method's type)
+
+    def check_payload(self, packed: Packed) -> None:
+        """Raise for a payload whose tensors have other sizes than its shape needs.
+
+        Args:
+            packed: The payload, with the shape and dtype of the tensor.
+
+        Raises:
+            ValueError: If a part is missing or has another number of elements.
+
+        Example:
+            >>> from memtrain.compressors import Block
+            >>> packed = Block().compress(torch.ones(100), key=Key())
+            >>> Block().decompress(packed._replace(shape=torch.Size([1000])))
+            Traceback (most recent call last):
+            ValueError: 'codes' has 64 elements; Block(...) needs 512 for a tensor of shape (1000,)
+        """
+        if not all(map(_has_memory, packed.tensors.values())):
+            return
+        for name, size in _sizes(self, tuple(packed.shape), packed.dtype):
+            part = packed.tensors.get(name)
+            if part is None or part.numel() != size:
+                found = "is missing" if part is None else f"has {part.numel():,} elements"
+                raise ValueError(
+                    f"{name!r} {found}; {self} needs {size:,} for a tensor of shape "
+                    f"{tuple(packed.shape)}"
+                )
 
     @abstractmethod
     def compress(self, x: Tensor, *, key: Key) -> Packed:
@@ -213,3 +253,27 @@ class Compressor(Protocol):
             The compressor (`self` by default), and the reason if it is another one.
         """
         return self, ""
+
+
+def _checked(decompress: Callable[[Any, Packed], Tensor]) -> Callable[[Any, Packed], Tensor]:
+    @wraps(decompress)
+    def checked(self: Compressor, packed: Packed) -> Tensor:
+        if not is_compiling():
+            self.check_payload(packed)
+        return decompress(self, packed)
+
+    return checked
+
+
+def _has_memory(x: Tensor) -> bool:
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+@lru_cache(maxsize=4096)
+def _sizes(
+    compressor: Compressor, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[str, int], ...]:
+    """Return the names and numbers of elements of a payload's parts, from a meta tensor."""
+    x = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device="meta")
+    found = compressor.compress(x, key=Key()).tensors
+    return tuple((name, part.numel()) for name, part in found.items())

@@ -48,8 +48,8 @@ class CodebookCompressor(Compressor):
 
     @property
     def second_moment(self) -> bool:
-        """Not with a sign and fewer than 6 bits, unless the map is linear: few are above 0 then."""
-        return not self.signed or self.bits >= 6 or self.map == "Linear"
+        """Whether the least value of the map is above 0."""
+        return codebook(self.map, bits=self.bits, signed=self.signed)[0] > 0
 
     def _codebook(self) -> Codebook:
         return Codebook(self.map, self.bits, self.signed)

@@ -45,6 +45,7 @@ class Factored(Compressor):
     parts = ("row", "col")
     roles = frozenset({STATE})
     signed = False
+    second_moment = True
     zeros_from_zeros = True
 
     factor_dims: str = "first"

@@ -57,8 +57,8 @@ class Float(Compressor):
 
     @property
     def second_moment(self) -> bool:
-        """Of formats that reach as far down as float16: there is no scale."""
-        return self.form.min_subnormal <= 2.0**-24
+        """Whether the format has numbers below the square of Adam's `eps`: there is no scale."""
+        return self.form.min_subnormal <= 2.0**-54
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Encode `x`.

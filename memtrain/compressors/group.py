@@ -97,11 +97,6 @@ class Group(Compressor):
         fitting = next((size for size in sizes if shape[-1] % size == 0), self.group_size)
         return replace(self, group_size=fitting, whole_rows=False)
 
-    @property
-    def second_moment(self) -> bool:
-        """True for 8 bits: with fewer, an element below a step may decode to the minimum."""
-        return self.bits == 8
-
     def kernels(
         self, x: Tensor, shape: Sequence[int]
     ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:

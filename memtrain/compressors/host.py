@@ -271,6 +271,9 @@ class Host(Compressor):
             return packed
         return packed._replace(tensors=_Swapped(packed.tensors, lane, x.device))
 
+    def check_payload(self, packed: Packed) -> None:
+        """Check nothing: `inner` checks the tensors that are copied back."""
+
     def decompress(self, packed: Packed) -> Tensor:
         """Return the tensor on its original device."""
         tensors = packed.tensors

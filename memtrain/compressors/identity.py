@@ -23,6 +23,7 @@ class Identity(Compressor):
 
     parts = ("tensor",)
     is_identity = True
+    second_moment = True
     lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:

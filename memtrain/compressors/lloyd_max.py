@@ -43,7 +43,6 @@ class LloydMax(Compressor):
     parts = ("codes", "scale", "row", "col")
     roles = frozenset({STATE})
     bits = lloyd_max.BITS
-    second_moment = False
     zeros_from_zeros = True
     fused_only = True
     by_rows = "lloyd_max"

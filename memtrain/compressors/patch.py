@@ -47,6 +47,7 @@ class Patch(Compressor):
 
     parts = ("words", "order")
     shaped = True
+    first_moment = False  # rounding to nearest on an uneven grid is biased
 
     rounding: str = "nearest"
 

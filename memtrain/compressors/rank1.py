@@ -23,7 +23,7 @@ class Rank1(CodebookCompressor):
     Attributes:
         map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `codebook.values.codebook`.
         bits: 2 to 8.
-        signed: Whether negative values are kept.
+        signed: Whether negative values are kept (activations; a momentum needs signed scales).
         rounding: `"nearest"` or `"stochastic"`, as in `Block`.
 
     Raises:
@@ -45,6 +45,7 @@ class Rank1(CodebookCompressor):
 
     parts = ("codes", "scale")
     zeros_from_zeros = True
+    first_moment = False
     by_rows = "rank1"
 
     map: str = "Linear"

@@ -92,11 +92,6 @@ class Samples(Compressor):
         """
         return [self.bits[rank * len(self.bits) // n_samples] for rank in range(n_samples)]
 
-    @property
-    def second_moment(self) -> bool:
-        """True for 8 bits in every sample, as for `Group`."""
-        return min(self.bits) == 8
-
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise `x`, sample by sample.
 

@@ -123,7 +123,7 @@ def state_rules(variant: str) -> list[StateRule]:
     """
     first, second = {
         TORCH: ("", ""),
-        BITS8: ("B256/DE8", "B256/DE8"),
+        BITS8: ("B256/DE8", "B256/DE-08"),
         BITS4: ("B128/DE", "Rank-1/Linear"),
         FACTORED: ("B128/DE", "factored"),
         BITS2: ("Lloyd-Max", "factored"),

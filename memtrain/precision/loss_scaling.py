@@ -165,7 +165,7 @@ class LossScaler:
             return grad
         found = self._found_inf.get(grad.device)
         if found is None:
-            zero = torch.zeros((), device=grad.device)
+            zero = torch.zeros((), dtype=torch.float32, device=grad.device)
             found = self._found_inf[grad.device] = (zero, torch.full_like(zero, 1 / scale.value))
         unscale(grad, *found)
         return grad

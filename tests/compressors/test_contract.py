@@ -174,6 +174,24 @@ def test_shape_and_dtype_come_back_and_the_input_stays(compressor, row):
 
 
 @every_case
+def test_a_payload_of_another_size_is_refused(compressor, row):
+    x = next(x for x in inputs(row) if x.numel() > 1000)
+    packed = compressor.compress(x, key=Key())
+    for name, part in packed.tensors.items():
+        if not part.numel():
+            continue
+        shorter = {**packed.tensors, name: part.flatten()[:-1]}
+        lacking = {key: other for key, other in packed.tensors.items() if key != name}
+        for tensors in (shorter, lacking):
+            with pytest.raises(
+                ValueError, match=rf"'{name}' .* needs [\d,]+ for a tensor of shape"
+            ):
+                compressor.decompress(packed._replace(tensors=tensors))
+    with pytest.raises(ValueError, match=r"for a tensor of shape \(1000, 1000\)"):
+        compressor.decompress(packed._replace(shape=torch.Size([1000, 1000])))
+
+
+@every_case
 def test_strides_do_not_matter(compressor, row):
     for dtype in row.dtypes:
         x = row.make((20, 31), dtype).t()

@@ -261,12 +261,12 @@ def patch(compressor, x, packed, key):
     return torch.where(some, target, torch.nan), error
 
 
-def coded(x, scale, compressor, lost=0.0):
-    """The values of a map times `scale`: the nearest one, or one of the two around."""
+def coded(x, scale, compressor, lost=0.0, sign=1.0):
+    """The values of a map times `scale` and `sign`: the nearest one, or one of the two around."""
     values = codebook(compressor.map, bits=compressor.bits, signed=compressor.signed)
     book = torch.tensor(values, dtype=torch.float64)
     middle = torch.tensor([(a + b) / 2 for a, b in pairwise(values)], dtype=torch.float64)
-    target = x.float().double()
+    target = x.float().double() * sign
     at = (target / scale.where(scale > 0, 1)).contiguous()
     error = (target - book[torch.searchsorted(middle, at)] * scale).abs()
     if getattr(compressor, "rounding", "nearest") == "stochastic":
@@ -277,14 +277,19 @@ def coded(x, scale, compressor, lost=0.0):
     # Reciprocals are rounded, and 0 for subnormal maxima.
     error = error + 16 * U * scale + 2 * torch.finfo(torch.float32).tiny + lost
     error = error + last_place(x.dtype, scale)
-    return target, torch.where(scale.isfinite(), error, math.inf)
+    return target * sign, torch.where(scale.isfinite(), error, math.inf)
 
 
 def block(compressor, x, packed, key, size=None):
     size, flat = size or compressor.block_size, x.reshape(-1)
     blocks = F.pad(flat.float(), (0, -flat.numel() % size)).view(-1, size)
     scale = blocks.abs().amax(1) if len(blocks) else blocks.new_zeros(0)
-    return coded(flat, scale.double().repeat_interleave(size)[: flat.numel()], compressor)
+    # The first element of the largest magnitude is the scale, with its sign.
+    first = (blocks.abs() == scale.unsqueeze(1)).byte()
+    first = blocks.gather(1, first.argmax(1, keepdim=True)).squeeze(1) if len(blocks) else scale
+    sign = 1.0 - 2.0 * (first < 0).double() * compressor.signed
+    scale, sign = (each.double().repeat_interleave(size)[: flat.numel()] for each in (scale, sign))
+    return coded(flat, scale, compressor, sign=sign)
 
 
 def rank1(compressor, x, packed, key):

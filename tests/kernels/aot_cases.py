@@ -57,6 +57,7 @@ def book(bits, size, dtype=None, **more):
     if dtype is None:
         return codebook._dequantize_kernel, signature | {"out_ptr": "*fp32"}, constants
     signature |= {"x_ptr": dtype, "bounds_ptr": "*fp32", "seed": "i64"}
+    constants |= {"SIGNED": not constants["MATRIX"]}
     return codebook._quantize_kernel, signature, constants
 
 

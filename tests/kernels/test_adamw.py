@@ -109,9 +109,9 @@ def test_worked_case():
         before = [Entry(param, grad, (first, second), CODECS["block"], "adamw", numbers)]
         after = run(name, before)[0]
         assert torch.allclose(after.param, torch.tensor([0.75, 2.25]), rtol=1e-6, atol=0)
-        assert torch.allclose(after.states[0]["scale"], torch.tensor([0.4]))
-        # 0.05 / 0.4 = 0.125, nearest 0.0775 (code 10); -1, which has no code, is -0.8875 (code 0)
-        assert (after.states[0]["codes"][0, :2] & 15).tolist() == [10, 0]
+        assert torch.allclose(after.states[0]["scale"], torch.tensor([-0.4]))
+        # 0.05 / -0.4 = -0.125, nearest -0.0775 (code 4); the largest is its own scale (code 15)
+        assert (after.states[0]["codes"][0, :2] & 15).tolist() == [4, 15]
         # (0.5 / 4)^2 = 1/64, below the lowest value 1/16 (code 0); 1 is code 15
         assert (after.states[1]["codes"][0, :2] & 15).tolist() == [0, 15]
 

@@ -83,7 +83,7 @@ def test_kernels_compile_without_stack_or_spills(module, once):
 AIMS = {
     "AdamW": 20,
     "AdamW, 4-bit blocks": 75,
-    "AdamW, 4-bit blocks, bf16+sr": 75,
+    "AdamW, 4-bit blocks, bf16+sr": 82,  # 6 for the sign of the scale
     "AdamW, 8-bit blocks": 70,
     "group, 4 bits, stochastic": 30,
     "group, 4 bits, stochastic, bf16": 30,

@@ -106,9 +106,9 @@ def test_worked_sgd(name):
     after = run(name, [Entry(param, grad, states, (codec(8),), "sgd", h)])[0]
     # buf = 0.5 * (0, 2) + 0.5 * (0.5, -4) = (0.25, -1); step by g + 0.5 * buf = (0.625, -4.5)
     assert after.param.tolist() == [1 - 0.25 * 0.625, 2 + 0.25 * 4.5]
-    assert after.states[0]["scale"].tolist() == [1.0]
-    # signed DE has no -1: the nearest is the middle of the last cell of 0.1 to 1, code 0
-    assert after.states[0]["codes"][0, 1] == 0
+    # the scale has the sign of the largest element, whose code is that of 1
+    assert after.states[0]["scale"].tolist() == [-1.0]
+    assert after.states[0]["codes"][0, 1] == 255
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
@@ -239,7 +239,7 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
     after = run_at(level, [before])[0]
     for k, (name, signed) in enumerate([("DE", True), (map, False)]):
         values = Codebook(name, 8, signed).values(torch.device("cpu"))
-        assert torch.equal(after.states[k]["scale"], values.abs())
+        assert torch.equal(after.states[k]["scale"], values)
 
 
 @pytest.mark.parametrize("map", CODEBOOKS8)

@@ -68,6 +68,25 @@ def test_worked_case(name):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_the_first_of_the_largest_magnitude_is_the_scale(name):
+    x = torch.zeros(4, 128)
+    x[0, 5], x[0, 70] = -2.0, 2.0
+    x[1, 5], x[1, 70] = 2.0, -2.0
+    x[2, 127] = -1e-42
+    x[3] = -0.0
+    with backend(name):
+        codes, scale = quantize_blocks(x, Codebook("DE", 4, True), block_size=128)
+        back = dequantize_blocks(codes, scale, Codebook("DE", 4, True), numel=512).view(4, 128)
+        unsigned = quantize_blocks(x, Codebook("DE", 4, False), block_size=128)[1]
+    assert scale.tolist() == [-2.0, 2.0, x[2, 127].item(), 0.0]
+    assert not scale[3].signbit()
+    assert unsigned.tolist() == scale.abs().tolist()
+    assert back[0, [5, 70]].tolist() == [-2.0, pytest.approx(2 * 0.8875)]
+    assert torch.equal(back[1], -back[0])
+    assert back[2, 127] == x[2, 127]
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 def test_ties_go_to_the_lower_index(name):
     # Linear: values k / 16, so the midpoints (2 k + 1) / 32 are exact
     x = torch.tensor([1.0, 3 / 32, 5 / 32, 31 / 32])

@@ -253,11 +253,11 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
     for shape in ((4, 256), (4, 129)):
         entries += [test_adamw.entry(shape, kind, test_adamw.hyper()) for kind in test_adamw.CODECS]
         exact = test_adamw.entry(shape, "exact", test_adamw.hyper())
-        state = test_adamw.coded(
-            quantize_blocks_reference(exact.param, Codebook("DE", 8, True), 256)
-        )
-        codecs = (Codec("block", 8, "DE"),) * 2
-        entries.append(exact._replace(states=(state, state), codecs=codecs))
+        codecs = (Codec("block", 8, "DE"), Codec("block", 8, "DE", signed=False))
+        books = [Codebook("DE", 8, codec.signed) for codec in codecs]
+        coded = [quantize_blocks_reference(exact.param, book, 256) for book in books]
+        states = tuple(map(test_adamw.coded, coded))
+        entries.append(exact._replace(states=states, codecs=codecs))
     with backend("triton"):
         for entry in entries:
             step.fused_step([entry])

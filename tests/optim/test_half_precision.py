@@ -12,7 +12,7 @@ from tests.optim.behaviours import FUSED, make, make_plain
 from tests.optim.torch_inputs import infos
 
 HALVES = [torch.float16, torch.bfloat16]
-UNSIGNED = Block(block_size=256, map="DE", bits=8, signed=False)
+UNSIGNED = Block(block_size=256, map="DE-0", bits=8, signed=False)
 HAVE_EPS = [
     name
     for name, info in infos().items()
@@ -61,7 +61,7 @@ def test_rmsprop_of_eight_bits_makes_torchs_steps_of_the_states_it_holds(dtype):
         assert torch.equal(own, reference)
         held = optimizer.unpacked(own)["square_avg"]
         exact = plain.state[reference]["square_avg"]
-        # DE has 7 bits between 0.1 and 1 times the block's largest, and fewer below.
+        # DE-0 has 7 bits between 0.1 and 1 times the block's largest, and fewer below.
         assert (held - exact).abs().max() <= exact.max() / 64
         exact.copy_(held)
 

@@ -131,7 +131,7 @@ OTHERS = {
     "each clipped": released("release.clip=parameter", "release.limit=0.01"),
     "by the last norm": released("release.clip=previous", "release.limit=0.01"),
     "by value": released("release.clip=value", "release.limit=0.001"),
-    "8 bits": released("optim=none", "+optim.rules=[{compressor: B256/DE8}]"),
+    "8 bits": released("optim=none", "+optim.rules=[{compressor: B256/DE-08}]"),
 }
 
 

@@ -22,8 +22,10 @@ def sgd(params, seed):
 
 
 def adam(params, seed):
-    optimizer = AdamW4bit(params, lr=0.0, betas=(0.5, 0.5), first="B128/DE+SR", second="B128/DE+SR")
-    optimizer.choose = layout.Choice(first="B128/DE+SR", second="B128/DE+SR", seed=seed)
+    optimizer = AdamW4bit(
+        params, lr=0.0, betas=(0.5, 0.5), first="B128/DE+SR", second="B128/DE-0+SR"
+    )
+    optimizer.choose = layout.Choice(first="B128/DE+SR", second="B128/DE-0+SR", seed=seed)
     return optimizer
 
 

@@ -417,7 +417,7 @@ def test_sgd_without_momentum_is_torchs_and_has_no_states():
 )
 def test_compress_picks_the_fused_twin(plain):
     options = {"momentum": 0.9} if plain is torch.optim.SGD else {}
-    eight = optim.Choice(first="B256/DE", second="B256/DE", bits=8)
+    eight = optim.Choice(first="B256/DE", second="B256/DE-0", bits=8)
     for choose, bits in ((None, 4), (eight, 8)):
         param = parameter(80, 80)
         original = plain([param], lr=0.01, **options)

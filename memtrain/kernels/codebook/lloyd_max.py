@@ -58,7 +58,7 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     sizes = (x.numel() - starts).clamp(max=BLOCK)
     square = blocks * blocks
     large = square > BOUND * (_sum(square) / sizes).unsqueeze(1)
-    count = large.sum(1)
+    count = large.sum(1, dtype=torch.float32)
     whole = LARGE**2 * count + SMALL**2 * (sizes - count)
     sizes_of_large = torch.where(large, blocks.abs(), 0.0)
     scale = (SMALL * _sum(blocks.abs()) + (LARGE - SMALL) * _sum(sizes_of_large)) / whole
@@ -85,7 +85,9 @@ def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
         >>> decode(codes, scale, torch.ones(1), torch.ones(2))
         tensor([[ 3.0200, -0.9056]])
     """
-    values = torch.tensor(VALUES, device=codes.device)[bitpack.unpack(codes, BITS)]
+    values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)[
+        bitpack.unpack(codes, BITS)
+    ]
     flat = (values * scale.float().unsqueeze(1)).view(-1)[: len(row) * len(col)]
     return flat.view(len(row), len(col)) * (row.unsqueeze(1) * col)
 

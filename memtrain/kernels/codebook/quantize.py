@@ -1,7 +1,7 @@
 """Quantisation by a codebook of 2**bits values in [-1, 1]: contract, reference, dispatch.
 
-An element's scale is its block's abs-max (`quantize_blocks`), or the lesser of its row's and its
-column's (`quantize_matrix`, which rank-1 and its kin are made of). Codes are packed in blocks
+An element's scale is its block's element of largest magnitude (`quantize_blocks`), or the lesser of
+its row's and its column's abs-max (`quantize_matrix`, used by rank-1). Codes are packed in blocks
 (layout: `packing.bits`).
 
 Reference:
@@ -29,11 +29,14 @@ Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of blocks, or of 
 def quantize_blocks(
     x: Tensor, book: Codebook, *, block_size: int, seed: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise `x` to the values of a codebook, with one abs-max scale per block.
+    """Quantise `x` to the values of a codebook, with one scale per block.
 
-    `x` is flattened and padded with zeros to whole blocks. An element's code is the number of
-    midpoints with `x > midpoint * scale`: nearest, ties to the lower index; with a seed it is one
-    of the two neighbouring values', unbiased. A block of zeros gets scale 0 and codes 0, which
+    `x` is flattened and padded with zeros to whole blocks. With a signed codebook, a block's scale
+    is its element of largest magnitude (the first such element), including the sign. This element
+    is stored exactly, and the codes of `-x` decode to the opposite of those of `x`. With an
+    unsigned codebook, the scale is the magnitude. An element's code is the number of midpoints with
+    `x / scale > midpoint`: nearest, ties to the lower index; with a seed it is one of the two
+    neighbouring values', unbiased. A block of zeros gets scale 0 and codes 0, which
     decode to 0. NaN or Inf makes its block's scale NaN or Inf and all codes of that block 0: it
     decodes to NaN, or to the codebook's lowest value times Inf (-Inf where it is negative, NaN
     where it is 0, else Inf). No other block notices.
@@ -59,9 +62,12 @@ def quantize_blocks(
         >>> codes, scale = quantize_blocks(torch.ones(256), Codebook("DE"), block_size=128)
         >>> codes.shape, scale
         (torch.Size([2, 64]), tensor([1., 1.]))
+        >>> quantize_blocks(torch.tensor([1.0, -3.0]), Codebook("DE"), block_size=128)[1]
+        tensor([-3.])
 
     Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 2.2.
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 2.2
+        (without signed scales: a negative largest element decodes to 0.8875 of its value).
     """
     return _quantize_blocks_op(x, *book, block_size, None if seed is None else signed(seed))
 
@@ -154,7 +160,7 @@ def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) ->
     Stochastic: with `lo` and `hi` the neighbouring values, `hi` with probability
     `(x / scale - lo) / (hi - lo)`, to 2**-16; below the lowest value and above the highest one,
     that value. NaN gives code 0, as do all elements whose scale is Inf or NaN (or 0, where the
-    rounding is stochastic).
+    rounding is stochastic). If the scale is negative, `x` and the scale are negated first.
 
     Args:
         x: float32, [n_blocks, block_size].
@@ -173,6 +179,7 @@ def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) ->
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, appendix E.3.
     """
+    x, scale = torch.where(scale < 0, -x, x), scale.abs()
     if seed is None:
         defined = scale + (scale - scale)  # NaN in place of Inf: no bound is passed
         bounds = book.midpoints(x.device) * defined
@@ -188,12 +195,60 @@ def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) ->
     return (low + (x > bound)).masked_fill(x.isnan() | ~usable, 0)
 
 
+def encode_drawn(x: Tensor, scale: Tensor, book: Codebook, u: Tensor) -> Tensor:
+    """Return the codes of `x / scale`, rounded up or down by comparison with `u`.
+
+    Args:
+        x: float32, [n_blocks, block_size].
+        scale: float32, [n_blocks, 1].
+        book: The codebook.
+        u: float32 in (0, 1), of `x`'s shape. An element is rounded up if it lies further than this
+            fraction of the way from the lower to the upper neighbouring value.
+
+    Returns:
+        int64, [n_blocks, block_size]; NaN and elements without a usable scale give 0.
+
+    Example:
+        >>> x, u = torch.tensor([[0.3, 0.3]]), torch.tensor([[0.1, 0.9]])
+        >>> encode_drawn(x, torch.ones(1, 1), Codebook("Linear", 2, False), u)
+        tensor([[1, 0]])
+    """
+    x, scale = torch.where(scale < 0, -x, x), scale.abs()
+    values = book.values(x.device)
+    low = torch.searchsorted(values[1:-1] * (scale + (scale - scale)), x.contiguous())
+    low = low.masked_fill(x.isnan() | ~scale.isfinite(), 0)
+    bound = (values[low] + u * (values[low + 1] - values[low])) * scale
+    return low + (x > bound)
+
+
+def largest(blocks: Tensor, *, signed: bool) -> Tensor:
+    """Return the scales of blocks: each block's first element of largest magnitude.
+
+    Args:
+        blocks: float32, [n_blocks, block_size].
+        signed: Whether the scale includes the element's sign.
+
+    Returns:
+        float32, [n_blocks]: +0 for a block of zeros, NaN if the block contains NaN.
+
+    Example:
+        >>> largest(torch.tensor([[1.0, -3.0, 3.0]]), signed=True)
+        tensor([-3.])
+    """
+    if not blocks.numel():
+        return blocks.new_zeros(blocks.shape[0])
+    top, at = blocks.abs().max(1)
+    if not signed:
+        return top
+    return torch.where(blocks.gather(1, at.unsqueeze(1)).squeeze(1) < 0, -top, top)
+
+
 def quantize_blocks_reference(
     x: Tensor, book: Codebook, block_size: int, seed: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """`quantize_blocks` in pure torch: the definition."""
     blocks = bitpack.blocks(x.float(), block_size)
-    scale = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(blocks.shape[0])
+    scale = largest(blocks, signed=book.signed)
     return bitpack.pack(encode(blocks, scale.unsqueeze(1), book, seed), book.bits), scale
 
 
@@ -229,7 +284,7 @@ def _quantize(x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scales
         return
     tables = inner_bounds(book, x.device, stochastic=seed is not None), book.values(x.device)
     block, cols = codes.shape[1] * 8 // book.bits, len(col) if col is not None else 1
-    sizes = (x.numel(), cols, block, book.bits, int(seed is not None), seed or 0)
+    sizes = (x.numel(), cols, block, book.bits, book.signed, int(seed is not None), seed or 0)
     cpu.call("mt_codebook_quantize", x.float(), row, col, *tables, codes, scale, *sizes)
 
 
@@ -254,7 +309,8 @@ def inner_bounds(book: Codebook, device: torch.device, *, stochastic: bool) -> T
     """
     if not stochastic:
         return book.midpoints(device)
-    values, end = book.values(torch.device("cpu")), torch.tensor([torch.nan], device="cpu")
+    values = book.values(torch.device("cpu"))
+    end = values.new_tensor([torch.nan])
     return torch.cat([values[1:-1], end]).to(device)  # at once: other streams read it too
 
 

@@ -27,6 +27,28 @@ def least(a, b):
 
 
 @triton.jit
+def place_and_sign(x, top, offset):
+    """Return twice the offset plus the sign bit for elements of magnitude `top`; else 2**31 - 1.
+
+    The minimum over a block belongs to the first element of largest magnitude.
+    """
+    place = 2 * offset | (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    return tl.where(magnitude(x) == top, place, 0x7FFFFFFF)
+
+
+@triton.jit
+def sign_of(first, top):
+    """Return the sign bit of the minimum of `place_and_sign`; 0 for a block of zeros."""
+    return tl.where(top > 0, first << 31, 0)
+
+
+@triton.jit
+def flipped(x, sign):
+    """Return `x` with its sign bit flipped by `sign`."""
+    return (x.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _begin(block, SIZE: tl.constexpr, cols, BIG: tl.constexpr):
     """Row and column where blocks begin: the one division, once a block."""
     first = block * SIZE
@@ -83,6 +105,7 @@ def _quantize_kernel(
     LONG: tl.constexpr,  # of a matrix: rows are no shorter than blocks
     BIG: tl.constexpr,  # it has 2**31 elements or more
     STOCHASTIC: tl.constexpr,
+    SIGNED: tl.constexpr,  # the scales of blocks have a sign
 ):
     block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
@@ -110,7 +133,14 @@ def _quantize_kernel(
     else:
         top = tl.max(tops, axis=1)[:, None]
         scale = top.to(tl.float32, bitcast=True)
-        tl.store(scale_ptr + block, scale, mask=block < n_blocks)
+        sign = tl.zeros_like(top)
+        if SIGNED:
+            first = tl.full((GROUPS, WIDTH_PAD), 0x7FFFFFFF, tl.int32)
+            for s in tl.static_range(8):
+                own = place_and_sign(xs[s], top, s * WIDTH + column)
+                first = tl.minimum(first, tl.where(inside, own, 0x7FFFFFFF))
+            sign = sign_of(tl.min(first, axis=1)[:, None], top)
+        tl.store(scale_ptr + block, flipped(scale, sign), mask=block < n_blocks)
         # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
         usable = inside & (top > 0) & (top < 0x7F800000)
 
@@ -121,6 +151,8 @@ def _quantize_kernel(
     codes = ()
     for s in tl.static_range(8):
         x = xs[s]
+        if SIGNED:
+            x = flipped(x, sign)
         code = _find(x, scale, bounds_ptr, BITS, STOCHASTIC)
         if STOCHASTIC:
             r = (words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF
@@ -208,6 +240,7 @@ def quantize(x, book: Codebook, seed, codes, scale, row, col):
         LONG=col.numel() >= width * 8,
         BIG=x.numel() >= 2**31,
         STOCHASTIC=seed is not None,
+        SIGNED=book.signed and not matrix,
         enable_fp_fusion=False,
         **options,
     )

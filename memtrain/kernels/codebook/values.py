@@ -134,11 +134,13 @@ def _small_float(name: str, signed: bool) -> tuple[float, ...]:
 @cache
 def _values(book: Codebook, device: torch.device) -> Tensor:
     with unset_fake_temporarily():  # it is for real steps, too
-        return torch.tensor(codebook(book.name, bits=book.bits, signed=book.signed), device=device)
+        values = codebook(book.name, bits=book.bits, signed=book.signed)
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @cache
 def _midpoints(book: Codebook, device: torch.device) -> Tensor:
     values = codebook(book.name, bits=book.bits, signed=book.signed)
     with unset_fake_temporarily():
-        return torch.tensor([(a + b) / 2 for a, b in pairwise(values)], device=device)
+        middle = [(a + b) / 2 for a, b in pairwise(values)]
+        return torch.tensor(middle, dtype=torch.float32, device=device)

@@ -33,6 +33,30 @@ MT_INLINE float as_float(int32_t bits) {
   return x;
 }
 
+// The sign bit of a scale, in each lane.
+MT_INLINE I sign_bits(float scale) { return (I)splat(scale) & INT32_MIN; }
+MT_INLINE F flipped(F x, I sign) { return (F)((I)x ^ sign); }
+
+// The largest magnitudes of a block's positive and of its negative elements.
+struct Extremes {
+  I above, below;
+};
+MT_INLINE void extend(Extremes& e, F x) {
+  e.above = imax(e.above, (I)x), e.below = imax(e.below, (I)x ^ (I{} + INT32_MIN));
+}
+
+// The scale of a block of n elements: the first element of largest magnitude.
+MT_INLINE float largest(const Extremes& e, const float* x, int64_t n) {
+  const int32_t above = top_of(e.above), below = top_of(e.below);
+  bool first_below = below > above;
+  if (__builtin_expect(below == above && above > 0, 0)) {
+    int64_t at = 0;
+    while (at < n - 1 && x[at] != as_float(above) && x[at] != -as_float(above)) ++at;
+    first_below = x[at] < 0.0f;
+  }
+  return first_below ? -as_float(below) : as_float(above);
+}
+
 // A scale of Inf makes every bound NaN, as a NaN does: the codes are 0.
 MT_INLINE Codebook scaled(const float* table, float scale) {
   return with_bounds(load(table), load(table + 16) * splat(scale + (scale - scale)));

@@ -11,10 +11,13 @@ from memtrain.kernels.codebook import lloyd_max, rank1
 from memtrain.kernels.codebook import values as codebooks
 from memtrain.kernels.codebook.quantize import (
     dequantize_blocks_reference,
+    encode_drawn,
+    largest,
     quantize_blocks_reference,
     quantize_matrix_reference,
 )
 from memtrain.kernels.codebook.values import Codebook
+from memtrain.kernels.packing import bits as bitpack
 
 FORMS = ("exact", "block", "rank1", "factored", "lloyd_max")
 ROWS_AND_COLUMNS = ("rank1", "factored")
@@ -105,13 +108,27 @@ class Codec(NamedTuple):
         flat = dequantize_blocks_reference(state["codes"], state["scale"], book, shape.numel())
         return flat.view(shape)
 
-    def encode(self, state: Payload, new: Tensor, scale: Tensor | None = None) -> None:
-        """Write a new value into the payload; `scale` is rank-1's, of the whole tensor."""
+    def encode(
+        self, state: Payload, new: Tensor, scale: Tensor | None = None, u: Tensor | None = None
+    ) -> None:
+        """Write a new value into the payload.
+
+        Args:
+            state: The payload.
+            new: Its new value.
+            scale: Of rank-1: of the whole tensor.
+            u: For blocks that are rounded stochastically: as in `encode_drawn`.
+        """
         if self.form == "exact":
             state["tensor"].copy_(new)
             return
         book = Codebook(self.codebook, self.bits, self.signed)
-        if scale is None:
+        if u is not None:
+            blocks = bitpack.blocks(new.float(), self.block)
+            scale = largest(blocks, signed=self.signed)
+            drawn = encode_drawn(blocks, scale.unsqueeze(1), book, bitpack.blocks(u, self.block))
+            codes = bitpack.pack(drawn, self.bits)
+        elif scale is None:
             codes, scale = quantize_blocks_reference(new, book, self.block)
         else:
             row, col = rank1.inverses(scale, new.shape)
@@ -134,8 +151,8 @@ def ratio(row: Tensor, mean: Tensor) -> Tensor:
 def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
     """The codebook as kernels read it: float32, 2**bits values, the bounds between, +Inf."""
     book, cpu = Codebook(codec.codebook, codec.bits, codec.signed), torch.device("cpu")
-    end = torch.tensor([float("inf")], device=cpu)
-    found = torch.cat([book.values(cpu), book.midpoints(cpu), end])
+    values = book.values(cpu)
+    found = torch.cat([values, book.midpoints(cpu), values.new_tensor([float("inf")])])
     return found.to(device)  # at once: other streams read it too
 
 
@@ -165,7 +182,7 @@ def buckets(codebook: str, signed: bool) -> Tensor:
     edges[0] = 0.0
     above = torch.searchsorted(bounds, edges[:-1] * (1 - 2.0**-20))
     below = torch.searchsorted(bounds, -edges[1:] * (1 + 2.0**-20))
-    return torch.cat([above, below, torch.zeros(4, device="cpu")]).to(torch.uint8)
+    return torch.cat([above, below, above.new_zeros(4)]).to(torch.uint8)
 
 
 @cache

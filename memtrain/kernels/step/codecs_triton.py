@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from memtrain.kernels.codebook.quantize_triton import magnitude
+from memtrain.kernels.codebook.quantize_triton import flipped, magnitude, place_and_sign, sign_of
 from memtrain.kernels.ptx import PTX
 from memtrain.kernels.step.codecs import MANTISSA
 from memtrain.kernels.step.table_triton import address, floats
@@ -91,6 +91,28 @@ def _encode_tiny(x, state, scale, BITS: tl.constexpr):
 
 
 @triton.jit
+def _encode_drawn(x, state, scale, u):
+    """Return 4-bit codes as `quantize.encode_drawn` does."""
+    scale += scale - scale
+    low = tl.zeros(x.shape, dtype=tl.int32)
+    for k in tl.static_range(4):
+        bound = looked_up(state[2] + 2 ** (3 - k), low) * scale
+        low = tl.where(x > bound, low + 2 ** (3 - k), low)
+    from_ = looked_up(state[2], low)
+    bound = (from_ + u * (looked_up(state[2] + 1, low) - from_)) * scale
+    return tl.where(x > bound, low + 1, low)
+
+
+@triton.jit
+def write_drawn(state, top, real, at, low, high, u_low, u_high):
+    """Quantise both halves of the blocks of a 4-bit state as `quantize.encode_drawn` does."""
+    scale = top.to(tl.float32, bitcast=True)
+    low_code = _encode_drawn(low, state, scale, u_low)
+    high_code = _encode_drawn(high, state, scale, u_high)
+    tl.store(state[0] + at, (low_code | (high_code << 4)).to(tl.uint8), mask=real)
+
+
+@triton.jit
 def state_at(
     table_ptr, tensor, state, first, BITS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
@@ -119,12 +141,18 @@ def read_codes(state, real, at, BITS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def write_scale(low, high, state, row, real):
-    """The bits of the new scale of each block, which are stored."""
+def write_scale(low, high, state, row, real, lane, HALF: tl.constexpr, SIGNED: tl.constexpr):
+    """Store each block's new scale; return its magnitude's bits and the halves, sign removed."""
     larger = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
     top = tl.max(magnitude(larger), axis=1)[:, None]
-    tl.store(state[1] + row, top.to(tl.float32, bitcast=True), mask=real)
-    return top
+    scale = top
+    if SIGNED:
+        first = tl.minimum(place_and_sign(low, top, lane), place_and_sign(high, top, lane + HALF))
+        sign = sign_of(tl.min(first, axis=1)[:, None], top)
+        scale = top | sign
+        low, high = flipped(low, sign), flipped(high, sign)
+    tl.store(state[1] + row, scale.to(tl.float32, bitcast=True), mask=real)
+    return top, low, high
 
 
 @triton.jit

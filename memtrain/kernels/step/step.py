@@ -220,6 +220,10 @@ def _sizes(
         codec.check(shape)
     if not has_kernel(rule, codecs) or states != len(codecs):
         raise ValueError(f"rule {rule!r} has no kernel for {states} states kept as {list(codecs)}")
+    for number, codec in enumerate(codecs):
+        if codec.form in ("block", "rank1") and codec.signed is not (number == 0):
+            kind = "with" if number == 0 else "without"
+            raise ValueError(f"state {number} of a rule has {codec}; allowed: codes {kind} a sign")
     return tuple(tuple(codec.sizes(shape).items()) for codec in codecs)
 
 
@@ -295,8 +299,8 @@ def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
 def update_reference(entry: Entry, sums: Sums) -> None:
     """Pass 2 in pure torch: decode, update, encode."""
     shape, is_factored = entry.param.shape, entry.form == "factored"
-    p, h = entry.master.read(entry.param), update_rules.named(entry.rule, entry.scalars)
-    g = update_rules.gradient(h, entry.grad, p)
+    before, h = entry.master.read(entry.param), update_rules.named(entry.rule, entry.scalars)
+    p, g = before, update_rules.gradient(h, entry.grad, before)
     stored = list(zip(entry.codecs, entry.states, strict=True))
     if is_factored:
         _, factors = stored.pop()
@@ -305,16 +309,19 @@ def update_reference(entry: Entry, sums: Sums) -> None:
         share = ratio(factors["row"], sums["mean"])
         row, col = lloyd_max.root(share), lloyd_max.root(factors["col"])
         m = h.first_moment(g, old[0])
-        new = ()
+        new: list[Tensor] = []
         p = _store_over_factors(h, p, m, stored[0][1], row, col)
     elif is_factored:
         v = ratio(factors["row"], sums["mean"]).unsqueeze(1) * factors["col"]
         p, new = h.update(p, g, [*old, v.view(shape).to(p.dtype)], factored=True)
     else:
         p, new = h.update(p, g, old)
+    u = None
+    if entry.rule == "lion" and entry.bits == 4:
+        u = update_rules.drawn(new[0], before, g)
     entry.master.write(p, entry.param)
     for (codec, state), value in zip(stored, new, strict=False):
-        codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None)
+        codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None, u)
 
 
 def _store_over_factors(

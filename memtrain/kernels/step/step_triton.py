@@ -10,6 +10,7 @@ from memtrain.kernels.step.codecs_triton import (
     read_codes,
     state_at,
     write_codes,
+    write_drawn,
     write_scale,
 )
 from memtrain.kernels.step.program_sizes import blocks
@@ -47,7 +48,7 @@ from memtrain.kernels.step.table_triton import (
     read_scalars,
     unless_refused,
 )
-from memtrain.kernels.step.update_rules_triton import EXACT, updated
+from memtrain.kernels.step.update_rules_triton import EXACT, LION, drawn, updated
 
 
 @triton.jit
@@ -114,13 +115,16 @@ def _update_kernel(
         RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
     )  # fmt: skip
     if STATES > 0 and BITS != 32:
-        m_top = write_scale(m_low, m_high, m_state, row, real)
+        m_top, m_low, m_high = write_scale(m_low, m_high, m_state, row, real, lane, HALF, True)
         v_top = m_top
         if STATES == 2 and SECOND == AS_FIRST:
-            v_top = write_scale(v_low, v_high, v_state, row, real)
+            v_top, _, _ = write_scale(v_low, v_high, v_state, row, real, lane, HALF, False)
         least_top = tl.minimum(tl.where(m_top > 0, m_top, TINY), tl.where(v_top > 0, v_top, TINY))
         tiny = tl.min(tl.min(least_top, axis=1), axis=0) < TINY
-        write_codes(m_state, m_top, tiny, real, at, m_low, m_high, True, BITS, HALF)
+        if RULE == LION and BITS == 4:
+            write_drawn(m_state, m_top, real, at, m_low, m_high, v_low, v_high)
+        else:
+            write_codes(m_state, m_top, tiny, real, at, m_low, m_high, True, BITS, HALF)
         if STATES == 2 and SECOND != FACTORED:
             write_codes(
                 v_state, v_top, tiny, real, at, v_low, v_high, SECOND == AS_FIRST, BITS, HALF
@@ -213,7 +217,10 @@ def _half(
     RULE: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
     SIZE: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The update of one half of each block: new states (rank-1: times the new reciprocals)."""
+    """Return the new states of one half of each block (rank-1: times the new reciprocals).
+
+    Lion has no second state: the numbers that its 4-bit momentum is rounded by are returned there.
+    """
     at = row * SIZE + lane
     inside = at < left
     NUMBERS: tl.constexpr = STATES if BITS == 32 else 0
@@ -244,7 +251,10 @@ def _half(
             scaling = tl.maximum(inv, tl.load(col_inv + j, mask=inside, other=0.0))
         else:
             v = inv * tl.load(col_old + j, mask=inside, other=0.0)
+    before = p
     p, m, v = updated(p, g, m, v, numbers, RULE, SECOND == FACTORED)
+    if RULE == LION and BITS == 4:
+        v = drawn(m, before, g)
     write_weight(p_ptr, lost_ptr, at, inside, p, draw, MASTER)
     if BITS == 32:
         tl.store(m_state[0] + at, m, mask=inside)

@@ -25,6 +25,20 @@ def quotient(x, y):
 
 
 @triton.jit
+def drawn(m, p, g):
+    """Return what `update_rules.drawn` returns."""
+    h = _bits(m) * 0x9E3779B1 ^ _bits(p) * 0x85EBCA6B ^ _bits(g) * 0xC2B2AE35
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return ((h >> 16).to(tl.float32) + 0.5) * (1.0 / 65536)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def updated(p, g, m, v, numbers, RULE: tl.constexpr, FACTORED: tl.constexpr):
     """A rule's update, as `update_rules.py` has it: the new parameter and states."""
     decay, _, _, a, b, c, d, e = numbers

@@ -136,6 +136,8 @@ class AdamW4bit(FusedStates):
 class AdamW4bitFactor(AdamW4bit):
     """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
 
+    A NaN or Inf in a gradient spreads to the whole matrix in that step: all factors share a mean.
+
     Memory:
         0.53 bytes per parameter, plus 4 bytes for each row and column.
 
@@ -174,8 +176,9 @@ class Adam4bit(AdamW4bit):
 class AdamW8bit(AdamW4bit):
     """AdamW with both moments in blocks of 256 codes of 8 bits: dynamic exponent, as bitsandbytes.
 
-    With `second="B256/DE-0"` no second moment is rounded to zero. Arguments, errors and the rest
-    are those of `AdamW4bit`.
+    No second moment is rounded to zero (`B256/DE-0`). Arguments, errors and the rest are those of
+    `AdamW4bit`. States that were saved with `B256/DE` load: code 0, which was zero, decodes to the
+    least value above zero.
 
     Memory:
         2.03 bytes per parameter. AdamW: 8.
@@ -195,7 +198,7 @@ class AdamW8bit(AdamW4bit):
 
     bits = 8
     first_default = "B256/DE"
-    second_default = "B256/DE"
+    second_default = "B256/DE-0"
 
 
 class AdamW8bitFactor(AdamW8bit):

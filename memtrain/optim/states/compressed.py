@@ -135,7 +135,8 @@ class CompressedOptimizer(CompressedStates):
         Raises:
             RuntimeError: For sparse gradients; nothing was changed then.
             ValueError: For a group that is differentiable, that torch's fused SGD would step
-                wrongly, or whose `eps` is 0 in float16; nothing was changed then.
+                wrongly, or whose `eps` is 0 in float16, and for a parameter whose size changed;
+                nothing was changed then.
         """
         cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
         whole = not is_separable(self)
@@ -146,6 +147,7 @@ class CompressedOptimizer(CompressedStates):
             self.check(group)
             _refuse_broken(inner, group)
             _refuse_no_eps(inner, group)
+            self.check_sizes(group)
         watched = self._watch.before(self.param_groups)
         looks = self._watch.looks and not is_simulated()
         if whole:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor
+from memtrain.compressors.base import Compressor, Packed
 from memtrain.compressors.registry import state_parts
+from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
@@ -59,6 +60,22 @@ class CompressedStates(Optimizer):
         return isinstance(value, dict) and layout.is_packed(
             value, self.compressor(param, name)[0].parts
         )
+
+    def check_sizes(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` if the states of a parameter with a gradient have another size."""
+        for param in () if is_simulated() else group["params"]:
+            values = self.state.get(param, {}) if param.grad is not None else {}
+            for name, value in values.items():
+                if not self.is_payload(param, name, value):
+                    continue
+                packed = Packed(value, local(param).shape, torch.float32)
+                try:
+                    self.compressor(param, name)[0].check_payload(packed)
+                except ValueError as error:
+                    raise ValueError(
+                        f"state {name!r}: {error}. Make a new optimizer for a parameter of "
+                        "another size"
+                    ) from None
 
     def unpacked(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """The states of one parameter as a plain optimizer knows them, in `dtype` or its own."""

@@ -72,7 +72,7 @@ class Choice:
         """Substitute for factors that cannot pay, beside a first moment of 8 bits."""
         if self.second != "factored" or self.bits != 8:
             return None
-        return Block(block_size=256, map="DE", bits=8, signed=False)
+        return Block(block_size=256, map="DE-0", bits=8, signed=False)
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor:
         """The compressor of one state of one parameter."""
@@ -136,16 +136,17 @@ def check_state(compressor: Compressor, state_name: str) -> None:
         raise ValueError(
             f"{compressor!r} for the state {state_name!r}; allowed: exp_avg of AdamW and Adam"
         )
-    if not compressor.signed and state_name in SIGNED:
+    if state_name in SIGNED and not (compressor.signed and compressor.first_moment):
         raise ValueError(
-            f"{compressor!r} for the state {state_name!r}, which has negative values; allowed: "
-            "compressors with a sign (signed: true), or names such as 'B128/DE'"
+            f"{compressor!r} for the state {state_name!r}, which has negative values and must not "
+            "drift to one side; allowed: compressors with signed values and scales (signed: true): "
+            "names such as 'B128/DE'"
         )
     if not compressor.second_moment and is_unsigned(state_name):
         raise ValueError(
             f"{compressor!r} for the state {state_name!r}, by which the update is divided: it "
-            "rounds small numbers to zero; allowed: compressors without a sign (signed: false), "
-            "names such as 'Rank-1/Linear', or 8 bits"
+            "rounds small numbers to zero; allowed: identity, factored, and maps without zero and "
+            "sign (signed: false): names such as 'Rank-1/Linear' or 'B256/DE-08'"
         )
 
 

@@ -225,6 +225,6 @@ def _flash_decoded(state: str, codes: Tensor, scales: Tensor | None) -> Tensor:
     scale = scales.float().reshape(-1).repeat_interleave(_FLASH_GROUP)
     scale = scale[: codes.numel()].view(codes.shape)
     if codes.dtype == torch.uint8:
-        return (codes / 255 * scale).square()
-    y = codes / 127
+        return (codes.float() / 255 * scale).square()
+    y = codes.float() / 127
     return y / (2 - y.abs()) * scale

@@ -130,11 +130,11 @@ def from_rows(
         _check(compressor, part, mine, {**wanted, "row": (rows,), "col": (sum(part.shape[1:]),)})
         codes, scale = (
             _unpack(mine["codes"], compressor.bits, cols),
-            torch.ones(1, device=part.device),
+            torch.ones(1, dtype=torch.float32, device=part.device),
         )
         return {"codes": _blocks(codes, 128, compressor, scale), "scale": _join(mine)}
     if not rows:  # whatever blocks the other processes' rows have
-        return torch.zeros(part.shape, device=part.device)
+        return torch.zeros(part.shape, dtype=torch.float32, device=part.device)
     if "start" in mine and bool((mine["start"] == OWN_BLOCKS).any()):
         return _own_blocks(compressor, part, mine, wanted)
     size = compressor.block_size  # pyright: ignore[reportAttributeAccessIssue]
@@ -224,7 +224,7 @@ def _blocks(codes: Tensor, size: int, compressor: Any, scale: Tensor) -> Tensor:
     """Whole blocks of codes; what is missing in the last one has the code of 0, as it lives."""
     blocks = bitpack.blocks(codes, size)
     if missing := blocks.numel() - codes.numel():
-        zero = torch.zeros(1, 1, device=codes.device)
+        zero = torch.zeros(1, 1, dtype=torch.float32, device=codes.device)
         last = scale[-1:].view(1, 1).to(codes.device)
         blocks[-1, -missing:] = encode(zero, last, _codebook(compressor)).item()
     return bitpack.pack(blocks, compressor.bits)

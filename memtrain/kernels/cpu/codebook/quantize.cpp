@@ -15,7 +15,7 @@ struct Book {
   const float *row, *col;
   float* scale;
   uint8_t* codes;
-  int64_t n, cols, block, bits, stochastic, seed;
+  int64_t n, cols, block, bits, with_sign, stochastic, seed;  // with_sign: whether the scales of blocks have one
 };
 
 template <typename Range>
@@ -37,9 +37,9 @@ static void over_blocks(const Book& b, int64_t threads, const Range& range) {
 MT_EXPORT void mt_codebook_quantize(const float* x, const float* row, const float* col,
                                     const float* bounds, const float* values, uint8_t* codes,
                                     float* scale, int64_t n, int64_t cols, int64_t block,
-                                    int64_t bits, int64_t stochastic, int64_t seed,
-                                    int64_t threads) {
-  const memtrain::Book b{bounds, values, row, col, scale, codes, n, cols, block, bits, stochastic, seed};
+                                    int64_t bits, int64_t with_sign, int64_t stochastic,
+                                    int64_t seed, int64_t threads) {
+  const memtrain::Book b{bounds, values, row, col, scale, codes, n, cols, block, bits, with_sign, stochastic, seed};
   memtrain::over_blocks(b, threads, [&](int64_t begin, int64_t end, float* room, uint8_t* made) {
     MT_DISPATCH(quantize_book(b, x, begin, end, room, made));
   });
@@ -48,7 +48,7 @@ MT_EXPORT void mt_codebook_quantize(const float* x, const float* row, const floa
 MT_EXPORT void mt_codebook_dequantize(uint8_t* codes, float* scale, const float* row,
                                       const float* col, const float* values, float* out, int64_t n,
                                       int64_t cols, int64_t block, int64_t bits, int64_t threads) {
-  const memtrain::Book b{nullptr, values, row, col, scale, codes, n, cols, block, bits, 0, 0};
+  const memtrain::Book b{nullptr, values, row, col, scale, codes, n, cols, block, bits, 0, 0, 0};
   memtrain::over_blocks(b, threads, [&](int64_t begin, int64_t end, float* room, uint8_t* packed) {
     MT_DISPATCH(dequantize_book(b, out, begin, end, room, packed));
   });
@@ -70,13 +70,16 @@ MT_INLINE void join_scales(const Book& b, int64_t from, int64_t n, float* to, co
   }
 }
 
-MT_HELPER float abs_max(const float* x, int64_t n) {
+// The largest magnitude; with_sign: with the sign of the first element that has it.
+MT_HELPER float largest(const float* x, int64_t n, bool with_sign) {
   I tops = splat_int(0);
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) tops = imax(tops, magnitude(load(x + i)));
   int32_t top = top_of(tops);  // as integers: NaN is above Inf is above every number
   for (; i < n; ++i) top = std::max(top, static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFF));
-  return as_float(top);
+  int64_t at = 0;
+  while (with_sign && at < n - 1 && static_cast<int32_t>(bits_of(x[at]) & 0x7FFFFFFF) != top) ++at;
+  return with_sign && x[at] < 0.0f ? -as_float(top) : as_float(top);
 }
 
 // `scaled`: the bounds times the scale. They ascend, so halving finds how many an element passes.
@@ -125,7 +128,11 @@ inline void quantize_bits(const Book& b, const float* from, int64_t begin, int64
       for (int64_t i = 0; i < n; ++i) room[i] = b.row != nullptr ? room[i] * x[i] : x[i];
       x = room;
     }
-    if (b.row == nullptr) scale = b.scale[k] = abs_max(x, size);
+    if (b.row == nullptr) scale = b.scale[k] = largest(x, size, b.with_sign);
+    if (scale < 0.0f) {  // negate the elements and the scale
+      for (int64_t i = 0; i < size; ++i) room[i] = -x[i];
+      x = room, scale = -scale;
+    }
     uint8_t* out = b.codes + k * bytes;
     if (!(scale > 0.0f && scale <= 0x1.fffffep127f)) {
       std::memset(out, 0, bytes);

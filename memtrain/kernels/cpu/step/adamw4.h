@@ -85,7 +85,8 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
     float* before = kApart ? p_tail[~b & 1] : t.p + from - 128;
     F old_row = {}, inv_row = {};
     const float *cs = c, *cinv = ci;
-    I m_top = {}, v_top = {};
+    Extremes m_top = {};
+    I v_top = {};
     if (kApart) {
       read_floats(t.g, t.g_type, from, n, g_tail);
       read_weights(t.p, t.p_type, t.master, from, n, p_tail[b & 1]);
@@ -124,7 +125,7 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
           const I inside = lane + at < static_cast<int32_t>(n);
           first = (F)((I)first & inside), square = (F)((I)square & inside);
         }
-        m_top = imax(m_top, magnitude(first));
+        extend(m_top, first);
         if (kSecond == kAsFirst) v_top = imax(v_top, magnitude(square));
         if (kSecond == kRank1)
           square = square * (F)imax((I)(kAligned ? inv_row : load(ri + at)), (I)load(cinv + at));
@@ -137,7 +138,7 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
       finish_codes(then, b - 1);
       if (kApart) write_weights(t.p, t.p_type, t.master, from - 128, 128, before, draws);
     }
-    t.state[0].scale[b] = as_float(top_of(m_top));
+    t.state[0].scale[b] = largest(m_top, now.first, 128);
     if (kSecond == kAsFirst) t.state[1].scale[b] = as_float(top_of(v_top));
   }
 

@@ -22,11 +22,12 @@ MT_EXPORT int mt_step_rules() { return memtrain::portable::count_rules(); }
 #include "step/dynamic.h"
 
 // The 8-bit codes of a block whose scale is too far from 1 to divide by: bounds counted one by one.
-inline void count8(const State& s, const float* x, float scale, uint8_t* codes) {
+inline void count8(const State& s, const float* x, I sign, float scale, uint8_t* codes) {
   for (int64_t i = 0; i < 256; i += 16) {
+    const F value = flipped(load(x + i), sign);
     I count = {};
     MT_UNROLL(1)
-    for (int64_t k = 256; k < 511; ++k) count = count - (load(x + i) > splat(s.codebook[k] * scale));
+    for (int64_t k = 256; k < 511; ++k) count = count - (value > splat(s.codebook[k] * scale));
     narrow(codes + i, count);
   }
 }
@@ -50,6 +51,7 @@ inline void fetch(const State& s, int64_t b, int64_t n, float* x) {
 // A block of 8 bits that has its new values, and waits for its codes.
 struct Waiting {
   uint8_t* codes;
+  I sign;
   F scale, inverse;
   bool usual;
 };
@@ -58,11 +60,13 @@ struct Waiting {
 MT_HELPER Waiting wait_for(const State& s, int64_t b, const float* x, float scale) {
   uint8_t* codes = static_cast<uint8_t*>(s.data) + b * 256;
   s.scale[b] = scale;
+  const I sign = sign_bits(scale);
+  scale = __builtin_fabsf(scale);
   const bool usual = scale >= 0x1p-90f && scale <= 0x1p90f;
   // Nothing is above a bound times 0 or NaN, and a scale of Inf counts as NaN.
   if (!(scale > 0.0f && scale <= 0x1.fffffep127f)) std::memset(codes, 0, 256);
-  else if (!usual) count8(s, x, scale, codes);
-  return {codes, splat(scale), splat(1.0f / scale), usual};
+  else if (!usual) count8(s, x, sign, scale, codes);
+  return {codes, sign, splat(scale), splat(1.0f / scale), usual};
 }
 
 // The maximum and x as magnitudes; x is never below zero, but NaN may have a sign, which is left to
@@ -122,7 +126,8 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
       read_weights(t.p, t.p_type, t.master, from, n, p);
     }
     if (kFactors && b < end) product(t, from, squares);
-    I top[2] = {};
+    Extremes first_top = {};
+    I second_top = {};
     MT_UNROLL(1)
     for (int64_t at = 0; at < 256; at += 64) {
       if (b < end) {
@@ -148,7 +153,8 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
               const I inside = lane + static_cast<int32_t>(i) < static_cast<int32_t>(n);
               x[k] = (F)((I)x[k] & inside);
             }
-            top[k] = k == 0 ? imax(top[k], magnitude(x[k])) : highest(top[k], x[k]);
+            if (k == 0) extend(first_top, x[k]);
+            else second_top = highest(second_top, x[k]);
             store(now[k] + i, x[k]);
           }
         }
@@ -160,29 +166,49 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
             store(before + i, Rule::divide(h, load(before + i), load(then[0] + i), load(then[kStates] + i)));
         }
       }
-      if (waiting[0].usual) encode8<true>(first, then[0] + at, waiting[0].scale, waiting[0].inverse, waiting[0].codes + at);
-      if (kStates == 2 && waiting[1].usual) encode8<false>(second, then[1] + at, waiting[1].scale, waiting[1].inverse, waiting[1].codes + at);
+      if (waiting[0].usual) encode8<true>(first, then[0] + at, waiting[0].sign, waiting[0].scale, waiting[0].inverse, waiting[0].codes + at);
+      if (kStates == 2 && waiting[1].usual) encode8<false>(second, then[1] + at, I{}, waiting[1].scale, waiting[1].inverse, waiting[1].codes + at);
     }
     if (kLate && b > begin && before == part.p[~b & 1])
       write_weights(t.p, t.p_type, t.master, from - 256, std::min<int64_t>(256, t.n - from + 256), before, draws);
     if (b == end) break;
     if (!kLate && apart) write_weights(t.p, t.p_type, t.master, from, n, p, draws);
-    for (int k = 0; k < kStates; ++k) waiting[k] = wait_for(t.state[k], b, now[k], as_float(top_of(top[k] & 0x7fffffff)));
+    waiting[0] = wait_for(t.state[0], b, now[0], largest(first_top, now[0], 256));
+    if (kStates == 2) waiting[1] = wait_for(t.state[1], b, now[1], as_float(top_of(second_top & 0x7fffffff)));
   }
 }
 
-template <int kBits>
-inline void keep(const State& s, int64_t b, int64_t n, const float* x, float scale) {
+// The codes of 16 values, rounded up or down by comparison with `u`. The bounds of `lower` are the
+// values from the second on.
+MT_INLINE I encode_drawn(const Codebook& lower, F x, F u, F scale) {
+  const I low = encode(lower, x);
+  const F from = decode(lower.values, low), to = decode(lower.values, low + 1);
+  return low - (x > (from + u * (to - from)) * scale);  // true is -1
+}
+
+template <int kBits, bool kDraws>
+inline void keep(const State& s, int64_t b, int64_t n, const float* x, const float* u, float scale) {
   if (kBits == 32) {
     std::memcpy(static_cast<float*>(s.data) + b * 128, x, n * 4);
     return;
   }
   uint8_t* codes = static_cast<uint8_t*>(s.data) + b * 64;
   s.scale[b] = scale;
+  const I sign = sign_bits(scale);
+  scale = __builtin_fabsf(scale);
+  if constexpr (kDraws) {
+    const F size = splat(scale + (scale - scale));  // Inf becomes NaN: no bound is passed
+    const Codebook lower = with_bounds(load(s.codebook), load(s.codebook + 1) * size);
+    MT_UNROLL(1)
+    for (int64_t i = 0; i < 64; i += 16)
+      narrow(codes + i, encode_drawn(lower, flipped(load(x + i), sign), load(u + i), size) |
+                            encode_drawn(lower, flipped(load(x + 64 + i), sign), load(u + 64 + i), size) << 4);
+    return;
+  }
   const Codebook book = scaled(s.codebook, scale);
   MT_UNROLL(1)
   for (int64_t i = 0; i < 64; i += 16)
-    narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
+    narrow(codes + i, encode(book, flipped(load(x + i), sign)) | encode(book, flipped(load(x + 64 + i), sign)) << 4);
 }
 
 // States of 4 or 32 bits, or none: held stays zero.
@@ -191,7 +217,8 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
   constexpr int kStates = Rule::kStates;
   const Scalars h = splat_all(t.scalars);
   const I lane = lane_numbers();
-  float g_part[128] = {}, p_part[128] = {}, held[kStates][128] = {};
+  constexpr bool kDraws = Rule::kDraws && kBits == 4;
+  float g_part[128] = {}, p_part[128] = {}, held[kStates][128] = {}, u[128];
   Draws draws;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
@@ -204,7 +231,7 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
       g = g_part, p = p_part;
     }
     for (int k = 0; kBits > 0 && k < kStates; ++k) fetch<kBits>(t.state[k], b, n, held[k]);
-    I top[kStates] = {};
+    Extremes top[kStates] = {};
     MT_UNROLL(1)
     for (int64_t at = 0; at < 128; at += 16) {
       if (!apart) __builtin_prefetch(g + at + 256), __builtin_prefetch(p + at + 256);
@@ -217,13 +244,14 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
           const I inside = lane + static_cast<int32_t>(at) < static_cast<int32_t>(n);
           x[k] = (F)((I)x[k] & inside);
         }
-        top[k] = imax(top[k], magnitude(x[k]));
+        extend(top[k], x[k]);
+        if (kDraws) store(u + at, drawn(x[k], old, grad));
         if (kBits > 0) store(held[k] + at, x[k]);
       }
     }
     if (apart) write_weights(t.p, t.p_type, t.master, from, n, p_part, draws);
     for (int k = 0; kBits > 0 && k < kStates; ++k)
-      keep<kBits>(t.state[k], b, n, held[k], as_float(top_of(top[k])));
+      keep<kBits, kDraws>(t.state[k], b, n, held[k], u, kBits == 32 ? 0.0f : largest(top[k], held[k], 128));
   }
 }
 

@@ -103,10 +103,10 @@ static __attribute__((noinline, unused)) void count_in_doubt(const Dynamic& d, u
   }
 }
 
-// The 8-bit codes of 64 values: how many bounds (times the scale) are below each. The position,
-// wrong by less than 2**-12.5, tells unless it is nearly whole.
+// The 8-bit codes of 64 values, negated first if `sign` is set: how many bounds (times the scale)
+// are below each. The position, with an error below 2**-12.5, decides unless it is nearly whole.
 template <bool kSigned>
-MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uint8_t* codes) {
+MT_INLINE void encode8(const Dynamic& d, const float* x, I sign, F scale, F inverse, uint8_t* codes) {
   const F edge[2] = {d.edge[0] * scale, d.edge[1] * scale};
   I size[4], count[4], at[4];
   F r[4];
@@ -115,7 +115,7 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, F scale, F inverse, uin
   MT_FOUR r[k] = fused((F)size[k], inverse, splat(kLeast));
   MT_FOUR at[k] = (I)_mm512_srli_epi32((__m512i)r[k], 23);
   if (kSigned) {  // below zero a bound equal to x counts too, and the codes descend
-    MT_FOUR minus[k] = _mm512_movepi32_mask((__m512i)load(x + 16 * k));
+    MT_FOUR minus[k] = _mm512_movepi32_mask((__m512i)flipped(load(x + 16 * k), sign));
     MT_FOUR size[k] = plus_one(size[k], minus[k]);
   }
   MT_FOUR at[k] = plus_one(at[k], _mm512_cmpgt_epi32_mask((__m512i)size[k], (__m512i)choose(edge, at[k])));
@@ -161,9 +161,9 @@ MT_HELPER void decode8(const Dynamic& d, const uint8_t* codes, F scale, float* o
 
 // One bound in doubt, found by x's leading bits.
 template <bool kSigned>
-MT_HELPER void encode8(const Dynamic& d, const float* from, F scale, F inverse, uint8_t* codes) {
+MT_HELPER void encode8(const Dynamic& d, const float* from, I sign, F scale, F inverse, uint8_t* codes) {
   for (int i = 0; i < 64; i += 16) {
-    const F x = load(from + i);
+    const F x = flipped(load(from + i), sign);
     const I bits = (I)(x * inverse), last = I{} + (kBuckets - 1);
     const I bucket = imin(imax((magnitude((F)bits) >> 16) - kLowest, I{}), last);
     const I base = look_up(d.buckets, ((bits < 0) & kBuckets) + bucket);

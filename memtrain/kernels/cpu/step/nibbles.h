@@ -9,6 +9,15 @@ MT_INLINE void search(const Codebook& book, const float* x, uint8_t* codes) {
     narrow(codes + i, encode(book, load(x + i)) | encode(book, load(x + 64 + i)) << 4);
 }
 
+// `search` with a scale that may be negative.
+MT_INLINE void search_signed(const float* table, float scale, const float* x, uint8_t* codes) {
+  const Codebook book = scaled(table, __builtin_fabsf(scale));
+  const I sign = sign_bits(scale);
+  MT_UNROLL(4)
+  for (int i = 0; i < 64; i += 16)
+    narrow(codes + i, encode(book, flipped(load(x + i), sign)) | encode(book, flipped(load(x + 64 + i), sign)) << 4);
+}
+
 // The second moment's map; its values come times `unit` where no block has a scale of its own.
 struct UnsignedMap {
   const float* table;
@@ -52,11 +61,13 @@ inline SignedMap signed_map(const float* table) {
 // two registers give, as pack_two orders it.
 struct SignedCoder {
   F bounds, slope, shift;
+  I sign;
   __m512i at[4];
   uint16_t minus[8], above[8];
 };
 
 MT_INLINE void start(SignedCoder& c, const SignedMap& map, float scale) {
+  c.sign = sign_bits(scale), scale = __builtin_fabsf(scale);
   c.bounds = map.bounds * scale, c.slope = splat(0x1.18p-76f / scale), c.shift = splat(0x1.cp-81f);
 }
 
@@ -65,7 +76,7 @@ MT_INLINE void take(SignedCoder& c, const float* x, int pair) {
   MT_UNROLL(2)
   for (int i = 0; i < 2; ++i) {
     const int k = 2 * pair + i;
-    const F value = load(x + 16 * k);
+    const F value = flipped(load(x + 16 * k), c.sign);
     const __mmask16 negative = _mm512_movepi32_mask((__m512i)value);
     I size = magnitude(value);
     at[i] = (I)_mm512_srli_epi32((__m512i)fused((F)size, c.slope, c.shift), 22);
@@ -78,8 +89,9 @@ MT_INLINE void take(SignedCoder& c, const float* x, int pair) {
 }
 
 MT_INLINE void finish(SignedCoder& c, const SignedMap& map, const float* x, float scale, uint8_t* codes) {
-  if (__builtin_expect(!map.usual || !(scale >= 0x1p-90f && scale <= 0x1p40f), 0))
-    return search(scaled(map.table, scale), x, codes);
+  const float size = __builtin_fabsf(scale);
+  if (__builtin_expect(!map.usual || !(size >= 0x1p-90f && size <= 0x1p40f), 0))
+    return search_signed(map.table, scale, x, codes);
   __m512i half[2];
   for (int h = 0; h < 2; ++h) {
     __mmask64 one, down;
@@ -186,7 +198,7 @@ MT_INLINE void take_scaled(UnsignedCoder&, const float*, int) {}
 MT_INLINE void take_unit(UnsignedCoder&, const float*, int) {}
 
 MT_INLINE void finish(SignedCoder&, const SignedMap& map, const float* x, float scale, uint8_t* codes) {
-  search(scaled(map.table, scale), x, codes);
+  search_signed(map.table, scale, x, codes);
 }
 
 MT_INLINE void finish_scaled(UnsignedCoder&, const UnsignedMap& map, const float* x, float scale,

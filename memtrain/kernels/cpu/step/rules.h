@@ -33,6 +33,7 @@ MT_INLINE bool is_plain(const Row& t) {
 // in two parts, so that a block's quotients may wait for the loop of the next block.
 struct AdamW {
   static constexpr int kStates = 2;
+  static constexpr bool kDraws = false;  // whether 4-bit states are rounded by `drawn`
   static constexpr bool kDivides = true;
   static MT_MEMBER F first(const Scalars& s, F g, F m) { return m + s.a * (g - m); }
   static MT_MEMBER F second(const Scalars& s, F g, F v) { return s.b * v + (s.c * g) * g; }
@@ -48,6 +49,7 @@ struct AdamW {
 
 struct Sgd {
   static constexpr int kStates = 1;
+  static constexpr bool kDraws = false;
   static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     x[0] = s.a * x[0] + s.b * g;
@@ -55,8 +57,19 @@ struct Sgd {
   }
 };
 
+// `drawn` of update_rules.py.
+MT_INLINE F drawn(F m, F p, F g) {
+  const auto times = [](I x, uint32_t odd) __attribute__((always_inline)) { return x * (I{} + static_cast<int32_t>(odd)); };
+  I h = times(magnitude(m), 0x9E3779B1u) ^ times(magnitude(p), 0x85EBCA6Bu) ^ times(magnitude(g), 0xC2B2AE35u);
+  h = times(h ^ ((h >> 16) & 0xFFFF), 0x7FEB352Du);
+  h = times(h ^ ((h >> 15) & 0x1FFFF), 0x846CA68Bu);
+  const I mantissa = (((h >> 16) & 0xFFFF) << 7) + 0x40;  // (r + 0.5) / 65536, above 1
+  return (F)(mantissa + 0x3F800000) - splat(1.0f);
+}
+
 struct Lion {
   static constexpr int kStates = 1;
+  static constexpr bool kDraws = true;
   static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     const F c = s.a * x[0] + s.b * g, zero = {};
