@@ -174,6 +174,18 @@ def test_an_inspection_changes_nothing(kind, inspection):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inspection", INSPECTIONS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_inspection_that_raises_changes_nothing(kind, inspection):
+    def fails(model, optimizer, batch):
+        # Their widths differ: the forward ends half-way.
+        with pytest.raises((RuntimeError, ValueError)):
+            INSPECTIONS[inspection](model, optimizer, batch[:, :16])
+
+    check(MODELS[kind](), torch.randn(64, 32), fails)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("inspection", ["audit", "predict", "plan", "measure"])
 def test_an_inspection_leaves_a_weight_that_a_hook_computes(inspection):
     model = Old()
