@@ -19,6 +19,7 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
+from memtrain.config.sizes import format_size
 from memtrain.config.sources import CPU, KEEP, Config
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.layout import is_unsigned
@@ -47,6 +48,16 @@ from memtrain.plan.rules import (
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.precision.graph import check, graph_of
 from memtrain.precision.state import PrecisionState
+
+_TITLES = {
+    "activation": "saved activations",
+    "state": "optimizer states",
+    "gradient": "gradients",
+    "weight": "weights",
+}
+"""Kind of an entry -> its title in a printed plan, in their order."""
+_SHOWN = 8
+"""Rows of each kind in a printed plan."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +257,7 @@ class Plan:
         return file.diff(self.to_yaml(), other.to_yaml())
 
     def listing(self) -> str:
-        """Return the printed form: each site's compressor, or `keep` with the reason."""
+        """Return YAML: each site's compressor, or `keep` with the reason; rules without a match."""
         tree: dict[str, dict[str, str]] = {}
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
@@ -257,7 +268,20 @@ class Plan:
         return OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def __str__(self) -> str:
-        return self.listing()
+        """Return a short table: bytes without and with the plan, activations first."""
+        lines = [f"{'':54}{'plain':>12}{'planned':>12}"]
+        for kind, title in _TITLES.items():
+            rows = self.entries(kind)
+            groups: dict[str, list[PlanEntry]] = {}
+            for row in rows:
+                where = " / ".join(row.site.split(" / ")[1:]) or kind
+                what = row.compressor.partition("(")[0] or f"kept: {row.reason}"
+                groups.setdefault(f"  {where}: {what}"[:53], []).append(row)
+            largest = sorted(groups.items(), key=lambda one: -sum(row.nbytes for row in one[1]))
+            for name, own in ((title, rows), *largest[: _SHOWN if len(groups) > 1 else 0]):
+                plain, planned = sum(r.nbytes for r in own), sum(r.planned for r in own)
+                lines.append(f"{name:54}{format_size(plain):>12}{format_size(planned):>12}")
+        return "\n".join(lines)
 
 
 def make_plan(

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -94,6 +95,9 @@ def read_checkpoint(where: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"resume={str(where)!r}: there is no checkpoint {str(path)!r}")
     try:
+        with zipfile.ZipFile(path) as file:  # torch.load compares no checksum
+            if damaged := file.testzip():
+                raise OSError(f"the checksum of {damaged!r} in it does not match")
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises half a dozen types for a damaged file
         raise ValueError(f"{str(path)!r} is not a readable checkpoint: {error}") from error

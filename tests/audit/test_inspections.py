@@ -19,7 +19,7 @@ from memtrain.planner import make_plan
 INSPECTIONS = {
     "audit": lambda m, o, x: memtrain.audit(m, o, x, "balanced", peak=True),
     "estimate": lambda m, o, x: memtrain.estimate(m, x, "balanced", optimizer=o),
-    "largest": lambda m, o, x: memtrain.largest(m, o, x, 2**30, "balanced", most=3),
+    "largest": lambda m, o, x: memtrain.largest(m, o, x, "balanced", memory="1GiB", most=3),
     "predict": lambda m, o, x: predict(m, o, x, "all_four"),
     "measure": lambda m, o, x: measure(m, o, x, "balanced"),
     "plan": lambda m, o, x: make_plan(m, o, "all_four", batch=x),

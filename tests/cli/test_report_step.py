@@ -125,7 +125,7 @@ def test_sizes_that_fit_are_those_of_the_search(builder, capsys):
     built = build(Request(model="py:theirs:build"))
     step = Request(device="cpu").step
     for side, cfg in (("plain", None), ("planned", load([]))):
-        found = largest(*built, memory, cfg, options=step)
+        found = largest(*built, cfg, memory=memory, options=step)
         assert content["batch"][side] == found.size > 1
     assert content["batch"]["planned"] > content["batch"]["plain"]
     words = " ".join(capsys.readouterr().out.split())
@@ -136,7 +136,7 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
     pytest.importorskip("transformers")
     asked = []
 
-    def search(model, optimizer, batch, memory, cfg, *, what, most, options):
+    def search(model, optimizer, batch, cfg, *, memory, what, most, options):
         asked.append((what, most, cfg is None))
         return type("Found", (), {"size": min(most, 5000)})
 

@@ -52,6 +52,12 @@ def test_missing_damaged_and_unsupported_files(tmp_path):
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(ValueError, match="is not a readable checkpoint"):
         checkpoint.read_checkpoint(path)
+    checkpoint.write_checkpoint(path, {**CONTENT, "table": torch.full((999,), 7.0)})
+    written = path.read_bytes()
+    sevens = torch.full((99,), 7.0).numpy().tobytes()
+    path.write_bytes(written.replace(sevens, bytes(len(sevens)), 1))
+    with pytest.raises(ValueError, match="readable checkpoint: the checksum of 'archive"):
+        checkpoint.read_checkpoint(path)
     torch.save({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="is not a memtrain-train checkpoint of format 2"):
         checkpoint.read_checkpoint(path)

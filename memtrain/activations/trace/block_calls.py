@@ -44,7 +44,8 @@ def foldable_blocks(model: nn.Module, batch: Any) -> list[RepeatedBlocks]:
         forward fails here.
 
     Example:
-        >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> model = nn.Sequential(*(block() for _ in range(6)))
         >>> [len(run.paths) for run in foldable_blocks(model, torch.ones(1, 4))]
         [6]
     """

@@ -43,7 +43,7 @@ def fake_copies(
     Example:
         >>> with fake_copies(nn.Linear(2, 2), None, torch.ones(1, 2)) as (model, _, batch):
         ...     print(model(batch).shape, type(model.weight).__name__)
-        torch.Size([1, 2]) Parameter
+        torch.Size([1, 2]) FakeTensor
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}

@@ -48,9 +48,9 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
     model: nn.Module,
     optimizer: Optimizer,
     batch: Any,
-    memory: str | int,
     cfg: Any = None,
     *,
+    memory: str | int,
     what: str = "batch",
     most: int = 2**20,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
@@ -65,8 +65,8 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
         optimizer: Its optimizer; not changed.
         batch: A batch of any size. Its dimensions of the size of its first tensor's first (`batch`:
             dimension 0 only) or second one (`seq`: every dimension but 0) grow.
-        memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's (`Timeline.needed`).
         cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
+        memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's (`Timeline.needed`).
         what: `batch` or `seq`.
         most: The largest size to try, such as a model's number of positions.
         options: Of the step.
@@ -82,9 +82,9 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
     Example:
         >>> model = nn.Linear(64, 64)
         >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> found = largest(model, optimizer, torch.ones(1, 64), memory=100_000)
-        >>> found.size, found.peaks[found.size] <= 100_000 < found.peaks[found.size + 1]
-        (162, True)
+        >>> found = largest(model, optimizer, torch.ones(1, 64), memory="1MiB")
+        >>> found.size, found.peaks[found.size] <= 2**20 < found.peaks[found.size + 1]
+        (1983, True)
     """
     memory = parse_size(memory, "memory")
     _check(batch, memory, what, most)

@@ -135,7 +135,7 @@ def largest_sizes(
         for side, cfg in (("plain", None), ("planned", config)):
             with working(f"searching the {words[what]} that fits, {side}"):
                 most = found["limit"]
-                sized = largest(*built, memory, cfg, what=what, most=most, options=options)
+                sized = largest(*built, cfg, memory=memory, what=what, most=most, options=options)
             found[side] = sized.size
     return sizes
 
