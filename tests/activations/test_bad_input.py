@@ -341,7 +341,7 @@ HOOKED = {
     "softmax": lambda x: torch.softmax(x, -1) @ torch.eye(16),
     "matmul": lambda x: x @ x.t(),
     "sigmoid": torch.sigmoid,
-    "exp": lambda x: torch.exp(x) * 1,
+    "exp": lambda x: torch.exp(x) @ torch.eye(16),
 }
 # Functions of ours: a payload has no second derivative.
 REPLACED = {

@@ -1,5 +1,6 @@
 """What takes the place of a saved tensor in the graph, besides a payload."""
 
+import torch
 from torch import Tensor
 
 from memtrain.activations.saved.store import check_version, without_elements
@@ -42,11 +43,12 @@ class Kept:
 
 
 class MaskBias:
-    """Takes the place of the bias that fused attention makes of a mask of bools.
+    """Takes the place of what attention makes of a mask of bools: 0 and one other number.
 
-    The bias is 0 where a key is attended to, and one low number elsewhere: -inf, or for cuDNN
-    -65504. CUDA's memory-efficient kernel pads its rows and expands it to all scores, and reads the
-    ends of the rows, so that the bias comes back with the memory that it had.
+    A dropout's mask holds 0 and 1 / (1 - p). A bias is 0 where a key is attended to, and one low
+    number elsewhere: -inf, or for cuDNN -65504. CUDA's memory-efficient kernel pads its rows and
+    expands it to all scores, and reads the ends of the rows, so that the bias comes back with the
+    memory that it had.
 
     Args:
         x: The bias.
@@ -61,7 +63,9 @@ class MaskBias:
         x = x.detach()
         stored = _stored(x)
         self._hidden = Mask().compress((stored != 0).contiguous(), key=Key())
-        self._low, self._geometry = stored.amin(), (x.shape, x.stride(), x.storage_offset())
+        low, high = stored.aminmax()
+        self._low = torch.where(low < 0, low, high)
+        self._geometry = x.shape, x.stride(), x.storage_offset()
         self._numel = x.untyped_storage().nbytes() // x.itemsize
         self.nbytes = self._hidden.nbytes + self._low.nbytes
 

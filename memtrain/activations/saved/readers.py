@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrain.activations.saved.known_ops import SAME_VALUES
+from memtrain.activations.saved.known_ops import MULTIPLIES, SAME_VALUES
 from memtrain.activations.saved.store import Geometry, Storage
 
 
@@ -85,7 +85,7 @@ class Readers:
             found = None if above is None else self._results.get(above._sequence_nr())
             if found is None:
                 continue
-            if passes or kind in SAME_VALUES:
+            if passes or kind in SAME_VALUES or _scales(node):
                 self._results[node._sequence_nr()] = found
             else:
                 found.decide(compress=kind in found.readers)
@@ -95,3 +95,8 @@ class Readers:
         for found in self._results.values():
             found.end()
         self._results.clear()
+
+
+def _scales(node: Any) -> bool:
+    """Whether a node multiplies by a constant: a mask, or torch's own dropout."""
+    return type(node) in MULTIPLIES and any(above is None for above, _ in node.next_functions)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+from torch._subclasses import FakeTensor
 
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.checks import Checks
@@ -23,6 +24,7 @@ from memtrain.activations.saved.known_ops import (
     LINEAR,
     LOSSLESS,
     MASKS,
+    MULTIPLIES,
     OWN,
     OWN_FORM,
     SENTINELS,
@@ -251,7 +253,9 @@ class SavedTensors:
             seen.add(saved.attribute)
             x = tensors.pop(saved.attribute, None)
             if x is not None:
-                self._save(node, saved, self._site(module, op, saved.role, function), x)
+                site = self._site(module, op, saved.role, function)
+                if not (self.attention and self._save_dropout(node, saved, site, x)):
+                    self._save(node, saved, site, x)
         for name, x in tensors.items():
             self._keep_other(node, name, x, Site(module, op, name))
 
@@ -264,6 +268,21 @@ class SavedTensors:
         if op == "mul" and function in _DROPOUTS:
             return Site(module, "dropout", "saved")
         return Site(module, op, role)
+
+    def _save_dropout(self, node: Any, saved: SavedBy, site: Site, x: Tensor) -> bool:
+        """Save what attention written out on a CPU multiplies its probabilities by, in bits."""
+        constant = saved.attribute == "other" and x.is_cpu and not x.requires_grad
+        if type(node) not in MULTIPLIES or not constant or foreign(x):
+            return False
+        chosen = self.choose(site)
+        if isinstance(chosen, Keep) or chosen.is_identity or x.numel() < max(1, self.min_elements):
+            return False
+        mask = MaskBias(x)
+        if type(x) is not FakeTensor and not torch.equal(mask.unpack(), x):
+            return False
+        self._register(node, saved, mask, x, site)
+        self._record(x, site, mask.nbytes, "Mask()", "", mask)
+        return True
 
     def _keep_other(self, node: Any, name: str, x: Tensor, site: Site) -> None:
         """Keep the other tensors that a known op saves: statistics, for example."""

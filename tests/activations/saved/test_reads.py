@@ -39,3 +39,53 @@ def test_a_forward_decompresses_nothing(op, monkeypatch):
         assert not reads
         loss.backward()
         reads.clear()
+
+
+@pytest.mark.parametrize("order", ["product first", "logarithm first"])
+def test_a_softmax_that_a_logarithm_reads_too_is_kept(order):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Linear(64, 64)
+
+        def forward(self, x):
+            p = torch.softmax(3 * self.scores(x), -1)
+            y = (p @ x).sum() if order == "product first" else 0.0
+            z = torch.log(p + 1e-6).mean()
+            return y + z + ((p @ x).sum() if order != "product first" else 0.0)
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(64, 64)
+    model(x).backward()
+    exact = model.scores.weight.grad.clone()
+    model.zero_grad()
+    cfg = ["preset=activations_only", "activations.min_elements=0"]
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
+    model(x).backward()
+    assert torch.equal(model.scores.weight.grad, exact)
+
+
+def test_the_dropout_of_attention_is_saved_in_bits():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(4, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum()
+
+    torch.manual_seed(0)
+    model = Attention()
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
+    model(torch.randn(4, 64, 64)).backward()
+    (entry,) = (
+        entry
+        for entry in memtrain.plan_of(model).entries("activation")
+        if entry.site.endswith("scaled_dot_product_attention / saved")
+    )
+    scores, inputs = 4 * 4 * 64 * 64, 3 * 4 * 64 * 64
+    group = 4 + 32 / 128  # bits per element, with two bounds in bfloat16 per group
+    assert entry.planned == pytest.approx(
+        (scores * (2 * group + 1) + inputs * group) / 8, rel=0.001
+    )
