@@ -26,7 +26,7 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 55_700,
+    "lines of the package": 55_800,
     "lines of the tests": 46_800,
     "lines of experiments and benchmarks": 5_210,
     "classes": 266,
