@@ -291,7 +291,7 @@ class _Planning:
 
     def largest(self, plan: CandidatePlan, goal: Goal, size: int, what: str, most: int) -> int:
         """The largest batch, or the longest sequence, whose peak fits well under a plan."""
-        fits = partial(largest, *self.given, int(ROOM * size), config_of(plan), what=what)
+        fits = partial(largest, *self.given, config_of(plan), memory=int(ROOM * size), what=what)
         return fits(most=most, options=goal.options).size
 
     def enough_error(self, goal: Goal, size: int) -> float | None:

@@ -133,7 +133,8 @@ Predicted steps are kept in $MEMTRAIN_CACHE (~/.cache/memtrain; empty: nowhere).
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
 file that cannot be read or written, 3 --fail-over or --fail-under, or nothing
-fits the budget, or verify=true finds wrong values or a biased gradient, 130 interrupted
+fits the budget, or verify=true finds wrong values or a biased gradient,
+130 interrupted
 """
 
 

@@ -508,7 +508,7 @@ def test_compressors_that_want_the_shape_get_it(name):
     module, _ = run.copies(torch.float32)
     x = torch.randn(run.shape, requires_grad=True)
     run.ours(module, x, compressor=Shaped()).sum().backward()
-    assert seen == [x.shape]
+    assert set(seen) == {x.shape}  # once more where the size of the payload is checked
 
 
 class _Normalise(torch.autograd.Function):
