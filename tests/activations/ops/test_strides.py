@@ -55,7 +55,12 @@ class OneOp(nn.Module):
         return self.result.sum()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+IN_CI = ("transposed", "channels last")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[pytest.mark.nightly] * (x not in IN_CI)) for x in LAYOUTS]
+)
 @pytest.mark.parametrize("name", [*NAMES, *NORMS])
 def test_values_and_strides_are_torchs(name, layout):
     function = function_of(name)

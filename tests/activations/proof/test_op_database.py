@@ -45,8 +45,8 @@ pytestmark = [
 ]
 STEPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
-SHARE = 8
-"""Of the cases of `balanced`, CI runs one in so many."""
+SHARE = 24
+"""Of the cases, CI runs one in so many."""
 
 
 def cases(found, share, forms=lambda each: ("function",)):
@@ -181,7 +181,7 @@ def verdicts_of(op, dtype, form, preset):
     return strict(verdicts, preset)
 
 
-@pytest.mark.parametrize(("op", "dtype", "form"), cases(ops, len(DTYPES), forms_of))
+@pytest.mark.parametrize(("op", "dtype", "form"), cases(ops, SHARE, forms_of))
 def test_an_op_is_exact_under_exact(op, dtype, form, record_property):
     check(verdicts_of(op, dtype, form, "exact"), record_property)
 
@@ -203,7 +203,7 @@ def verdicts_of_module(info, dtype, preset):
     return strict(verdicts, preset)
 
 
-@pytest.mark.parametrize(("info", "dtype", "form"), cases(modules, len(DTYPES)))
+@pytest.mark.parametrize(("info", "dtype", "form"), cases(modules, SHARE))
 def test_a_module_is_exact_under_exact(info, dtype, form, record_property):
     check(verdicts_of_module(info, dtype, "exact"), record_property)
 
