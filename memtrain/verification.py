@@ -2,12 +2,10 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.console import Console, Group
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,6 +26,10 @@ from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.api import plan_of
 from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, activation_plan
+
+if TYPE_CHECKING:  # rich draws from `random` when it is imported
+    from rich.progress import Progress
+    from rich.table import Table
 
 EXACT = Keep("kept for the exact gradient")
 BIASED = 0.25
@@ -125,12 +127,14 @@ class Verification(NamedTuple):
         )
         return f"OK: {compared}, without a fault; no parameter's gradient is biased; {noise}"
 
-    def table(self, top: int | None = None) -> Table:
+    def table(self, top: int | None = None) -> "Table":
         """Give a rich table: the whole, then sites (else parameters), the noisiest first.
 
         Args:
             top: Rows at most; all by default.
         """
+        from rich.table import Table
+
         kind = "site" if self.sites else "parameter"
         table = Table(kind, "cosine", "variance", "bias", title="gradient quality")
         for column in table.columns[1:]:
@@ -142,6 +146,8 @@ class Verification(NamedTuple):
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console, Group
+
         console = Console(width=120)
         with console.capture() as capture:
             console.print(Group(self.verdict, self.table()), highlight=False)
@@ -204,7 +210,7 @@ def verify(
     is_closure = callable(batch)
     closure = batch if is_closure else closure_of(model, batch)
     halves = [] if is_closure else _halves(model, batch)
-    with Progress(disable=not progress, transient=True) as bar:
+    with _progress() if progress else nullcontext() as bar:
         found = measure(
             model,
             closure,
@@ -218,6 +224,12 @@ def verify(
     if warn and not (found.ok and not found.warning):
         warnings.warn(found.verdict, stacklevel=2)
     return found
+
+
+def _progress() -> "Progress":
+    from rich.progress import Progress
+
+    return Progress(transient=True)
 
 
 def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
@@ -250,7 +262,7 @@ def measure(  # noqa: PLR0913 - each is an argument of verify
     per_site: bool = False,
     options: Options = Options(),  # noqa: B008 - a constant
     halves: Sequence[Closure] = (),
-    bar: Progress | None = None,
+    bar: "Progress | None" = None,
 ) -> Verification:
     """Compare a step with the exact one, as `verify`.
 

@@ -63,6 +63,33 @@ def test_importing_memtrain_imports_neither_triton_nor_hydra():
     assert result.stdout == "[]\n", result.stderr
 
 
+def test_importing_memtrain_wrapping_and_verifying_leave_the_random_streams_alone():
+    program = """
+import random, sys
+import numpy, torch
+
+def streams():
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 4))
+x = torch.randn(8, 64)
+before = streams()
+import memtrain
+same = [streams() == before]
+model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
+model(x).sum().backward()
+optimizer.step()
+same.append(streams() == before)
+memtrain.verify(model, x, draws=2)
+print(*same, streams() == before)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout == "True True True\n", result.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
