@@ -11,7 +11,7 @@ from torch import nn
 
 import memtrain
 from memtrain.activations.ops.dropout import dropout
-from memtrain.compressors import COMPRESSORS, Host, Identity, Key, Projection
+from memtrain.compressors import COMPRESSORS, Host, Identity, Key
 from memtrain.kernels.dispatch import backend, choose
 from memtrain.optim import AdamW4bit, SplitWeights
 
@@ -221,8 +221,8 @@ def test_one_optimizer_steps_parameters_of_the_cpu_and_of_cuda():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("inner", [Identity(), Projection(kind="rademacher", ratio=0.5)], ids=str)
-def test_a_forward_that_swaps_holds_three_payloads(inner):
+def test_a_forward_that_swaps_holds_three_payloads():
+    inner = Identity()
     compressor = Host(inner=inner)
     x = torch.randn(64, 2**16, device="cuda")  # 16 MiB
     packed, nbytes = [], inner.compress(x, key=Key()).tensors[inner.parts[0]].nbytes

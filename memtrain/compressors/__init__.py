@@ -11,7 +11,6 @@ from memtrain.compressors.identity import Identity
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.lossless import Integers, Mask
 from memtrain.compressors.patch import Patch
-from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.registry import COMPRESSORS
 from memtrain.compressors.samples import Samples
@@ -33,7 +32,6 @@ __all__ = [
     "Mask",
     "Packed",
     "Patch",
-    "Projection",
     "Rank1",
     "RowBlock",
     "Samples",

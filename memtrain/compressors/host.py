@@ -144,10 +144,7 @@ _newest: "dict[torch.device, weakref.ref[_Swapped]]" = {}
 
 
 class _Swapped(dict[str, Tensor]):
-    """A payload's tensors on the host, linked to the payload that was offloaded just before.
-
-    A tensor that is in host memory already, such as a projection's key, is not copied.
-    """
+    """A payload's tensors on the host, linked to the payload that was offloaded just before."""
 
     _coming: tuple[dict[str, Tensor], Any] | None = None
 
@@ -155,10 +152,7 @@ class _Swapped(dict[str, Tensor]):
         self, tensors: Mapping[str, Tensor], lane: Transfers, device: torch.device
     ) -> None:
         marker = torch.empty(0, device=device)
-        self.offloaded = [name for name, x in tensors.items() if x.device == device]
-        """Names of the copied tensors."""
-        gone = lane.out({name: tensors[name] for name in self.offloaded})
-        super().__init__({**tensors, **gone, _DEVICE: marker})
+        super().__init__({**lane.out(tensors), _DEVICE: marker})
         self._lane = lane
         self._before = _newest.get(marker.device)
         _newest[marker.device] = weakref.ref(self)
@@ -169,7 +163,7 @@ class _Swapped(dict[str, Tensor]):
             self._coming = self._start()
 
     def _start(self) -> tuple[dict[str, Tensor], Any]:
-        return self._lane.back({name: self[name] for name in self.offloaded})
+        return self._lane.back(_without_device(self))
 
     def fetch(self) -> dict[str, Tensor]:
         """Return the tensors on their device, and start the copy of the payload needed next."""
@@ -179,7 +173,7 @@ class _Swapped(dict[str, Tensor]):
         if before is not None:
             before.prefetch()
         self._lane.wait(tensors, started)
-        return {**_without_device(self), **tensors}
+        return tensors
 
     def __del__(self) -> None:
         if self._coming is not None:  # a copy may still write into memory that is freed now

@@ -11,7 +11,6 @@ from memtrain.compressors.identity import Identity
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.lossless import Integers, Mask
 from memtrain.compressors.patch import Patch
-from memtrain.compressors.projection import Projection
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.samples import Samples
 
@@ -21,7 +20,6 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "group": Group,
     "samples": Samples,
     "host": Host,
-    "projection": Projection,
     "mask": Mask,
     "integers": Integers,
     "block": Block,

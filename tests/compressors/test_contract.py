@@ -87,13 +87,6 @@ ROWS = {
     "group": Row(options=GROUPS, spoils=element, dtypes=(*FLOATS, torch.float64)),
     # what a NaN spoils is told in test_samples.py: it may also pass widths on
     "samples": Row(options=({"bits": (4, 2, 1)}, {"bits": (3,), "group_size": 64})),
-    "projection": Row(
-        options=tuple(
-            {"kind": k, "min_rows": 1} for k in ("rows", "gaussian", "rademacher", "dct")
-        ),
-        spoils=cross,
-        dtypes=(*FLOATS, torch.float64),
-    ),
     "host": Row(options=({"inner": Group(bits=4)}, {"inner": Samples()}), spoils=None),
     "mask": Row(make=coin, dtypes=(torch.bool,)),
     "integers": Row(

@@ -38,7 +38,6 @@ MAPS = st.sampled_from(
 INNER = st.sampled_from([Group(bits=3), Samples(bits=(4, 1)), Patch(), Identity()])
 FUNCTIONS = ("gelu", "silu", "relu", "sigmoid", "hardswish", "hardshrink", "hardtanh", "relu6")
 FORMS = st.builds(FloatFormat, st.integers(2, 6), st.integers(0, 9), rounding=st.just("stochastic"))
-KINDS = ("rows", "norm_rows", "gaussian", "rademacher", "dct")
 
 
 def built(name, **fields):
@@ -63,12 +62,6 @@ FIELDS: dict[str, st.SearchStrategy] = {
     "group": built("group", bits=WIDTHS, **GROUP),
     "samples": built("samples", bits=st.lists(WIDTHS, min_size=1, max_size=4), **GROUP),
     "host": built("host", inner=INNER),
-    "projection": built(
-        "projection",
-        kind=st.sampled_from(KINDS),
-        ratio=st.floats(0.01, 1),
-        min_rows=st.integers(1, 3),
-    ),
     "mask": built("mask"),
     "integers": built("integers"),
     "block": mapped(
@@ -82,7 +75,7 @@ FIELDS: dict[str, st.SearchStrategy] = {
 }
 DTYPES = {"mask": (torch.bool,), "integers": INTEGERS, "float": FLOATS[:3]}
 # These add numbers up: sums of the largest ones overflow.
-MODEST = ("projection", "factored", "lloyd_max")
+MODEST = ("factored", "lloyd_max")
 BAD = ("nan", "inf", "-inf")
 VALUES = ("normal", "steps", "constant", "small", "denormal", "spread", "huge", "full", *BAD)
 VIEWS = ("plain", "permuted", "strided", "expanded", "offset")
@@ -111,12 +104,11 @@ def smaller(shape, limit):
 
 def cases(name):
     least = 2 if name in ("factored", "lloyd_max") else 0
-    limit = 512 if name == "projection" else 4096
     values = [v for v in VALUES if name not in MODEST or v not in ("huge", "full", "spread")]
     return st.builds(
         Case,
         FIELDS[name],
-        st.lists(side, min_size=least, max_size=5).map(lambda shape: smaller(shape, limit)),
+        st.lists(side, min_size=least, max_size=5).map(lambda shape: smaller(shape, 4096)),
         st.sampled_from(DTYPES.get(name, FLOATS)),
         st.sampled_from(VIEWS),
         st.sampled_from(values),
@@ -340,35 +332,6 @@ def derivative(compressor, x, packed, key):
     return levels[code].to(x.dtype).double(), torch.zeros(x.shape, dtype=torch.float64)
 
 
-def projection(compressor, x, packed, key):
-    tokens = math.prod(x.shape[:-1])
-    p = compressor.rows(tokens)
-    zero = torch.zeros(x.shape, dtype=torch.float64)
-    if p == tokens or not x.numel():
-        return x.double(), zero
-    matrix = x.double().reshape(tokens, -1)
-    unit = torch.finfo(x.dtype).eps
-    bad = ~matrix.isfinite()
-    if compressor.kind == "norm_rows":
-        index, weight = packed.tensors["index"], packed.tensors["weight"].double()
-        factor = matrix.new_zeros(tokens).index_copy_(0, index, weight).unsqueeze(1)
-        target = torch.where(factor > 0, factor * matrix, 0)
-        error = 2 * unit * target.abs() + last_place(x.dtype, 0)
-        return target, torch.where(bad.any(), math.inf, error)
-    eye = torch.eye(tokens, dtype=torch.float64)
-    gram = compressor.decompress(compressor.compress(eye, key=key))
-    if compressor.kind == "rows":
-        factor = gram.diagonal().unsqueeze(1)
-        target = torch.where(factor > 0, factor * matrix, 0)
-        return target, 2 * unit * target.abs() + last_place(x.dtype, 0)
-    # |S^T||S||x| is at most trace(S^T S) |x|; S, S x and the result are rounded to x's dtype
-    sums = (2.0**-52 if x.dtype == torch.float64 else 2 * U) * (tokens + p + 16)
-    size = gram.trace() * matrix.norm(dim=0, keepdim=True)
-    tiny = torch.finfo(x.dtype).smallest_normal * (gram.trace() + tokens)
-    error = ((5 * unit + sums) * size + tiny).expand_as(matrix)
-    return gram @ matrix.nan_to_num(), torch.where(bad.any(0), math.inf, error)
-
-
 def exact(compressor, x, packed, key):
     return x.double(), torch.zeros(x.shape, dtype=torch.float64)
 
@@ -411,7 +374,6 @@ STATED = {
     "derivative": derivative,
     "group": group,
     "samples": samples,
-    "projection": projection,
     "block": block,
     "patch": patch,
     "rank1": rank1,
@@ -538,11 +500,3 @@ def test_patches_of_no_elements(shape):
     packed = Patch().compress(torch.empty(shape), key=Key())
     assert packed.nbytes == 0
     assert Patch().decompress(packed).shape == shape
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_projections_without_features_make_no_matrix(kind):
-    # S would have 2**37 elements.
-    compressor = COMPRESSORS["projection"](kind=kind, max_rows=2**17, ratio=1.0)
-    packed = compressor.compress(torch.empty(2**20, 0), key=Key())
-    assert compressor.decompress(packed).shape == (2**20, 0)

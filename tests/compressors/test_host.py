@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memtrain.compressors import Group, Host, Identity, Key, Projection, Samples, host
+from memtrain.compressors import Group, Host, Identity, Key, Samples, host
 
 
 class Lane:
@@ -116,27 +116,6 @@ def test_shaped_follows_the_inner_compressor():
 def test_inner_must_be_a_compressor():
     with pytest.raises(TypeError, match="inner='group' is a str"):
         Host(inner="group")
-
-
-def test_a_key_in_host_memory_stays_there(monkeypatch):
-    """Of a projection of a device's tensor only what lies on the device travels."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    def out(self, tensors):
-        assert {x.device.type for x in tensors.values()} == {"cuda"}
-        return {name: x.to("cpu") for name, x in tensors.items()}
-
-    def back(self, tensors):
-        assert {*tensors} == {"rows"}
-        return {name: x.to(self.device) for name, x in tensors.items()}, None
-
-    monkeypatch.setattr(host._Copies, "out", out)
-    monkeypatch.setattr(host._Copies, "back", back)
-    compressor = Host(inner=Projection(kind="rademacher", ratio=0.5))
-    with FakeTensorMode():
-        packed = compressor.compress(torch.empty(64, 32, device="cuda"), key=Key(seed=3))
-        assert packed.tensors["key"].device.type == "cpu"
-        assert compressor.decompress(packed).device.type == "cuda"
 
 
 class Stream:

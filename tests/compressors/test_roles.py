@@ -20,8 +20,8 @@ FLOATS = {"identity", "group", "samples", "block", "patch", "rank1", "float", "o
 NOT_FIRST = {"rank1", "patch"}  # biased in sign
 NOT_SECOND = {"one_bit", "group", "samples", "patch"}  # they round small numbers to zero
 ALLOWED = {
-    "activation": FLOATS | {"derivative", "host", "projection"},
-    "recompute": FLOATS | {"host", "projection"},
+    "activation": FLOATS | {"derivative", "host"},
+    "recompute": FLOATS | {"host"},
     "exp_avg": FLOATS - NOT_FIRST,
     "exp_avg_sq": (FLOATS - NOT_SECOND) | {"factored"},
     "momentum_buffer": FLOATS - NOT_FIRST,

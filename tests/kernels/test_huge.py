@@ -43,11 +43,10 @@ BYTES = {
     "rank1": (torch.bfloat16, ceil(SIZE, 128) * 64 + 4 * sum(SHAPE)),
     "lloyd_max": (torch.bfloat16, ceil(SIZE, 128) * 34 + 4 * sum(SHAPE)),
     "factored": (torch.bfloat16, 4 * sum(SHAPE)),
-    "projection": (torch.bfloat16, 2 * round(0.2 * SHAPE[0]) * SHAPE[1] + 8),
     "float": (torch.float32, N),
 }
 FIELDS = {"host": {"inner": Group()}}
-TWO = ("samples", "rank1", "lloyd_max", "factored", "projection")
+TWO = ("samples", "rank1", "lloyd_max", "factored")
 
 
 def test_every_compressor_is_here():

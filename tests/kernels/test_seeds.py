@@ -11,7 +11,7 @@ from memtrain.kernels.floats.formats import named_format
 from memtrain.kernels.group import group
 from memtrain.kernels.norm import norm
 from memtrain.kernels.patch import patch
-from memtrain.kernels.random import draws, philox
+from memtrain.kernels.random import philox
 from memtrain.kernels.step import split
 
 LAYOUT = named_format("fp8_forward:stochastic").layout
@@ -36,7 +36,6 @@ OPS = {
     "rank1": lambda x, seed: rank1.quantize(x, BOOK, seed=seed),
     "split": split_once,
     "philox": lambda x, seed: philox.philox(torch.arange(4), seed),
-    "signs": lambda x, seed: draws.signs(300, seed, x.device),
 }
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 every_backend = pytest.mark.parametrize("name", BACKENDS)

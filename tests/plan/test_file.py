@@ -15,7 +15,6 @@ from memtrain.compressors import (
     Integers,
     Mask,
     Patch,
-    Projection,
     Rank1,
     Samples,
 )
@@ -94,7 +93,7 @@ def test_a_plan_without_a_batch_carries_its_rules():
     [
         Identity(), Group(bits=2, group_size=64), DerivativeCode(bits=2, function="silu"), Mask(),
         DerivativeCode(bits=3, function="leaky_relu", parameters=(0.1,)), Integers(limit=7),
-        Samples(bits=(3, 2)), Host(inner=Group(bits=3)), Projection(kind="rows", ratio=0.5),
+        Samples(bits=(3, 2)), Host(inner=Group(bits=3)),
         Block(bits=8), Rank1(), Factored(), Patch(),
         Auto(template=Group(group_size=128)), Auto(template=Host(inner=Samples())),
     ],

@@ -128,7 +128,7 @@ def decompressing(parts: Sequence[Tensor]) -> Any:
 
     Args:
         parts: The payload's tensors, fake ones too. One that is not where others are lies on the
-            host, as a projection's key.
+            host, as of `Host`.
     """
     on_host = len({part.device for part in parts}) > 1
     return (decompress_on_host_op if on_host else decompress_op).default
