@@ -386,7 +386,7 @@ def _interception(
         rounding=rounding,
         compresses=plan.compresses,
     )
-    interception.saved.watch = _watch(interception, plan)
+    interception.saved.watch = _watch(plan)
     if plan.config.activations.verify:
         interception.saved.checks = Checks(_refuse_fault, forwards=3)
     return interception
@@ -399,14 +399,9 @@ def _refuse_fault(fault: str) -> None:
     )
 
 
-def _watch(interception: Interception, plan: Plan) -> ActnnSensitivity | None:
+def _watch(plan: Plan) -> ActnnSensitivity | None:
     """ActNN's measurement, where it is asked for."""
     own = plan.config.activations
     if plan.bits is None or own.sensitivity != "statistics":
         return None
-    return ActnnSensitivity(
-        plan.bits,
-        own.adapt_interval,
-        per_sample=own.sample_statistics,
-        parameters=interception.parameters,
-    )
+    return ActnnSensitivity(plan.bits, own.adapt_interval)

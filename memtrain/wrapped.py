@@ -196,7 +196,6 @@ def _state(wrapped: Wrapped) -> dict[str, Any]:
         if watch is not None:
             watch.flush()
         state["bits"] = wrapped.plan.bits.state_dict()
-        state["samples"] = watch.state_dict() if watch is not None else {}
     return state
 
 
@@ -215,7 +214,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 def _load(wrapped: Wrapped, state_dict: dict[str, Any]) -> None:
     bits, interception = wrapped.plan.bits, wrapped.interception
-    keys = {"step"} if bits is None else {"step", "bits", "samples"}
+    keys = {"step"} if bits is None else {"step", "bits"}
     if wrapped.plan.precision is not None:
         keys.add("precision")
     if set(state_dict) != keys:
@@ -231,7 +230,7 @@ def _load(wrapped: Wrapped, state_dict: dict[str, Any]) -> None:
         interception.record_again()
     watch = _statistics(interception)
     if watch is not None:
-        watch.load_state_dict(state_dict["samples"])
+        watch.reset()
 
 
 def precision_state(model: nn.Module) -> PrecisionState:

@@ -52,15 +52,14 @@ class Auto(Compressor):
         """Elements per group."""
         return _inner(self.template).group_size
 
-    def with_bits(self, widths: Sequence[int], weights: Sequence[float] = ()) -> Compressor:
+    def with_bits(self, widths: Sequence[int]) -> Compressor:
         """Return the template with these widths.
 
         Args:
             widths: For equal parts of the samples; of several, a `Group` takes the mean, rounded
                 down.
-            weights: Of the samples' sensitivities; `Group` has none.
         """
-        return _with_bits(self.template, tuple(widths), tuple(weights))
+        return _with_bits(self.template, tuple(widths))
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Return the template's payload."""
@@ -75,9 +74,9 @@ def _inner(template: Any) -> Group | Samples:
     return template.inner if isinstance(template, Host) else template
 
 
-def _with_bits(template: Any, widths: tuple[int, ...], weights: tuple[float, ...]) -> Compressor:
+def _with_bits(template: Any, widths: tuple[int, ...]) -> Compressor:
     if isinstance(template, Host):
-        return Host(inner=_with_bits(template.inner, widths, weights))
+        return Host(inner=_with_bits(template.inner, widths))
     if isinstance(template, Samples):
-        return replace(template, bits=widths, weights=weights)
+        return replace(template, bits=widths)
     return replace(template, bits=sum(widths) // len(widths))

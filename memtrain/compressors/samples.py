@@ -9,7 +9,6 @@ from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.group import Group, dequantize, quantize, stored_size
-from memtrain.kernels.step.uploads import send
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -18,7 +17,7 @@ class Samples(Compressor):
 
     `bits` says which widths are handed out, to the most sensitive sample first: `(4, 2, 2)` gives
     4 bits to the third with the highest sensitivity and 2 to the rest, whatever the number of
-    samples. A sample's sensitivity is the sum over its groups of (max - min)**2, times its weight.
+    samples. A sample's sensitivity is the sum over its groups of (max - min)**2.
     The assignment is made where the tensor lies: a GPU is not waited for.
 
     A row is padded to whole groups with its own last element, and the groups of a row shorter than
@@ -27,8 +26,6 @@ class Samples(Compressor):
 
     Args:
         bits: Widths, 1 to 8, for equal parts of the samples; in any order.
-        weights: Factors of the samples' sensitivities, as many as there are samples; for a tensor
-            of another number of samples, or empty: 1.
         group_size: Elements per group, as in `Group`.
         rounding: As in `Group`.
         bounds: As in `Group`.
@@ -57,7 +54,6 @@ class Samples(Compressor):
     shaped = True  # flat, a tensor has no samples
 
     bits: tuple[int, ...] = (2,)
-    weights: tuple[float, ...] = ()
     group_size: int = 256
     rounding: str = "stochastic"
     bounds: str = "bf16"
@@ -71,13 +67,11 @@ class Samples(Compressor):
         Group(bounds=self.bounds)
         # Sorted here, so that equal hand-outs are equal values; a config gives lists.
         object.__setattr__(self, "bits", tuple(sorted(widths, reverse=True)))
-        object.__setattr__(self, "weights", tuple(self.weights))
 
     def __repr__(self) -> str:
         shares = " ".join(f"{n}x{width}" for width, n in Counter(self.bits).items())
         mean = f"{sum(self.bits) / len(self.bits):.4g}"
         parts = [f"bits={mean} ({shares})" if len(set(self.bits)) > 1 else f"bits={mean}"]
-        parts += ["weights=..."] if self.weights else []
         parts.append(f"group_size={self.group_size}")
         parts += [f"rounding={self.rounding!r}"] if self.rounding != "stochastic" else []
         parts += [f"bounds={self.bounds!r}"] if self.bounds != "bf16" else []
@@ -163,13 +157,8 @@ class Samples(Compressor):
             yield self.bits[0], 0, 0
 
     def _order(self, padded: Tensor, length: int) -> Tensor:
-        scores = _ranges(padded, length)
-        if len(self.weights) == len(scores):
-            weights = torch.empty_like(scores)
-            send(torch.tensor(self.weights, dtype=weights.dtype, device="cpu"), weights)
-            scores = scores * weights
         # Stable: equal tensors give equal payloads.
-        return torch.sort(scores, descending=True, stable=True).indices
+        return torch.sort(_ranges(padded, length), descending=True, stable=True).indices
 
 
 def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:

@@ -75,8 +75,6 @@ class Activations:
     verify: bool = False
     """Compare what replaced ops return, and what backward reads, with the exact values in the first
     three forwards of a run; an error names the site. Copies of all saved tensors live meanwhile."""
-    sample_statistics: bool = False
-    """Remember the gradient's norm of every sample of the data set (ActNN's `use_gradient`)."""
 
     def __post_init__(self) -> None:
         at_least("activations.min_elements", self.min_elements, 0)

@@ -1,1 +1,1 @@
-"""Bit widths that adapt while training runs: ActNN, GACT, and a warning of too much noise."""
+"""Bit widths that adapt while training runs: ActNN and GACT."""

@@ -11,6 +11,7 @@ from memtrain.compressors import Compressor
 from memtrain.compressors.auto import Auto
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+MOST = WIDTHS[-1]
 CAP = 1e10  # a sensitivity that is NaN, infinite or larger counts as this (GACT's bound)
 _PARTS = 16  # a fraction of a bit is a number of sixteenths of the samples
 
@@ -39,7 +40,6 @@ class BitWidths:
         self.average = average
         self.widths: dict[str, tuple[int, ...]] = {}
         self.leaders: dict[str, str] = {}  # site -> the site whose payload it shares
-        self.sample_weights: dict[str, tuple[float, ...]] = {}  # of the present batch, by site
         self.templates: dict[str, Auto] = {}  # of the sites that have been resolved
         self.stale: set[str] = set()  # sites whose plan shows earlier widths
         self.calls = 0  # of `GactAdapter.step`
@@ -49,7 +49,7 @@ class BitWidths:
         self.templates[site.name] = template
         leader = self.leaders.get(site.name, site.name)
         widths = self.widths.get(leader) or uniform(self.average)
-        return template.with_bits(widths, self.sample_weights.get(leader, ()))
+        return template.with_bits(widths)
 
     def solve(self, samples: Mapping[str, Sequence[tuple[float, float]]]) -> None:
         """Allocate the budget among the sites at hand; others keep what they had.
@@ -99,35 +99,27 @@ def uniform(average: float) -> tuple[int, ...]:
     return (low + 1,) * (more // step) + (low,) * ((_PARTS - more) // step)
 
 
-def allocate(
-    sensitivities: Sequence[float],
-    sizes: Sequence[float],
-    budget: float,
-    *,
-    allowed: Sequence[int] = WIDTHS,
-) -> list[int]:
+def allocate(sensitivities: Sequence[float], sizes: Sequence[float], budget: float) -> list[int]:
     """Choose widths b that make `sum C / (2**b - 1)**2` small, with `sum size * b <= budget`.
 
     Greedy: all items start at the most bits, and the cut that costs least per bit freed comes
     first, until the budget holds. The term of an item is convex in its bits, so every step on the
     way is the best allocation of its own size, and the last cut is all that can be lost: the
-    result exceeds the best by less than what that cut cost. Where all sizes and all steps between
-    the allowed widths are equal and the budget is a multiple of them, it is the best. More budget
-    never takes a bit from an item.
+    result exceeds the best by less than what that cut cost. Where all sizes are equal and the
+    budget is a multiple of them, it is the best. More budget never takes a bit from an item.
 
     Args:
         sensitivities: C of each item: the gradient variance that it adds at 1 bit. NaN, infinities
             and anything above 1e10 count as 1e10.
         sizes: Elements of each item, more than 0.
         budget: Bits for all items together.
-        allowed: The widths to choose from; 32 stands for a tensor that is kept.
 
     Returns:
         The width of each item.
 
     Raises:
-        ValueError: If the lengths differ, a sensitivity is negative, a size is not positive, a
-            width is below 1, or the budget is below what the smallest width takes.
+        ValueError: If the lengths differ, a sensitivity is negative, a size is not positive, or
+            the budget is below 1 bit an element.
 
     Example:
         >>> allocate([100.0, 1.0, 1.0], [10, 10, 10], 60)
@@ -137,24 +129,21 @@ def allocate(
         Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4; Liu et al., GACT, ICML 2022,
         arXiv:2206.11357, section 4.
     """
-    widths = sorted(set(allowed), reverse=True)
-    costs, weights = _checked(sensitivities, sizes, widths)
-    least = float(weights.sum()) * widths[-1]
+    costs, weights = _checked(sensitivities, sizes)
+    least = float(weights.sum())
     if not budget >= least * (1 - 1e-12):
         raise ValueError(f"budget={budget:g} bits; allowed: {least:g} or more")
-    terms = 1.0 / (2.0 ** np.array(widths, dtype=np.float64) - 1) ** 2
-    freed = -np.diff(np.array(widths, dtype=np.float64))  # bits per element of each cut
+    terms = 1.0 / (2.0 ** np.array(WIDTHS[::-1], dtype=np.float64) - 1) ** 2
     # [cuts, items]: an item's cuts get dearer one after another, also after rounding
-    each = np.outer(np.diff(terms) / freed, costs / weights)
-    price = np.maximum.accumulate(each, axis=0)
+    price = np.maximum.accumulate(np.outer(np.diff(terms), costs / weights), axis=0)
     # Stable: of equal prices the earlier cut comes first.
     order = np.argsort(price, axis=None, kind="stable")
-    spent = widths[0] * weights.sum() - np.cumsum(np.outer(freed, weights).reshape(-1)[order])
+    spent = MOST * weights.sum() - np.cumsum(np.tile(weights, MOST - 1)[order])
     n_cuts = 0
-    if widths[0] * weights.sum() > budget:
+    if MOST * weights.sum() > budget:
         n_cuts = 1 + int(np.searchsorted(-spent, -budget * (1 + 1e-12)))
     cut = np.bincount(order[:n_cuts] % max(1, len(costs)), minlength=len(costs))
-    return [widths[int(n)] for n in cut]
+    return [MOST - int(n) for n in cut]
 
 
 def _normalised(costs: Sequence[float]) -> list[float]:
@@ -164,12 +153,10 @@ def _normalised(costs: Sequence[float]) -> list[float]:
 
 
 def _checked(
-    sensitivities: Sequence[float], sizes: Sequence[float], widths: Sequence[int]
+    sensitivities: Sequence[float], sizes: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
     if len(sensitivities) != len(sizes):
         raise ValueError(f"{len(sensitivities)} sensitivities, but {len(sizes)} sizes")
-    if not widths or widths[-1] < 1:
-        raise ValueError(f"allowed={tuple(widths)}; allowed: widths of 1 bit or more")
     costs, weights = np.array(sensitivities, dtype=np.float64), np.array(sizes, dtype=np.float64)
     costs = np.where(np.isnan(costs), CAP, np.minimum(costs, CAP))
     if (costs < 0).any():

@@ -1,18 +1,15 @@
 """GACT's automatic bits: sensitivities from backward passes with quantisation noise."""
 
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from memtrain.activations.adaptive.bit_widths import CAP, BitWidths
-from memtrain.activations.adaptive.noise_warning import expected_noise, noise_warning
 from memtrain.activations.adaptive.replay import (
     Closure,
     Gradient,
-    dot,
     gradient_replay,
     squared_distance,
 )
@@ -59,10 +56,6 @@ class GactAdapter:
 
         Raises:
             ValueError: If the closure leaves no gradient.
-
-        Warns:
-            UserWarning: If the expected quantisation noise of the new bits is above 10% of the
-                gradient's squared norm.
         """
         due = self.bits.calls % self.interval == 0
         if due:
@@ -75,13 +68,12 @@ class GactAdapter:
         sizes = _SiteSizes(self.bits)
         with gradient_replay(self.interception.model) as gradient:
             with self.interception.trial(self.interception.saved.choose, sizes, {}):
-                usual = gradient(closure)
+                gradient(closure)
             sites = [site for site in sizes.sizes if site not in self.bits.leaders]
             found = {site: self._sensitivity(site, gradient, closure) for site in sites}
         self.sensitivities = found
         self.bits.solve({site: [(found[site], sizes.sizes[site])] for site in sites})
         self.interception.record_again()
-        self._warn(dot(usual, usual))
 
     def _sensitivity(
         self, site: str, gradient: Callable[[Closure], Gradient], closure: Closure
@@ -108,16 +100,6 @@ class GactAdapter:
 
         return choose
 
-    def _warn(self, norm: float) -> None:
-        # half of a sensitivity is the variance at 1 bit
-        noise = {
-            site: expected_noise([0.5 * found], self.bits.widths[site])
-            for site, found in self.sensitivities.items()
-        }
-        text = noise_warning(noise, norm, "squared norm", "more average_bits")
-        if text:
-            warnings.warn(text, stacklevel=3)
-
 
 class _SiteSizes:
     """A `Watch` that counts the elements of each site, and finds who shares whose payload."""
@@ -127,7 +109,7 @@ class _SiteSizes:
         self.sizes: dict[str, float] = {}
         self._owners: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
-    def begin(self, step: int, inputs: Iterable[Any]) -> bool:
+    def begin(self, step: int) -> bool:
         """Change no bits."""
         return False
 

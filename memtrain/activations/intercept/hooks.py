@@ -369,15 +369,14 @@ class Interception:
         return not busy and not suspended(self)
 
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
-        leaves = tree_leaves(inputs)
         # A submodule called on its own may be given what another one made: not the user's to keep.
         given = [
             x
-            for x in leaves
+            for x in tree_leaves(inputs)
             if isinstance(x, Tensor) and (x.grad_fn is None or module is self._model())
         ]
         watch = self.saved.watch
-        if watch is not None and watch.begin(self.saved.step, leaves):
+        if watch is not None and watch.begin(self.saved.step):
             self.record_again()
         own = [*self.model.parameters(), *self.model.buffers()]
         self.trained = [*map(id, [x for x in own if x.requires_grad])]

@@ -1,7 +1,7 @@
 """Decides what the graph of a forward holds in place of each saved tensor."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ TORCHS_FORM = "torch's own form of the op ran: codes are of memtrain's form alon
 class Watch(Protocol):
     """Observes what the ops of a forward save, and the gradients of their results."""
 
-    def begin(self, step: int, inputs: Iterable[Any]) -> bool:
+    def begin(self, step: int) -> bool:
         """Begin a forward; returns whether the compressors of sites have changed."""
         ...
 
