@@ -54,10 +54,6 @@ class Precision:
     growth_interval: int = 2000
     """Backward passes without an overflow after which the scale is doubled."""
 
-    fp8_gemm: bool = False
-    """Linear layers whose input and weight are low run on the device's FP8 GEMMs
-    (`torch._scaled_mm`); `precision_state` lists those that do not, with the reason."""
-
     def __post_init__(self) -> None:
         _one_of("assignment", self.assignment, ASSIGNMENTS)
         _one_of("loss_scale", self.loss_scale, LOSS_SCALES)
@@ -79,13 +75,7 @@ class Precision:
                 f"precision.high={self.high!r} has fewer bits than low={self.low!r}; "
                 "allowed: at least as many"
             )
-        low, back = self.low_format, _named("low_backward", self.low_backward)
-        widths = [(form.exponent_bits, form.mantissa_bits) for form in (low, back)]
-        if self.fp8_gemm and widths != [(4, 3), (5, 2)]:
-            raise ValueError(
-                f"precision.fp8_gemm=true with low={self.low!r} and low_backward="
-                f"{self.low_backward!r}; allowed: 1-4-3 and 1-5-2 with any bias"
-            )
+        _named("low_backward", self.low_backward)
 
     @property
     def active(self) -> bool:

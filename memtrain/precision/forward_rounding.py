@@ -15,7 +15,6 @@ from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.trace.call_arguments import CallArguments
 from memtrain.compressors import Compressor, Float
 from memtrain.kernels.floats.formats import FORMATS, FloatFormat
-from memtrain.precision import fp8_gemm
 from memtrain.precision.graph import refuse_compiled, refuse_shards
 from memtrain.precision.loss_scaling import (
     LossScaler,
@@ -46,7 +45,6 @@ class ForwardRounding(RoundingMode):
         super().__init__()
         self.state, self.trial = state, trial
         self.scaler = LossScaler(state)
-        self._plain: dict[str, str] = {}  # results of linear layers -> why not on FP8 GEMMs
         self._checked: set[str] = set()  # modules of which a whole forward has been checked
         self._tracing = False
         self._saved: SavedTensors | None = None
@@ -165,36 +163,6 @@ class ForwardRounding(RoundingMode):
             self._rounded[name] = weakref.ref(y)
         return y
 
-    def function(
-        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Put an FP8 GEMM in place of a linear layer whose operands are low, if asked to."""
-        if not self.state.config.fp8_gemm or self.trial or name != "linear":
-            return func
-        site, output = f"{module or '(root)'} / {name}", self._names.next_name(module, name)
-        if torch._C._current_graph_task_id() == -1:
-            self._plain[output] = self._why_plain(*_linear(*args, **kwargs)[:2])
-        # A recomputed part does not know its input's site: it does as the forward did.
-        if why := self._plain.get(output, "not in the forward"):
-            self.state.gemms[site] = why
-            return func
-        back = self.state.low_backward_format(output)
-        # The operands of a recomputed forward have been counted; those of its backward have not.
-        note_halved = self.scaler.note_halved
-        note_forward = note_halved if self._counts else lambda halved: None
-
-        def run(*args: Any, **kwargs: Any) -> Tensor:
-            self.state.gemms[site] = ""
-            forms = (self.state.config.low_format, back)
-            return fp8_gemm.linear(*_linear(*args, **kwargs), *forms, note_forward, note_halved)
-
-        return run
-
-    def _why_plain(self, x: Tensor, weight: Tensor) -> str:
-        named = (("input", x), ("weight", weight))
-        high = [what for what, y in named if not self.state.is_low(self._names.name_of(y))]
-        return f"high: {', '.join(high)}" if high else fp8_gemm.unsupported(x, weight)
-
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
@@ -280,12 +248,6 @@ class ForwardRounding(RoundingMode):
     def _count(self, name: str, overflows: Tensor, numel: int) -> None:
         if self._counts and self.state.config.promotion is not None and self.state.is_low(name):
             self.scaler.count_overflows(name, overflows, numel)
-
-
-def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
 
 
 def _compiles() -> bool:

@@ -47,7 +47,6 @@ class LossScaler:
         # as of torch's GradScaler: 1 where a weight's gradient is not finite; 1 / scale
         self._found_inf: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._finite: list[Tensor] = []  # whether the gradients of outputs are
-        self._halved: list[Tensor] = []  # whether operands of FP8 GEMMs have been
         self._scaled = False  # whether the gradients of the present pass carry the scale
 
     def __getstate__(self) -> dict[str, object]:
@@ -100,10 +99,6 @@ class LossScaler:
         before = self._counts.get(name)
         both = (before[0] + overflows, before[1] + numel) if before else (overflows, numel)
         self._counts[name] = both
-
-    def note_halved(self, halved: Tensor) -> None:
-        """Add whether an operand of an FP8 GEMM was halved."""
-        self._halved.append(halved)
 
     def begin(self, model: nn.Module) -> None:
         """Begin a training forward: look whether it is a replica's."""
@@ -183,9 +178,8 @@ class LossScaler:
 
     def _end_backward(self) -> None:
         counts, found_inf = self._counts, self._found_inf
-        finite, halved = self._finite, self._halved
+        finite = self._finite
         self._clear()
-        self.state.halved += sum(map(int, halved))
         overflows = read([one for one, _ in counts.values()])
         pairs = zip(counts.items(), overflows, strict=True)
         shares = {name: (count, numel) for (name, (_, numel)), count in pairs}

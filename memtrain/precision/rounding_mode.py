@@ -21,7 +21,7 @@ _GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIss
 
 
 class RoundingMode(TorchFunctionMode):
-    """Calls `arguments`, `function` and `result` around each torch function of a forward.
+    """Calls `arguments` and `result` around each torch function of a forward.
 
     Replaced ops run beneath it, as one op each; saved tensors are visited above it, once an op's
     result has been rounded.
@@ -44,7 +44,6 @@ class RoundingMode(TorchFunctionMode):
         if func is written_out:
             return self._written_out(*args)
         args, kwargs = self.arguments(module, name, args, kwargs)
-        func = self.function(func, module, name, args, kwargs)
         return self.result(module, _op_name(name, args), args, kwargs, func(*args, **kwargs))
 
     def _written_out(self, module: nn.Module, x: Tensor) -> Any:
@@ -68,12 +67,6 @@ class RoundingMode(TorchFunctionMode):
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Begin a torch function of this `__name__`; returns its arguments."""
         return args, kwargs
-
-    def function(
-        self, func: Any, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Return a function that runs in the place of `func` and saves the same tensors."""
-        return func
 
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any

@@ -115,10 +115,6 @@ class PrecisionState:
         """Gradient computations so far."""
         self.unseen: dict[str, None] = {}
         """Tensors that the traced forward did not have: they are high."""
-        self.gemms: dict[str, str] = {}
-        """Linear layers -> the reason why they do not run on FP8 GEMMs, empty where they do."""
-        self.halved = 0
-        """Operands of FP8 GEMMs that held the format's largest numbers, and lost a bit below."""
         self._ratios = 0.0  # summed over the gradient computations
         self._index()
 
@@ -150,10 +146,6 @@ class PrecisionState:
     def backward_format(self, name: str) -> FloatFormat | None:
         """Give the format that its gradient is rounded to; None: it is not."""
         return self._backward[name in self.assignment.backward]
-
-    def low_backward_format(self, name: str) -> FloatFormat | None:
-        """Give the format that an activation's gradient is rounded to, if it is low."""
-        return self._backward[True] if name in self.assignment.backward else None
 
     def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
         """Give the seed of stochastic rounding to `form`: another one in each gradient computation.
@@ -268,13 +260,6 @@ class PrecisionState:
             lines.append(f"loss scale {self.scale.value:g}, {self.scale.overflows} overflows")
         elif self.scale.off:
             lines.append(f"loss scale: {self.scale.off}")
-        if config.fp8_gemm:
-            plain = [f"{site}: {why}" for site, why in self.gemms.items() if why]
-            lines.append(
-                f"FP8 GEMMs: {len(self.gemms) - len(plain)} of {len(self.gemms)} linear layers, "
-                f"{self.halved} operands halved"
-            )
-            lines += [f"    not {one}" for one in plain]
         if self.unseen:
             some = ", ".join([*self.unseen][:5])
             lines.append(f"not in the traced forward, so high: {some} ({len(self.unseen)})")

@@ -76,10 +76,6 @@ class TensorNames:
         found = self._names.get(storage_id(x))
         return found[1] if found else ""
 
-    def next_name(self, module: str, op: str) -> str:
-        """Give the name that the next result of an op will get."""
-        return Site(module, op, f"output{self._calls[module, op] or ''}").name
-
     def inputs(self, module: str, values: Any) -> list[tuple[str, Tensor]]:
         """Name the inputs of the outermost module that are tensors of training."""
         leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and roundable(x)]
