@@ -13,7 +13,6 @@ CALLS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "prelu": lambda x, slope: F.prelu(x, torch.tensor([slope], dtype=x.dtype)),
 }
 # Parameters besides the defaults.
 PARAMETERS = {
@@ -25,8 +24,6 @@ PARAMETERS = {
     "hardshrink": [(0.0,), (1.5,), (-1.0,), (0.1,)],
     "softshrink": [(0.0,), (1.5,), (0.1,)],
     "threshold": [(0.0, 0.0), (0.1, 20.0), (-2.0, 1.0)],
-    "prelu": [(0.25,), (-1.0,)],
-    "rrelu": [(0.2, 0.2), (0.1, 0.4)],
 }
 CASES = [
     (function, parameters)
@@ -148,14 +145,12 @@ def test_elus_jump_and_softplus_switch_are_boundaries():
         ("gelu", (1.0,), "no parameters"),
         ("threshold", (), "threshold, value"),
         ("threshold", (1.0,), "threshold, value"),
-        ("prelu", (), "slope"),
         ("elu", (1.0, 2.0), "alpha"),
         ("elu", (float("nan"),), "nan"),
         ("celu", (0.0,), "alpha > 0"),
         ("softplus", (-1.0,), "beta > 0"),
         ("hardtanh", (1.0, -1.0), "min_val <= max_val"),
         ("softshrink", (-0.5,), "lambd >= 0"),
-        ("rrelu", (0.5, 0.1), "lower <= upper"),
     ],
 )
 def test_wrong_parameters_are_named(function, parameters, word):

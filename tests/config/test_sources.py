@@ -144,8 +144,7 @@ def test_the_piecewise_family_is_what_one_bit_serves():
     from memtrain.compressors.fewbit.step_function import EXACT
 
     clamps = {"clamp", "clip", "clamp_min", "clamp_max"}  # served by hardtanh's and threshold's
-    slopes = {"prelu", "rrelu"}  # their slopes' own payload takes more
-    assert set(expand("@piecewise")) == (set(EXACT) | clamps) - slopes
+    assert set(expand("@piecewise")) == set(EXACT) | clamps
 
 
 @pytest.mark.parametrize(

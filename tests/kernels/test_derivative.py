@@ -163,7 +163,6 @@ def test_every_half_goes_through_float_and_back():
 
 PARAMETERS = {
     "leaky_relu": (0.2,),
-    "prelu": (0.3,),
     "elu": (1.5,),
     "celu": (0.5,),
     "softplus": (2.0, 3.0),
@@ -175,7 +174,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f != "rrelu"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.skipif(not has_triton(), reason="no triton")
 def test_fused_forward_is_as_near_to_float64_as_torch(function, dtype):

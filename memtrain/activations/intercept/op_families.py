@@ -1,7 +1,7 @@
 """Families of ops that a rule may name at once."""
 
 _NONLINEAR = """
-relu relu6 leaky_relu prelu rrelu elu celu selu gelu gelu_tanh quick_gelu silu mish sigmoid
+relu relu6 leaky_relu elu celu selu gelu gelu_tanh quick_gelu silu mish sigmoid
 logsigmoid tanh softplus softsign hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink
 threshold clamp clip clamp_min clamp_max
 """

@@ -17,7 +17,7 @@ from torch.overrides import (
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
-from memtrain.activations.ops import conv, cross_entropy, dropout, leaky_relu, nonlinear, pool
+from memtrain.activations.ops import conv, cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.in_rows import IN_ROWS, in_rows
@@ -48,7 +48,6 @@ def _replaced() -> Iterator[tuple[Any, tuple[Recognise, str]]]:
     public: dict[Recognise, tuple[str, ...]] = {
         norms.recognise: ("layer_norm", "group_norm", "rms_norm"),
         dropout.recognise: ("dropout",),
-        leaky_relu.recognise: ("prelu",),
         pool.recognise: pool.NAMES,
     }
     for recognise, names in public.items():

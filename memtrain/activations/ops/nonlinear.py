@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.activations.ops.call import Call, as_autocast
 from memtrain.activations.ops.fewbit import Value, fewbit
-from memtrain.activations.ops.leaky_relu import rrelu_call
 from memtrain.activations.ops.written_forms import body_of
 from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit.functions import FAMILIES, complete
@@ -30,7 +29,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "relu": ("inplace",),
     "relu6": ("inplace",),
     "leaky_relu": ("negative_slope", "inplace"),
-    "rrelu": ("lower", "upper", "training", "inplace"),
     "elu": ("alpha", "inplace"),
     "celu": ("alpha", "inplace"),
     "selu": ("inplace",),
@@ -52,7 +50,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "clamp_min": ("min",),
     "clamp_max": ("max",),
 }
-_FLAGS = ("approximate", "training", "inplace", "out")
+_FLAGS = ("approximate", "inplace", "out")
 # Torch's own other names; `log_sigmoid` is the C function behind F.logsigmoid.
 _ALIASES = {"log_sigmoid": "logsigmoid", "swish": "silu", "expit": "sigmoid"}
 NAMES = (*_ARGUMENTS, *_ALIASES)
@@ -133,11 +131,6 @@ def _code_of(
     return replace(compressor, function=function, parameters=parameters, bits=bits, table_name=own)
 
 
-_CONTIGUOUS = ("logsigmoid", "rrelu")
-"""Of these torch returns a contiguous result, where memtrain's forms keep the strides of the input:
-what reads it next may draw or round by its strides."""
-
-
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """A call of a nonlinearity as function, method or in-place form; None for another op.
 
@@ -150,10 +143,10 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         return None
     x, values, flags = read
     inplace = name.endswith("_") or flags.get("inplace", False)
-    if op in _CONTIGUOUS and not inplace and not x.is_contiguous():
+    # Torch's result is contiguous, where memtrain's form keeps the input's strides: the op that
+    # reads it next may draw or round by its strides.
+    if op == "logsigmoid" and not x.is_contiguous():
         return None
-    if flags.get("training"):  # rrelu, whose slopes are then random
-        return rrelu_call(x, values.get("lower", 1 / 8), values.get("upper", 1 / 3), inplace)
     if op in ("clamp", "clip", "clamp_min", "clamp_max"):
         return _clamp(x, values.get("min"), values.get("max"), inplace)
     if op == "gelu" and flags.get("approximate") == "tanh":

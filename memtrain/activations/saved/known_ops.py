@@ -236,7 +236,6 @@ _NONLINEAR = (
     ("clamp", "ClampBackward1", "self"),
     ("clamp_min", "ClampMinBackward0", "self"),
     ("clamp_max", "ClampMaxBackward0", "self"),
-    ("prelu", "PreluKernelBackward0", "self"),
 )
 _NORMS = (
     ("layer_norm", "NativeLayerNormBackward0", "input"),
@@ -334,13 +333,17 @@ TABLE: tuple[KnownOp, ...] = (
     ),
     KnownOp("TopkBackward0", "topk", (SavedBy("indices", "saved", LOSSLESS, limit=_along),)),
     KnownOp("SortBackward0", "sort", (SavedBy("indices", "saved", LOSSLESS, limit=_along),)),
-    KnownOp(
-        "MaxPool2DWithIndicesBackward0",
-        "max_pool2d",
-        (
-            SavedBy("result1", "saved", LOSSLESS, limit=_plane(2)),
-            SavedBy("self", "input", SHAPE),
-        ),
+    *(
+        KnownOp(
+            f"{kind}MaxPool{dims}D{end}Backward0",
+            f"{name}max_pool{dims}d",
+            (
+                SavedBy("result1", "saved", LOSSLESS, limit=_plane(dims)),
+                SavedBy("self", "input", SHAPE),
+            ),
+        )
+        for kind, name, end in (("", "", "WithIndices"), ("Adaptive", "adaptive_", ""))
+        for dims in (2, 3)
     ),
     *(
         KnownOp(node, _own_form(name), (SavedBy(attribute, "input", reason),))

@@ -199,14 +199,6 @@ FAMILIES: dict[str, Family] = {
     "logsigmoid": Family(lambda: Curve(lambda x: -_logaddexp(-x), lambda x: _sigmoid(-x))),
     "tanhshrink": Family(lambda: Curve(lambda x: x - np.tanh(x), lambda x: np.tanh(x) ** 2)),
     "leaky_relu": Family(_leaky, {"negative_slope": 0.01}),
-    "prelu": Family(_leaky, {"slope": None}),
-    # outside training: the mean of both slopes
-    "rrelu": Family(
-        lambda lower, upper: _leaky((lower + upper) / 2),
-        {"lower": 1 / 8, "upper": 1 / 3},
-        lambda lower, upper: lower <= upper,
-        "lower <= upper",
-    ),
     "relu6": Family(lambda: _ramp(0.0, 6.0)),
     "hardtanh": Family(
         _ramp,

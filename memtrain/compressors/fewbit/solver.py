@@ -315,8 +315,8 @@ _refined = refine  # `solve` has an argument of that name
 def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Approximation:
     """Return the table for training, cached in the process, and on disk if slow to solve.
 
-    Piecewise-linear functions of two slopes (relu, relu6, leaky_relu, prelu, rrelu, hardtanh,
-    hardsigmoid, hardshrink, softshrink, threshold) have a table of one bit whatever `bits` says: it
+    Piecewise-linear functions of two slopes (relu, relu6, leaky_relu, hardtanh, hardsigmoid,
+    hardshrink, softshrink, threshold) have a table of one bit whatever `bits` says: it
     is their derivative, bit for bit, at every float32, bfloat16 and float16 (subnormal
     break points count as 0). All others are `solve`d on [-10, 10], which scales with the
     parameters: by alpha for celu, by 1 / beta for softplus, and wider by log(alpha) for elu.

@@ -163,8 +163,6 @@ def _shrink(lambd: float) -> Approximation:
 EXACT: dict[str, Callable[..., Approximation]] = {
     "relu": lambda: _step(0.0, 0.0, 1.0),
     "leaky_relu": lambda slope: _step(0.0, slope, 1.0),
-    "prelu": lambda slope: _step(0.0, slope, 1.0),
-    "rrelu": lambda lower, upper: _step(0.0, (lower + upper) / 2, 1.0),
     "relu6": lambda: _band(0.0, 6.0, 1.0),
     "hardtanh": lambda low, high: _band(low, high, 1.0),
     # Torch's backward has its 1 / 6 in float32, for float64 too.

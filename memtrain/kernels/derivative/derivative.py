@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ kn
 _SIZES = tuple(2**bits for bits in range(1, 9))
 
 # Value and codes in one pass: C++ functions that equal torch's to the bit.
-_FUSED = {"relu": 1, "leaky_relu": 2, "prelu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
+_FUSED = {"relu": 1, "leaky_relu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
 
 
 def encode(

@@ -16,7 +16,7 @@ from memtrain.kernels.packing.bits import lanes
 
 BLOCK_SIZE = 256
 POSITIONS = 512  # four a thread, and one element of each lane per position
-FUSED = tuple(name for name in FUNCTIONS if name != "rrelu")  # `_value` knows them
+FUSED = tuple(FUNCTIONS)  # `_value` knows them
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _value(x, FUNCTION: tl.constexpr, a, b):
     """The value of float32 `x`; NaN stays NaN."""
     if FUNCTION == "relu":
         y = tl.where(x <= 0.0, 0.0, x)
-    elif FUNCTION == "leaky_relu" or FUNCTION == "prelu":
+    elif FUNCTION == "leaky_relu":
         y = tl.where(x > 0.0, x, x * a)
     elif FUNCTION == "hardtanh" or FUNCTION == "relu6" or FUNCTION == "clamp":
         y = _clamp(x, a, b)

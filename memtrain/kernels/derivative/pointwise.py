@@ -20,8 +20,6 @@ FUNCTIONS: dict[str, Function] = {
     "relu": torch.relu,
     "relu6": F.relu6,
     "leaky_relu": F.leaky_relu,
-    "rrelu": F.rrelu,
-    "prelu": F.leaky_relu,
     "elu": F.elu,
     "celu": F.celu,
     "selu": F.selu,
@@ -141,7 +139,6 @@ def rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]
 
 _DEFAULTS: Mapping[str, tuple[float, ...]] = {
     "leaky_relu": (0.01,),
-    "prelu": (0.01,),
     "elu": (1.0,),
     "celu": (1.0,),
     "softplus": (1.0, 20.0),

@@ -11,7 +11,6 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.replaced_ops import REPLACED, recognise_module, writes_out
 from memtrain.activations.ops import nonlinear
-from memtrain.activations.ops.leaky_relu import prelu
 from memtrain.activations.ops.nonlinear import NAMES, recognise_registered
 from memtrain.compressors import DerivativeCode, Group, Keep, Key
 from memtrain.compressors.fewbit.register import Registered, register
@@ -29,7 +28,6 @@ CALLS = {
     "relu_method": lambda x: x.relu(),
     "relu6": F.relu6,
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-    "rrelu": lambda x: F.rrelu(x, 0.1, 0.3),
     "elu": lambda x: F.elu(x, alpha=1.5),
     "celu": lambda x: F.celu(x, 0.5),
     "selu": F.selu,
@@ -81,7 +79,6 @@ MODULE = {
     "relu_inplace": nn.ReLU(inplace=True),
     "relu6": nn.ReLU6(),
     "leaky_relu": nn.LeakyReLU(0.2),
-    "rrelu": nn.RReLU(0.1, 0.3).eval(),
     "elu": nn.ELU(1.5),
     "celu": nn.CELU(0.5),
     "selu": nn.SELU(),
@@ -205,7 +202,6 @@ def test_strides_do_not_matter(name):
 def test_calls_without_a_table_are_left_alone():
     x = torch.randn(4)
     bound = torch.zeros(4)
-    assert recognise("rrelu", (x, 0.1, 0.3, True), {}).accepts(Group())  # random slopes
     assert recognise("clamp", (x, bound), {}) is None
     assert recognise("clamp", (x, 1.0, -1.0), {}) is None
     assert recognise("clamp", (x,), {}) is None
@@ -263,59 +259,17 @@ def test_a_name_makes_no_module_a_known_one():
     assert recognise_module(OtherConstant(), x) is None
 
 
-@pytest.mark.parametrize("channels", [1, 6])
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("shape", [(4, 6), (5, 6, 7, 3)])
-def test_prelu(shape, trained, channels):
-    x = torch.randn(shape, requires_grad=True)
-    weight = torch.rand(channels, requires_grad=trained)
-    twin, twin_weight = x.detach().clone().requires_grad_(), weight.detach().clone()
-    twin_weight.requires_grad_(trained)
-    grad = torch.randn(shape)
-    call = recognise("prelu", (x, weight), {})
-    assert call.op == "prelu"
-    y = call.run(DerivativeCode(bits=8), KEY)
-    kept = sum(t.nbytes for t in y.grad_fn.saved_tensors if t is not weight)
-    expected = F.prelu(twin, twin_weight)
-    y.backward(grad)
-    expected.backward(grad)
-    assert torch.equal(y, expected)
-    assert torch.equal(x.grad, twin.grad)
-    blocks = (x.numel() + 255) // 256
-    assert kept <= blocks * (32 + trained * (256 + 4)) + weight.nbytes
-    if trained:
-        # one step of a group of 8 bits, summed over the elements
-        step = -x.detach().min() / 255 * 1.02
-        bound = step * grad.abs().sum() + 1e-4
-        assert (weight.grad - twin_weight.grad).abs().max() <= bound
-
-
-def test_prelus_slope_gradient_is_unbiased():
-    x, weight = torch.randn(2, 3, 40), torch.rand(3)
-    grad = torch.randn(2, 3, 40)
-    exact = (grad * x.clamp_max(0)).sum((0, 2))
-    total = []
-    for seed in range(200):
-        leaf = weight.clone().requires_grad_()
-        y = prelu(x.clone().requires_grad_(), leaf, Group(bits=2), Key(seed=seed))
-        total.append(torch.autograd.grad(y, leaf, grad)[0])
-    drawn = torch.stack(total)
-    error = drawn.std(0) / len(total) ** 0.5
-    assert ((drawn.mean(0) - exact).abs() <= 5 * error).all()
-    assert (error > 0).all()
-
-
 class _Model(nn.Module):
-    """One nonlinearity as a module, one as a function, one in place, one of PReLU."""
+    """One nonlinearity as a module, one as a function, one in place."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 64)
-        self.act, self.slope = nn.Hardtanh(), nn.PReLU(64)
+        self.act = nn.Hardtanh()
 
     def forward(self, x):
         h = F.elu(self.act(self.first(x)), 0.5)
-        return torch.sigmoid(self.slope(self.second(h))).clamp_(0.2, 0.9)
+        return torch.sigmoid(self.second(h)).clamp_(0.2, 0.9)
 
 
 def test_a_models_nonlinearities_are_found_and_keep_codes():
@@ -334,7 +288,6 @@ def test_a_models_nonlinearities_are_found_and_keep_codes():
     assert {
         "act / hardtanh / input",
         "(root) / elu / input",
-        "slope / prelu / input",
         "(root) / sigmoid / input",
         "(root) / clamp / input",
     } <= sites

@@ -3,8 +3,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import memtrain
 from memtrain.activations.ops import pool
 from memtrain.compressors import Group, Identity, Key
 
@@ -59,10 +61,6 @@ CASES = {
         },
         12,
     ),
-    "adaptive_max_pool1d": (F.adaptive_max_pool1d, (2, 3, 20), {"output_size": 6}, 4),
-    "adaptive_max_pool2d": (F.adaptive_max_pool2d, (2, 3, 13, 11), {"output_size": (4, None)}, 4),
-    "adaptive_max_pool2d, no batch": (F.adaptive_max_pool2d, (3, 13, 11), {"output_size": 1}, 143),
-    "adaptive_max_pool3d": (F.adaptive_max_pool3d, (2, 3, 6, 7, 5), {"output_size": 3}, 18),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -132,22 +130,16 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_every_layout(layout, adaptive):
+def test_every_layout(layout):
     base = torch.randn(2, 6, 9, 9)
     x, twin = (LAYOUTS[layout](base.clone()).detach().requires_grad_() for _ in range(2))
-    function = F.adaptive_max_pool2d if adaptive else F.max_pool2d
-    y, expected = call(function, x, **_size(adaptive)), function(twin, **_size(adaptive))
+    y, expected = call(F.max_pool2d, x, kernel_size=2), F.max_pool2d(twin, 2)
     grad = torch.randn_like(expected)
     y.backward(grad)
     expected.backward(grad)
     assert torch.equal(y, expected)
     assert y.stride() == expected.stride()
     assert torch.equal(x.grad, twin.grad)
-
-
-def _size(adaptive):
-    return {"output_size": 3} if adaptive else {"kernel_size": 2}
 
 
 def test_channels_last_3d():
@@ -162,22 +154,8 @@ def test_channels_last_3d():
 def test_calls_that_are_left_alone():
     x = torch.randn(1, 1, 40, 40)
     assert pool.recognise("max_pool2d", (x, 17), {}) is None
-    assert pool.recognise("adaptive_max_pool2d", (x, 2), {"return_indices": False}) is None
-    # torch's own adaptive function returns two tensors under the name of F's
-    assert pool.recognise("adaptive_max_pool2d", (x, 20), {}) is None
     assert pool.recognise("max_pool2d", (x, 16), {}).op == "max_pool2d"
     assert not pool.recognise("max_pool2d", (x, 2), {}).accepts(Identity())
-
-
-def test_public_function_refuses_wide_windows_and_runs_plainly_without_a_gradient():
-    x = torch.randn(1, 1, 40, 40)
-    wide = ((17, 17), (1, 1), (0, 0), (1, 1), False)
-    with pytest.raises(ValueError, match=r"289 elements; allowed: up to 256"):
-        pool.max_pool(x, "max_pool2d_with_indices", wide)
-    y, indices = pool.max_pool(x, "adaptive_max_pool2d", ((5, 5),))
-    expected = F.adaptive_max_pool2d(x, 5, return_indices=True)
-    assert torch.equal(y, expected[0])
-    assert torch.equal(indices, expected[1])
 
 
 def test_second_derivative_is_a_clear_error():
@@ -202,14 +180,35 @@ def test_graph_can_be_used_twice_and_under_fake_tensors():
     assert fake.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("call", ["max_pool2d", "adaptive_max_pool2d"])
-def test_no_list_is_copied_to_the_device(call, monkeypatch):
+def test_no_list_is_copied_to_the_device(monkeypatch):
     """A list that becomes a tensor waits for the device, and a graph cannot hold it."""
     x = torch.randn(2, 3, 9, 9, requires_grad=True)
-    found = pool.recognise(call, (x, 3), {"return_indices": False})
+    found = pool.recognise("max_pool2d", (x, 3), {})
     assert found is not None
     monkeypatch.setattr(torch, "tensor", None)
     found.run(Identity(), Key()).sum().backward()
     monkeypatch.undo()
-    (expected,) = torch.autograd.grad(getattr(F, call)(x, 3).sum(), x)
+    (expected,) = torch.autograd.grad(F.max_pool2d(x, 3).sum(), x)
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_indices_of_adaptive_pools_are_narrowed_and_exact(dims):
+    """Torch's own form runs, and its indices take the bytes that a plane's size asks for."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *(9,) * dims)
+    found = []
+    for preset in ("exact", "balanced"):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(4 * 9**dims, 4 * 9**dims), nn.Unflatten(1, x.shape[1:])
+        )
+        model.append(getattr(nn, f"AdaptiveMaxPool{dims}d")(5))
+        cfg = {"preset": preset, "activations": {"min_elements": 0}}
+        model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), cfg)
+        model(x).square().sum().backward()
+        found.append((model[1].bias.grad, memtrain.plan_of(model).entries("activation")))
+    (exact, _), (ours, entries) = found
+    assert torch.equal(ours, exact)
+    (saved,) = [e for e in entries if "adaptive_max_pool" in e.site and e.site.endswith("saved")]
+    assert saved.planned == 2 * 4 * 5**dims * (1 if 9**dims <= 256 else 2)

@@ -25,7 +25,6 @@ NORMS = {
     "group_norm": lambda x: F.group_norm(x, 2),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "instance_norm": F.instance_norm,
-    "prelu": lambda x: F.prelu(x, torch.full((16,), 0.25)),
     "dropout": lambda x: F.dropout(x, 0.2),
 }
 NAMES = [*nonlinear.NAMES, *pool.NAMES]
