@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memtrain
+from memtrain.compressors import Identity
 from memtrain.optim import (
     Adam4bit,
     Adam8bit,
@@ -23,6 +24,7 @@ from memtrain.optim import (
     Lion8bit,
     SGD4bit,
     SGD8bit,
+    compress,
     describe,
     portable_state_dict,
 )
@@ -324,3 +326,52 @@ def test_payloads_are_not_cast_to_their_parameter_on_the_way(dtype, monkeypatch)
     optimizer.load_state_dict(saved)
     assert sum(x.numel() for x in held) == 1  # the counter of steps
     assert same(optimizer.state_dict(), saved)
+
+
+OTHER_SHAPES = [(96, 81), (1, 80), (96, 1), (7681,)]
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["Adafactor", "Rprop", "NAdam"])
+def test_states_of_another_shape_are_refused_before_anything_is_read(kind, shape):
+    def trained(weight):
+        optimizer = compress(getattr(torch.optim, kind)([weight], lr=1e-2))
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        return optimizer
+
+    torch.manual_seed(0)
+    weight, other = (nn.Parameter(torch.ones(size)) for size in ((80, 96), shape))
+    optimizer, target = trained(weight), trained(other)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(ValueError, match="shape"):
+        target.load_state_dict(optimizer.state_dict())
+    assert same(target.state_dict(), before)
+
+    weight.data = torch.ones(shape)
+    weight.grad = torch.randn_like(weight)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"shape|size"):
+        optimizer.step()
+    assert same(optimizer.state_dict(), before)
+    assert torch.equal(weight, torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_adafactor_steps_from_gradients_of_another_dtype(dtypes):
+    """torch's Adafactor makes its states of the gradient's dtype (`grad_dtype`)."""
+    dtype, of_gradient = dtypes
+    weights = [nn.Parameter(torch.ones(8192, dtype=dtype)) for _ in range(2)]
+    plain = torch.optim.Adafactor(weights[:1])
+    kept = compress(torch.optim.Adafactor(weights[1:]), lambda param, name: Identity())
+    torch.manual_seed(0)
+    for _ in range(3):
+        grad = torch.randn(8192, dtype=of_gradient)
+        for weight in weights:
+            weight.grad_dtype = of_gradient
+            weight.grad = grad.clone()
+        plain.step()
+        kept.step()
+    assert torch.equal(*weights)

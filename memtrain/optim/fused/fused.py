@@ -442,7 +442,7 @@ class FusedStates(CompressedStates):
             found.update(zip(own, on_device(scalars, len(own), device), strict=True))
         return [found[param] for param in params]
 
-    def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
+    def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""
         missing = [name for name in self.plain_names(param, {}) if name not in values]
         if values and missing:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from memtrain.compressors.base import Keep
+from memtrain.compressors.base import Keep, Packed
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
@@ -19,7 +19,14 @@ from memtrain.optim.states.compressed_states import (
     on_each,
     refuse_sparse,
 )
-from memtrain.optim.states.first_step import first_states, is_separable, raw_step
+from memtrain.optim.states.first_step import (
+    first_states,
+    gradient_dtype,
+    is_separable,
+    raw_step,
+    state_shapes,
+)
+from memtrain.optim.states.shards import local
 from memtrain.optim.states.untraced import untraced
 
 _ZERO_IN_HALF = 2.0**-25
@@ -173,6 +180,44 @@ class CompressedOptimizer(CompressedStates):
         self.tell_schedulers()
         return loss
 
+    def check_sizes(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` if the states of a parameter with a gradient have another size."""
+        for param in () if is_simulated() else group["params"]:
+            values = self.state.get(param) if param.grad is not None else None
+            for name, value in (values or {}).items():
+                if not self.is_payload(param, name, value):
+                    continue
+                packed = Packed(value, local(param).shape, torch.float32)
+                try:
+                    self.compressor(param, name)[0].check_payload(packed)
+                except ValueError as error:
+                    raise ValueError(
+                        f"state {name!r}: {error}. Make a new optimizer for a parameter of "
+                        "another size"
+                    ) from None
+            if values:
+                self.check_saved(param, values, group)
+
+    def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
+        """Raise `ValueError` for a state of another shape than torch's step makes."""
+        known = self.__dict__.setdefault("_first_shapes", {})
+        key = param.shape, param.dtype
+        if key not in known:
+            known[key] = state_shapes(_inner(self), param, group)
+        shapes = known[key]
+        if shapes and values and shapes.keys().isdisjoint(values):
+            raise ValueError(
+                f"states {sorted(values)} of a parameter of shape {tuple(param.shape)}, which "
+                f"needs {sorted(shapes)}"
+            )
+        for name, shape in shapes.items():
+            value = values.get(name)
+            if isinstance(value, Tensor) and value.shape != shape:
+                raise ValueError(
+                    f"state {name!r} has shape {tuple(value.shape)}, and a parameter of shape "
+                    f"{tuple(param.shape)} needs {shape}"
+                )
+
     @contextmanager
     def _states_in(self, inner: Optimizer, looks: bool = False) -> Iterator[None]:
         """Inside the block the inner optimizer has all states; what it changed is compressed."""
@@ -218,25 +263,29 @@ class CompressedOptimizer(CompressedStates):
     def _known(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """As `unpacked`, in the dtypes of the inner optimizer's own states of this parameter.
 
-        A checkpoint of another model's dtype has others; so has a float32 master's optimizer.
+        A checkpoint of another model's dtype has others, so has a float32 master's optimizer, and
+        a step from gradients of another dtype (`grad_dtype`) makes states of theirs.
         """
-        states = self.unpacked(param)
+        states, others = self.unpacked(param), gradient_dtype(param) != param.dtype
         for name, value in states.items():
-            if _is_float(value) and name != "step" and value.dtype != param.dtype:
+            if _is_float(value) and name != "step" and (others or value.dtype != param.dtype):
                 states[name] = value.to(self._first_dtype(param, group, name) or value.dtype)
         return states
 
     def _first_dtype(self, param: Tensor, group: dict[str, Any], name: str) -> torch.dtype | None:
         """The dtype of a state that the inner optimizer makes for a parameter's dtype, if any."""
         known = self.__dict__.setdefault("_first_dtypes", {})
-        if (param.dtype, name) not in known:
-            known[param.dtype, name] = None
-            tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
+        key = param.dtype, gradient_dtype(param), name
+        if key not in known:
+            known[key] = None
+            tiny: Any = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
+            if key[0] != key[1]:
+                tiny.requires_grad_().grad_dtype = key[1]
             # Whatever a foreign optimizer's step raises: its states then stay as they are.
             with suppress(Exception):
                 made = first_states(_inner(self), tiny, group, "cpu")[name]
-                known[param.dtype, name] = made.dtype
-        return known[param.dtype, name]
+                known[key] = made.dtype
+        return known[key]
 
     def reason(self, param: Tensor, value: Any) -> str:
         """Why a state is kept as it is, or ""."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor, Packed
+from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
@@ -60,22 +59,6 @@ class CompressedStates(Optimizer):
         return isinstance(value, dict) and layout.is_packed(
             value, self.compressor(param, name)[0].parts
         )
-
-    def check_sizes(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` if the states of a parameter with a gradient have another size."""
-        for param in () if is_simulated() else group["params"]:
-            values = self.state.get(param, {}) if param.grad is not None else {}
-            for name, value in values.items():
-                if not self.is_payload(param, name, value):
-                    continue
-                packed = Packed(value, local(param).shape, torch.float32)
-                try:
-                    self.compressor(param, name)[0].check_payload(packed)
-                except ValueError as error:
-                    raise ValueError(
-                        f"state {name!r}: {error}. Make a new optimizer for a parameter of "
-                        "another size"
-                    ) from None
 
     def unpacked(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """The states of one parameter as a plain optimizer knows them, in `dtype` or its own."""
@@ -214,11 +197,8 @@ class CompressedStates(Optimizer):
                 f"{type(self).__name__} has no differentiable: compressed states have no gradient"
             )
 
-    def check_saved(self, param: Tensor, values: dict[str, Any]) -> None:
+    def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
-
-    def _saved(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [(param, loaded["state"][number]) for number, param, _ in self._numbered(loaded)]
 
     def _numbered(self, loaded: dict[str, Any]) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """Number, parameter and options of what a checkpoint has states of."""
@@ -285,8 +265,9 @@ class CompressedStates(Optimizer):
 
     def _check_payloads(self, loaded: dict[str, Any]) -> None:
         known = state_parts()
-        for param, values in self._saved(loaded):
-            self.check_saved(param, values)
+        for number, param, group in self._numbered(loaded):
+            values = loaded["state"][number]
+            self.check_saved(param, values, group)
             for name, value in values.items():
                 # Of another compressor too: that must be told.
                 if not (self.is_payload(param, name, value) or layout.is_packed(value, known)):
@@ -321,8 +302,8 @@ class CompressedStates(Optimizer):
 
     def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
         # Optimizer.load_state_dict casts every tensor, uint8 codes too, to the parameter's dtype.
-        for param, values in self._saved(loaded):
-            for name, value in values.items():
+        for number, param, _ in self._numbered(loaded):
+            for name, value in loaded["state"][number].items():
                 if self.is_payload(param, name, value):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
                     self.state[param][name] = fresh

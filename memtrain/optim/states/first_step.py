@@ -88,6 +88,16 @@ def without_states(optimizer: Optimizer) -> Optimizer:
     return alone
 
 
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradients, which `grad_dtype` may make another one.
+
+    Example:
+        >>> gradient_dtype(torch.nn.Parameter(torch.ones(2)))
+        torch.float32
+    """
+    return getattr(param, "grad_dtype", None) or param.dtype
+
+
 def first_states(
     optimizer: Optimizer, param: Tensor, group: dict[str, Any], device: str = "meta"
 ) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def first_states(
 
     Args:
         optimizer: A plain torch optimizer; it is not changed.
-        param: One of its parameters; only shape and dtype are read.
+        param: One of its parameters; only its shape, dtype and `grad_dtype` are read.
         group: The parameter's group.
         device: Where the step is made.
 
@@ -111,7 +121,10 @@ def first_states(
         device(type='meta')
     """
     like = torch.zeros(param.shape, dtype=param.dtype, device=device, requires_grad=True)
-    like.grad = torch.zeros_like(like)
+    kind = gradient_dtype(param)
+    if kind != like.dtype:
+        like.grad_dtype = kind
+    like.grad = torch.zeros_like(like, dtype=kind)
     alone = without_states(optimizer)
     # Fused and capturable steps keep the same states, but refuse this device.
     options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
@@ -146,3 +159,37 @@ def first_names(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> s
     with suppress(Exception):
         return set(first_states(optimizer, tiny, group, "cpu"))
     return None
+
+
+def state_shapes(
+    optimizer: Optimizer, param: Tensor, group: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that a torch optimizer keeps for a parameter.
+
+    torch's states have the parameter's dimensions, of which some may be reduced to 1, as in
+    Adafactor's rows and columns: a step of two elements per dimension shows which.
+
+    Args:
+        optimizer: A plain optimizer; it is not changed.
+        param: Only its shape and dtype are read.
+        group: The options of the step.
+
+    Returns:
+        State name -> shape, without single numbers; empty for an optimizer that is not torch's.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(30, 20))
+        >>> adafactor = torch.optim.Adafactor([weight])
+        >>> state_shapes(adafactor, weight, adafactor.param_groups[0])
+        {'row_var': (30, 1), 'col_var': (1, 20)}
+    """
+    if type(optimizer) not in SEPARABLE:
+        return {}
+    small = torch.empty([min(size, 2) for size in param.shape], dtype=param.dtype, device="meta")
+    found = {}
+    with suppress(Exception):  # of gradients that the optimizer refuses, as SparseAdam does
+        for name, value in first_states(optimizer, small, group, "cpu").items():
+            if isinstance(value, Tensor) and value.dim():
+                sizes = zip(param.shape, small.shape, value.shape, strict=True)
+                found[name] = tuple(whole if own == part else own for whole, part, own in sizes)
+    return found
