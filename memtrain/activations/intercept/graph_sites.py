@@ -251,12 +251,14 @@ class GraphSites:
             for user in waiting.pop().users:
                 if user.op == "output" or user in seen:
                     continue
-                name = source_name(user.meta.get("source_fn_stack"))
+                stack = user.meta.get("source_fn_stack")
+                name = source_name(stack)
+                known = bool(stack) and _is_known(stack[-1][1], name)
                 own = name == op and user.meta.get("seq_nr") == base.meta.get("seq_nr")
-                if own or name in _SAME_VALUES:
+                if own or (known and name in _SAME_VALUES):
                     seen.add(user)
                     waiting.append(user)
-                elif readers is not None and name not in readers:
+                elif not known or (readers is not None and name not in readers):
                     return UNKNOWN_READER
         return ""
 

@@ -327,9 +327,9 @@ class Interception:
             self._name(self._path[-1][0])
 
     def _collect(self, output: Any, name: str) -> None:
-        if not self.saved.under_hooks(top_hooks() is not None):
-            with torch._C.DisableTorchFunction():
-                self.saved.collect(tensors_in(output), None, name)
+        hooked = self.saved.under_hooks(top_hooks() is not None)
+        with torch._C.DisableTorchFunction():
+            self.saved.collect(tensors_in(output), None, name, hooked=hooked)
 
     def _claim(self, name: str) -> bool:
         """Whether the forward that runs is this thread's, which it becomes where it is no one's."""

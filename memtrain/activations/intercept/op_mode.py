@@ -65,10 +65,7 @@ class OpMode(TorchFunctionMode):
         if hooked and getattr(hooks, "__module__", "") != torch.utils.checkpoint.__name__:
             saved.note_hooks(self.module)
         result = self._run(func, args, kwargs)
-        if hooked or func in _BACKWARDS:
-            saved.skip()
-        else:
-            saved.collect(result, func, self.module)
+        saved.collect(result, func, self.module, hooked=hooked or func in _BACKWARDS)
         return result
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:

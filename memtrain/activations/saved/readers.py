@@ -1,12 +1,14 @@
 """Results of ops that are compressed only if every op that reads them is known to allow it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.known_ops import MULTIPLIES, SAME_VALUES
+from memtrain.activations.saved.known_ops import MULTIPLIES, SAME_VALUES, VIEWS
+from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
 
@@ -16,13 +18,25 @@ class _Result:
     def __init__(
         self, x: Tensor, storage: Storage, readers: frozenset[type], save: Callable[[bool], None]
     ) -> None:
-        self.readers = readers
+        self.readers, self.number = readers, storage_id(x)
+        self.copies: list[StorageWeakRef] = []
+        """Memory of other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
         self._geometry: Geometry = (x.shape, x.stride(), x.storage_offset())
         self._dtype = x.dtype
         self._save: Callable[[bool], None] | None = save
 
-    def decide(self, *, compress: bool) -> None:
+    @property
+    def is_saved(self) -> bool:
+        """Whether the result is compressed or kept already."""
+        return self._save is None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a copy of its elements is alive."""
+        return not all(copy.expired() for copy in self.copies)
+
+    def save(self, *, compress: bool) -> None:
         """Save the result, if that was not done; undo a compression by a kept tensor."""
         save, self._save = self._save, None
         if save is not None:
@@ -35,22 +49,21 @@ class _Result:
                 size, stride, offset = self._geometry
                 self._storage.keep(x.set_(memory, offset, size, stride))
 
-    def end(self) -> None:
-        """Keep the result, if no op has read it."""
-        if self._save is not None:
-            self.decide(compress=False)
-
 
 class Readers:
     """Results that wait for the ops that read them, by the nodes of a forward.
 
-    Whichever order the readers run in, one that is not known ends with the result kept, since it is
-    alive until that op has run. (Behind a dropout, whose result is a copy, it may be gone: then a
-    reader that comes after a matrix product finds it compressed.)
+    A result is compressed when an op that allows it has read it and no copy of its elements (by a
+    dropout or a cast) is alive. A later reader of the result itself finds its memory alive, so that
+    one which is not known still ends with the result kept; so does a copy that is made later.
     """
 
     def __init__(self) -> None:
         self._results: dict[int, _Result] = {}
+        self._allowed: list[_Result] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._results)
 
     def add(
         self,
@@ -71,12 +84,12 @@ class Readers:
         """
         self._results[node._sequence_nr()] = _Result(x, storage, readers, save)
 
-    def visit(self, node: Any, *, passes: bool = False) -> None:
+    def visit(self, node: Any, *, copies: bool = False) -> None:
         """See what a node reads.
 
         Args:
             node: Made after those that it reads.
-            passes: Whether its output has its input's elements, times one number, or 0.
+            copies: Whether its output has its input's elements, times one number, or 0.
         """
         if not self._results:
             return
@@ -85,16 +98,43 @@ class Readers:
             found = None if above is None else self._results.get(above._sequence_nr())
             if found is None:
                 continue
-            if passes or kind in SAME_VALUES or _scales(node):
+            if kind in VIEWS or (
+                (copies or kind in SAME_VALUES or _scales(node)) and not found.is_saved
+            ):
                 self._results[node._sequence_nr()] = found
+            elif kind not in found.readers:
+                found.save(compress=False)
+            elif found.has_copies:
+                self._allowed.append(found)
             else:
-                found.decide(compress=kind in found.readers)
+                found.save(compress=True)
+
+    def seen(self, results: Sequence[Any]) -> None:
+        """End the visits of an op's nodes.
+
+        Args:
+            results: Of the op.
+        """
+        if not self._results:
+            return
+        for x in results:
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                found, number = self._results.get(x.grad_fn._sequence_nr()), storage_id(x)
+                if found is not None and number >= 0 and number != found.number:
+                    found.copies.append(StorageWeakRef(x.untyped_storage()))
+        for found in self._allowed:
+            if not found.has_copies:
+                found.save(compress=True)
+        self._allowed = [found for found in self._allowed if not found.is_saved]
 
     def end(self) -> None:
-        """Keep the results that nothing has read."""
+        """Compress the results whose readers all allow it; keep those that nothing has read."""
+        for found in self._allowed:
+            found.save(compress=True)
         for found in self._results.values():
-            found.end()
-        self._results.clear()
+            if not found.is_saved:
+                found.save(compress=False)
+        self._results, self._allowed = {}, []
 
 
 def _scales(node: Any) -> bool:

@@ -212,16 +212,19 @@ class SavedTensors:
             record = Record(Site(module, "*", "*"), (), "", 0, 0, "", FOREIGN_HOOKS)
             self._records.append(Watched(record, None, None))
 
-    def collect(self, result: Any, function: Any, module: str) -> None:
+    def collect(self, result: Any, function: Any, module: str, *, hooked: bool = False) -> None:
         """Visit the nodes that an op has made.
 
         Args:
             result: Of the op: a tensor, or a tuple or list of them.
             function: The torch function that was called, for the op's name in sites.
             module: Path of the module whose forward runs.
+            hooked: Whether what they save is someone else's.
         """
         results = (result,) if isinstance(result, Tensor) else result
-        if not isinstance(results, tuple | list):
+        if not isinstance(results, tuple | list) or (hooked and not self.readers):
+            if hooked:
+                self.skip()
             return
         nodes = [x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
         new: dict[int, Any] = {}
@@ -232,12 +235,14 @@ class SavedTensors:
                 new[number] = node
                 nodes += [above for above, _ in node.next_functions if above is not None]
         for number in sorted(new):  # as they were made
-            self._visit(new[number], function, module)
-        if new:
+            self.readers.visit(new[number])
+            if not hooked:
+                self._visit(new[number], function, module)
+        self.readers.seen(results)
+        if new or hooked:
             self._mark = _get_sequence_nr()
 
     def _visit(self, node: Any, function: Any, module: str) -> None:
-        self.readers.visit(node)
         kind = type(node)
         row = KNOWN.get(kind)
         if row is None:
@@ -492,7 +497,8 @@ class SavedTensors:
         if node is None or node._sequence_nr() < self._mark:  # of an earlier op
             return
         for one in (node, *reversed(above)):
-            self.readers.visit(one, passes=one is not node or site.op == "dropout")
+            self.readers.visit(one, copies=one is not node or site.op == "dropout")
+        self.readers.seen((y,))
         if self.derive_outputs and isinstance(result, Tensor):
             self.derived.add(y, site.op)
         if self.watch is not None:

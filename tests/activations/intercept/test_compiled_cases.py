@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memtrain
 from memtrain.activations.saved import payload_ops
+from memtrain.activations.saved.site import UNKNOWN_READER
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import Group, Host, Key
@@ -34,6 +35,19 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 
 halved.register_autograd(lambda ctx, gradient: gradient / 2)
+
+
+@torch.library.custom_op("memtrain_tests::mul", mutates_args=())
+def mul(x: torch.Tensor) -> torch.Tensor:
+    """Takes a logarithm under another op's name."""
+    return x.log()
+
+
+mul.register_fake(torch.empty_like)
+mul.register_autograd(
+    lambda ctx, gradient: gradient / ctx.saved_tensors[0].exp(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
 
 
 class Net(nn.Module):
@@ -69,6 +83,22 @@ def test_cuda_graphs_are_cut_at_the_compressing_op():
     compress = torch.ops.memtrain.compress_saved.default
     assert torch.Tag.cudagraph_unsafe in compress.tags  # its random bits come of the host's counter
     assert torch.Tag.cudagraph_unsafe not in torch.ops.memtrain.decompress_saved.default.tags
+
+
+def test_an_op_of_someone_else_is_no_known_reader_of_a_result():
+    class Exponential(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = torch.exp(self.first(x))
+            return (y @ x).sum() + torch.ops.memtrain_tests.mul(y).sum()
+
+    model, _ = wrapped(Exponential(), ["preset=balanced", "activations.min_elements=0"])
+    torch.compile(model, backend=BACKEND)(torch.randn(64, 64)).backward()
+    rows = memtrain.plan_of(model).entries("activation")
+    assert {row.reason for row in rows if row.site.endswith("exp / saved")} == {UNKNOWN_READER}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.activations.saved.store import Entry
@@ -41,8 +42,32 @@ def test_a_forward_decompresses_nothing(op, monkeypatch):
         reads.clear()
 
 
-@pytest.mark.parametrize("order", ["product first", "logarithm first"])
-def test_a_softmax_that_a_logarithm_reads_too_is_kept(order):
+def copied(p):
+    return p.to(torch.float64).to(torch.float32)
+
+
+BEHIND = {
+    "the softmax": lambda p: p,
+    "a dropout": lambda p: F.dropout(p, 0.5),
+    "a dropout in place": lambda p: F.dropout(p.clone(), 0.5, inplace=True),
+    "a dropout written out": lambda p: p * (torch.rand_like(p.detach()) > 0.1),
+    "a cast": copied,
+    "a view of a copy": lambda p: copied(p).view(64, 8, 8).view(64, 64),
+}
+
+
+CASES = [
+    *((behind, order, False) for behind in BEHIND for order in ("product first", "copy last")),
+    *((behind, "product first", True) for behind in ("the softmax", "a dropout")),
+    ("the softmax", "logarithm first", False),
+]
+
+
+@pytest.mark.parametrize(("behind", "order", "checkpointed"), CASES)
+def test_a_softmax_that_a_logarithm_reads_too_is_kept(behind, order, checkpointed):
+    def logarithm(p):
+        return torch.log(p + 1e-6).mean()
+
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -50,17 +75,21 @@ def test_a_softmax_that_a_logarithm_reads_too_is_kept(order):
 
         def forward(self, x):
             p = torch.softmax(3 * self.scores(x), -1)
-            y = (p @ x).sum() if order == "product first" else 0.0
-            z = torch.log(p + 1e-6).mean()
-            return y + z + ((p @ x).sum() if order != "product first" else 0.0)
+            y = (p @ x).sum() if order == "copy last" else 0.0
+            p = BEHIND[behind](p)
+            y = y + (p @ x).sum() if order == "product first" else y
+            z = checkpoint(logarithm, p, use_reentrant=False) if checkpointed else logarithm(p)
+            return y + z + ((p @ x).sum() if order == "logarithm first" else 0.0)
 
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(64, 64)
+    state = torch.get_rng_state()
     model(x).backward()
     exact = model.scores.weight.grad.clone()
     model.zero_grad()
     cfg = ["preset=activations_only", "activations.min_elements=0"]
     model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
+    torch.set_rng_state(state)
     model(x).backward()
     assert torch.equal(model.scores.weight.grad, exact)
 
