@@ -43,11 +43,9 @@ class BuildPlainLibrary(build_ext):
 
         def compile_one(source, **options):
             (made,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
-            read = [*included_by(Path(made)), source, __file__]
-            if Path(source) == STAMPED:
-                read += [*ext.sources, *ext.depends]
+            if Path(source) == STAMPED:  # always: a file that is gone changes the digest too
                 options["macros"] = [("MT_SOURCES", f'"{digest}"')]
-            if is_newer(Path(made), read):
+            elif is_newer(Path(made), [*included_by(Path(made)), source, __file__]):
                 return [made]
             return compile_always([source], **options)
 

@@ -106,8 +106,7 @@ def elements(kernel: str, constants: Mapping[str, Any]) -> int:
 
 def cases_of(module: str) -> list[Any]:
     """The kernels, signatures and constants that a module of `memtrain.kernels` is compiled for."""
-    table = importlib.import_module("tests.kernels.aot_cases").CASES
-    return table.get(module) or importlib.import_module(f"memtrain.kernels.{module}").AOT_CASES
+    return importlib.import_module("tests.kernels.aot_cases").CASES[module]
 
 
 def find(case: Case) -> int:

@@ -14,6 +14,8 @@ from memtrain.kernels.norm import norm_triton as norm
 from memtrain.kernels.packing import pack_triton as packing
 from memtrain.kernels.packing.bits import lanes
 from memtrain.kernels.patch import patch_triton as patch
+from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
+from memtrain.kernels.step.program_sizes import blocks
 
 EXACT = {"enable_fp_fusion": False}
 WIDTHS = (2, 3, 4, 8)
@@ -61,17 +63,13 @@ def book(bits, size, dtype=None, **more):
     return codebook._quantize_kernel, signature, constants
 
 
-def forward(dtype, bits, function="", parity="plain"):
-    pointers = {"x_ptr": dtype, "y_ptr": dtype, "codes_ptr": "*u8", "table_ptr": "*fp32"}
-    scalars = {"n": "i64", "n_blocks": "i64", "shift": "fp32", "a": "fp32", "b": "fp32"}
+def encode(dtype, bits, parity="plain"):
+    pointers = {"x_ptr": dtype, "codes_ptr": "*u8", "table_ptr": "*fp32"}
     count = 0 if bits > 4 else 2 if parity == "band" else (1 << bits) - 1
-    constants = {"FUNCTION": function, "BOUNDARIES": tuple(map(float, range(count)))}
-    constants |= {"PARITY": parity, "BITS": bits, "LANES": lanes(bits)}
-    return (
-        derivative._forward_kernel,
-        pointers | scalars,
-        constants | {"TILE": derivative._tile(bits)},
-    )
+    constants = {"BOUNDARIES": tuple(map(float, range(count))), "PARITY": parity}
+    constants |= {"BITS": bits, "LANES": lanes(bits), "TILE": derivative._tile(bits)}
+    sizes = {"n": "i64", "n_blocks": "i64", "shift": "fp32"}
+    return derivative._encode_kernel, pointers | sizes, constants
 
 
 def backward(dtype, bits, *, multiply=True):
@@ -137,6 +135,48 @@ def decoded(codes, out):
 
 
 FORMS = ((True, True), (True, False), (False, False))
+WEIGHTS = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
+"""Types of a step's weights and gradients, and MASTER."""
+WEIGHTS += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", master) for master in (1, 8, 16))]
+WEIGHTS += [("*fp16", "*fp16", master) for master in (8, 16)]
+LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}
+# RULE, STATES, BITS, SECOND.
+KINDS = [(0, 2, 32, 0), (0, 2, 4, 0), (0, 2, 4, 1), (0, 2, 4, 2), (0, 2, 8, 0), (0, 2, 8, 2)]
+KINDS += [(rule, 1, bits, 0) for rule in (1, 2) for bits in (4, 8, 32)]
+KINDS += [(1, 0, 0, 0)]
+
+
+def update(kind, whole, p, g, master):
+    half = 128 if kind[2] == 8 else 64
+    constants = dict(zip(("RULE", "STATES", "BITS", "SECOND"), kind, strict=True))
+    constants |= {"HALF": half, "COUNT": blocks(kind[2], whole) * 64 // half}
+    constants |= step_triton.update_options(kind[2], kind[3], whole, p != "*fp32")
+    signature = {**LISTS, "p_like": p, "g_like": g}
+    return step_triton._update_kernel, signature, constants | {"MASTER": master, "WHOLE": whole}
+
+
+def update_two_bits(whole, p, g, master):
+    constants = {"COUNT": blocks(2, whole), "HALF": 64, "MASTER": master, "WHOLE": whole}
+    constants |= lloyd_max_triton.options(whole, master, p == "*fp16")
+    return lloyd_max_triton._update_kernel, {**LISTS, "p_like": p, "g_like": g}, constants
+
+
+def reduce(second, whole, p, g, master):
+    signature = {**LISTS, "scalars_ptr": "*fp32", "p_like": p, "g_like": g}
+    constants = {"SECOND": second, "MASTER": master, "WHOLE": whole}
+    options = reduce_triton.reduce_options(second, whole)
+    return reduce_triton._reduce_kernel, signature, constants | options
+
+
+def point(dtype):
+    signature = {"column_ptr": "*i64", "stride": "i32", "count": "i32"}
+    return (
+        table_triton._point_kernel,
+        signature | dict.fromkeys(table_triton._NAMES, dtype),
+        {},
+    )
+
+
 CASES = {
     "group.group_triton": [
         *(quantize(bits, "*fp32") for bits in WIDTHS),
@@ -170,13 +210,11 @@ CASES = {
     ],
     "derivative.derivative_triton": [
         *(
-            forward(dtype, bits)
+            encode(dtype, bits)
             for bits in range(1, 9)
             for dtype in (("*fp32", "*bf16", "*fp16", "*fp64") if bits in (3, 8) else ("*bf16",))
         ),
-        *(forward("*bf16", 1, "tanh", parity) for parity in ("even", "band")),
-        *(forward("*bf16", 3, function) for function in derivative.FUSED),
-        *(forward("*fp32", bits, f) for f in ("gelu", "silu") for bits in (1, 4, 8)),
+        *(encode("*bf16", 1, parity) for parity in ("even", "band")),
         *(
             backward(dtype, bits)
             for bits in range(1, 9)
@@ -225,4 +263,24 @@ CASES = {
         ),
         *(decoded(codes, out) for codes in MANTISSA for out in FLOATS),
     ],
+    "step.step_triton": [
+        update(kind, whole, *weights)
+        for whole in (True, False)
+        for weights in WEIGHTS
+        for kind in KINDS
+    ],
+    "step.lloyd_max_triton": [
+        update_two_bits(whole, *weights) for whole in (True, False) for weights in WEIGHTS
+    ],
+    "step.reduce_triton": [
+        *(
+            reduce(second, whole, *weights)
+            for whole in (True, False)
+            for weights in WEIGHTS
+            for second in (1, 2)
+        ),
+        (reduce_triton._mean_kernel, LISTS, EXACT),
+        (reduce_triton._ratio_kernel, {"table_ptr": "*i64"}, EXACT),
+    ],
+    "step.table_triton": [point(dtype) for dtype in ("*fp32", "*bf16", "*fp16")],
 }

@@ -76,10 +76,10 @@ def test_bytes_of_more_than_two_to_the_31_elements(name, where):
 def test_fused_ops_take_more_than_two_to_the_31_elements():
     with FakeTensorMode():
         x = torch.empty(N, dtype=torch.bfloat16)
-        y, codes = derivative.forward(x, "gelu", [-1.0, 0.0, 1.0])
-        dx = derivative.backward(y, codes, [0.0, 0.25, 0.5, 1.0])
+        codes = derivative.encode(x, [-1.0, 0.0, 1.0])
+        dx = derivative.backward(x, codes, [0.0, 0.25, 0.5, 1.0])
         values = unpack_codes(pack_codes(torch.empty(N, dtype=torch.uint8), 3), 3, N)
-    assert (y.shape, dx.shape, values.shape) == ((N,), (N,), (N,))
+    assert (dx.shape, values.shape) == ((N,), (N,))
     assert codes.shape == (ceil(N, 256), 64)
 
 

@@ -17,10 +17,11 @@ from memtrain.kernels import cpu, device_guard, dispatch
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.step import launch, prepared, reduce_triton, step, step_triton
+from memtrain.kernels.step import launch, prepared, step
 from memtrain.kernels.step.codecs import Codec
 from memtrain.kernels.step.groups import same_kernels
 from tests.kernels import test_adamw
+from tests.kernels.aot_cases import CASES
 
 SOURCES = sorted(Path(memtrain.__file__).parent.rglob("*.py"))
 
@@ -263,7 +264,7 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
             step.fused_step([entry])
     # Of six kinds of states; rank-1 takes one launch more, each of two factored ones three.
     assert len(taken) == 2 * (6 + 1 + 3 + 3)
-    made = step_triton.AOT_CASES + reduce_triton.AOT_CASES
+    made = CASES["step.step_triton"] + CASES["step.reduce_triton"]
     cases = [(kernel, constants) for kernel, _, constants in made]
     assert [one for one in taken if one not in cases] == []
     # Contracted, `m + a * (g - m)` would be rounded once where the reference rounds twice.

@@ -162,9 +162,6 @@ CASES = {
         for x in views()
         for rest in ((TABLE, "plain", 0.5), (TABLE, "even", 0.0), (TABLE[:2], "band", 0.0))
     ],
-    "derivative_forward": lambda: [
-        (x, name, [], TABLE, "plain", 0.0) for x in views() for name in ("gelu", "relu")
-    ],
     "derivative_decode": lambda: [
         (
             called("derivative_encode", x.reshape(-1), TABLE, "plain", 0.0),

@@ -33,7 +33,7 @@ def fewbit(
 ) -> Tensor:
     """The activation `compressor.function`, keeping only packed codes of `x` for backward.
 
-    The forward value is torch's own (bit-identical on the CPU); the gradient is `grad * level`
+    The forward value is torch's own; the gradient is `grad * level`
     with the few-bit table's level for f'(x). Where no gradient is wanted it is the plain function
     and nothing is kept. Differentiating twice is an error.
 
@@ -86,21 +86,11 @@ def _overwrite(x: Tensor, wanted: Value) -> Tensor:
 
 
 def _fewbit_forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
-    step, (function, parameters) = compressor.table(), wanted
-    if function in pointwise.FUNCTIONS:
-        y, codes = derivative.forward(
-            x,
-            function,
-            step.boundaries,
-            parameters=parameters,
-            parity=step.parity,
-            shift=step.shift,
-        )
-    else:
-        dense = x if is_dense(x) else x.clone()
-        y = torch.empty_like(dense).copy_(_plain(x, wanted))
-        codes = _encode(dense, step)
-    ctx.save_for_backward(codes)
+    step = compressor.table()
+    dense = x if is_dense(x) else x.clone()
+    y = _plain(x, wanted)  # of `x`: the last bit depends on the strides
+    y = y if y.stride() == dense.stride() else torch.empty_like(dense).copy_(y)
+    ctx.save_for_backward(_encode(dense, step))
     ctx.step = step.levels, y.shape, y.stride()
     return y
 

@@ -1,4 +1,4 @@
-"""Few-bit derivative codes: an activation's forward keeps codes, its backward multiplies by levels.
+"""Few-bit derivative codes: a forward keeps codes of its input, its backward multiplies by levels.
 
 The side of x is x - shift (parity `"plain"`) or |x - shift| (`"even"`), in float32. Its code is the
 number of boundaries below it, so that a value equal to a boundary goes left; with parity `"band"`
@@ -21,18 +21,14 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.derivative.pointwise import TWO_PASSES, check_function, one_pass, value
 from memtrain.kernels.dispatch import choose, is_plain, is_plain_cpu, register
 from memtrain.kernels.packing import bits as bit_layout
-from memtrain.kernels.strides import is_dense, memory_order
+from memtrain.kernels.strides import memory_order
 
 BLOCK_SIZE = 256
 PARITIES = ("plain", "even", "band")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
 _SIZES = tuple(2**bits for bits in range(1, 9))
-
-# Value and codes in one pass: C++ functions that equal torch's to the bit.
-_FUSED = {"relu": 1, "leaky_relu": 2, "hardtanh": 3, "relu6": 3, "clamp": 3}
 
 
 def encode(
@@ -67,53 +63,11 @@ def encode(
     Reference:
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
     """
+    if is_plain_cpu(x):
+        return _encoder(tuple(boundaries), parity, shift, x.dtype)(x.contiguous())
     check_side(x.dtype, boundaries, parity)
     run = _encode if is_plain(x) else _encode_op
     return run(x.contiguous(), boundaries, parity, shift)
-
-
-def forward(
-    x: Tensor,
-    function: str,
-    boundaries: Sequence[float],
-    *,
-    parameters: Sequence[float] = (),
-    parity: str = "plain",
-    shift: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """The activation's value and the codes of its input, in one pass where a fused kernel exists.
-
-    Args:
-        x: float32, bfloat16, float16 or float64, any shape and strides.
-        function: A name in `memtrain.kernels.derivative.pointwise.FUNCTIONS`.
-        boundaries: As for `encode`.
-        parameters: The function's, in the order of torch's arguments; none for torch's defaults.
-        parity: As for `encode`.
-        shift: As for `encode`.
-
-    Returns:
-        y: What torch's own function gives: equal on the CPU; on CUDA the fused kernels compute in
-            float32 and round once. Strides of `x` where it is dense.
-        codes: As from `encode`, elements in the memory order of `y`.
-
-    Raises:
-        TypeError: If `x` is no float tensor.
-        ValueError: If the function or parity is unknown or the number of boundaries not allowed.
-
-    Memory:
-        One tensor like `x`, and bits / 8 bytes per element.
-
-    Example:
-        >>> y, codes = forward(torch.tensor([-1.0, 2.0]), "relu", [0.0])
-        >>> y, backward(torch.ones(2), codes, [0.0, 1.0])
-        (tensor([0., 2.]), tensor([0., 1.]))
-    """
-    if is_plain_cpu(x):
-        return _forward_cpu(x, function, tuple(parameters), tuple(boundaries), parity, shift)
-    check_side(x.dtype, boundaries, parity)
-    check_function(function)
-    run = _forward if is_plain(x) else _forward_op
-    return run(x, function, parameters, boundaries, parity, shift)
 
 
 def decode(
@@ -186,34 +140,7 @@ def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -
 
         table = tuple(numbers(tuple(boundaries)).tolist())
         return derivative_triton.encode(x, table, parity, shift)
-    run, _ = _encoder("", (), tuple(boundaries), parity, shift, x.dtype)
-    return run(x, 0)
-
-
-def _forward(
-    x: Tensor,
-    function: str,
-    parameters: Sequence[float],
-    boundaries: Sequence[float],
-    parity: str,
-    shift: float,
-) -> tuple[Tensor, Tensor]:
-    choice = choose(x)
-    if choice == "cpu":
-        return _forward_cpu(x, function, tuple(parameters), tuple(boundaries), parity, shift)
-    dense = x if is_dense(x) else x.clone()
-    if choice == "triton" and x.dtype != torch.float64:
-        from memtrain.kernels.derivative import derivative_triton
-
-        if function in derivative_triton.FUSED:
-            scalars = one_pass(function, parameters, x.dtype)
-            table = tuple(numbers(tuple(boundaries)).tolist())
-            y = torch.empty_like(dense)
-            run = derivative_triton.forward
-            codes = run(dense, y, (function, *scalars), table, (parity, shift))
-            return y, codes
-    flat = dense if dense.is_contiguous() else memory_order(dense)
-    return _value_like(dense, function, x, parameters), _encode(flat, boundaries, parity, shift)
+    return _encoder(tuple(boundaries), parity, shift, x.dtype)(x)
 
 
 def _decode(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
@@ -254,48 +181,31 @@ def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
 
 @cache  # the buffer must outlive the calls that are given its address
 def _settings(
-    table: int, kind: tuple[int, int, int, int], shift: float, a: float, b: float
+    table: int, dtype: int, bits: int, parity: int = 0, shift: float = 0.0
 ) -> ctypes.Array[ctypes.c_char]:
     """`Settings` of derivative.cpp: what a kernel takes besides the tensors."""
-    floats = (ctypes.c_float(x).value for x in (shift, a, b))  # Inf where float32 ends
-    return ctypes.create_string_buffer(struct.pack("5q3f4x", table, *kind, *floats))
+    shift = ctypes.c_float(shift).value  # Inf where float32 ends
+    return ctypes.create_string_buffer(struct.pack("4qf4x", table, dtype, bits, parity, shift))
 
 
 @cache
 def _encoder(
-    function: str,
-    parameters: tuple[float, ...],
-    boundaries: tuple[float, ...],
-    parity: str,
-    shift: float,
-    dtype: torch.dtype,
-) -> tuple[Callable[[Tensor, int], Tensor], bool]:
-    """The kernel of tensors of one dtype: their codes, and a function's value if one is named.
-
-    Returns:
-        run: Given a dense tensor and the address of its value (0: none wanted), the codes in memory
-            order.
-        is_fused: Whether the kernel knows the function's value.
-    """
+    boundaries: tuple[float, ...], parity: str, shift: float, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """The kernel that makes the codes of contiguous tensors of one dtype."""
     check_side(dtype, boundaries, parity)
-    if function:
-        check_function(function)
-    is_fused = function in _FUSED and dtype != torch.float64
-    scalars = one_pass(function, parameters, dtype) if is_fused else (0.0, 0.0)
     bits, table = code_bits(boundaries, parity), numbers(boundaries).data_ptr()
-    kind = (DTYPES.index(dtype), bits, PARITIES.index(parity), _FUSED.get(function, 0))
-    settings = ctypes.addressof(_settings(table, kind, shift, *scalars))
-    kernel, pack = cpu.packed("mt_derivative_encode", 6)
-    width = BLOCK_SIZE // 8 * bits
+    made = _settings(table, DTYPES.index(dtype), bits, PARITIES.index(parity), shift)
+    settings, width = ctypes.addressof(made), BLOCK_SIZE // 8 * bits
+    kernel, pack = cpu.packed("mt_derivative_encode", 5)
 
-    def run(x: Tensor, y: int) -> Tensor:
+    def run(x: Tensor) -> Tensor:
         n = x.numel()
         codes = x.new_empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, width, dtype=torch.uint8)
-        threads = torch.get_num_threads()
-        kernel(pack(settings, x.data_ptr(), y, codes.data_ptr(), n, threads))
+        kernel(pack(settings, x.data_ptr(), codes.data_ptr(), n, torch.get_num_threads()))
         return codes
 
-    return run, is_fused
+    return run
 
 
 @cache
@@ -304,9 +214,8 @@ def _decoder(
 ) -> Callable[[Tensor | None, Tensor, Tensor], Tensor]:
     """The kernel that writes levels of one dtype, times a gradient where there is one."""
     check_dtype(dtype)
-    kind = (DTYPES.index(dtype), bits_of(len(levels), 0), 0, 0)
-    table = numbers(levels, wide(dtype)).data_ptr()
-    settings = ctypes.addressof(_settings(table, kind, 0.0, 0.0, 0.0))
+    bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype)).data_ptr()
+    settings = ctypes.addressof(_settings(table, DTYPES.index(dtype), bits))
     kernel, pack = cpu.packed("mt_derivative_decode", 6)
 
     def run(grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
@@ -315,29 +224,6 @@ def _decoder(
         return out
 
     return run
-
-
-def _forward_cpu(
-    x: Tensor,
-    function: str,
-    parameters: tuple[float, ...],
-    boundaries: tuple[float, ...],
-    parity: str,
-    shift: float,
-) -> tuple[Tensor, Tensor]:
-    """The value and the codes of `x`, in memory order; of a clone where it is not dense."""
-    run, is_fused = _encoder(function, parameters, boundaries, parity, shift, x.dtype)
-    dense = x if is_dense(x) else x.clone()
-    if is_fused:
-        y = torch.empty_like(dense)
-        return y, run(dense, y.data_ptr())
-    return _value_like(dense, function, x, parameters), run(dense, 0)
-
-
-def _value_like(dense: Tensor, function: str, x: Tensor, parameters: Sequence[float]) -> Tensor:
-    """The value with the strides of `dense`; of `x`: its last bit depends on the strides."""
-    y = value(function, x, parameters)
-    return y if y.stride() == dense.stride() else torch.empty_like(dense).copy_(y)
 
 
 # -- the definition -------------------------------------------------------------------------------
@@ -416,17 +302,6 @@ _encode_op = register(
     "derivative_encode(Tensor x, float[] boundaries, str parity, float shift) -> Tensor",
     _encode,
     lambda x, boundaries, parity, shift: _empty_codes(x, boundaries, parity),
-)
-_forward_op = register(
-    "derivative_forward(Tensor x, str function, float[] parameters, float[] boundaries, "
-    "str parity, float shift) -> (Tensor, Tensor)",
-    _forward,
-    lambda x, f, p, boundaries, parity, s: (
-        torch.empty_like(x),
-        _empty_codes(x, boundaries, parity),
-    ),
-    inside=lambda x, function, *options: x.nbytes if function in TWO_PASSES else 0,
-    inside_cuda=lambda x, *options: 0 if is_dense(x) else x.nbytes,
 )
 _decode_op = register(
     "derivative_decode(Tensor codes, float[] levels, SymInt n, ScalarType dtype) -> Tensor",

@@ -1,13 +1,10 @@
 """Values of pointwise nonlinearities, exactly as torch gives them, by name and parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from math import inf
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 Function = Callable[..., Tensor]
 
@@ -56,19 +53,6 @@ _IN_PLACE: dict[str, Function] = {
     "clamp": torch.clamp_,
 }
 
-TWO_PASSES = frozenset({"quick_gelu", "logsigmoid", "tanhshrink", "softsign"})
-"""Those whose value takes a second tensor like `x` while it is computed on the CPU."""
-
-
-def check_function(function: str) -> None:
-    """Raise `ValueError` unless it is a name in `FUNCTIONS`.
-
-    Example:
-        >>> check_function("relu")
-    """
-    if function not in FUNCTIONS:
-        raise ValueError(f"function {function!r} is unknown; allowed: {', '.join(FUNCTIONS)}")
-
 
 def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
     """The nonlinearity's value.
@@ -99,53 +83,3 @@ def overwrite(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Ten
     if function in _IN_PLACE:
         return _IN_PLACE[function](x, *parameters)
     return x.copy_(value(function, x, parameters))
-
-
-def one_pass(function: str, parameters: Sequence[float], dtype: torch.dtype) -> tuple[float, float]:
-    """The two numbers that a kernel which computes the value itself takes, as torch reads them.
-
-    Args:
-        function: A name in `FUNCTIONS`.
-        parameters: As for `value`.
-        dtype: Of `x`; torch rounds the bounds of a clamp to it.
-
-    Returns:
-        Two numbers, 0 where the function has fewer.
-
-    Example:
-        >>> one_pass("hardtanh", (), torch.float32), one_pass("gelu", (), torch.float32)
-        ((-1.0, 1.0), (0.0, 0.0))
-    """
-    full = (*parameters, *_DEFAULTS.get(function, ())[len(parameters) :])
-    if function in _ROUNDED:
-        full = rounded(full, dtype)
-    a, b, *_ = *full, 0.0, 0.0
-    return a, b
-
-
-@cache
-def rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
-    """Numbers as torch reads them beside a tensor of `dtype`.
-
-    No mode sees it: under fake tensors the result would have no values.
-
-    Example:
-        >>> rounded((0.1,), torch.bfloat16)
-        (0.10009765625,)
-    """
-    with _disable_current_modes():
-        return tuple(torch.tensor(numbers, dtype=dtype, device="cpu").tolist())
-
-
-_DEFAULTS: Mapping[str, tuple[float, ...]] = {
-    "leaky_relu": (0.01,),
-    "elu": (1.0,),
-    "celu": (1.0,),
-    "softplus": (1.0, 20.0),
-    "hardtanh": (-1.0, 1.0),
-    "relu6": (0.0, 6.0),
-    "hardshrink": (0.5,),
-    "softshrink": (0.5,),
-    "clamp": (-inf, inf),
-}
-_ROUNDED = ("hardtanh", "relu6", "clamp", "hardshrink", "softshrink")

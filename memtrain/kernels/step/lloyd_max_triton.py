@@ -4,15 +4,12 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook import lloyd_max
-from memtrain.kernels.step.program_sizes import blocks
 from memtrain.kernels.step.split_triton import DRAWN, block_order, draws, ticked, write_weight
 from memtrain.kernels.step.step_triton import first_elements, inputs
 from memtrain.kernels.step.table_triton import (
     COL_INV,
     COL_OLD,
-    DTYPES,
     FIRST,
-    LISTS,
     NUMEL,
     ROW_INV,
     ROW_OLD,
@@ -176,20 +173,3 @@ def options(whole: bool, master: int, float16: bool) -> dict[str, int]:
     if whole:
         return EXACT | {"num_warps": 8 if float16 or master == DRAWN.value else 4}
     return EXACT | {"num_warps": 16, "maxnreg": 96}
-
-
-AOT_CASES = [
-    (
-        _update_kernel,
-        {**LISTS, "p_like": p, "g_like": g},
-        {
-            "COUNT": blocks(lloyd_max.BITS, whole),
-            "HALF": 64,
-            "MASTER": master,
-            "WHOLE": whole,
-            **options(whole, master, p == "*fp16"),
-        },
-    )
-    for whole in (True, False)
-    for p, g, master in DTYPES
-]

@@ -9,8 +9,6 @@ from memtrain.kernels.step.split_triton import read_weight
 from memtrain.kernels.step.table_triton import (
     COL_NEW,
     COL_OLD,
-    DTYPES,
-    LISTS,
     N_COLS,
     N_ROWS,
     PLACES,
@@ -221,16 +219,3 @@ def reduce_options(second: int, whole: bool) -> dict[str, int]:
     if second == RANK1.value and not whole:
         return EXACT | {"num_warps": 16, "maxnreg": 80}
     return EXACT | {"num_warps": 8}
-
-
-AOT_CASES = [
-    (
-        _reduce_kernel,
-        {**LISTS, "scalars_ptr": "*fp32", "p_like": p, "g_like": g},
-        {"SECOND": second, **reduce_options(second, whole), "MASTER": master, "WHOLE": whole},
-    )
-    for whole in (True, False)
-    for p, g, master in DTYPES
-    for second in (1, 2)
-]
-AOT_CASES += [(_mean_kernel, LISTS, EXACT), (_ratio_kernel, {"table_ptr": "*i64"}, EXACT)]

@@ -1,22 +1,29 @@
-"""A float32 weight as a low-precision weight and a correction: contract, reference, dispatch."""
+"""A float32 weight as a low-precision weight and a correction.
 
+The step's kernels split and merge a block at a time. Whole weights (`split`, `merge`) are rare:
+torch serves them on every device, a piece at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_simulated
+from memtrain.kernels.floats.formats import BF16
 from memtrain.kernels.floats.rounding import draws
 from memtrain.kernels.random.philox import signed
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.strides import is_dense
 
 WEIGHTS = (torch.bfloat16, torch.float16)
 CORRECTIONS = {torch.int8: 8, torch.int16: 16}
 """A correction's dtype -> its bits."""
 
 _INF = 0x7F800000
+_PIECE = 2**20
+"""Elements of a whole weight that are worked on at a time."""
+_STOCHASTIC = replace(BF16, rounding="stochastic")
 
 
 class MasterWeight(NamedTuple):
@@ -121,7 +128,7 @@ def split(
     weight's ulp, rounded to nearest and held inside its dtype. c = 16 loses nothing of a master
     that is a normal float16 in magnitude (2**-14 to 65504), c = 8 at most 2**-8 of the ulp.
 
-    Inf stays Inf. NaN becomes the quiet NaN of its sign with a correction of 0. A finite master
+    Inf stays Inf. NaN stays NaN, with a correction of 0. A finite master
     too large for the rounded format becomes Inf. -0 and subnormals keep the rules above.
 
     Args:
@@ -137,7 +144,7 @@ def split(
             `seed` has more than 64 bits.
 
     Memory:
-        2 bytes per element, and 0, 1 or 2 of correction.
+        2 bytes per element, and 0, 1 or 2 of correction; 32 MiB for the call.
 
     Example:
         >>> master, weight = torch.tensor([1.001]), torch.empty(1, dtype=torch.bfloat16)
@@ -154,25 +161,11 @@ def split(
     seed = signed(seed)
     if stochastic and (correction is not None or weight.dtype != torch.bfloat16):
         raise ValueError("stochastic=True needs a bfloat16 weight without a correction")
-    backend = _backend(weight)
-    if backend == "reference":
-        split_reference(master, weight, correction, seed=seed, stochastic=stochastic)
+    if stochastic:
+        weight.copy_(_STOCHASTIC.round(master, seed=seed))
         return
-    if not weight.numel():
-        return
-    source, low = _flat(master, master), _flat(weight, master)
-    lost = None if correction is None else _flat(correction, master)
-    if backend == "triton":
-        from memtrain.kernels.step import split_triton
-
-        split_triton.split(source, low, lost, seed=seed, stochastic=stochastic)
-    elif not is_simulated():
-        numbers = (weight.numel(), _bits(correction), seed, int(stochastic))
-        cpu.call("mt_split", source, low, lost, *numbers)
-    if low is not weight:
-        weight.copy_(low)
-    if correction is not None and lost is not None and lost is not correction:
-        correction.copy_(lost)
+    for parts in _pieces(master, weight, correction):
+        split_reference(*parts)
 
 
 def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
@@ -198,20 +191,22 @@ def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
     """
     master = torch.empty_like(weight, dtype=torch.float32)
     _check(master, weight, correction)
-    backend = _backend(weight)
-    if backend == "reference":
-        return master.copy_(merge_reference(weight, correction))
-    if not weight.numel():
-        return master
-    low = _flat(weight, master)
-    lost = None if correction is None else _flat(correction, master)
-    if backend == "triton":
-        from memtrain.kernels.step import split_triton
-
-        split_triton.merge(low, lost, master)
-    elif not is_simulated():
-        cpu.call("mt_merge", low, lost, master, weight.numel(), _bits(correction))
+    for own, low, lost in _pieces(master, weight, correction):
+        own.copy_(merge_reference(low, lost))
     return master
+
+
+def _pieces(
+    master: Tensor, weight: Tensor, correction: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """The three tensors, or views of some rows of each."""
+    rows = max(1, _PIECE * len(master) // max(1, master.numel())) if master.dim() else 1
+    if master.numel() <= _PIECE or rows >= len(master):
+        yield master, weight, correction
+        return
+    for begin in range(0, len(master), rows):
+        at = slice(begin, begin + rows)
+        yield from _pieces(master[at], weight[at], None if correction is None else correction[at])
 
 
 def split_reference(
@@ -228,19 +223,17 @@ def split_reference(
         _split_float16(master, weight, correction)
         return
     kept = _bits(correction)
-    bits = master.contiguous().view(torch.int32).to(torch.int64)
-    sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
-    lost = 16 - kept
+    bits = master.contiguous().view(torch.int32)
+    magnitude, lost = bits & 0x7FFFFFFF, 16 - kept
     if stochastic:
-        rounded = (magnitude + draws(master, seed, block)) >> lost
+        rounded = (magnitude + draws(master, seed, block).int()) >> lost
     elif lost:
         rounded = (magnitude + (1 << (lost - 1)) - 1 + ((magnitude >> lost) & 1)) >> lost
     else:
         rounded = magnitude
-    upper = (rounded + ((1 << kept) >> 1)) >> kept
-    nan = magnitude > _INF
-    upper = torch.where(nan, 0x7FC0, upper)
-    weight.copy_(_as_int16((sign >> 16) | upper).view(torch.bfloat16))
+    nan = magnitude > _INF  # the only ones whose sums may pass 2**31
+    upper = torch.where(nan, 0x7FC0, (rounded + ((1 << kept) >> 1)) >> kept)
+    weight.copy_(((bits >> 16 & 0x8000) | upper).to(torch.int16).view(torch.bfloat16))
     if correction is not None:
         correction.copy_(torch.where(nan, 0, rounded - (upper << kept)))
 
@@ -253,10 +246,8 @@ def merge_reference(weight: Tensor, correction: Tensor | None = None) -> Tensor:
     if weight.dtype == torch.float16:
         return weight.float() + correction.float() * (_ulp(weight) * 2.0**-kept)
     # Bits of the magnitude: adding to them moves along the numbers, whatever the sign.
-    bits = weight.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
-    word = (bits << 16) + (correction.to(torch.int64) << (16 - kept))
-    word = torch.where(word > 0x7FFFFFFF, word - (1 << 32), word)
-    return word.to(torch.int32).view(torch.float32)
+    bits = weight.contiguous().view(torch.int16).int() << 16
+    return (bits + (correction.int() << (16 - kept))).view(torch.float32)
 
 
 def _split_float16(master: Tensor, weight: Tensor, correction: Tensor | None) -> None:
@@ -278,24 +269,8 @@ def _ulp(x: Tensor) -> Tensor:
     return torch.where(exponent == 31, 1.0, ulp)
 
 
-def _as_int16(bits: Tensor) -> Tensor:
-    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
-
-
 def _bits(correction: Tensor | None) -> int:
     return 0 if correction is None else CORRECTIONS[correction.dtype]
-
-
-def _backend(weight: Tensor) -> str:
-    # float16 is arithmetic on ulps, and rare: pure torch serves it.
-    return choose(weight) if weight.dtype == torch.bfloat16 else "reference"
-
-
-def _flat(x: Tensor, like: Tensor) -> Tensor:
-    """`x` itself where its memory is dense and laid out as `like`'s, else such a copy."""
-    if x.stride() == like.stride() and is_dense(x):
-        return x
-    return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 def _check(master: Tensor, weight: Tensor, correction: Tensor | None) -> None:

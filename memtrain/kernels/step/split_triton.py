@@ -1,15 +1,11 @@
-"""Triton kernels of `split`, for bfloat16; and the weights of the fused steps, of any form."""
+"""Weights of the Triton steps, read as float32 masters and written, of any form (`split.py`)."""
 
-import torch
 import triton
 import triton.language as tl
 
-from memtrain.kernels.device_guard import launch
 from memtrain.kernels.random.philox_triton import philox
 
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `split.BLOCK` elements
-_BLOCKS = tl.constexpr(4)
-_TILE = tl.constexpr(2048)
 DRAWN = tl.constexpr(1)  # in place of a correction's bits: stochastic rounding
 
 
@@ -30,45 +26,6 @@ def _halves(bits, magnitude, rounded, KEPT: tl.constexpr):
     lost = tl.where(nan, 0, rounded.to(tl.int32) - (upper << KEPT).to(tl.int32))
     upper = tl.where(nan, 0x7FC0, upper)
     return (((bits >> 16) & 0x8000) | upper).to(tl.int16), lost
-
-
-@triton.jit
-def _split_kernel(master_ptr, weight_ptr, correction_ptr, n, KEPT: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
-    inside = at < n
-    bits = tl.load(master_ptr + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    weight, lost = _halves(bits, magnitude, _rounded(magnitude, KEPT), KEPT)
-    if KEPT:
-        tl.store(correction_ptr + at, lost.to(correction_ptr.dtype.element_ty), mask=inside)
-    tl.store(weight_ptr + at, weight, mask=inside)
-
-
-@triton.jit(do_not_specialize=["seed"])
-def _stochastic_kernel(master_ptr, weight_ptr, n, n_blocks, seed):
-    block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)[:, None]
-    column = tl.arange(0, _WIDTH)[None, :]
-    w0, w1, w2, w3 = philox(seed, (block * _WIDTH + column).to(tl.uint32))
-    words = (w0, w1, w2, w3)
-    for s in tl.static_range(8):
-        at = (block * 8 + s) * _WIDTH + column
-        inside = (block < n_blocks) & (at < n)
-        bits = tl.load(master_ptr + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        draw = (words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF
-        weight, _ = _halves(bits, magnitude, (magnitude + draw) >> 16, 0)
-        tl.store(weight_ptr + at, weight, mask=inside)
-
-
-@triton.jit
-def _merge_kernel(weight_ptr, correction_ptr, master_ptr, n, KEPT: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
-    inside = at < n
-    word = tl.load(weight_ptr + at, mask=inside, other=0).to(tl.int32) << 16
-    if KEPT:
-        difference = tl.load(correction_ptr + at, mask=inside, other=0).to(tl.int32)
-        word += difference << (16 - KEPT)
-    tl.store(master_ptr + at, word, mask=inside)
 
 
 @triton.jit
@@ -154,7 +111,7 @@ def write_weight(weight_ptr, lost_ptr, at, inside, master, draw, KEPT: tl.conste
             tl.store(lost_ptr + at, lost.to(lost_ptr.dtype.element_ty), mask=inside)
             weight = weight.to(tl.bfloat16, bitcast=True)
         else:
-            weight = nearest(master, weight_ptr.dtype.element_ty)
+            weight = master.to(weight_ptr.dtype.element_ty)
         tl.store(weight_ptr + at, weight, mask=inside)
 
 
@@ -171,54 +128,3 @@ def _write_float16(weight_ptr, lost_ptr, at, inside, master, KEPT: tl.constexpr)
     units = tl.minimum(tl.maximum(units, -most - 1), most)
     tl.store(lost_ptr + at, units.to(lost_ptr.dtype.element_ty), mask=inside)
     tl.store(weight_ptr + at, weight, mask=inside)
-
-
-@triton.jit
-def nearest(x, dtype: tl.constexpr):
-    """To the nearest value of `dtype`, ties to even: Triton's interpreter truncates to bfloat16."""
-    if dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        up = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        bits = tl.where(x == x, up, bits | 0x400000)  # NaN stays NaN
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-def split(master, weight, correction, *, seed, stochastic):
-    n, bits, out = weight.numel(), master.view(torch.int32), weight.view(torch.int16)
-    if stochastic:
-        n_blocks = triton.cdiv(n, 8 * _WIDTH.value)
-        grid = (triton.cdiv(n_blocks, _BLOCKS.value),)
-        launch(_stochastic_kernel, grid, bits, out, n, n_blocks, seed)
-        return
-    grid = (triton.cdiv(n, _TILE.value),)
-    lost = out if correction is None else correction
-    launch(_split_kernel, grid, bits, out, lost, n, KEPT=_kept(correction))
-
-
-def merge(weight, correction, master):
-    n, bits = weight.numel(), weight.view(torch.int16)
-    grid = (triton.cdiv(n, _TILE.value),)
-    given = bits if correction is None else correction
-    out = master.view(torch.int32)
-    launch(_merge_kernel, grid, bits, given, out, n, KEPT=_kept(correction))
-
-
-def _kept(correction):
-    return 0 if correction is None else 8 * correction.element_size()
-
-
-_FORMS = ((0, "*i16"), (8, "*i8"), (16, "*i16"))
-_WEIGHT, _MASTER = {"weight_ptr": "*i16"}, {"master_ptr": "*i32"}
-AOT_CASES = [
-    *(
-        (kernel, _WEIGHT | _MASTER | {"correction_ptr": dtype, "n": "i32"}, {"KEPT": kept})
-        for kernel in (_split_kernel, _merge_kernel)
-        for kept, dtype in _FORMS
-    ),
-    (
-        _stochastic_kernel,
-        _WEIGHT | _MASTER | {"n": "i32", "n_blocks": "i32", "seed": "i64"},
-        {},
-    ),
-]

@@ -13,7 +13,6 @@ from memtrain.kernels.step.codecs_triton import (
     write_drawn,
     write_scale,
 )
-from memtrain.kernels.step.program_sizes import blocks
 from memtrain.kernels.step.split_triton import (
     DRAWN,
     block_order,
@@ -26,10 +25,8 @@ from memtrain.kernels.step.table_triton import (
     AS_FIRST,
     COL_INV,
     COL_OLD,
-    DTYPES,
     FACTORED,
     FIRST,
-    LISTS,
     N_COLS,
     NUMEL,
     RANK1,
@@ -288,33 +285,3 @@ def update_options(bits: int, second: int, whole: bool, narrow: bool) -> dict[st
     if second == RANK1.value:
         return EXACT | {"num_warps": 16}
     return EXACT | ({"maxnreg": 192} if bits in (4, 8) else {})
-
-
-# RULE, STATES, BITS, SECOND.
-_KINDS = [(0, 2, 32, 0), (0, 2, 4, 0), (0, 2, 4, 1), (0, 2, 4, 2), (0, 2, 8, 0), (0, 2, 8, 2)]
-_KINDS += [(rule, 1, bits, 0) for rule in (1, 2) for bits in (4, 8, 32)]
-_KINDS += [(1, 0, 0, 0)]
-_UPDATES = [
-    {
-        **dict(zip(("RULE", "STATES", "BITS", "SECOND"), kind, strict=True)),
-        "HALF": 128 if kind[2] == 8 else 64,
-    }
-    for kind in _KINDS
-]
-
-
-def _launched(form: dict[str, int], whole: bool, narrow: bool) -> dict[str, int]:
-    count = blocks(form["BITS"], whole) * 64 // form["HALF"]
-    return form | {"COUNT": count} | update_options(form["BITS"], form["SECOND"], whole, narrow)
-
-
-AOT_CASES = [
-    (
-        _update_kernel,
-        {**LISTS, "p_like": p, "g_like": g},
-        {**_launched(form, whole, p != "*fp32"), "MASTER": master, "WHOLE": whole},
-    )
-    for whole in (True, False)
-    for p, g, master in DTYPES
-    for form in _UPDATES
-]

@@ -108,18 +108,3 @@ def point(table: Tensor, column: int, tensors: Sequence[Tensor]) -> None:
         padded = some + some[-1:] * (_COUNT - len(some))
         given = table[first:, column], table.stride(0), len(some), *padded
         launch(_point_kernel, (1,), *given)
-
-
-DTYPES = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
-"""The forms that are compiled ahead of time: types of weights and gradients, and MASTER."""
-DTYPES += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", master) for master in (1, 8, 16))]
-DTYPES += [("*fp16", "*fp16", master) for master in (8, 16)]
-LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}
-AOT_CASES = [
-    (
-        _point_kernel,
-        {"column_ptr": "*i64", "stride": "i32", "count": "i32", **dict.fromkeys(_NAMES, dtype)},
-        {},
-    )
-    for dtype in ("*fp32", "*bf16", "*fp16")
-]

@@ -112,7 +112,6 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         own(name, "codebook_quantize_blocks", x, *BOOK, 128)
         own(name, "codebook_quantize_matrix", x, *sides, *BOOK, None)
         own(name, "derivative_encode", x, *PLAIN)
-        own(name, "derivative_forward", x, "gelu", [], *PLAIN)
         own(name, "patch_quantize", blocks, 0, True)
         if dtype != torch.float64:
             own(name, "floats_round", x, FORM, 0)

@@ -56,7 +56,6 @@ for name, lay in LAYOUTS.items():
         own(case, "codebook_quantize_matrix", quantize, "_quantize_matrix", *matrix)
         maps = x.unflatten(0, (2, 64)).unflatten(2, (64, 2))
         own(case, "patch_quantize", patch, "_quantize", maps, 0, True)
-        own(case, "derivative_forward", derivative, "_forward", x, "gelu", [], *PLAIN)
         if name != "gaps":
             own(case, "derivative_encode", derivative, "_encode", x, *PLAIN)
         if dtype != torch.float64:

@@ -1,7 +1,7 @@
 // Few-bit derivative codes (contract: kernels/derivative/derivative.py; layout: kernels/packing/bits.py).
 //
-// A block of 256 is read as floats, its value is written, and its codes are made while it is in the
-// nearest cache, so that dtypes, functions and widths do not multiply.
+// A block of 256 is read as floats and worked on while it is in the nearest cache, so that dtypes and
+// widths do not multiply.
 #ifndef MT_LANES
 #define MT_SELF "derivative/derivative.cpp"
 #include <cmath>
@@ -17,19 +17,17 @@ constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
 
 constexpr int64_t kFloat64 = 3;  // after the types of halves.h
 enum Parity : int64_t { kPlain, kEven, kBand };
-enum Function : int64_t { kNone, kRelu, kLeakyRelu, kHardtanh };
 
 // What a pass takes besides its tensors.
 struct Settings {
   const void* table;  // boundaries, or levels; levels of doubles are doubles
-  int64_t dtype, bits, parity, function;
-  float shift, a, b;
+  int64_t dtype, bits, parity;
+  float shift;
 };
 
 struct Forward {
   const Settings* settings;
   const void* x;
-  void* y;  // null: codes alone are wanted
   uint8_t* codes;
   int64_t n, threads;
 };
@@ -41,20 +39,6 @@ struct Backward {
   void* out;
   int64_t n, threads;
 };
-
-// NaN passes, as in torch; which zero a zero becomes does not matter.
-MT_CLONES static void apply(const float* x, float* y, const Settings& s) {
-  const float a = s.a, b = s.b;
-  if (s.function == kRelu)
-    for (int64_t i = 0; i < kBlock; ++i) y[i] = x[i] <= 0.0f ? 0.0f : x[i];
-  if (s.function == kLeakyRelu)
-    for (int64_t i = 0; i < kBlock; ++i) y[i] = x[i] > 0.0f ? x[i] : x[i] * a;
-  if (s.function == kHardtanh)
-    for (int64_t i = 0; i < kBlock; ++i) {
-      const float low = x[i] < a ? a : x[i];
-      y[i] = low > b ? b : low;
-    }
-}
 
 // The block from element `at` on, filled up with 0: where it lies if that is possible, else `room`.
 static const float* read_block(const void* x, int64_t dtype, int64_t at, int64_t n, float* room) {
@@ -82,7 +66,7 @@ static void write_block(void* y, int64_t dtype, int64_t at, int64_t n, const flo
 
 #include "foreach_isa.h"
 
-// Codes of `x` and, where `y` is not null (no doubles), the function's value in it.
+// Codes of `x`.
 MT_EXPORT void mt_derivative_encode(const memtrain::Forward* call) {
   const memtrain::Forward job = *call;
   memtrain::parallel_for((job.n + 255) / 256, memtrain::kGrain, job.threads,
@@ -140,14 +124,9 @@ inline void encode_blocks(const Forward& job, int64_t begin, int64_t end) {
   const Codes codes_of(static_cast<const float*>(s.table));
   const F shift = splat(s.shift);
   const I kept = splat_int(s.parity == kEven ? 0x7FFFFFFF : -1);
-  float room[kBlock], value[kBlock];
+  float room[kBlock];
   for (int64_t b = begin; b < end; ++b) {
     const float* x = read_block(job.x, s.dtype, b * kBlock, job.n, room);
-    if (job.y != nullptr && s.function != kNone) {
-      float* y = place_block(job.y, s.dtype, b * kBlock, job.n, value);
-      apply(x, y, s);
-      write_block(job.y, s.dtype, b * kBlock, job.n, y);
-    }
     for (int at = 0; at < 32; at += 16) {
       I codes[8];
       MT_UNROLL(8)
