@@ -1,17 +1,16 @@
-"""`memtrain-fewbit`: print and save the step function that approximates a derivative."""
+"""`memtrain-fewbit`: print the step function that approximates a derivative."""
 
 import argparse
 import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from memtrain.cli.command_line import Parser, check_writable, consoles, drop_output
+from memtrain.cli.command_line import Parser, consoles, drop_output
 
 if TYPE_CHECKING:
     from memtrain.compressors.fewbit.step_function import Approximation
@@ -37,11 +36,10 @@ options:
   --interval LO HI   where the error counts; the training default if omitted
   --weight NAME      uniform (default), or normal: inputs near 0 count more
   --cells N          cells of the search grid (2000)
-  --npz FILE         save the table for DerivativeCode: docs/guides/fewbit.md
   --json             print JSON instead of tables
   --errors           print the table of errors
 
-exit status: 0 done, 2 wrong arguments, or a file that cannot be written
+exit status: 0 done, 2 wrong arguments
 """
 
 
@@ -71,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(arguments, console)
     except BrokenPipeError:
         drop_output()
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError) as error:
         errors.print(f"memtrain-fewbit: {error}", markup=False)
         return 2
     return 0
@@ -86,7 +84,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--interval", type=float, nargs=2)
     parser.add_argument("--weight", default="uniform", choices=("uniform", "normal"))
     parser.add_argument("--cells", type=int)
-    parser.add_argument("--npz", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--errors", action="store_true")
     for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.defaults):
@@ -98,7 +95,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Solve the table, write the file, print.
+    """Solve the table and print it.
 
     Args:
         arguments: The parsed arguments.
@@ -106,11 +103,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
     Raises:
         ValueError: For an argument that is not allowed.
-        OSError: If a file cannot be written.
     """
     from memtrain.compressors.fewbit.functions import FAMILIES, check_name, curve
     from memtrain.compressors.fewbit.solver import solve, table
-    from memtrain.compressors.fewbit.tables import save_npz
 
     function, bits = arguments.function, arguments.bits
     check_name(function, FAMILIES)
@@ -118,16 +113,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     interval = FAMILIES[function].interval(*parameters)
     if arguments.interval:
         interval = arguments.interval[0], arguments.interval[1]
-    if arguments.npz is not None:
-        check_writable(arguments.npz, "--npz")
     if arguments.interval or arguments.cells or arguments.weight != "uniform":
         cells = 2000 if arguments.cells is None else arguments.cells
         shape = curve(function, parameters)
         step = solve(shape, bits, interval, arguments.weight, n=cells)
     else:
         step = table(function, bits, parameters)
-    if arguments.npz is not None:
-        save_npz(arguments.npz, {f"{function}{step.bits:02d}": step})
     names = dict(zip(FAMILIES[function].defaults, parameters, strict=True))
     if arguments.json:
         content = as_json(function, names, interval, arguments.weight, step)
@@ -225,9 +216,9 @@ def pieces(step: "Approximation") -> list[tuple[int, float, float]]:
     """Return the intervals of the step function, in order: code, left end, right end.
 
     Example:
-        >>> from memtrain.compressors.fewbit.tables import from_table
-        >>> pieces(from_table([-1.0, 1.0], [0.0, 1.0], "band"))
-        [(0, -inf, -1.0), (1, -1.0, 1.0), (0, 1.0, inf)]
+        >>> from memtrain.compressors.fewbit.solver import table
+        >>> pieces(table("hardshrink", 1, (2.0,)))
+        [(0, 0.0, 2.0), (1, 2.0, inf)]
     """
     # -0 and what rounding leaves of 0 read as 0.
     inner = [0.0 if abs(x) < 1e-12 else x for x in step.boundaries]

@@ -10,15 +10,10 @@ from memtrain.compressors.fewbit.functions import FAMILIES, check_name, complete
 from memtrain.compressors.fewbit.register import REGISTERED, registered
 from memtrain.compressors.fewbit.solver import check_bits, table
 from memtrain.compressors.fewbit.step_function import Approximation
-from memtrain.compressors.fewbit.tables import named_table
 from memtrain.kernels.derivative import derivative
 
 
-def _table(
-    function: str, bits: int, parameters: tuple[float, ...], table_name: str
-) -> Approximation:
-    if table_name:
-        return named_table(table_name)
+def _table(function: str, bits: int, parameters: tuple[float, ...]) -> Approximation:
     if function in FAMILIES:
         return table(function, bits, parameters)
     return registered(function).table(bits)
@@ -48,8 +43,6 @@ class DerivativeCode(Compressor):
         parameters: The activation's, in the order of the torch function's arguments after the
             input; torch's defaults where left out. hardshrink's and softshrink's lambd must be
             rounded to the dtype of x where it has no exact value there: torch does so.
-        table_name: A table registered by `fewbit.tables.register_table`, in place of the
-            function's; `bits` and `parameters` are then not used.
 
     Raises:
         ValueError: If a field is not allowed, or a name is not registered in this process.
@@ -75,7 +68,6 @@ class DerivativeCode(Compressor):
     bits: int = 3
     function: str = "gelu"
     parameters: tuple[float, ...] = ()
-    table_name: str = ""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -88,20 +80,18 @@ class DerivativeCode(Compressor):
             raise ValueError(
                 f"parameters {self.parameters}: user-defined {self.function!r} has none"
             )
-        if self.table_name:
-            named_table(self.table_name)
 
     def table(self) -> Approximation:
         """Return the step function in use.
 
         Raises:
-            ValueError: If `table_name` or the function is not registered in this process.
+            ValueError: If the function is not registered in this process.
 
         Example:
             >>> DerivativeCode(bits=1).table().boundaries
             (0.0,)
         """
-        return _table(self.function, self.bits, self.parameters, self.table_name)
+        return _table(self.function, self.bits, self.parameters)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Return the codes of `x`, in logical order; `key` is not used."""

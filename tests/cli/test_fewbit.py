@@ -1,7 +1,6 @@
-"""memtrain-fewbit: its tables, its files, and one clear line for every mistake."""
+"""memtrain-fewbit: its tables, and one clear line for every mistake."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,13 +9,11 @@ import pytest
 from memtrain.cli.fewbit import main
 from memtrain.compressors.fewbit.functions import FAMILIES
 from memtrain.compressors.fewbit.solver import solve, table
-from memtrain.compressors.fewbit.tables import load_npz
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(monkeypatch, tmp_path):
+def _surroundings(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def test_gelu_prints_its_table_within_80_columns(capsys):
@@ -71,13 +68,6 @@ def test_parameters_go_to_the_function(capsys):
     assert json.loads(capsys.readouterr().out)["parameters"] == {"min_val": -2.0, "max_val": 1.0}
 
 
-def test_the_file_is_written_atomically(tmp_path, capsys):
-    npz = tmp_path / "silu.npz"
-    assert main(["silu", "--bits", "4", "--npz", str(npz)]) == 0
-    assert load_npz(npz) == {"silu04": table("silu", 4)}
-    assert [file.name for file in tmp_path.glob("*.npz")] == ["silu.npz"]
-
-
 def test_errors_are_the_papers(capsys):
     assert main(["--errors"]) == 0
     text = capsys.readouterr().out
@@ -112,10 +102,6 @@ def test_help_names_every_function_within_80_columns(arguments, capsys):
         (["threshold"], "threshold needs --threshold and --value"),
         (["gelu", "--bitz", "3"], "--bitz"),
         (["--bits", "3"], "no function given"),
-        (
-            ["gelu", "--npz", "missing/folder/x.npz"],
-            "cannot write --npz 'missing/folder/x.npz': no such folder",
-        ),
     ],
 )
 def test_mistakes_take_one_line(arguments, word, capsys):
@@ -125,13 +111,6 @@ def test_mistakes_take_one_line(arguments, word, capsys):
     assert err.startswith("memtrain-fewbit: ")
     assert word in err
     assert err.count("\n") == 1
-
-
-def test_a_folder_without_permission_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    assert main(["gelu", "--npz", str(tmp_path / "x.npz")]) == 2
-    assert "no permission" in capsys.readouterr().err
-    assert not (tmp_path / "x.npz").exists()
 
 
 def test_a_pipe_gets_plain_text_and_may_close_early():

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from memtrain.compressors import DerivativeCode, Key
-from memtrain.compressors.fewbit.register import REGISTERED, register
-from memtrain.compressors.fewbit.tables import TABLES, from_table, register_table
+from memtrain.compressors import DerivativeCode, Key, derivative
+from memtrain.compressors.fewbit import register as fewbit_register
+from memtrain.compressors.fewbit.register import register
 from memtrain.plan.build import build
 
 KEY = Key(seed=1)
@@ -35,15 +35,9 @@ def test_relu_codes_are_the_same_from_input_and_output():
 
 @pytest.fixture
 def names(monkeypatch):
-    """The two registries, put back afterwards."""
-    for registry in (TABLES, REGISTERED):
-        for name in registry:
-            monkeypatch.setitem(registry, name, registry[name])
-    known = set(TABLES), set(REGISTERED)
-    yield
-    for registry, names in zip((TABLES, REGISTERED), known, strict=True):
-        for name in set(registry) - names:
-            del registry[name]
+    """A registry of its own."""
+    monkeypatch.setattr(derivative, "REGISTERED", {})
+    monkeypatch.setattr(fewbit_register, "REGISTERED", derivative.REGISTERED)
 
 
 def test_parameters_choose_the_table():
@@ -71,13 +65,6 @@ def test_every_parity_goes_through_the_kernel():
         assert torch.equal(code.decompress(packed), torch.tensor(expected, dtype=torch.float32))
 
 
-def test_an_outside_table_with_a_shift_is_used(names):
-    register_table("shifted", from_table([1.0], [3.0, 5.0], "even", 2.0))
-    code = DerivativeCode(table_name="shifted")
-    x = torch.tensor([0.5, 1.0, 2.0, 3.0, 3.5])
-    assert code.decompress(code.compress(x, key=KEY)).tolist() == [5, 3, 3, 3, 5]
-
-
 def test_eight_bits_pack_to_a_byte():
     code = DerivativeCode(bits=8)
     x = torch.randn(512)
@@ -90,31 +77,23 @@ def test_eight_bits_pack_to_a_byte():
     assert torch.equal(code.decompress(packed)[clear], expected[clear])
 
 
-def test_it_is_a_value_in_configs_pickles_and_reprs(names):
-    register_table("mine", from_table([0.0], [0.0, 1.0]))
+def test_it_is_a_value_in_configs_pickles_and_reprs():
     spec = {"name": "derivative", "function": "softplus", "parameters": [2, 20], "bits": 2}
     code = build(spec)
     assert code == DerivativeCode(function="softplus", parameters=(2.0, 20.0), bits=2)
     assert code.parameters == (2.0, 20.0)
-    for value in (code, DerivativeCode(table_name="mine")):
-        for again in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), eval(repr(value))):
-            assert again == value
-            assert hash(again) == hash(value)
-            assert again.table() == value.table()
+    for again in (pickle.loads(pickle.dumps(code)), copy.deepcopy(code), eval(repr(code))):
+        assert again == code
+        assert hash(again) == hash(code)
+        assert again.table() == code.table()
 
 
 def test_a_process_that_does_not_know_a_name_says_so(names):
-    register_table("theirs", from_table([0.0], [0.0, 1.0]))
     register(torch.sin, "sine")
-    kept = [
-        pickle.dumps(DerivativeCode(**f)) for f in ({"table_name": "theirs"}, {"function": "sine"})
-    ]
-    del TABLES["theirs"], REGISTERED["sine"]
-    for name, data in zip(("theirs", "sine"), kept, strict=True):
-        with pytest.raises(ValueError, match=f"'{name}' is not registered in this process"):
-            pickle.loads(data).table()
-    with pytest.raises(ValueError, match="'theirs' is not registered"):
-        DerivativeCode(table_name="theirs")
+    kept = pickle.dumps(DerivativeCode(function="sine"))
+    del derivative.REGISTERED["sine"]
+    with pytest.raises(ValueError, match="'sine' is not registered in this process"):
+        pickle.loads(kept).table()
     with pytest.raises(ValueError, match="'sine' is unknown"):
         DerivativeCode(function="sine")
 

@@ -13,12 +13,9 @@ from memtrain.compressors.fewbit.solver import table
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A cache folder and a registry of its own."""
-    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path))
+def registry(monkeypatch):
+    """A registry of its own."""
     monkeypatch.setattr(fewbit_register, "REGISTERED", {})
-    fewbit_register._solved.cache_clear()
-    return tmp_path
 
 
 def swish(x):
@@ -73,9 +70,6 @@ def test_a_mode_gets_the_call_before_its_parts():
 
 def test_it_solves_under_the_callers_modes():
     plain = register(swish).table()
-    fewbit_register._solved.cache_clear()
-    for file in fewbit_register.tables.folder().iterdir():
-        file.unlink()
     with Spy() as spy, FakeTensorMode(), torch.inference_mode(), torch.autocast("cpu"):
         mine = register(swish)
         assert mine.table() == plain
@@ -97,26 +91,11 @@ def test_an_even_derivative_uses_both_halves():
     assert register(torch.tanh, "skew_tanh", interval=(-9.0, 10.0)).table(2).parity == "plain"
 
 
-def test_another_function_of_the_same_name_never_gets_its_table(folder):
-    first = register(swish, "same").table()
-    assert len(list(folder.iterdir())) == 1
-    assert register(lambda x: x * torch.sigmoid(x), "same").table() == first
-    with pytest.raises(ValueError, match="'same' is taken"):
-        register(torch.sin, "same")
-    other = register(torch.sin, "same", replace=True)
-    assert other.table() != first
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_tables_come_from_disk_in_the_next_process(folder, monkeypatch):
-    first = register(swish).table()
-    fewbit_register._solved.cache_clear()
-    monkeypatch.setattr(fewbit_register, "solve", lambda *_: pytest.fail("solved again"))
-    assert register(swish).table() == first
-    for file in folder.iterdir():
-        file.write_bytes(b"damaged")
-    fewbit_register._solved.cache_clear()
-    monkeypatch.undo()
+def test_a_later_function_takes_the_place_of_an_earlier_one_with_its_own_table():
+    first = register(swish, "same")
+    other = register(torch.sin, "same")
+    assert fewbit_register.REGISTERED["same"] is other
+    assert other.table() != first.table() == register(swish).table()
 
 
 def test_it_is_a_decorator_and_survives_pickle_and_deepcopy():

@@ -7,23 +7,10 @@ from torch import Tensor
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.compressors.derivative import DerivativeCode
-from memtrain.compressors.fewbit.register import register, registered
-from memtrain.compressors.fewbit.solver import Approximation, solve
-from memtrain.compressors.fewbit.tables import from_table, load_npz, register_table, save_npz
+from memtrain.compressors.fewbit.register import registered
+from memtrain.compressors.fewbit.step_function import Approximation
 from memtrain.kernels.derivative import derivative, pointwise
 from memtrain.kernels.strides import in_order, is_dense, memory_order
-
-__all__ = [
-    "Approximation",
-    "fewbit",
-    "from_table",
-    "load_npz",
-    "register",
-    "register_table",
-    "save_npz",
-    "solve",
-]
-
 
 Value = tuple[str, tuple[float, ...]]
 

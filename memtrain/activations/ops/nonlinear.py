@@ -127,8 +127,7 @@ def _code_of(
     """The compressor for a function."""
     # A piecewise-linear function is exact with one bit.
     bits = 1 if function in EXACT else compressor.bits
-    own = "" if function in EXACT else compressor.table_name
-    return replace(compressor, function=function, parameters=parameters, bits=bits, table_name=own)
+    return replace(compressor, function=function, parameters=parameters, bits=bits)
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:

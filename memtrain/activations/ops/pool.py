@@ -34,7 +34,7 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     flat = n == 1  # one spatial dimension is run as two, as torch does
     if flat:
         sizes = [(fill, *size) for fill, size in zip((1, 1, 0, 1), sizes, strict=True)]
-    pool_args = (*sizes, bool(values.get("ceil_mode", False)))
+    pool_args: tuple[Any, ...] = (*sizes, bool(values.get("ceil_mode", False)))
 
     def run(compressor: Compressor, key: Key) -> Tensor | tuple[Tensor, Tensor]:
         y, indices = max_pool(x.unsqueeze(-2) if flat else x, *pool_args)

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from memtrain.compressors.fewbit import tables
 from memtrain.compressors.fewbit.functions import FAMILIES, Array, Curve, Interval
-from memtrain.compressors.fewbit.solver import VERSION, check_bits, solve
+from memtrain.compressors.fewbit.solver import check_bits, solve
 from memtrain.compressors.fewbit.step_function import Approximation
 
 Elementwise = Callable[[Tensor], Tensor]
-_POINTS = 2001  # points at which a function is evaluated to check and identify it
+_POINTS = 2001  # points at which a function is evaluated to check it
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,7 +32,6 @@ class Registered:
         derivative: f', or None for autograd of `plain`.
         bits: Bits of its table by default.
         interval: Where the table's error counts.
-        content: Hash over its values and derivatives.
     """
 
     name: str
@@ -41,7 +39,6 @@ class Registered:
     derivative: Elementwise | None
     bits: int
     interval: Interval
-    content: str
 
     @property
     def __name__(self) -> str:
@@ -55,7 +52,7 @@ class Registered:
         return self.plain(x)
 
     def table(self, bits: int | None = None) -> Approximation:
-        """Return the step function for its derivative, solved once and cached on disk.
+        """Return the step function for its derivative, solved once in a process.
 
         Args:
             bits: 1 to 8; its own by default.
@@ -90,13 +87,11 @@ def register(
     *,
     bits: int = 3,
     interval: Interval = (-10.0, 10.0),
-    replace: bool = False,
 ) -> Registered:
     """Register a user-defined function, so that few-bit codes can replace its saved input.
 
-    It is evaluated in float64 on the CPU. The table is solved at first use and cached on disk under
-    a hash of the function's values and derivatives, so that another function of the same name never
-    gets its table.
+    It is evaluated in float64 on the CPU. The table is solved at first use. A later function with
+    the same name takes its place; calls of the earlier one then keep their input.
 
     Args:
         fn: Elementwise, a tensor in and one of its shape and dtype out, without side effects.
@@ -105,13 +100,12 @@ def register(
             derivative: a straight-through estimator is approximated as it is given.
         bits: 1 to 8.
         interval: Where the error counts; outside, the outermost levels hold.
-        replace: Whether a different function of that name may be replaced.
 
     Returns:
         A function to call in place of `fn`; also in `REGISTERED[name]`.
 
     Raises:
-        ValueError: If the name is not allowed or taken, `bits` or `interval` is out of range, or
+        ValueError: If the name is not allowed or built in, `bits` or `interval` is out of range, or
             the function is not elementwise, or not finite on the interval.
         TypeError: If `fn` is not callable.
 
@@ -133,20 +127,11 @@ def register(
     low, high = (float(end) for end in interval)
     if not (np.isfinite([low, high]).all() and low < high):
         raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
-    content = _alone(_fingerprint, name, fn, derivative, (low, high))
-    known = REGISTERED.get(name)
-    if known is not None and known.content != content and not replace:
-        raise ValueError(f"name {name!r} is taken by another function; replace=True replaces it")
-    made = Registered(
-        name=name,
-        plain=fn,
-        derivative=derivative,
-        bits=bits,
-        interval=(low, high),
-        content=content,
+    _alone(_check, name, fn, derivative, (low, high))
+    REGISTERED[name] = Registered(
+        name=name, plain=fn, derivative=derivative, bits=bits, interval=(low, high)
     )
-    REGISTERED[name] = made
-    return made
+    return REGISTERED[name]
 
 
 def registered(name: str) -> Registered:
@@ -194,12 +179,9 @@ def _slopes(fn: Elementwise, derivative: Elementwise | None, x: Array) -> Array:
     return torch.autograd.grad(y.sum(), point)[0].numpy()
 
 
-def _fingerprint(
-    name: str, fn: Elementwise, derivative: Elementwise | None, interval: Interval
-) -> str:
-    """Check the function on a grid and hash its values."""
+def _check(name: str, fn: Elementwise, derivative: Elementwise | None, interval: Interval) -> None:
+    """Check the function on a grid."""
     x = np.linspace(*interval, _POINTS)
-    results = []
     for what, run in (("values", fn), ("derivatives", derivative)):
         if run is None:
             whole, part = _slopes(fn, None, x), _slopes(fn, None, x[: _POINTS // 3])
@@ -219,19 +201,14 @@ def _fingerprint(
         if not np.isfinite(whole).all():
             at = x[~np.isfinite(whole)][0]
             raise ValueError(f"{name!r} has {what} that are not finite, the first at {at:g}")
-        results.append(whole)
-    return tables.key(*results, interval)
 
 
 @lru_cache(maxsize=256)
 def _solved(function: Registered, bits: int) -> Approximation:
-    def compute() -> Approximation:
-        curve = Curve(
-            lambda x: _values(function.plain, x),
-            lambda x: _slopes(function.plain, function.derivative, x),
-        )
-        # An explicit weight makes the solver integrate the slope itself: the value's difference
-        # quotients would be wrong where the derivative is not the value's.
-        return _alone(lambda: solve(curve, bits, function.interval, np.ones_like))
-
-    return tables.cached(tables.key(VERSION, function.content, bits), compute)
+    curve = Curve(
+        lambda x: _values(function.plain, x),
+        lambda x: _slopes(function.plain, function.derivative, x),
+    )
+    # An explicit weight makes the solver integrate the slope itself: the value's difference
+    # quotients would be wrong where the derivative is not the value's.
+    return _alone(lambda: solve(curve, bits, function.interval, np.ones_like))

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrain.compressors.fewbit import tables
 from memtrain.compressors.fewbit.functions import (
     FAMILIES,
     Array,
@@ -23,8 +22,6 @@ from memtrain.compressors.fewbit.functions import (
 )
 from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approximation
 
-VERSION = 3  # of what a table holds; part of the names of cached files
-_SLOW_BITS = 6  # from here on solving may take seconds (docs/guides/fewbit.md)
 # Gauss-Legendre on one grid cell (10 / 1000 wide): exact to rounding for these functions.
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(8)
 _ROWS = 128  # end points handled at once: the search holds _ROWS x n costs, never n x n
@@ -313,7 +310,7 @@ _refined = refine  # `solve` has an argument of that name
 
 @lru_cache(maxsize=1024)
 def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Approximation:
-    """Return the table for training, cached in the process, and on disk if slow to solve.
+    """Return the table for training, cached in the process.
 
     Piecewise-linear functions of two slopes (relu, relu6, leaky_relu, hardtanh, hardsigmoid,
     hardshrink, softshrink, threshold) have a table of one bit whatever `bits` says: it
@@ -340,14 +337,7 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
     check_bits(bits)
     if function in EXACT:
         return EXACT[function](*full)
-    interval = FAMILIES[function].interval(*full)
-
-    def compute() -> Approximation:
-        return solve(curve(function, full), bits, interval)
-
-    if bits < _SLOW_BITS:
-        return compute()
-    return tables.cached(tables.key(VERSION, function, bits, full), compute)
+    return solve(curve(function, full), bits, FAMILIES[function].interval(*full))
 
 
 def check_bits(bits: int) -> None:

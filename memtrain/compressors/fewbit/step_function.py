@@ -1,15 +1,12 @@
 """Step functions that stand for an activation's derivative, and those that are one exactly."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
 from memtrain.compressors.fewbit.functions import Array
 
-PARITIES = ("plain", "even", "band")
 MAX_BITS = 8
 
 
@@ -25,15 +22,14 @@ class Approximation:
         boundaries: The 2**bits - 1 inner boundaries, ascending; 2 where `parity` is `"band"`.
         levels: The 2**bits values; `levels[i]` holds left of and at `boundaries[i]`. For a band:
             outside, inside.
-        error: The weighted integral of (f' - q)**2 over the whole interval; NaN where unknown. Not
-            compared.
+        error: The weighted integral of (f' - q)**2 over the whole interval. Not compared.
         parity: `"plain"`, `"even"` or `"band"`.
         shift: Subtracted from x first.
     """
 
     boundaries: tuple[float, ...]
     levels: tuple[float, ...]
-    error: float = field(compare=False)  # NaN equals nothing
+    error: float = field(compare=False)
     parity: str = "plain"
     shift: float = 0.0
 
@@ -51,7 +47,8 @@ class Approximation:
         """Return q(x) in float64; a value equal to a boundary takes the level on its left.
 
         Example:
-            >>> from_table([0.0], [0.25, 0.5])(np.array([-1.0, 0.0, 1.0])).tolist()
+            >>> step = Approximation(boundaries=(0.0,), levels=(0.25, 0.5), error=0.0)
+            >>> step(np.array([-1.0, 0.0, 1.0])).tolist()
             [0.25, 0.25, 0.5]
         """
         side = np.asarray(x, np.float64) - self.shift
@@ -61,68 +58,6 @@ class Approximation:
         if self.parity == "band":
             code = code % 2
         return np.array(self.levels)[code]
-
-
-def from_table(
-    boundaries: Sequence[float],
-    levels: Sequence[float],
-    parity: str = "plain",
-    shift: float = 0.0,
-    *,
-    error: float = math.nan,
-) -> Approximation:
-    """Make an approximation of numbers from elsewhere.
-
-    Args:
-        boundaries: 2**bits - 1 ascending finite numbers, without the interval's ends, 1 to 8 bits;
-            not negative where `parity` is `"even"`; exactly 2 for a `"band"`.
-        levels: 2**bits finite numbers; 2 for a `"band"` (outside, inside).
-        parity: `"plain"`, `"even"` or `"band"`.
-        shift: Subtracted from x before the comparison.
-        error: What is known of its error.
-
-    Returns:
-        The approximation.
-
-    Raises:
-        ValueError: If the numbers do not make a table.
-        TypeError: If one is no number.
-
-    Example:
-        >>> from_table([-1.0, 1.0], [0.0, 1.0], "band")(np.array([-1.0, 1.0, 1.5])).tolist()
-        [0.0, 1.0, 0.0]
-    """
-    if parity not in PARITIES:
-        raise ValueError(f"parity {parity!r} is unknown; allowed: {', '.join(PARITIES)}")
-    inner, values = _finite("boundaries", boundaries), _finite("levels", levels)
-    (shift,) = _finite("shift", [shift])
-    sizes = [2**bits for bits in range(1, MAX_BITS + 1)] if parity != "band" else [2]
-    if len(values) not in sizes:
-        raise ValueError(f"{len(values)} levels given; allowed: {', '.join(map(str, sizes))}")
-    wanted = 2 if parity == "band" else len(values) - 1
-    if len(inner) != wanted:
-        raise ValueError(
-            f"{len(inner)} boundaries given; allowed with {len(values)} levels and parity "
-            f"{parity!r}: {wanted}"
-        )
-    for low, high in pairwise(inner):
-        if low >= high:
-            raise ValueError(f"boundaries are not ascending: {low} comes before {high}")
-    if parity == "even" and inner[0] < 0:
-        raise ValueError(f"boundary {inner[0]} is negative; allowed with parity 'even': 0 or more")
-    return Approximation(boundaries=inner, levels=values, error=error, parity=parity, shift=shift)
-
-
-def _finite(name: str, numbers: Sequence[float]) -> tuple[float, ...]:
-    try:
-        values = np.asarray(numbers, np.float64)
-    except (TypeError, ValueError) as fault:
-        raise TypeError(f"{name} {numbers!r} are no numbers") from fault
-    if values.ndim != 1:
-        raise ValueError(f"{name} have {values.ndim} dimensions; allowed: 1")
-    if not np.isfinite(values).all():
-        raise ValueError(f"{name} {values.tolist()} are not all finite")
-    return tuple(values.tolist())
 
 
 _TINY = float(np.finfo(np.float32).tiny)

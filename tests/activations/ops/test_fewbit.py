@@ -225,19 +225,3 @@ def test_training_reaches_the_loss_of_exact_gradients():
     assert exact < 0.1 * start  # the task is learned
     code = DerivativeCode(bits=3)
     assert train(lambda h: fewbit(h, code)) < 1.5 * exact + 0.005 * start
-
-
-def test_the_face_of_the_package_has_the_tables_and_ones_own_functions(tmp_path, monkeypatch):
-    from memtrain.activations.ops import fewbit as package
-
-    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path))
-
-    table = package.from_table((0.0,), (0.0, 1.0))
-    package.save_npz(tmp_path / "tables.npz", {"step": table})
-    assert package.load_npz(tmp_path / "tables.npz")["step"].levels == (0.0, 1.0)
-
-    def bump(x):
-        return x + torch.sin(x)
-
-    own = package.register(bump, interval=(-4, 4))
-    assert torch.equal(own(torch.ones(3)), bump(torch.ones(3)))

@@ -74,7 +74,7 @@ def test_values_and_strides_are_torchs(name, layout):
         x = x.unsqueeze(0)
     baseline, model = OneOp(function), OneOp(function)
     rules = [
-        {"op": "@nonlinear", "compressor": {"name": "derivative", "bits": 8}},
+        {"op": "@nonlinear", "compressor": {"name": "derivative", "bits": 4}},
         {"compressor": {"name": "group", "bits": 8}},
     ]
     cfg = {"preset": "activations_only", "activations": {"min_elements": 0, "rules": rules}}
