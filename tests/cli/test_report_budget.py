@@ -18,8 +18,7 @@ from memtrain.cli.render.data_files import as_text
 from memtrain.cli.render.outcome import Outcome, verdict
 from memtrain.cli.render.page import as_html
 from memtrain.cli.report import fitting
-from memtrain.cli.report.arguments import parse, requested, settings
-from memtrain.cli.report.main import _step as step_of
+from memtrain.cli.report.arguments import requested, settings
 from memtrain.cli.report.main import main
 from memtrain.config.sources import Config
 
@@ -227,22 +226,6 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
         assert lines[1].endswith(second)
         assert lines[1] in as_html(outcome)
     assert [*verdict(Outcome(report, settings))] == []
-
-
-def test_predictions_are_cached_of_models_that_a_name_tells(monkeypatch, tmp_path):
-    monkeypatch.setenv("MEMTRAIN_CACHE", str(tmp_path))
-    console, options = Console(stderr=True), parse(["model=gpt2"])
-    gpt2 = step_of(asked("device=cpu")[0], options, console).cache
-    assert gpt2.folder == tmp_path
-    subjects = {gpt2.subject}
-    for more in ("dtype=bfloat16", "optimizer=sgd", "device=cuda", "dropout=0", "labels=false"):
-        subjects.add(step_of(asked(more)[0], options, console).cache.subject)
-    assert len(subjects) == 6
-    own = requested(["model=py:theirs:build"])[0]
-    assert step_of(own, options, console).cache is None
-    assert step_of(asked()[0], parse(["model=gpt2", "--measure"]), console).cache is None
-    monkeypatch.setenv("MEMTRAIN_CACHE", "")
-    assert step_of(asked()[0], options, console).cache is None
 
 
 def test_a_bar_tells_the_stage_and_its_parts():

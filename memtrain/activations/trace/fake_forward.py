@@ -1,9 +1,9 @@
 """Forwards under fake tensors: the tensors that one would save, without its data or memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +11,13 @@ from torch import Tensor, nn
 from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.intercept.recompute import recomputed
 from memtrain.activations.saved.saved_tensors import Choose
-from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.block_calls import foldable_blocks
+from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.fake_results import RealResults
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
-from memtrain.activations.trace.repeats import (
-    Irregular,
-    RepeatedBlocks,
-    expanded,
-    inside,
-    refined,
-    shortened,
-    unlike,
-)
-from memtrain.compressors import Compressor, Keep
 from memtrain.kernels.dispatch import simulating
 from memtrain.optim.wrappers.weights import cast_inputs
 
@@ -61,7 +49,7 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
             are cast with them.
         rounding: What else is done to the ops.
         plain: Let compiled graphs save what they do without memtrain.
-        observe: Entered around the forward, with the copy that runs; every block then runs.
+        observe: Entered around the forward, with the copy that runs.
 
     Returns:
         One record per saved tensor, in the order of the forward.
@@ -79,76 +67,33 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
         >>> [(record.site.name, record.nbytes) for record in records]
         [('0 / linear / input', 0), ('1 / gelu / input', 32768)]
     """
-    inner, parts = compiled_parts(model)
-    _refuse_sharded(inner)
-    named = {name: dtypes[x] for name, x in inner.named_parameters() if dtypes and x in dtypes}
-    run = _Forward(inner, parts, batch, options, named, rounding, observe, plain)
-    foldable = rounding is None and observe is None and not parts
-    paths = recomputed(inner, options.recompute)
-    runs = foldable_blocks(inner, batch) if foldable else []
-    runs = refined(runs, lambda block: [p[len(block) :] for p in paths if inside(p, block)])
-    while True:
-        choices: dict[Site, Compressor | Keep] = {}
-        try:
-            records = expanded(run.records(choose, runs, choices), runs)
-        except Irregular:
-            runs = []  # each block for itself
-            continue
-        finer = unlike(runs, choices, choose)
-        if finer is None:
-            return records
-        runs = finer
-
-
-class _Forward(NamedTuple):
-    """One forward of a fake copy, as often as it is asked for: a copy each time."""
-
-    model: nn.Module
-    parts: Mapping[str, Any]
-    batch: Any
-    options: Options
-    dtypes: Mapping[str, torch.dtype]
-    rounding: Any
-    observe: Callable[[nn.Module], AbstractContextManager[Any]] | None
-    plain: bool
-
-    def records(
-        self,
-        choose: Choose,
-        runs: Sequence[RepeatedBlocks],
-        choices: dict[Site, Compressor | Keep],
-    ) -> list[Record]:
-        """What the forward saves; `choices` gets what is chosen for each site."""
-
-        def ask(site: Site) -> Compressor | Keep:
-            choices[site] = choose(site)
-            return choices[site]
-
-        records: list[Record] = []
-        copies = fake_copies(self.model, None, self.batch)
-        # A dispatch mode would keep Dynamo from compiling.
-        sized = nullcontext() if self.parts else RealResults()
-        with copies as (model, _, batch), sized, simulating(), torch.enable_grad():
-            for name, x in model.named_parameters():
-                if name in self.dtypes and x.dtype == torch.float32:
-                    x.data = x.detach().to(self.dtypes[name])
-            interception = Interception(
-                model,
-                ask,
-                options=self.options,
-                seed=0,
-                on_saved=records.extend,
-                rounding=self.rounding,
-            )
-            if self.plain:
-                interception.graphs.settings = PLAIN
-            args, kwargs = call_arguments(batch)
-            watch = nullcontext() if self.observe is None else self.observe(model)
-            low = next(iter(self.dtypes.values()), None)
-            with interception.alone(), _inputs_cast(model, low), shortened(model, runs), watch:
-                compile_alike(model, self.parts)
-                model(*args, **kwargs)
-        return records
+    model, parts = compiled_parts(model)
+    _refuse_sharded(model)
+    named = {name: dtypes[x] for name, x in model.named_parameters() if dtypes and x in dtypes}
+    records: list[Record] = []
+    # A dispatch mode would keep Dynamo from compiling.
+    sized = nullcontext() if parts else RealResults()
+    copies = fake_copies(model, None, batch)
+    with copies as (copy, _, fake), sized, simulating(), torch.enable_grad():
+        for name, x in copy.named_parameters():
+            if name in named and x.dtype == torch.float32:
+                x.data = x.detach().to(named[name])
+        interception = Interception(
+            copy,
+            choose,
+            options=options,
+            seed=0,
+            on_saved=records.extend,
+            rounding=rounding,
+        )
+        if plain:
+            interception.graphs.settings = PLAIN
+        args, kwargs = call_arguments(fake)
+        watch = nullcontext() if observe is None else observe(copy)
+        with interception.alone(), _inputs_cast(copy, next(iter(named.values()), None)), watch:
+            compile_alike(copy, parts)
+            copy(*args, **kwargs)
+    return records
 
 
 def _refuse_sharded(model: nn.Module) -> None:

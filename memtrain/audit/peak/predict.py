@@ -1,10 +1,9 @@
 """The peak of a training step, before anything runs."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from threading import get_ident
 from traceback import walk_tb
 from typing import Any
@@ -22,39 +21,26 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.saved.site import RECOMPUTE, Site
-from memtrain.activations.trace.block_calls import foldable_blocks
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
-from memtrain.activations.trace.repeats import (
-    Irregular,
-    RepeatedBlocks,
-    inside,
-    refined,
-    shortened,
-    unlike,
-)
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import allocator, cuda
 from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
 from memtrain.audit.peak.recorder import StorageRecorder
-from memtrain.audit.peak.timeline import NOTHING, Event, Timeline, replay
+from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
 from memtrain.audit.peak.training_step import (
     StepOptions,
     check,
-    held_of,
     record_step,
     run_step,
     wants_closure,
 )
-from memtrain.audit.peak.unfold import FoldedRecorder
 from memtrain.kernels.dispatch import simulating
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.wrappers.host_copies import LeavingCopies
 from memtrain.optim.wrappers.host_states import HostStates
-from memtrain.wrapped import ATTRIBUTE, Wrapped
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _DISPATCH = FakeTensorMode.dispatch.__code__
@@ -118,40 +104,15 @@ def predict(
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
-    make = partial(_predicted, model, optimizer, batch, cfg, options)
-    if options.cache is None:
-        timeline = make()
-    else:
-        step = options.device, options.autocast, options.accumulated, options.loss
-        timeline = options.cache.timeline(cfg, batch, make, step=step)
+    timeline = _predicted(model, optimizer, batch, cfg, options)
     return timeline if timeline.reserved is None else replace(timeline, context=options.context)
 
 
 def _predicted(
     model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, options: StepOptions
 ) -> Timeline:
+    """Simulate a step of copies."""
     model, parts = compiled_parts(model)
-    if not parts and (runs := foldable_blocks(model, batch)):
-        with suppress(Irregular):
-            return _simulated(model, {}, optimizer, batch, cfg, options, runs)
-    # Copied anew: a step that ended half-way has left the copies half-way.
-    return _simulated(model, parts, optimizer, batch, cfg, options, [])
-
-
-def _simulated(
-    model: nn.Module,
-    parts: Mapping[str, Any],
-    optimizer: Optimizer,
-    batch: Any,
-    cfg: Any,
-    options: StepOptions,
-    runs: Sequence[RepeatedBlocks],
-) -> Timeline:
-    """Simulate a step of new copies, through three blocks of each run only.
-
-    Raises:
-        Irregular: With runs, if these blocks do not determine the step.
-    """
     on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
     with (
@@ -177,15 +138,13 @@ def _simulated(
                 run_step(model, optimizer, batch, options, first.begin, first)
         else:
             _first_update(optimizer, first)
-        make = partial(
-            FoldedRecorder,
-            model,
-            fake=True,
-            corrections=corrections,
-            inside=holds,
-            apart=on_cuda,
+        recorder = StorageRecorder(
+            model, fake=True, corrections=corrections, inside=holds, apart=on_cuda
         )
-        events, categories = _folded(model, optimizer, batch, options, make, runs)
+        trained = record_step(model, optimizer, batch, options, recorder)
+        # The first step gave states to every parameter: those without a gradient have none.
+        recorder.adopt(_states(optimizer, trained), NOTHING)
+    events, categories = recorder.events, recorder.categories
     if not on_cuda:
         return replay(events, categories)
     held = cuda.workspaces(options.device or "cuda")
@@ -193,87 +152,6 @@ def _simulated(
     own = [held["forward"], held["backward"] - held["forward"]]
     reserved = allocator.reserved_nbytes(events, categories, own)
     return replace(timeline, reserved=reserved)
-
-
-def _folded(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    options: StepOptions,
-    make: Callable[[], FoldedRecorder],
-    runs: Sequence[RepeatedBlocks],
-) -> tuple[list[Event], list[str]]:
-    """Events and categories of a step whose identical blocks are run three times at most."""
-    wrapped: Wrapped | None = getattr(model, ATTRIBUTE, None)
-    runs = [] if wants_closure(optimizer) else _treated_alike(runs, model, optimizer, wrapped)
-    while True:
-        recorder = make()
-        recorder.fold(model, runs, partial(_owned, optimizer))
-        with _asked(wrapped) as choices, shortened(model, runs):
-            trained = record_step(model, optimizer, batch, options, recorder)
-        # The first step gave states to every parameter: those without a gradient have none.
-        recorder.adopt(_states(optimizer, trained | recorder.like(trained)), NOTHING)
-        events = recorder.unfolded()
-        finer = None if wrapped is None else unlike(runs, choices, wrapped.plan.choose_activation)
-        if finer is None:
-            return events
-        runs = finer
-
-
-def _treated_alike(
-    runs: Sequence[RepeatedBlocks],
-    model: nn.Module,
-    optimizer: Optimizer,
-    wrapped: Wrapped | None,
-) -> list[RepeatedBlocks]:
-    """The runs of blocks that the plan, as far as it is known, treats alike."""
-    plan = None if wrapped is None else wrapped.plan
-    if plan is not None and (plan.bits is not None or plan.precision is not None):
-        return []
-    named: dict[str, Any] = {} if plan is None else dict(plan.config.activations.sites)
-    interception = None if wrapped is None else wrapped.interception
-    if interception is not None:
-        named |= dict.fromkeys(interception.recompute.names, RECOMPUTE)
-
-    def treated(path: str) -> Any:
-        sizes = [x.untyped_storage().nbytes() for x in _owned(optimizer, model.get_submodule(path))]
-        own = {name[len(path) :]: str(what) for name, what in named.items() if _of(name, path)}
-        return sizes, own
-
-    return refined(runs, treated)
-
-
-def _of(site: str, path: str) -> bool:
-    return inside(site.partition(" / ")[0], path)
-
-
-def _owned(optimizer: Optimizer, block: nn.Module) -> list[Tensor]:
-    """Tensors of a block before a step, in the same order for identical blocks."""
-    params = [*block.parameters()]
-    states = [leaf for p in params for leaf in tree_leaves(optimizer.state.get(p))]
-    kept = [x for p in params for x in held_of(optimizer, p)]
-    return [x for x in (*params, *block.buffers(), *states, *kept) if isinstance(x, Tensor)]
-
-
-@contextmanager
-def _asked(wrapped: Wrapped | None) -> Iterator[dict[Site, Any]]:
-    """Note which sites forwards ask for inside the block, and what is chosen."""
-    found: dict[Site, Any] = {}
-    saved = None if wrapped is None or wrapped.interception is None else wrapped.interception.saved
-    if saved is None:
-        yield found
-        return
-    choose = saved.choose
-
-    def note(site: Site) -> Any:
-        found[site] = choose(site)
-        return found[site]
-
-    saved.choose = note
-    try:
-        yield found
-    finally:
-        saved.choose = choose
 
 
 def check_device(model: nn.Module, options: StepOptions) -> None:

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
-from memtrain.audit.peak.disk_cache import DiskCache
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import GRADIENTS, INPUTS, NOTHING, SAVED, STATES, WEIGHTS, Phase
 from memtrain.optim.wrappers.host_states import HostStates, releasing
@@ -38,8 +37,6 @@ class StepOptions:
     context: int = 512 * 2**20
     """Bytes of a CUDA device that its context, loaded kernels and other processes take: they are
     no tensors', and a budget and a memory are the whole device's."""
-    cache: DiskCache | None = None
-    """Of predictions, where what is predicted can be told in words."""
 
     def __post_init__(self) -> None:
         if self.device not in (None, *DEVICES):
@@ -239,18 +236,6 @@ def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
         del hooks[number]
         hooks[number] = other
     return handle
-
-
-def held_of(optimizer: Any, parameter: Tensor) -> list[Tensor | None]:
-    """The lower bits of a split weight and its copy in host memory; None where there is none."""
-    leaf = correction = None
-    while optimizer is not None:
-        if isinstance(optimizer, HostStates):
-            leaf = optimizer.leaf(parameter)
-        if isinstance(optimizer, SplitWeights):
-            correction = optimizer.corrections.get(parameter if leaf is None else leaf)
-        optimizer = getattr(optimizer, "inner", None)
-    return [correction, leaf]
 
 
 def _held_weights(optimizer: Any) -> list[Tensor]:

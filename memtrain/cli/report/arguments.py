@@ -129,8 +129,6 @@ options:
                times as much
   --diff BEFORE AFTER  compare two --json files
 
-Predicted steps are kept in $MEMTRAIN_CACHE (~/.cache/memtrain; empty: nowhere).
-
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
 file that cannot be read or written, 3 --fail-over or --fail-under, or nothing
 fits the budget, or verify=true finds wrong values or a biased gradient,

@@ -11,8 +11,6 @@ import torch
 from rich.console import Console
 
 from memtrain.audit.peak import StepOptions, Timeline
-from memtrain.audit.peak.cuda import workspaces
-from memtrain.audit.peak.disk_cache import DiskCache, cache_folder
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report
 from memtrain.cli.command_line import consoles, drop_output, replaced, working
@@ -37,8 +35,6 @@ from memtrain.config.sizes import format_size, parse_size
 from memtrain.config.sources import Config
 from memtrain.planner import DoesNotFit, write_rates
 
-_SUBJECT = ("model", "dtype", "labels", "attention", "dropout", "optimizer", "image", "compile")
-"""Keys of a request that a prediction depends on besides its batch and its step."""
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -149,25 +145,7 @@ def _step(request: Request, options: argparse.Namespace, errors: Console) -> Ste
     if options.measure and request.device != "cpu" and not on_cuda:
         errors.print("memtrain-report: no CUDA device here: predicted and measured on the CPU")
         step = replace(request.step, device="cpu")
-    return replace(step, cache=_cache(request, step, options, errors))
-
-
-def _cache(
-    request: Request, step: StepOptions, options: argparse.Namespace, errors: Console
-) -> DiskCache | None:
-    """Of predictions: of models that their name or config file tells, as long as none is run."""
-    folder = cache_folder()
-    if folder is None or options.measure or request.model.startswith("py:"):
-        return None
-    asked = {key: getattr(request, key) for key in _SUBJECT}
-    path = request.model.removeprefix("hf:")
-    if path != request.model:
-        path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-        asked["model"] = path.read_text() if path.is_file() else request.model
-    where = step.device or "cpu"
-    held = workspaces(where) if where.startswith("cuda") else {}
-    subject = f"{asked} on {where} with {held} under {step.autocast}"
-    return DiskCache(folder, subject, lambda text: errors.print(f"memtrain-report: {text}"))
+    return step
 
 
 def _place(step: StepOptions) -> str:

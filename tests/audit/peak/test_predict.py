@@ -138,6 +138,27 @@ def test_checkpointed_activations_are_alive_again_in_the_backward_only(again):
     assert saved(whole) - saved(predicted) == pytest.approx(2 * hidden, rel=0.01)
 
 
+class Uneven(Net):
+    """Equal blocks on fewer and fewer rows; every second one is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp() for _ in range(6))
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            x = x[: 3 * len(x) // 4]
+            x = x + (checkpoint(block, x, use_reentrant=False) if place % 2 else block(x))
+        return x
+
+
+def test_equal_blocks_that_are_called_differently_are_each_predicted():
+    model, batch = Uneven(), torch.randn(4096, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    real = measure(model, optimizer, batch).peak.nbytes
+    assert predict(model, optimizer, batch).peak.nbytes == pytest.approx(real, rel=0.03)
+
+
 def test_released_gradients_come_and_go():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters())
