@@ -236,3 +236,11 @@ def test_wrong_arguments_are_named(command, capsys, monkeypatch, arguments, mess
         command.main(arguments)
     assert failure.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_pages_count_the_committed_peaks():
+    results = ROOT / "benchmarks/results"
+    rows = [*read(results / "peaks_everywhere.csv"), *read(results / "peaks_papers.csv")]
+    held = sum(row["holds"] == "True" for row in rows)
+    for page in ("README.md", "docs/evidence.md"):
+        assert f"in {held} of {len(rows)} rows" in (ROOT / page).read_text()

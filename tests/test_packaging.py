@@ -40,8 +40,9 @@ assert train.main(["experiment=smoke", "training.steps=2", "output.folder=runs"]
 assert report.main(["--help"]) == fewbit.main(["relu"]) == 0
 from memtrain.audit.report import Report
 from memtrain.cli.render.outcome import Outcome
-from memtrain.cli.render.page import as_html
-assert "</html>" in as_html(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {{}}))
+from memtrain.cli.render.data_files import as_text
+report = Report(rows=(), kept=(), unmatched=(), loss=True)
+assert "memtrain-report" in as_text(Outcome(report, {{}}))
 """
 
 

@@ -9,17 +9,17 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
-from memtrain.activations.trace.compiled_parts import compiled_parts
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.join import join, site_bytes
 from memtrain.audit.peak.measure import measure as measure_peak
 from memtrain.audit.peak.predict import (
     MEASURE,
     UnpredictableError,
-    check_device,
+    check_compiled,
     conditions,
     explain_fake_errors,
     predict,
@@ -240,15 +240,15 @@ def audit(
     check_batch(batch)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
-    check_device(model, options)
     optimizer = inner_optimizer(optimizer)
     called = model
-    model, _ = compiled_parts(called)
+    model = inside_compiled(called) or called
     plan = make_plan(model, optimizer, cfg)
     again = recomputed(model, plan.options.recompute)
     choices: dict[Site, Compressor | Keep] = {}
     plain, planned, unseen = list[Record](), list[Record](), ""
     try:
+        check_compiled(called, options)
         with explain_fake_errors(model), conditions(model, options):
             everything = Options(min_elements=0)
             plain = trace(called, batch, lambda site: Identity(), everything, plain=True)
@@ -256,7 +256,7 @@ def audit(
     except UnpredictableError as error:
         if not measure:
             raise
-        plain, planned, unseen = [], [], str(error).removesuffix(f": {MEASURE}")
+        plain, planned, unseen = [], [], str(error).removesuffix(MEASURE).rstrip(":; ")
     entries = [*plan.entries("weight"), *_buffers(model)]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]

@@ -1,7 +1,6 @@
 """`memtrain-fewbit`: print the step function that approximates a derivative."""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ examples:
   memtrain-fewbit gelu --bits 3
   memtrain-fewbit gelu --bits 2 --interval -6 6 --weight normal
   memtrain-fewbit elu --alpha 5
-  memtrain-fewbit silu --bits 4 --json > silu.json
   memtrain-fewbit --errors                 errors of every function, 1 to 4 bits
 
 functions (and their parameters):
@@ -35,8 +33,6 @@ options:
   --bits N           1 to 8 (3); functions of two slopes take 1, exactly
   --interval LO HI   where the error counts; the training default if omitted
   --weight NAME      uniform (default), or normal: inputs near 0 count more
-  --cells N          cells of the search grid (2000)
-  --json             print JSON instead of tables
   --errors           print the table of errors
 
 exit status: 0 done, 2 wrong arguments
@@ -83,8 +79,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--interval", type=float, nargs=2)
     parser.add_argument("--weight", default="uniform", choices=("uniform", "normal"))
-    parser.add_argument("--cells", type=int)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--errors", action="store_true")
     for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.defaults):
         parser.add_argument(f"--{name.replace('_', '-')}", dest=f"parameter {name}", type=float)
@@ -113,18 +107,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     interval = FAMILIES[function].interval(*parameters)
     if arguments.interval:
         interval = arguments.interval[0], arguments.interval[1]
-    if arguments.interval or arguments.cells or arguments.weight != "uniform":
-        cells = 2000 if arguments.cells is None else arguments.cells
-        shape = curve(function, parameters)
-        step = solve(shape, bits, interval, arguments.weight, n=cells)
+    if arguments.interval or arguments.weight != "uniform":
+        step = solve(curve(function, parameters), bits, interval, arguments.weight)
     else:
         step = table(function, bits, parameters)
     names = dict(zip(FAMILIES[function].defaults, parameters, strict=True))
-    if arguments.json:
-        content = as_json(function, names, interval, arguments.weight, step)
-        console.out(json.dumps(content, indent=1), highlight=False)
-    else:
-        _show(console, function, names, interval, arguments.weight, step)
+    _show(console, function, names, interval, arguments.weight, step)
 
 
 def _parameters(arguments: argparse.Namespace, defaults: "Any") -> tuple[float, ...]:
@@ -148,44 +136,6 @@ def _parameters(arguments: argparse.Namespace, defaults: "Any") -> tuple[float, 
         ]
         raise ValueError(f"{arguments.function} needs {' and '.join(missing)}")
     return complete(arguments.function, values)
-
-
-def as_json(
-    function: str,
-    parameters: dict[str, float],
-    interval: tuple[float, float],
-    weight: str,
-    step: "Approximation",
-) -> dict[str, Any]:
-    """Return the table as JSON values.
-
-    Args:
-        function: The function's name.
-        parameters: Its parameters by name.
-        interval: The interval in which the error counts.
-        weight: The density's name.
-        step: The table.
-
-    Returns:
-        The content of `--json`.
-
-    Example:
-        >>> from memtrain.compressors.fewbit.solver import table
-        >>> as_json("relu", {}, (-10.0, 10.0), "uniform", table("relu", 1))["levels"]
-        [0.0, 1.0]
-    """
-    return {
-        "function": function,
-        "parameters": parameters,
-        "bits": step.bits,
-        "interval": list(interval),
-        "weight": weight,
-        "parity": step.parity,
-        "shift": step.shift,
-        "boundaries": list(step.boundaries),
-        "levels": list(step.levels),
-        "error": step.error,
-    }
 
 
 def _show(

@@ -14,6 +14,7 @@ from memtrain.audit import audit
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import graph_nodes
 from memtrain.audit.peak import StepOptions
+from memtrain.audit.peak.measure import measure
 from memtrain.planner import fit
 
 # inductor's partition of a graph, run op by op: nothing is generated
@@ -182,6 +183,11 @@ def test_what_is_not_told_of_compiled_steps_is_refused():
     run = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match=r"backend 'eager'.*allowed: inductor, aot_eager"):
         audit(run, optimizer, batch)
+    report = audit(run, optimizer, batch, peak=True, measure=True)
+    assert "backend 'eager'" in report.unknown["activation"]
+    assert report.timeline is None
+    plain = measure(model, optimizer, batch).peak.nbytes
+    assert report.measured.peak.nbytes == pytest.approx(plain, rel=0.03)
     run = torch.compile(model)
     with pytest.raises(ValueError, match=r"device 'cuda'.*allowed for a compiled model: cpu"):
         audit(run, optimizer, batch, options=StepOptions(device="cuda"))

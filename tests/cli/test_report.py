@@ -146,7 +146,6 @@ def test_help_teaches_by_examples(capsys):
         (["model=gpt2", "smallest"], "did you mean preset=smallest?"),
         (["model=gpt2", "budget=8", "GiB"], "a size is one word: budget=8GiB"),
         (["model=gpt2", "memory=8"], "memory=8 is 8 bytes; did you mean 8GiB?"),
-        (["--paper-table"], "python -m experiments.paper_table"),
         (["model=gpt2", "batch=0"], "batch=0 is out of range"),
         (["model=gpt2", "batch=many"], "batch"),
         (["model=gpt2", "dtype=float8"], "unknown dtype 'float8'"),
@@ -312,7 +311,7 @@ def test_a_failing_write_keeps_the_older_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(path), "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        write(path, "--json", "new")
+        write(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

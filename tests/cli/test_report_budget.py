@@ -16,7 +16,7 @@ from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.cli.command_line import working
 from memtrain.cli.render.data_files import as_text
 from memtrain.cli.render.outcome import Outcome, verdict
-from memtrain.cli.render.page import as_html
+from memtrain.cli.render.text_tables import show
 from memtrain.cli.report import fitting
 from memtrain.cli.report.arguments import requested, settings
 from memtrain.cli.report.main import main
@@ -96,7 +96,6 @@ def test_a_plan_is_written(tmp_path):
         (["budget=1GiB", "allow=everything"], "unknown allow 'everything'"),
         (["budget=1GiB", "objective=joy"], "unknown objective 'joy'"),
         (["budget=1GiB", "max_error=-1"], "max_error=-1"),
-        (["budget=1GiB", "rates=none.yaml"], "rates 'none.yaml' do not exist"),
         (["plan=corrupt.yaml"], "corrupt.yaml"),
         (["plan=none.yaml"], "is no file"),
     ],
@@ -142,54 +141,20 @@ def test_what_does_not_fit_is_told_in_lines(capsys):
 def test_a_budget_from_the_command_line_to_the_files(builder, capsys):
     model = "model=py:theirs:build"
     arguments = [model, "batch=512", "device=cpu", "budget=1.5MB", "--json", "a.json"]
-    assert main([*arguments, "--html", "a.html", "--plan", "a.yaml"]) == 0
+    assert main([*arguments, "--plan", "a.yaml"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "plain PyTorch does not fit 1.43 MiB" in text
     assert "preset=" not in text
     content = json.loads((builder / "a.json").read_text())
     assert content["planner"]["promised_peak"] == content["peak"]["planned"] <= 1_500_000
-    assert "promised peak" in (builder / "a.html").read_text()
+    assert "promised peak" in text
     assert main([model, "batch=512", "device=cpu", "plan=a.yaml", "--json", "b.json"]) == 0
     again = json.loads((builder / "b.json").read_text())
     assert again["peak"] == content["peak"]
     assert again["unmatched_rules"] == []
 
 
-RATES = planner.Rates(name="a machine", copy=2e9, flops=3e9, pack=1e9, launch=5e-6, call=4e-5)
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A device that is measured at once; what it was asked for."""
-    given = []
-
-    def measure_rates(device, *, dtype):
-        given.append((device, dtype))
-        return RATES
-
-    monkeypatch.setattr(fitting, "measure_rates", measure_rates)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return given
-
-
-def test_rates_are_measured_by_a_command_and_read_by_the_planner(machine, tmp_path, capsys):
-    path = tmp_path / "rates.yaml"
-    assert main(["--measure-rates", str(path), "device=cpu", "dtype=bfloat16"]) == 0
-    assert machine == [("cpu", torch.bfloat16)]
-    text = capsys.readouterr().out
-    assert text.splitlines()[:2] == ["a machine:", "  copying         2.0 GB/s, read plus written"]
-    assert text.splitlines()[-2:] == [
-        "  any op          5.0 us besides", "  a group code    40.0 us besides"]  # fmt: skip
-    assert fitting.rates_of(asked(f"rates={path}", "budget=1GiB")[0]) == RATES
-    assert fitting.rates_of(asked("rates=measure", "device=cpu", "budget=1GiB")[0]) == RATES
-    assert fitting.rates_of(asked()[0]) == planner.Rates()
-    assert main(["--measure-rates", str(path)]) == 2
-    assert "no CUDA device here to measure" in capsys.readouterr().err
-    assert main(["--measure-rates", str(path), "model=gpt2"]) == 2
-    assert "'model=gpt2' is not for it" in capsys.readouterr().err
-
-
-def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings):
+def test_what_the_planner_found_is_in_the_json_and_in_the_tables(report, settings):
     model = nn.Linear(8, 8)
     plan = memtrain.make_plan(model, torch.optim.SGD(model.parameters()), Config())
     found = planner.Fit(
@@ -206,11 +171,12 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
     assert content["chosen"] == {"group 4": 2, "recompute": 1}
     assert (content["seconds"], content["plain_seconds"]) == (1.2, 1.0)
     assert (content["error"], content["weights"], content["gradients"]) == (0.5, "keep", "keep")
-    page = as_html(outcome)
+    console = Console(file=io.StringIO(), width=80)
+    show(console, outcome)
+    page = console.file.getvalue()
     for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 with 4-bit group",
                   "3 8-bit, 1 factored"):  # fmt: skip
         assert words in page
-    assert "The plan for a budget" not in as_html(Outcome(report, settings))
     # plain takes 32.5 MiB at its peak, planned 20
     for budget, first, second in (
         (40, "plain PyTorch fits 40.00 MiB as it is: it needs 32.50 MiB",
@@ -224,7 +190,6 @@ def test_what_the_planner_found_is_in_the_json_and_on_the_page(report, settings)
         lines = [*verdict(outcome)]
         assert lines[0].startswith(first)
         assert lines[1].endswith(second)
-        assert lines[1] in as_html(outcome)
     assert [*verdict(Outcome(report, settings))] == []
 
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from memtrain.cli.command_line import check_writable, consoles, replaced, working
-from memtrain.cli.render import data_files
 from memtrain.cli.render.outcome import Outcome
+from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main
 
 COLOUR = re.compile(rb"\x1b\[(\d+;)*[39][0-7]m")  # bold and italics are none
@@ -20,20 +20,11 @@ MAIN = "import sys; from memtrain.cli.report.main import main; sys.exit(main())"
 RUN = [sys.executable, "-c", MAIN]
 
 
-@pytest.fixture
-def two(report, settings, tmp_path):
-    """The sample, written twice; the second with another name."""
-    paths = tmp_path / "1.json", tmp_path / "2.json"
-    for number, path in enumerate(paths):
-        path.write_text(data_files.as_text(Outcome(report, {**settings, "model": f"né {number}"})))
-    return [str(path) for path in paths]
-
-
-def test_a_reader_that_stops_ends_it_quietly(two):
+def test_a_reader_that_stops_ends_it_quietly():
     # The reader has gone before the first line is written.
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([*RUN, "--diff", *two], check=False, stdout=write, stderr=subprocess.PIPE)
+    done = subprocess.run([*RUN, "--help"], check=False, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -52,28 +43,28 @@ def test_a_limit_counts_although_nobody_reads(limit, status, builder, monkeypatc
     assert main(["model=py:theirs:build", "--fail-over", limit]) == status
 
 
-def test_what_the_encoding_lacks_is_escaped(two, monkeypatch):
+def test_what_the_encoding_lacks_is_escaped(report, monkeypatch):
     bytes_ = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_, encoding="ascii"))
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--diff", *two]) == 0
+    show(consoles()[0], Outcome(report, {"model": "né"}))
     sys.stdout.flush()
-    assert b"n\\xe9 0 -> n\\xe9 1" in bytes_.getvalue()
+    assert b"model=n\\xe9" in bytes_.getvalue()
 
 
 @pytest.mark.parametrize(
     "environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}, {"TERM": "dumb", "FORCE_COLOR": "0"}]
 )
-def test_no_colour_means_no_escape_codes(environment, two, monkeypatch):
+def test_no_colour_means_no_escape_codes(environment, report, monkeypatch):
     for name, value in {"TERM": "xterm-256color", "COLUMNS": "80", **environment}.items():
         monkeypatch.setenv(name, value)
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     output.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", output)
-    assert main(["--diff", *two]) == 0
+    show(consoles()[0], Outcome(report, {"model": "small"}))
     output.flush()
     text = output.buffer.getvalue()
-    assert b"planned bytes by category" in text
+    assert b"bytes by category" in text
     assert not COLOUR.search(text)
     assert COLOUR.search(_coloured(monkeypatch))
 
@@ -110,17 +101,17 @@ def test_where_one_may_not_write_nothing_is_left(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "closed"
     folder.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    for option in ("--json", "--csv", "--html", "--svg", "--plan", "--measure-rates"):
+    for option in ("--json", "--svg", "--plan"):
         assert main(["model=gpt2", option, str(folder / "a")]) == 2
         assert f"cannot write {option}" in (error := capsys.readouterr().err)
         assert "no permission" in error
     assert list(folder.iterdir()) == []
-    assert main(["model=gpt2", "--csv", str(folder)]) == 2
+    assert main(["model=gpt2", "--json", str(folder)]) == 2
     assert "a folder" in capsys.readouterr().err
 
 
 def _half_written(path, error):
-    with replaced(path, "--csv") as partial:
+    with replaced(path, "--json") as partial:
         partial.write_text("ha")
         raise error
 
@@ -128,7 +119,7 @@ def _half_written(path, error):
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    check_writable(path, "--csv")
+    check_writable(path, "--json")
     for error, raised in ((OSError("full"), OSError), (KeyError("a"), KeyError)):
         with pytest.raises(raised, match=r"full|a"):
             _half_written(path, error)
@@ -140,12 +131,8 @@ def test_dash_is_the_standard_output(builder, capsys):
     assert main(["model=py:theirs:build", "--no-peak", "--json", "-"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["settings"]["model"] == "py:theirs:build"
-    assert main(["model=py:theirs:build", "--no-peak", "--csv", "-"]) == 0
-    assert capsys.readouterr().out.startswith("kind,module,name,plain,planned,")
-    for wrong in (["--html", "-"], ["--svg", "-"], ["--json", "-", "--csv", "-"],
-                  ["--json", "-", "verify=true"]):  # fmt: skip
-        assert main(["model=py:theirs:build", *wrong]) == 2
-        assert "-" in capsys.readouterr().err
+    assert main(["model=py:theirs:build", "--json", "-", "verify=true"]) == 2
+    assert "- takes the standard output alone" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_so(monkeypatch, capsys):

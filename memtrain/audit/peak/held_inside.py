@@ -164,9 +164,12 @@ def _gaps(x: Tensor) -> int:
     return 0 if dense else x.nbytes
 
 
-def _expanded(args: Any, kwargs: Any, result: Any) -> int:
-    """A gradient that is one number, expanded, is copied."""
-    return args[0].nbytes if 0 in args[0].stride() else 0
+def _gelu_backward(args: Any, kwargs: Any, result: Any) -> int:
+    """Copies of what is not in the order of a contiguous input, for oneDNN's kernel."""
+    exact = kwargs.get("approximate", "none") == "none"
+    if not exact or args[1].dtype != torch.float32 or not args[1].is_contiguous():
+        return 0
+    return result.nbytes * sum(not x.is_contiguous() for x in (args[0], result))
 
 
 def _with_logits(args: Any, kwargs: Any, result: Any) -> int:
@@ -256,7 +259,7 @@ TORCH: Mapping[str, Held] = {
     **{f"aten::{name}": _product(0, 1) for name in ("mm", "bmm")},
     **{f"aten::{name}": _product(1, 2) for name in ("addmm", "baddbmm")},
     **{f"aten::upsample_{name}2d": _resized for name in ("nearest", "bilinear", "bicubic")},
-    "aten::gelu_backward": _expanded,
+    "aten::gelu_backward": _gelu_backward,
     "aten::binary_cross_entropy_with_logits": _with_logits,
     "aten::roll": _rolled,
     "aten::abs": _complex,

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.trace.compiled_parts import compiled_parts
+from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.trace.fake_copies import copy_optimizer
 from memtrain.activations.trace.restored import attributes_restored, random_states_restored
 from memtrain.api import unwrap, wrap
@@ -30,7 +29,6 @@ def measure(
     batch: Any,
     cfg: Any = None,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
-    snapshot: Path | None = None,
 ) -> Timeline:
     """Run two training steps and ask torch's allocators for the peak of the second.
 
@@ -45,8 +43,6 @@ def measure(
         batch: What the model is called with, on its device.
         cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
         options: Autocast, and the loss; the device is the model's.
-        snapshot: A file for torch's snapshot of the CUDA allocator (docs.pytorch.org/memory_viz
-            shows it).
 
     Returns:
         One moment per phase, the highest.
@@ -64,7 +60,7 @@ def measure(
         >>> measure(model, optimizer, torch.ones(32, 64), "balanced").peak.phase
         'backward'
     """
-    inner, _ = compiled_parts(model)
+    inner = inside_compiled(model) or model
     check(inner, batch)
     optimizer = inner_optimizer(optimizer)
     if any(isinstance(x, FakeTensor) or x.is_meta for x in weight_tensors(inner)):
@@ -88,8 +84,7 @@ def measure(
                 INPUTS: storage_nbytes(inputs),
             }
             phases = _OnCuda(parts, before - own) if since is None else _OnCpu(parts, since)
-            with nullcontext() if snapshot is None else _snapshot(snapshot):
-                run_step(model, optimizer, batch, options, phases.begin)
+            run_step(model, optimizer, batch, options, phases.begin)
             return phases.timeline()
         finally:
             if cfg is not None:
@@ -167,12 +162,3 @@ def _put_back(model: nn.Module) -> Iterator[None]:
                 x.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextmanager
-def _snapshot(path: Path) -> Iterator[None]:
-    """Write torch's snapshot of what the CUDA allocator does inside the block."""
-    torch.cuda.memory._record_memory_history()
-    yield
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)

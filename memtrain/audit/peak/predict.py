@@ -82,9 +82,9 @@ def predict(
 
     Raises:
         UnpredictableError: If the model's control flow depends on data or an op cannot run on
-            fake tensors (the message names it), for LBFGS, and for a compiled model on CUDA.
-        ValueError: For a backend that cannot be looked into, if the model is wrapped already, or
-            for a config that is not valid.
+            fake tensors (the message names it), for LBFGS, for a compiled model on CUDA, and for
+            a backend whose graphs are unknown.
+        ValueError: If the model is wrapped already, or for a config that is not valid.
         TypeError: If the batch holds no tensor.
 
     Memory:
@@ -100,7 +100,7 @@ def predict(
         'backward of 0 / addmm'
     """
     check(model, batch)
-    check_device(model, options)
+    check_compiled(model, options)
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
@@ -154,12 +154,16 @@ def _predicted(
     return replace(timeline, reserved=reserved)
 
 
-def check_device(model: nn.Module, options: StepOptions) -> None:
-    """Raise `UnpredictableError` for a compiled step on CUDA."""
-    if options.on_cuda(model) and compiled_parts(model)[1]:
+def check_compiled(model: nn.Module, options: StepOptions) -> None:
+    """Raise `UnpredictableError` for a backend with unknown graphs, and for a step on CUDA."""
+    try:
+        _, parts = compiled_parts(model)
+    except ValueError as error:
+        raise UnpredictableError(f"{error}; {MEASURE}") from error
+    if parts and options.on_cuda(model):
         raise UnpredictableError(
             f"device {options.device or 'cuda'!r}: compiled steps are predicted as a CPU runs "
-            "them; allowed for a compiled model: cpu"
+            f"them; allowed for a compiled model: cpu; {MEASURE}"
         )
 
 

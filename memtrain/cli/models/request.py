@@ -76,8 +76,6 @@ class Request:
     """The most noise that it may bring, in units of the preset `balanced`'s."""
     objective: str = "time"
     """Objective of such a plan: `time` or `error`."""
-    rates: str | None = None
-    """A file of a device's throughputs (`--measure-rates` writes it), or `measure`: of this one."""
     plan: str | None = None
     """A plan file, in place of memtrain's keys."""
     verify: bool = False

@@ -49,7 +49,7 @@ class Outcome:
     """The planner's result, if there was a budget."""
 
 
-def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, int]]:
+def grouped(report: Report, by: str) -> list[tuple[str, Total, int]]:
     """Sum a report's rows by a column; the sums add up to the report's totals.
 
     Args:
@@ -57,7 +57,6 @@ def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, i
         by: `site`: every row by itself; `pattern`: rows whose names differ in layer numbers only,
             written `h.*.mlp` as rules write them; `module`: everything of a module; `op`: the
             saved activations of an op, and each other category.
-        depth: Of modules' paths: deeper ones count for their parent; 0 cuts nothing.
 
     Returns:
         Name, bytes and rows; most bytes first, plain or planned; equal ones in the model's order.
@@ -68,13 +67,11 @@ def grouped(report: Report, by: str, depth: int = 0) -> list[tuple[str, Total, i
         >>> report = Report(rows=tuple(rows), kept=(), unmatched=(), loss=True)
         >>> [(name, total.plain, count) for name, total, count in grouped(report, "pattern")]
         [('h.*.mlp / gelu / input', 24, 3)]
-        >>> [(name, total.plain) for name, total, _ in grouped(report, "module", depth=1)]
-        [('h', 24)]
     """
     groups: dict[str, list[Row]] = {}
     for index, row in enumerate(report.rows):
-        groups.setdefault(str(index) if by == "site" else _name(row, by, depth), []).append(row)
-    sums = [(_name(rows[0], by, depth), summed(rows), len(rows)) for rows in groups.values()]
+        groups.setdefault(str(index) if by == "site" else _name(row, by), []).append(row)
+    sums = [(_name(rows[0], by), summed(rows), len(rows)) for rows in groups.values()]
     return sorted(sums, key=lambda one: -max(one[1].plain, one[1].planned))
 
 
@@ -98,10 +95,9 @@ def module_of(row: Row) -> str:
     return first.rpartition(".")[0]
 
 
-def _name(row: Row, by: str, depth: int) -> str:
+def _name(row: Row, by: str) -> str:
     if by == "module":
-        path = module_of(row).split(".")
-        return ".".join(path[: depth or None]) or "(root)"
+        return module_of(row) or "(root)"
     if by == "op":
         return row.name.split(" / ")[1] if row.kind == "activation" else f"({CATEGORIES[row.kind]})"
     kind = f" ({row.kind})" if row.kind in ("weight", "gradient") else ""
@@ -294,33 +290,27 @@ def advice(report: Report) -> Iterator[str]:
             yield f"{name}, {part.planned / whole:.0%}: {_REMEDIES[name]}"
 
 
-def broken_limits(report: Report, over: int | None, under: float | None) -> list[str]:
-    """Return a line for each limit of `--fail-over` and `--fail-under` that a report breaks.
+def broken_limit(report: Report, over: int | None) -> str:
+    """Describe how a report breaks the limit of `--fail-over`.
 
     Args:
         report: The audit.
         over: Most bytes of the planned peak, or of the planned total if the report has no
             timelines; None allows any.
-        under: How many times as much plain PyTorch must take, at least; None: any.
 
     Returns:
-        Nothing if all limits hold. Unknown bytes break every limit.
+        A line; empty if the limit holds. Unknown bytes break every limit.
 
     Example:
         >>> row = Row(name="w", kind="weight", plain=4096, planned=2048)
-        >>> broken_limits(Report(rows=(row,), kept=(), unmatched=(), loss=True), 1024, 2.0)
-        ['the planned total, 2.00 KiB, is over --fail-over 1.00 KiB']
+        >>> broken_limit(Report(rows=(row,), kept=(), unmatched=(), loss=True), 1024)
+        'the planned total, 2.00 KiB, is over --fail-over 1.00 KiB'
     """
-    unknown = report.totals()["total"].unknown
-    peak = at_peak(report).get("total")
-    sides, name = peak or report.totals()["total"], "peak" if peak else "total"
-    if unknown and not peak and (over is not None or under is not None):
-        return [f"the limits cannot be checked: {unknown}"]
-    lines = []
-    if over is not None and sides.planned > over:
-        shown = format_size(sides.planned)
-        lines.append(f"the planned {name}, {shown}, is over --fail-over {format_size(over)}")
-    if under is not None and sides.plain < under * sides.planned:
-        times = f"{sides.plain / sides.planned:.3f} times the planned {name}"
-        lines.append(f"plain PyTorch takes {times}, under --fail-under {under:g}")
-    return lines
+    unknown, peak = report.totals()["total"].unknown, at_peak(report).get("total")
+    planned, name = (peak or report.totals()["total"]).planned, "peak" if peak else "total"
+    if over is None:
+        return ""
+    if unknown and not peak:
+        return f"the limit cannot be checked: {unknown}"
+    shown = f"the planned {name}, {format_size(planned)}, is over --fail-over {format_size(over)}"
+    return shown if planned > over else ""

@@ -23,19 +23,21 @@ HIDDEN = ("labels", "overrides")
 """Settings that the first line leaves to others."""
 
 
-def show(
-    console: Console, outcome: Outcome, *, top: int = 10, by: str = "pattern", depth: int = 0
-) -> None:
-    """Print the answer, then tables: categories, the peak, largest sums, what is kept and why.
+def show(console: Console, outcome: Outcome, *, top: int = 10, by: str = "pattern") -> None:
+    """Print the plan for a budget and the answer, then tables.
+
+    The tables: categories, the peak, the largest sums, what is kept and why.
 
     Args:
         console: Where to; 80 columns are enough.
         outcome: What was found.
         top: How many of the largest sums.
         by: What rows are summed by: `outcome.BY`.
-        depth: Of modules' paths; 0 cuts nothing.
     """
     report = outcome.report
+    if outcome.fit:
+        console.print(outcome.fit, markup=False, highlight=False)
+        console.print()
     for line in (*heading(outcome.settings), *answer(outcome)):
         console.print(line, markup=False)
     console.print(_categories(report))
@@ -53,7 +55,7 @@ def show(
             console.print(f"  {line}", markup=False)
     if lines or hints:
         console.print()
-    console.print(_largest(report, top, by, depth))
+    console.print(_largest(report, top, by))
     console.print(_kept(report.kept))
     for rule in report.unmatched:
         console.print(f"matched nothing: {rule}", markup=False)
@@ -101,9 +103,9 @@ def remarks(report: Report) -> list[str]:
     return [*lines, f"The loss's saved tensors are {counted}."]
 
 
-def _largest(report: Report, top: int, by: str, depth: int = 0) -> Table:
+def _largest(report: Report, top: int, by: str) -> Table:
     """Return the table of the largest sums of the report's rows."""
-    sums = grouped(report, by, depth)
+    sums = grouped(report, by)
     shown = sums[:top]
     table = _table(f"the {len(shown)} largest of {len(sums)} {by}s")
     table.add_column("rows", justify="right", no_wrap=True)

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from memtrain.config.sizes import UNITS, parse_size
 from memtrain.config.sources import Config, load, nearest, options
 from memtrain.training.settings import typed
 
-FILES = ("json", "csv", "html", "svg")
+FILES = ("json", "svg")
 """Options that write a file."""
-PLANNER = ("allow", "max_error", "objective", "rates")
+PLANNER = ("allow", "max_error", "objective")
 """Keys that mean something with a budget."""
 STDOUT = Path("-")
 HELP = """\
 usage: memtrain-report model=NAME [key=value ...] [options]
-       memtrain-report --diff BEFORE.json AFTER.json
 
 Predict the bytes of a training step without running it: weights, gradients,
 optimizer states and saved activations, in plain PyTorch and under a plan. No
@@ -41,7 +40,7 @@ examples:
     memtrain-report model=llama-7b dtype=bfloat16 seq=2048
   Which ops, which modules, which single tensors?
     memtrain-report model=gpt2 --by op
-    memtrain-report model=gpt2 --by module --depth 3 --top 30
+    memtrain-report model=gpt2 --by module --top 30
     memtrain-report model=gpt2 --by site --top 50
   Other images, another optimizer, another plan:
     memtrain-report model=resnet50 batch=32 image=224 optimizer=sgd
@@ -55,21 +54,15 @@ examples:
   What must be compressed, or run again, to fit into 4 GiB? Keep that plan:
     memtrain-report model=gpt2 batch=8 budget=4GiB --plan plan.yaml
     memtrain-report model=gpt2 batch=8 plan=plan.yaml
-  The same with step times by what this machine really does:
-    memtrain-report --measure-rates rates.yaml
-    memtrain-report model=gpt2 batch=8 budget=4GiB rates=rates.yaml
   Inside torch.compile, block by block?
     memtrain-report model=gpt2 compile=blocks
   Is the prediction right? Run it:
     memtrain-report model=resnet18 batch=4 device=cpu --measure
-  A page with pictures for a colleague, data for a script:
-    memtrain-report model=gpt2 --html gpt2.html --svg gpt2.svg
+  A picture for a colleague, data for a script:
+    memtrain-report model=gpt2 --svg gpt2.svg
     memtrain-report model=gpt2 --json - | jq .categories
-  What did my change cost? Fail the build if it is too much:
-    memtrain-report model=gpt2 --json before.json
-    memtrain-report model=gpt2 preset=smallest --json after.json
-    memtrain-report --diff before.json after.json --fail-over 10MiB
-    memtrain-report model=gpt2 --fail-over 8GiB --fail-under 3
+  Fail the build if the step needs too much:
+    memtrain-report model=gpt2 --fail-over 8GiB
 
 models: {models}
 
@@ -93,8 +86,6 @@ keys:
     allow      quantise,recompute (also: release, weights)
     max_error  1: the most noise, in units of balanced's
     objective  time, error
-    rates      a file of --measure-rates, or measure: step times by what this
-               device does (without: by bytes and work alone)
   plan       a plan file in place of the keys below
   verify     true: build the model, run one batch, and compare replaced ops,
              saved tensors and each site's gradient with the exact ones (takes
@@ -105,34 +96,23 @@ keys:
 options:
   --by WHAT    sum the largest rows by pattern (h.*.mlp; the default), site,
                module or op
-  --depth N    with --by module: no deeper than N names (0: all)
   --top N      how many of them to show (10)
-  --json FILE  write the report as JSON (docs/guides/report.md describes it)
-  --csv FILE   write its rows; - instead of a file is the standard output, and
-               then no table is printed
-  --html FILE  write a page: bars and timelines (needs matplotlib)
+  --json FILE  write the report as JSON (docs/guides/report.md describes it); -
+               is the standard output, and then no table is printed
   --svg FILE   draw the live bytes over the step, plain beside planned (needs
                matplotlib)
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
-  --measure-rates FILE  time copies, matrix products and codes on this device
-               (device=, dtype=), for rates=
   --measure    build the model for real and run steps, plain and planned: their
                peaks beside the predicted ones (takes a step's memory)
-  --snapshot FILE  with --measure on CUDA: torch's snapshot of the allocator in
-               the planned step, for docs.pytorch.org/memory_viz
   --no-peak    leave out the peak: faster, as no backward and no update is
                simulated
   --fail-over SIZE    exit status 3 if the planned peak (with --no-peak: the
                planned total) is above SIZE: 24GiB is 24 * 2**30 bytes, 24GB
-               is 24 * 10**9; with --diff, if it grew by more than SIZE
-  --fail-under RATIO  exit status 3 if plain PyTorch takes less than RATIO
-               times as much
-  --diff BEFORE AFTER  compare two --json files
+               is 24 * 10**9
 
 exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or a
-file that cannot be read or written, 3 --fail-over or --fail-under, or nothing
-fits the budget, or verify=true finds wrong values or a biased gradient,
-130 interrupted
+file that cannot be read or written, 3 --fail-over, or nothing fits the budget,
+or verify=true finds wrong values or a biased gradient, 130 interrupted
 """
 
 
@@ -174,57 +154,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--top", type=int, default=10)
     parser.add_argument("--by", choices=BY, default=BY[0])
-    parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--no-peak", dest="peak", action="store_false")
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--snapshot", type=Path)
-    parser.add_argument("--fail-under", type=float)
     parser.add_argument("--fail-over")
-    parser.add_argument("--diff", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
-    parser.add_argument("--paper-table", action="store_true")
-    parser.add_argument("--measure-rates", type=Path)
     options = parser.parse_intermixed_args(argv)
-    _check(options)
-    for name, path in files(options):
-        if path != STDOUT:
-            check_writable(path, name)
-        if name in ("--html", "--svg"):
-            check_installed(name)
-    for name in ("plan", "measure_rates", "snapshot"):
-        if (path := getattr(options, name)) is not None:
-            check_writable(path, f"--{name.replace('_', '-')}")
-    return options
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.paper_table:
-        raise ValueError(
-            "--paper-table is an experiment of memtrain's repository: "
-            "python -m experiments.paper_table there"
-        )
-    for name, least in (("top", 1), ("depth", 0)):
-        if getattr(options, name) < least:
-            value = getattr(options, name)
-            raise ValueError(f"--{name} {value} is out of range; allowed: {least} or more")
-    if options.snapshot is not None and not options.measure:
-        raise ValueError("--snapshot is of a real step; allowed: with --measure")
-    if options.fail_under is not None and not options.fail_under > 0:  # NaN is neither
-        raise ValueError(f"--fail-under {options.fail_under} is out of range; allowed: above 0")
+    if options.top < 1:
+        raise ValueError(f"--top {options.top} is out of range; allowed: 1 or more")
     if options.fail_over is not None:
         options.fail_over = parse_size(options.fail_over, "--fail-over")
-    for name, path in files(options):
-        if path == STDOUT and name not in ("--json", "--csv"):
-            raise ValueError(f"{name} - is not allowed: {name} needs a file")
-    printed = [path for _, path in files(options)].count(STDOUT)
-    if printed > 1:
-        raise ValueError("- takes the standard output alone: without another -")
-
-
-def files(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """The files to write: option and path."""
-    for name in FILES:
-        if (path := getattr(options, name)) is not None:
-            yield f"--{name}", path
+    if options.svg is not None:
+        check_installed("--svg")
+    for name in (*FILES, "plan"):
+        path = getattr(options, name)
+        if path is not None and (name != "json" or path != STDOUT):
+            check_writable(path, f"--{name}")
+    return options
 
 
 def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
@@ -276,28 +220,6 @@ def _no_key(word: str) -> str:
     kinds = {"preset": options("preset"), "model": known_models()}
     meant = next((f"; did you mean {k}={word}?" for k, names in kinds.items() if word in names), "")
     return f"no key=value: {word!r}{meant or '; such as model=gpt2 batch=8'}"
-
-
-def of_device(overrides: Sequence[str]) -> Request:
-    """Read the arguments of `--measure-rates`: `device` and `dtype`.
-
-    Args:
-        overrides: key=value, each.
-
-    Returns:
-        The device and the dtype, checked.
-
-    Raises:
-        ValueError: For another key, or an unknown value.
-
-    Example:
-        >>> of_device(["device=cpu"]).device
-        'cpu'
-    """
-    for item in overrides:
-        if item.partition("=")[0] not in ("device", "dtype"):
-            raise ValueError(f"--measure-rates takes device= and dtype=; {item!r} is not for it")
-    return typed(Request, OmegaConf.from_dotlist([*overrides]), "")  # type: ignore[arg-type]
 
 
 def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Plans that fit `budget=`, sizes that fit `memory=`, plan files and rates."""
+"""Plans that fit `budget=`, sizes that fit `memory=`, and plan files."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from memtrain.audit.peak import StepOptions
@@ -13,13 +12,12 @@ from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import UnpredictableError, conditions
 from memtrain.cli.models.build_model import Built
 from memtrain.cli.models.named_models import NAMED_MODELS
-from memtrain.cli.models.request import DTYPES, Request
-from memtrain.cli.report.audits import explained
+from memtrain.cli.models.request import Request
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
 from memtrain.plan.file import load
 from memtrain.plan.plan import make_plan
-from memtrain.planner import DoesNotFit, Fit, Goal, Rates, fit, measure_rates, read_rates
+from memtrain.planner import DoesNotFit, Fit, Goal, fit
 from memtrain.planner.goal import Told, silent
 
 _MOST = 2**20
@@ -49,7 +47,7 @@ def goal(request: Request, step: StepOptions) -> Goal | None:
     """The planner's goal, checked before a model is built.
 
     Args:
-        request: Its `budget`, `allow`, `max_error`, `objective` and `rates`.
+        request: Its `budget`, `allow`, `max_error` and `objective`.
         step: The step whose peak must fit.
 
     Returns:
@@ -57,7 +55,6 @@ def goal(request: Request, step: StepOptions) -> Goal | None:
 
     Raises:
         ValueError: For values that are not allowed.
-        FileNotFoundError: If there is no such file of rates.
     """
     if request.budget is None:
         return None
@@ -65,7 +62,6 @@ def goal(request: Request, step: StepOptions) -> Goal | None:
         allow=[name.strip() for name in request.allow.split(",") if name.strip()],
         max_error=request.max_error,
         objective=request.objective,  # type: ignore[arg-type]
-        rates=rates_of(request),
         options=step,
     )
 
@@ -99,6 +95,19 @@ def planned(
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
         raise UnpredictableError(explained(error)) from error
+
+
+def explained(error: Exception) -> str:
+    """Explain an error of a model under fake tensors, in a line.
+
+    Example:
+        >>> explained(RuntimeError("shapes differ")), explained(ValueError("no weights"))
+        ('RuntimeError: shapes differ', 'no weights')
+    """
+    first = (str(error).strip().splitlines() or ["(no message)"])[0]
+    return (
+        first if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {first}"
+    )
 
 
 def largest_sizes(
@@ -140,68 +149,12 @@ def largest_sizes(
     return sizes
 
 
-def rates_of(request: Request) -> Rates:
-    """The throughputs that step times are told by.
-
-    Args:
-        request: Its `rates`: none (byte counts), a file, or `measure`.
-
-    Returns:
-        The rates.
-
-    Raises:
-        ValueError: If the CUDA device to measure is not here, or for a file that holds no rates.
-        FileNotFoundError: If there is no such file.
-    """
-    if request.rates is None:
-        return Rates()
-    return measured_rates(request) if request.rates == "measure" else read_rates(request.rates)
-
-
-def measured_rates(request: Request) -> Rates:
-    """Measure this device.
-
-    Args:
-        request: Its `device`; its `autocast` or `dtype` is that of the arithmetic.
-
-    Returns:
-        Its rates.
-
-    Raises:
-        ValueError: If there is no CUDA device and one is asked for.
-    """
-    device = "cpu" if request.device == "cpu" else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here to measure; device=cpu measures this CPU")
-    return measure_rates(device, dtype=DTYPES[request.autocast or request.dtype])
-
-
 def save(path: Path, built: Built, config: Config, step: StepOptions) -> None:
     """Write the plan that a config makes of a model and a batch for a step's device."""
     model, optimizer, batch = built
     with conditions(model, step):
         plan = make_plan(model, optimizer, config, batch=batch)
     plan.save(path)
-
-
-def show_fit(console: Console, found: Fit) -> None:
-    """Print what the planner found, in 80 columns."""
-    for line in found.lines():
-        console.print(line, markup=False, highlight=False)
-    console.print()
-
-
-def show_rates(console: Console, rates: Rates) -> None:
-    """Print what was measured."""
-    console.print(f"{rates.name}:", markup=False, highlight=False)
-    for what, rate, unit in (
-        ("copying", rates.copy, "GB/s, read plus written"),
-        ("matrix products", rates.flops, "GFLOP/s"),
-        ("group codes", rates.pack, "GB/s, read plus written"),
-    ):
-        console.print(f"  {what:16}{rate / 1e9:,.1f} {unit}", markup=False, highlight=False)
-    for what, seconds in (("any op", rates.launch), ("a group code", rates.call)):
-        console.print(f"  {what:16}{seconds * 1e6:.1f} us besides", markup=False, highlight=False)
 
 
 def show_misfit(errors: Console, error: DoesNotFit) -> None:

@@ -2,39 +2,35 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from memtrain.audit.peak import StepOptions, Timeline
+from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import UnpredictableError
-from memtrain.audit.report import Report
+from memtrain.audit.report import Report, audit
 from memtrain.cli.command_line import consoles, drop_output, replaced, working
 from memtrain.cli.models.build_model import Built, build, build_real
 from memtrain.cli.models.request import Request
-from memtrain.cli.render import charts, data_files
-from memtrain.cli.render.outcome import Outcome, broken_limits
-from memtrain.cli.render.page import as_html
+from memtrain.cli.render.charts import step_svg
+from memtrain.cli.render.data_files import as_text
+from memtrain.cli.render.outcome import Outcome, broken_limit
 from memtrain.cli.render.text_tables import show
-from memtrain.cli.report import diff, fitting
-from memtrain.cli.report.arguments import (
-    STDOUT,
-    files,
-    help_text,
-    of_device,
-    parse,
-    requested,
-    settings,
-)
-from memtrain.cli.report.audits import Working, measured, only_measured, predicted, verified
-from memtrain.config.sizes import format_size, parse_size
+from memtrain.cli.report import fitting
+from memtrain.cli.report.arguments import STDOUT, help_text, parse, requested, settings
+from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
-from memtrain.planner import DoesNotFit, write_rates
+from memtrain.plan.plan import make_plan
+from memtrain.planner import DoesNotFit
+from memtrain.verification import Verification, verify
 
+Working = Callable[[str], AbstractContextManager[Any]]
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -77,12 +73,7 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
     if {"-h", "--help"} & set(argv) or not argv:
         console.out(help_text(), end="", highlight=False)
         return DONE
-    options = parse(argv)
-    if options.diff:
-        return _diff(options, console, errors)
-    if options.measure_rates:
-        return _rates(options, console, errors)
-    return _report(options, console, errors)
+    return _report(parse(argv), console, errors)
 
 
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
@@ -101,28 +92,28 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
         fitting.save(options.plan, built, config, step)
-    timeline = None if planned is None else planned.timeline
-    report = _audited(options, built, config, step, told, timeline)
+    report = _audited(options, built, config, step, told)
     asked = settings(request, options.overrides, built[2])
     sizes, memory = {}, parse_size(request.memory or 0, "memory")
     if memory:
         sizes = fitting.largest_sizes(built, request, config, step, told)
     outcome = Outcome(report, asked, sizes, memory, planned)
-    with told("writing the files"):
-        _write(options, outcome)
-    lines = broken_limits(report, options.fail_over, options.fail_under)
+    for path, text in _files(options, outcome):
+        write(path, text)
+    limit = broken_limit(report, options.fail_over)
+    lines = [limit] if limit else []
     for line in lines:
         errors.print(f"memtrain-report: {line}", markup=False)
     try:
-        if not _printed(options, outcome, console):
-            if planned is not None:
-                fitting.show_fit(console, planned)
-            show(console, outcome, top=options.top, by=options.by, depth=options.depth)
-            if request.verify:
-                found = verified(request, config)
-                console.print(found.verdict, markup=False)
-                console.print(found.table(options.top))
-                lines += [] if found.ok else [found.verdict]
+        if options.json == STDOUT:
+            console.out(as_text(outcome), end="", highlight=False)
+            return LIMIT if lines else DONE
+        show(console, outcome, top=options.top, by=options.by)
+        if request.verify:
+            found = verified(request, config)
+            console.print(found.verdict, markup=False)
+            console.print(found.table(options.top))
+            lines += [] if found.ok else [found.verdict]
     except BrokenPipeError:
         drop_output()  # the limits count whether anyone reads the tables or not
     return LIMIT if lines else DONE
@@ -136,11 +127,9 @@ def _step(request: Request, options: argparse.Namespace, errors: Console) -> Ste
                 f"{name} follows the ops of a step, which compiled code does not run one by one; "
                 f"allowed with {name}: compile=false"
             )
-    if request.verify and any(path == STDOUT for _, path in files(options)):
+    if request.verify and options.json == STDOUT:
         raise ValueError("- takes the standard output alone: without verify=true")
     on_cuda = request.device != "cpu" and torch.cuda.is_available()
-    if options.snapshot is not None and not on_cuda:
-        raise ValueError("--snapshot is of the CUDA allocator; there is no CUDA device to run on")
     step = request.step
     if options.measure and request.device != "cpu" and not on_cuda:
         errors.print("memtrain-report: no CUDA device here: predicted and measured on the CPU")
@@ -153,90 +142,56 @@ def _place(step: StepOptions) -> str:
 
 
 def _audited(
-    options: argparse.Namespace,
-    built: Built,
-    config: Config,
-    step: StepOptions,
-    told: Working,
-    planned: Timeline | None,
+    options: argparse.Namespace, built: Built, config: Config, step: StepOptions, working: Working
 ) -> Report:
+    make_plan(*built[:2], config)  # an error in a plan is not the model's
     try:
-        with told("tracing the step, plain and planned"):
-            report = predicted(built, config, step, peak=options.peak, planned=planned)
-    except UnpredictableError as error:
-        if not options.measure:
-            raise
-        report = only_measured(error, built, config, step, told)
-        if options.snapshot is None:
-            return report
-    if not options.measure:
-        return report
-    return measured(report, built, config, step, told, options.snapshot)
+        with working("tracing the step, plain and planned"):
+            return audit(*built, config, peak=options.peak, measure=options.measure, options=step)
+    # A user's model may raise anything under fake tensors: one line, not a traceback.
+    except Exception as error:
+        raise UnpredictableError(fitting.explained(error)) from error
 
 
-def _write(options: argparse.Namespace, outcome: Outcome) -> None:
-    """Write the files that are asked for."""
-    for option, path in files(options):
-        if path != STDOUT:
-            write(path, option, _text(option, outcome))
+def _files(options: argparse.Namespace, outcome: Outcome) -> Iterator[tuple[Path, str]]:
+    """Yield the files that are requested, with their content."""
+    if options.json not in (None, STDOUT):
+        yield options.json, as_text(outcome)
+    if options.svg is not None:
+        yield options.svg, step_svg(outcome.report, outcome.settings)
 
 
-def _printed(options: argparse.Namespace, outcome: Outcome, console: Console) -> bool:
-    """Print what takes the place of the tables, if anything does."""
-    for option, path in files(options):
-        if path == STDOUT:
-            console.out(_text(option, outcome), end="", highlight=False)
-            return True
-    return False
-
-
-def _text(option: str, outcome: Outcome) -> str:
-    if option == "--html":
-        return as_html(outcome)
-    if option == "--svg":
-        return charts.step_svg(outcome.report, outcome.settings)
-    return data_files.as_csv(outcome.report) if option == "--csv" else data_files.as_text(outcome)
-
-
-def write(path: Path, option: str, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Write a file, whole or not at all.
 
     Args:
         path: The file; an older one is replaced.
-        option: Who asks, for the message.
         text: Its content.
 
     Raises:
         OSError: If it cannot be written; names the path.
     """
-    with replaced(path, option) as partly:
+    with replaced(path, "the file") as partly:
         partly.write_text(text, encoding="utf-8")
 
 
-def _rates(options: argparse.Namespace, console: Console, errors: Console) -> int:
-    request = of_device(options.overrides)
-    with working(errors, "measuring this device"):
-        rates = fitting.measured_rates(request)
-    with replaced(options.measure_rates, "--measure-rates") as partly:
-        write_rates(rates, partly)
-    fitting.show_rates(console, rates)
-    return DONE
+def verified(request: Request, config: Config) -> Verification:
+    """Build the model with initial weights, and compare a step on random data with the exact one.
 
+    A `py:` builder's own weights and batch are used as they are.
 
-def _diff(options: argparse.Namespace, console: Console, errors: Console) -> int:
-    if options.overrides:
-        raise ValueError(f"--diff compares two files; {options.overrides[0]!r} is not for it")
-    changes = diff.compare(*map(data_files.read, options.diff))
-    growth, status = changes[1][-1].growth, DONE  # of the peak; of the total without one
-    if options.fail_over is not None and growth > options.fail_over:
-        limit = f"more than --fail-over {format_size(options.fail_over)}"
-        errors.print(f"memtrain-report: grew by {format_size(growth)}, {limit}")
-        status = LIMIT
-    try:
-        diff.show_changes(console, changes, top=options.top, by=options.by)
-    except BrokenPipeError:
-        drop_output()
-    return status
+    Args:
+        request: The model and its batch.
+        config: The plan.
+
+    Returns:
+        The verdict, and the quality of each site's gradient.
+
+    Memory:
+        A plain training step's, and five gradients.
+    """
+    model, _, batch = build_real(request, config.seed)
+    return verify(model, batch, config, per_site=True, warn=False, progress=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ columns = lambda *shape: torch.randn(8, *shape).transpose(1, 2)
 convolution("1-d, turned", columns(4096, 64), w(64, 64, 3), 1, 1)
 convolution("one point, turned", columns(4096, 64), w(128, 64, 1))
 convolution("one point", maps(64, 4096), w(128, 64, 1))
+orders = {"plain": maps(64, 256), "turned": columns(256, 64)}
+one_number = w(()).expand(8, 64, 256)
+for name, gradient in {**orders, "one number": one_number}.items():
+    for order, input in orders.items():
+        cases[f"gelu, {name} gradient, {order} input"] = A.gelu_backward.default, (gradient, input)
 unfold = [9, 1], [1, 1], [4, 0], [1, 1]
 x = columns(512, 64).unsqueeze(3)
 cases["unfold"] = A.im2col.default, (x.contiguous(), *unfold)
