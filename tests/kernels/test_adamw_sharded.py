@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import shard as shards
@@ -153,3 +154,41 @@ def test_one_collective_a_group_and_nan_is_the_largest(monkeypatch):
     assert worst[0].isnan()
     shards.all_reduce([], "max")
     assert len(calls) == 1
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what makes the host wait for a tensor's value."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["rank1", "factored", "factored8"])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_guard_that_is_not_finite_refuses_parts_without_a_wait(name, kind, monkeypatch):
+    """A gradient with Inf, in one part: its whole parameter and its states stay as they were."""
+    monkeypatch.setattr(sharded, "all_reduce", together(2))
+
+    def made():
+        parts = torch.ones(6, 128).split([4, 2])
+        return [entry(part.clone(), kind, Shard((6, 128), ((0, None),))) for part in parts]
+
+    def step(entries, bad):
+        generator = torch.Generator().manual_seed(0)
+        for k, one in enumerate(entries):
+            grad = torch.randn(one.param.shape, generator=generator)
+            grad[0, 5] += torch.inf if bad and k else 0.0
+            entries[k] = one._replace(grad=grad, guard=torch.tensor(torch.inf if bad else 1.0))
+        with Waits():
+            sharded.step(entries)
+        tensors = [t for one in entries for state in one.states for t in state.values()]
+        return [t.clone() for t in (*[one.param for one in entries], *tensors)]
+
+    with backend(name):
+        ours, theirs = made(), made()
+        first = step(ours, bad=False)
+        assert all(map(torch.equal, first, step(ours, bad=True)))
+        step(theirs, bad=False)
+        assert all(map(torch.equal, step(ours, bad=False), step(theirs, bad=False)))
+        assert not torch.equal(first[0], ours[0].param)

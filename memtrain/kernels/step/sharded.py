@@ -18,6 +18,7 @@ from memtrain.kernels.step.step import (
     average_factors,
     fits,
     reduce_reference,
+    unless_refused,
     update_reference,
 )
 
@@ -52,7 +53,9 @@ def step(entries: Sequence[Entry]) -> None:
         if entries[k].param.numel():
             update_reference(entries[k], sums[k])
         elif entries[k].form == "rank1":
-            entries[k].states[1]["scale"].copy_(sums[k]["scale"])
+            scale = entries[k].states[1]["scale"]
+            with unless_refused(entries[k], [scale]):
+                scale.copy_(sums[k]["scale"])
 
 
 def _by_kernels(entry: Entry) -> bool:

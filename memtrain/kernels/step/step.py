@@ -1,7 +1,8 @@
 """One optimizer step over many tensors at once, with their states compressed."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Entry(NamedTuple):
     With a `shard` everything is a process's part, but for what rank-1 and factored know of the
     whole: see `sharded.step`. `master` tells how a bfloat16 or float16 parameter's float32 master
     is kept. Where `guard` (float32, one element, not negative, on the parameter's device) is not
-    finite, nothing is changed; the Triton kernels read it, others are waited for.
+    finite, nothing is changed: the Triton kernels read it, and so does torch's arithmetic on a
+    `shard`; others are waited for.
     """
 
     param: Tensor
@@ -291,13 +293,21 @@ def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
     """The new factors from sums over the whole tensor, into the state; their mean into `sums`."""
     h, state = update_rules.named(entry.rule, entry.scalars), entry.states[1]
     row, col = state["row"], state["col"]
-    row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(part.shape[1:]).numel()))
-    col.copy_(h.b2 * col + h.w2 * (sums["col"] / part.shape[0]))
+    with unless_refused(entry, [row, col]):
+        row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(part.shape[1:]).numel()))
+        col.copy_(h.b2 * col + h.w2 * (sums["col"] / part.shape[0]))
     sums["mean"] = shard.mean_of(row, col, part)
 
 
 def update_reference(entry: Entry, sums: Sums) -> None:
     """Pass 2 in pure torch: decode, update, encode."""
+    written = [part for state in entry.states for part in state.values()]
+    written += [x for x in (entry.param, entry.master.correction) if x is not None]
+    with unless_refused(entry, written):
+        _update(entry, sums)
+
+
+def _update(entry: Entry, sums: Sums) -> None:
     shape, is_factored = entry.param.shape, entry.form == "factored"
     before, h = entry.master.read(entry.param), update_rules.named(entry.rule, entry.scalars)
     p, g = before, update_rules.gradient(h, entry.grad, before)
@@ -322,6 +332,22 @@ def update_reference(entry: Entry, sums: Sums) -> None:
     entry.master.write(p, entry.param)
     for (codec, state), value in zip(stored, new, strict=False):
         codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None, u)
+
+
+@contextmanager
+def unless_refused(entry: Entry, written: Sequence[Tensor]) -> Iterator[None]:
+    """Take back what the block writes where the entry's guard is not finite; no host waits.
+
+    Args:
+        entry: Whose guard.
+        written: The tensors that the block writes in place.
+    """
+    old = [] if entry.guard is None else [x.clone() for x in written]
+    yield
+    if entry.guard is not None:
+        allowed = entry.guard.isfinite()
+        for x, before in zip(written, old, strict=True):
+            x.copy_(torch.where(allowed, x, before))
 
 
 def _store_over_factors(
