@@ -161,6 +161,7 @@ def test_zero_grad_throws_gradients_away_that_wait_for_their_norm():
     assert optimizer.norm == pytest.approx(0.3 * 2**0.5)
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped:RuntimeWarning")
 def test_the_sum_is_clipped_and_nan_skips_it():
     weight = nn.Parameter(torch.zeros(2))
     optimizer = sgd([weight], accumulate=2, clip="parameter", limit=1.0)

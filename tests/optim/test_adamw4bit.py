@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from memtrain.kernels.dispatch import backend
-from memtrain.optim import AdamW4bit, compress, describe, predict, restore, state_bytes
+from memtrain.optim import (
+    AdamW4bit,
+    AdamW4bitFactor,
+    AdamW8bitFactor,
+    Choice,
+    compress,
+    describe,
+    predict,
+    restore,
+    state_bytes,
+)
 
 SECONDS = ["Rank-1/Linear", "B128/Linear", "factored"]
 BLOCKS = 12
@@ -323,3 +333,41 @@ def test_a_parameter_that_grew_is_refused_before_anything_is_written(kind):
         optimizer.step()
     assert torch.equal(model.weight, torch.ones(110, 64))
     assert str(before) == str(moments)
+
+
+@pytest.mark.parametrize("kind", [AdamW4bitFactor, AdamW8bitFactor])
+def test_factors_make_rare_gradients_steps_larger_by_a_root_of_the_rows(kind):
+    """One element of each row and column: no moment is further from rank one."""
+    weight = nn.Parameter(torch.zeros(256, 256))
+    optimizer = kind([weight], lr=1e-3, weight_decay=0.0)
+    weight.grad = torch.eye(256)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), -16e-3 * torch.eye(256), rtol=1e-4, atol=0.0)
+
+
+EIGHT = Choice(first="B256/DE", second="B256/DE-0", bits=8)
+
+
+@pytest.mark.parametrize(
+    ("choose", "nbytes", "share"), [(None, 0.53125, 0.9), (EIGHT, 1.015625, 0.99)]
+)
+def test_muon_follows_its_float32_form_with_compressed_momentum(choose, nbytes, share):
+    """torch's Muon takes each momentum whole for its step, and leaves it in 4 or 8 bits."""
+
+    def trained(pack):
+        torch.manual_seed(0)
+        weight, target = nn.Parameter(torch.randn(96, 128) / 10), torch.randn(96, 128) / 10
+        optimizer = pack(torch.optim.Muon([weight], lr=3e-3, weight_decay=0.0))
+        losses = []
+        for _ in range(60):
+            loss = (torch.randn(256, 128) @ (weight - target).T).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses[0] - losses[-1], state_bytes(optimizer) / weight.numel()
+
+    fall, whole = trained(lambda optimizer: optimizer)
+    ours, kept = trained(lambda optimizer: compress(optimizer, choose))
+    assert (whole, kept) == (4.0, nbytes)
+    assert share * fall < ours < fall / share

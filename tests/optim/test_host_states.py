@@ -152,6 +152,7 @@ def closure_of(model, step):
     return closure
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped:RuntimeWarning")
 def test_clipping_by_the_global_norm_is_exact():
     """As `two_pass`, which runs the backward twice: the same norms, factors and steps."""
     own = ["release.limit=0.01"]

@@ -121,6 +121,7 @@ LONG += [("block", name, bad) for name in OPTIONS for bad in (False, True)]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LONG)]
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped:RuntimeWarning")
 @pytest.mark.parametrize(("inner", "options", "bad"), CASES)
 def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, counts):
     reads, before, asked = Reads(), Reads(), []

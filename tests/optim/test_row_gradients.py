@@ -362,6 +362,7 @@ def test_frozen_weights_and_evaluation_leave_no_trace():
     assert torch.equal(model.head.weight, Tokens().head.weight)
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped:RuntimeWarning")
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("cfg", ["all_four", "2 bits", "rank-1"])
 def test_a_gradient_that_is_not_finite_skips_all_pieces(cfg, bad):

@@ -398,6 +398,7 @@ def test_every_weight_loses_the_scale_once(make):
     assert all(p.grad.isfinite().all() for p in low.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped:RuntimeWarning")
 @pytest.mark.parametrize("preset", ["balanced", "all_four", "exact"])
 def test_it_goes_with_the_presets_and_skips_their_steps(preset):
     x, y = data()

@@ -137,6 +137,9 @@ class AdamW4bitFactor(AdamW4bit):
     """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
 
     A NaN or Inf in a gradient spreads to the whole matrix in that step: all factors share a mean.
+    Factors represent a moment of rank one. Where few elements of a row and of its column have
+    gradients, the factors are up to `min(rows, columns)` times too small, and the elements' updates
+    up to the square root of that too large: use `AdamW4bit` or `AdamW8bit` for such parameters.
 
     Memory:
         0.53 bytes per parameter, plus 4 bytes for each row and column.
@@ -204,8 +207,9 @@ class AdamW8bit(AdamW4bit):
 class AdamW8bitFactor(AdamW8bit):
     """`AdamW8bit` with the second moment of two or more dimensions factored into rows and columns.
 
-    1-d parameters, and those whose factors would cost over 0.08 bytes per parameter, keep both
-    moments in blocks of 256.
+    NaN, Inf and rare gradients have the effects that `AdamW4bitFactor` states. 1-d parameters,
+    and those whose factors would cost over 0.08 bytes per parameter, keep both moments in blocks
+    of 256.
 
     Memory:
         1.02 bytes per parameter, plus 4 bytes for each row and column.

@@ -1,6 +1,7 @@
 """Gradient release: each weight is updated inside backward, as its gradient arrives."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from threading import RLock
@@ -83,7 +84,8 @@ class ReleaseGradients(OptimizerWrapper):
     already. (Under DDP, whose buckets give gradients back, its value is compared: clipping that
     changes nothing is not seen.)
 
-    A gradient with NaN or Inf skips its parameter's update and is counted in `skipped`; with
+    A gradient with NaN or Inf skips its parameter's update, which `skipped` counts (the first one
+    raises a RuntimeWarning); with
     `two_pass` and `global_norm` the whole step is skipped, and counted once. A norm above float32's
     range counts as Inf.
 
@@ -454,7 +456,7 @@ class ReleaseGradients(OptimizerWrapper):
         else:
             norm /= self.loss_scale
             if not math.isfinite(norm) and not self._defers:
-                self.skipped += 1
+                self._skip(f"the update of a parameter of shape {tuple(param.shape)}")
                 return
             self._squares += norm * norm
         if self.clip == "global_norm":
@@ -493,7 +495,7 @@ class ReleaseGradients(OptimizerWrapper):
         waiting, self._waiting = self._waiting, []
         norm = math.sqrt(self._squares)
         if waiting and not math.isfinite(norm):
-            self.skipped += 1
+            self._skip("a step")
             self._done.clear()
             return
         self._factor = min(1.0, self.limit / (norm + _TINY))
@@ -534,8 +536,19 @@ class ReleaseGradients(OptimizerWrapper):
         if math.isfinite(norm) or self._defers:
             self._squares += norm * norm
         else:
-            self.skipped += 1
+            self._skip(f"the update of a parameter of shape {tuple(one.param.shape)}")
             late_norms.set_count(self.state, one.param, one.count)
+
+    def _skip(self, what: str) -> None:
+        """Count what was skipped for NaN or Inf; warn of the first."""
+        self.skipped += 1
+        if self.skipped == 1:
+            warnings.warn(
+                f"{what} was skipped: its gradient has NaN or Inf. optimizer.skipped counts such "
+                "updates from now on, without a warning; release.skip_nonfinite=false applies them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
@@ -574,7 +587,7 @@ class ReleaseGradients(OptimizerWrapper):
             self._settle()
             norm = math.sqrt(self._squares)
             if not math.isfinite(norm):
-                self.skipped += 1
+                self._skip("a step")
                 self._done.clear()
                 return loss
             self._factor = min(1.0, self.limit / (norm + _TINY))
