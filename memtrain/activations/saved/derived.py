@@ -15,6 +15,7 @@ from torch import Tensor
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
 from memtrain.activations.saved.function_payloads import decompress, saved_payloads
 from memtrain.activations.saved.known_ops import CASTS, VIEWS
+from memtrain.activations.saved.node_tensors import flows_into
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.store import Store, check_version, without_elements
 
@@ -101,12 +102,19 @@ class DerivedOutputs:
             node, op, without_elements(y), y._version, number, memory, y.dtype
         )
 
-    def find(self, x: Tensor) -> Derived | None:
-        """Return what takes the place of a saved tensor, if it is a norm's untouched output."""
+    def find(self, x: Tensor, node: Any) -> Derived | None:
+        """Return what takes the place of a saved tensor, if it is a norm's untouched output.
+
+        Args:
+            x: The saved tensor.
+            node: Saves it.
+        """
         if not self._outputs or x.grad_fn is None:
             return None
         output, was_cast = self._output_of(x.grad_fn)
         if output is None or output.counter._version != output.version:
+            return None
+        if flows_into(node, x.grad_fn, {output.node._sequence_nr()}):
             return None
         layout, memory = memory_of(x)
         number = storage_id(x)

@@ -1,6 +1,6 @@
 """What a node of autograd saves, under which attributes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 FUNCTION = ("saved_tensors",)
 """Where an `autograd.Function` of Python holds its saved tensors."""
+LEAF = 2**64 - 1
+"""Number of the nodes that accumulate gradients."""
 
 
 def is_function(node: type) -> bool:
@@ -56,3 +58,29 @@ def tensors_of(node: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
                 if isinstance(x, Tensor)
             ]
     return found
+
+
+def flows_into(node: Any, source: Any, nodes: Collection[int]) -> bool:
+    """Whether a gradient that a node multiplies by a saved tensor flows back to one of `nodes`.
+
+    An unbiased gradient needs independent errors of the factors that are multiplied on the way: of
+    `h * h * h`, where both products save h, the two payloads of h need random bits of their own.
+
+    Args:
+        node: Saves the tensor.
+        source: Node of the tensor, whose own gradient does not have it as a factor.
+        nodes: Numbers of the nodes that saved the tensor before.
+    """
+    above = [each for each, _ in node.next_functions if each is not None]
+    if source in above:
+        above.remove(source)
+    first, seen = min(nodes, default=LEAF), set[int]()
+    while above:
+        each = above.pop()
+        number = each._sequence_nr()
+        if number in nodes:
+            return True
+        if first < number < LEAF and number not in seen:
+            seen.add(number)
+            above += [one for one, _ in each.next_functions if one is not None]
+    return False

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of
+from memtrain.activations.saved.node_tensors import flows_into
 from memtrain.activations.saved.specialized import Specialized
 from memtrain.activations.saved.store import Entry, Handle, Storage, tensor_of
 from memtrain.compressors import Compressor, Key, Packed
@@ -18,7 +19,7 @@ _UNKNOWN: Any = object()
 
 
 def make_entry(
-    storage: Storage, x: Tensor, compressor: Compressor, key: Callable[[], Key]
+    storage: Storage, x: Tensor, compressor: Compressor, key: Callable[[], Key], node: Any = None
 ) -> tuple[Handle | None, Entry | None, bool]:
     """Return the handle of a saved tensor, its entry, and whether the entry is new.
 
@@ -27,27 +28,30 @@ def make_entry(
         x: The saved tensor.
         compressor: For it.
         key: Gives the random bits of a new payload.
+        node: Saves the tensor.
 
     Returns:
         handle: None where a payload would be no smaller than the tensor's storage.
         entry: Its entry.
         is_new: False where an earlier save made it.
     """
-    x = x.detach()
+    source, x = x.grad_fn, x.detach()
     layout, memory = memory_of(x)
     shaped = compressor.shaped
     geometry = (x.shape, x.stride(), x.storage_offset())
     place = (memory, x.dtype, compressor, geometry if shaped else None)
     entry = storage.find(place, x._version)
     handle_layout = None if shaped else layout
-    if entry is not None:
-        return Handle(entry, handle_layout, geometry), entry, False
-    packed, made_by, nbytes = _compress(x, layout, memory, compressor, key)
-    if nbytes >= x.untyped_storage().nbytes():
-        return None, None, False
-    entry = Entry(x, storage.epoch, packed, made_by, nbytes)
-    storage.add(place, entry)
-    return Handle(entry, handle_layout, geometry), entry, True
+    is_new = entry is None or (node is not None and flows_into(node, source, entry.savers))
+    if entry is None or is_new:
+        packed, made_by, nbytes = _compress(x, layout, memory, compressor, key)
+        if nbytes >= x.untyped_storage().nbytes():
+            return None, None, False
+        entry = Entry(x, storage.epoch, packed, made_by, nbytes)
+        storage.add(place, entry)
+    if node is not None:
+        entry.savers.add(node._sequence_nr())
+    return Handle(entry, handle_layout, geometry), entry, is_new
 
 
 def roundtrip(x: Tensor, compressor: Compressor, key: Key) -> Tensor:

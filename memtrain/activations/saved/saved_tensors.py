@@ -32,7 +32,13 @@ from memtrain.activations.saved.known_ops import (
     SavedBy,
 )
 from memtrain.activations.saved.liveness import Watched, still_held
-from memtrain.activations.saved.node_tensors import FUNCTION, is_function, saved_names, tensors_of
+from memtrain.activations.saved.node_tensors import (
+    FUNCTION,
+    LEAF,
+    is_function,
+    saved_names,
+    tensors_of,
+)
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_entry
 from memtrain.activations.saved.readers import Readers
@@ -231,7 +237,7 @@ class SavedTensors:
         while nodes:
             node = nodes.pop()
             number = node._sequence_nr()
-            if self._mark <= number != _LEAF and number not in new:
+            if self._mark <= number != LEAF and number not in new:
                 new[number] = node
                 nodes += [above for above, _ in node.next_functions if above is not None]
         for number in sorted(new):  # as they were made
@@ -416,13 +422,14 @@ class SavedTensors:
     def _compress(
         self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor
     ) -> None:
-        source = self.derived.find(x) if self.derive_outputs else None
+        derives = self.derive_outputs and saved.reason == LINEAR
+        source = self.derived.find(x, node) if derives else None
         if source is not None:
             self._register(node, saved, source, x, site, chosen)
             self._record(x, site, source.nbytes, "derived", DERIVED, source, source.op)
             return
         storage = self.store.of(x, storage_id(x))
-        handle, entry, is_new = make_entry(storage, x, chosen, lambda: self.key(site))
+        handle, entry, is_new = make_entry(storage, x, chosen, lambda: self.key(site), node)
         if handle is None or entry is None:
             self._keep(x, site, "its payload would be no smaller", node, saved.attribute)
             return
@@ -593,7 +600,6 @@ _STATE = (
 _DROPOUTS = callables("dropout")
 _WRITTEN_OUT = ("matmul", "softmax", "mul")
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
-_LEAF = 2**64 - 1  # number of the nodes that accumulate gradients
 
 
 def _unpack(handle: Any) -> Tensor:

@@ -36,6 +36,7 @@ class Entry:
         "epoch",
         "nbytes",
         "packed",
+        "savers",
         "tensor",
         "version",
     )
@@ -49,6 +50,8 @@ class Entry:
         self.compressor = compressor
         self.tensor: Tensor | None = None
         """Takes the payload's place where the memory is kept anyway."""
+        self.savers: set[int] = set()
+        """Numbers of the nodes that hold the payload."""
 
     @property
     def is_current(self) -> bool:
