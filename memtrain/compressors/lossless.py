@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.packing import pack
@@ -58,13 +57,11 @@ class Mask(Compressor):
 class Integers(Compressor):
     """An integer tensor in the narrowest of uint8, int16 and int32 that holds its values, exact.
 
-    The width depends on the values, so `compress` reads the minimum and the maximum, which
-    synchronizes with a GPU. A fake or meta tensor has no values: its width stays, and its bytes
-    are an upper bound. With a `limit` the width follows from the limit alone, and one-byte tensors
-    are packed to the bit.
+    The width follows from the limit alone: no value is read. One-byte tensors are packed to the
+    bit.
 
     Args:
-        limit: All values are known to lie from 0 to below it, as indices do; None: they are read.
+        limit: All values are known to lie from 0 to below it, as indices do.
 
     Raises:
         ValueError: If the limit is below 1.
@@ -75,8 +72,8 @@ class Integers(Compressor):
 
     Example:
         >>> x = torch.tensor([3, 250])
-        >>> packed = Integers().compress(x, key=Key())
-        >>> packed.nbytes, Integers().decompress(packed)
+        >>> packed = Integers(limit=251).compress(x, key=Key())
+        >>> packed.nbytes, Integers(limit=251).decompress(packed)
         (2, tensor([  3, 250]))
     """
 
@@ -84,11 +81,11 @@ class Integers(Compressor):
     roles = frozenset()  # memtrain itself chooses it for tensors of integers
     lossless = True
 
-    limit: int | None = None
+    limit: int
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit}; allowed: 1 or more, or None")
+        if self.limit < 1:
+            raise ValueError(f"limit={self.limit}; allowed: 1 or more")
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Narrow `x`; a tensor that cannot be narrower is its own payload.
@@ -109,7 +106,9 @@ class Integers(Compressor):
         if bits:
             values = pack.pack_codes(x.view(torch.uint8), bits)
         else:
-            values = x.to(_narrowest(x, self.limit))
+            narrower = (kind for kind in _NARROW if kind.itemsize < x.dtype.itemsize)
+            fitting = (kind for kind in narrower if self.limit - 1 <= torch.iinfo(kind).max)
+            values = x.to(next(fitting, x.dtype))
         return Packed({"values": values}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -125,23 +124,6 @@ class Integers(Compressor):
 
         Wider dtypes hold indices, which are few beside what they index, and are cast in one op.
         """
-        if dtype.itemsize > 1 or self.limit is None or self.limit > _PACKED:
+        if dtype.itemsize > 1 or self.limit > _PACKED:
             return 0
         return max(1, (self.limit - 1).bit_length())
-
-
-def _narrowest(x: Tensor, limit: int | None) -> torch.dtype:
-    """Return the narrowest dtype that can represent the values of `x`, else its own dtype."""
-    narrower = [dtype for dtype in _NARROW if dtype.itemsize < x.dtype.itemsize]
-    if limit is not None:
-        fitting = (dtype for dtype in narrower if limit - 1 <= torch.iinfo(dtype).max)
-        return next(fitting, x.dtype)
-    if not narrower or isinstance(x, FakeTensor) or x.is_meta:
-        return x.dtype
-    if x.numel() == 0:
-        return narrower[0]
-    low, high = (int(bound) for bound in torch.aminmax(x))
-    for dtype in narrower:
-        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
-            return dtype
-    return x.dtype

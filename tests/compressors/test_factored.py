@@ -51,22 +51,3 @@ def test_bytes_are_rows_and_columns():
 def test_one_dimension_is_refused():
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         Factored().compress(torch.ones(5), key=Key())
-
-
-def test_the_last_two_dimensions_as_in_the_original():
-    factored, x = Factored(factor_dims="last2"), torch.rand(2, 3, 4, 5)
-    packed = factored.compress(x, key=Key())
-    assert {name: tuple(t.shape) for name, t in packed.tensors.items()} == {
-        "row": (2, 3, 4), "col": (2, 3, 5),
-    }  # fmt: skip
-    back = factored.decompress(packed)
-    for i in range(2):
-        for j in range(3):
-            assert torch.allclose(back[i, j], round_trip(x[i, j]), rtol=2**-22, atol=0)
-    x[1, 2] = 0
-    assert torch.equal(factored.decompress(factored.compress(x, key=Key()))[1, 2], x[1, 2])
-    assert torch.equal(
-        factored.decompress(factored.compress(x[0, 0], key=Key())), round_trip(x[0, 0])
-    )
-    with pytest.raises(ValueError, match="last3"):
-        Factored(factor_dims="last3")

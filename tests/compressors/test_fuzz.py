@@ -63,7 +63,7 @@ FIELDS: dict[str, st.SearchStrategy] = {
     "samples": built("samples", bits=st.lists(WIDTHS, min_size=1, max_size=4), **GROUP),
     "host": built("host", inner=INNER),
     "mask": built("mask"),
-    "integers": built("integers"),
+    "integers": built("integers", limit=st.just(2**63)),
     "block": mapped(
         "block", rounding=ROUNDINGS, block_size=st.sampled_from((8, 16, 32, 128, 2048))
     ),

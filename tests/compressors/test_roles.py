@@ -11,7 +11,7 @@ import memtrain
 from memtrain.compressors import COMPRESSORS, Compressor, Key, Packed
 
 # What a compressor needs besides its name; one that is not listed has defaults for all fields.
-FIELDS = {"host": {"inner": {"name": "group"}}}
+FIELDS = {"host": {"inner": {"name": "group"}}, "integers": {"limit": 9}}
 # ... and in a role: a second moment has no sign, and must not come back as zero.
 UNSIGNED = {"block": {"signed": False, "map": "DE-0"}, "float": {"format": "bf16"}}
 SIGNED = {"rank1": {"signed": True}}

@@ -45,7 +45,7 @@ BYTES = {
     "factored": (torch.bfloat16, 4 * sum(SHAPE)),
     "float": (torch.float32, N),
 }
-FIELDS = {"host": {"inner": Group()}}
+FIELDS = {"host": {"inner": Group()}, "integers": {"limit": 2**40}}
 TWO = ("samples", "rank1", "lloyd_max", "factored")
 
 

@@ -169,24 +169,6 @@ def test_single_numbers_are_never_compressed(name):
     assert any(isinstance(value, dict) for value in optimizer.state[params[1]].values())
 
 
-def test_the_last_two_dimensions_are_factored_where_asked():
-    def choose(param, state):
-        return Factored(factor_dims="last2") if state == "exp_avg_sq" else Identity()
-
-    params = [nn.Parameter(torch.randn(3, 300, 200)), nn.Parameter(torch.randn(64, 3, 7, 7))]
-    optimizer = compress(torch.optim.AdamW(params, lr=0.01), choose, min_elements=0)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    before = params[0].detach().clone()
-    optimizer.step()
-    state = optimizer.state[params[0]]["exp_avg_sq"]
-    assert {k: tuple(t.shape) for k, t in state.items()} == {"row": (3, 300), "col": (3, 200)}
-    assert 0 < (params[0] - before).abs().max() < 0.5
-    reasons = [row.reason for row in describe(optimizer) if row.param is params[1]]
-    assert "factored vectors would cost 1.14 bytes per parameter: block instead" in reasons
-    assert state_bytes(optimizer) > 0
-
-
 def test_first_steps_compile_nothing():
     """In a fresh process: torch's compiler is not even imported (its front end always is)."""
     code = """
