@@ -5,6 +5,9 @@ x_hat))`, where `g = dy * weight` (an RMS norm without the term `mean(g)`). So `
 `rstd` per row or channel are enough, whatever the mean was. Compressing `x` instead, by hooks,
 loses a large mean's worth of precision: the bounds of a group are rounded to bfloat16. The mean of
 what a payload gives back is taken off again: it is 0 of x_hat, and noise of the payload.
+
+Values are torch's own, and so are arguments, but for `running` (the running mean and variance, or
+None each), the `compressor` of `x_hat`, and the `key` of its random bits.
 """
 
 from typing import Any
@@ -36,21 +39,6 @@ def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)
 ) -> Tensor:
     """`F.batch_norm` in training, saving a compressed `x_hat` in place of `x`.
 
-    The value is torch's own, and so are the running statistics, which are updated.
-
-    Args:
-        x: Float, [N, C, ...].
-        running: Mean and variance, [C] each, or None.
-        weight: [C], or None.
-        bias: [C], or None.
-        momentum: The share of this batch in the running statistics.
-        eps: Added to the variance.
-        compressor: For `x_hat`.
-        key: Feeds the compressor's random bits.
-
-    Returns:
-        Shape of `x`.
-
     Memory:
         Kept for backward: the payload of x's elements, and one number per channel.
 
@@ -75,19 +63,6 @@ def instance_norm(  # noqa: PLR0913 (torch's own, and the site's)
     """`F.instance_norm` with the input's own statistics, saving a compressed `x_hat`.
 
     As in torch, it is a batch norm of one sample with N * C channels.
-
-    Args:
-        x: Float, [N, C, ...].
-        running: Mean and variance, [C] each, or None; updated with the mean over the samples.
-        weight: [C], or None.
-        bias: [C], or None.
-        momentum: The share of this batch in the running statistics.
-        eps: Added to the variance.
-        compressor: For `x_hat`.
-        key: Feeds the compressor's random bits.
-
-    Returns:
-        Shape of `x`.
 
     Memory:
         Kept for backward: the payload of x's elements, and one number per sample and channel.
@@ -123,19 +98,7 @@ def group_norm(
     compressor: Compressor,
     key: Key = Key(),  # noqa: B008 (a frozen value)
 ) -> Tensor:
-    """`F.group_norm`, saving a compressed `x_hat` in place of `x`; the value is torch's own.
-
-    Args:
-        x: Float, [N, C, ...].
-        groups: How many groups of channels are normalised, each by itself.
-        weight: [C], or None.
-        bias: [C], or None.
-        eps: Added to the variance.
-        compressor: For `x_hat`.
-        key: Feeds the compressor's random bits.
-
-    Returns:
-        Shape of `x`.
+    """`F.group_norm`, saving a compressed `x_hat` in place of `x`.
 
     Memory:
         Kept for backward: the payload of x's elements, and one number per sample and group.

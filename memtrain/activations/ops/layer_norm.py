@@ -1,4 +1,9 @@
-"""Layer and RMS norms that save a compressed normalised input (see `ops.batch_norm`)."""
+"""Layer and RMS norms that save a compressed normalised input (see `ops.batch_norm`).
+
+Arguments are torch's, the `compressor` of `x_hat` (in the dtype of `x`) and the `key` of its random
+bits. Where x_hat is quantised in the same pass by a kernel, values are torch's up to the rounding
+of sums; else they are torch's own.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,21 +43,6 @@ def layer_norm(
 ) -> Tensor:
     """`F.layer_norm`, saving a compressed `x_hat` in place of `x`.
 
-    The value is torch's own; where x_hat is quantised in the same pass by a kernel, up to
-    the rounding of its sums. Under autocast the arithmetic has the dtype that torch gives it.
-
-    Args:
-        x: Float, any shape that ends in `shape`.
-        shape: The dimensions that are normalised together.
-        weight: Of `shape`, or None.
-        bias: Of `shape`, or None.
-        eps: Added to the variance.
-        compressor: For `x_hat`, which has mean 0 and variance 1 per row.
-        key: Feeds the compressor's random bits.
-
-    Returns:
-        Shape of `x`.
-
     Memory:
         Kept for backward: the payload of x's elements, and one number per row.
 
@@ -84,10 +74,8 @@ def rms_norm(
 ) -> Tensor:
     """`F.rms_norm`, or a form of it that a model writes out, saving a compressed `x_hat`.
 
-    The value is that of the form, bit for bit; where x_hat is quantised in the same pass
-    by a kernel, up to the rounding of its sums. The gradient is computed in float32
-    (float64 for float64) and then rounded: `dx = rstd * (g - x_hat * mean(g * x_hat))`, with
-    g = dy * weight.
+    The gradient is computed in float32 (float64 for float64) and then rounded:
+    `dx = rstd * (g - x_hat * mean(g * x_hat))`, with g = dy * weight.
 
     Args:
         x: Float, any shape that ends in `shape`.
@@ -95,11 +83,8 @@ def rms_norm(
         weight: Of `shape`; None with the form `"torch"` only.
         eps: Added to the mean square; None stands for the arithmetic's epsilon.
         form: A name in `FORMS`: how dtypes and the weight are handled.
-        compressor: For `x_hat`, which has mean square 1 per row and the dtype of `x`.
-        key: Feeds the compressor's random bits.
-
-    Returns:
-        Shape of `x`.
+        compressor: For `x_hat`.
+        key: Feeds its random bits.
 
     Raises:
         ValueError: If `form` is unknown, or needs a weight that is not there.
