@@ -1,6 +1,5 @@
 """Which tensors of training are rounded to which float format: a config's, as an assignment."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,8 +7,8 @@ from memtrain.kernels.floats.formats import FloatFormat, named_format
 from memtrain.precision.graph import Graph, GraphTensor
 
 FP32 = "fp32"
-ORDERED = ("size_ordered", "increasing", "random")
-ASSIGNMENTS = (FP32, "uniform", "operator", "operator_out", *ORDERED)
+SIZE_ORDERED = "size_ordered"
+ASSIGNMENTS = (FP32, "uniform", "operator", "operator_out", SIZE_ORDERED)
 LOSS_SCALES = ("dynamic", "static", "none")
 
 
@@ -24,13 +23,13 @@ class Precision:
 
     assignment: str = FP32
     """`fp32` rounds nothing. `size_ordered`: groups of tensors between two GEMMs, largest first,
-    become low until `ratio` of all elements is (`increasing`: smallest first; `random`).
+    become low until `ratio` of all elements is.
     `uniform`: everything low. `operator`: the inputs of GEMMs and the gradients of their outputs;
     `operator_out`: also their outputs."""
     ratio: float = 1.0
-    """Of the elements of all tensors of training, 0 to 1; for the ordered assignments."""
+    """Of the elements of all tensors of training, 0 to 1; for `size_ordered`."""
     seed: int = 0
-    """Of the order of `random`, and of stochastic rounding."""
+    """Of stochastic rounding."""
     keep_first: bool = False
     """The first GEMM's input, weights and output gradient stay high."""
     keep_last: bool = False
@@ -141,9 +140,11 @@ def assign(graph: Graph, config: Precision) -> Assignment:
         return _all_of([tensor for tensor in graph.tensors if tensor.group not in high])
     if config.assignment in ("operator", "operator_out"):
         return _operator(graph, config, high)
-    if config.assignment not in ORDERED:
+    if config.assignment != SIZE_ORDERED:
         return Assignment()
-    order = _ordered(sizes(graph), config.assignment, config.seed)
+    own = sizes(graph)
+    # Of equal sizes the earlier group comes first.
+    order = sorted(sorted(own), key=own.__getitem__, reverse=True)
     return demote(graph, [group for group in order if group not in high], config.ratio)
 
 
@@ -174,15 +175,6 @@ def demote(graph: Graph, order: Sequence[int], ratio: float) -> Assignment:
         low += own[group]
         chosen.add(group)
     return _all_of([tensor for tensor in graph.tensors if tensor.group in chosen])
-
-
-def _ordered(own: dict[int, int], how: str, seed: int) -> list[int]:
-    """Sort groups by their sizes, of which ties go to the earlier one; or shuffle them."""
-    order = sorted(own)
-    if how == "random":
-        random.Random(seed).shuffle(order)
-        return order
-    return sorted(order, key=lambda group: own[group], reverse=how == "size_ordered")
 
 
 def _all_of(tensors: Sequence[GraphTensor]) -> Assignment:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +69,6 @@ class Graph:
     tensors: tuple[GraphTensor, ...]
     gemms: tuple[str, ...]
     """`module / op`, in the order of execution."""
-    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Weights that ops of several groups use -> those groups."""
 
     @property
     def elements(self) -> int:
@@ -190,13 +188,10 @@ class GraphRecorder(RoundingMode):
         self._names = TensorNames()
         self._tensors: dict[str, GraphTensor] = {}
         self._gemms: list[str] = []
-        self._users: dict[str, list[int]] = {}
 
     def graph(self) -> Graph:
         """Give the graph of the tensors so far."""
-        shared = {name: tuple(dict.fromkeys(users)) for name, users in self._users.items()}
-        several = {name: groups for name, groups in shared.items() if len(groups) > 1}
-        return Graph(tuple(self._tensors.values()), tuple(self._gemms), several)
+        return Graph(tuple(self._tensors.values()), tuple(self._gemms))
 
     def attach(self, saved: SavedTensors) -> None:
         """Ignore saved tensors."""
@@ -262,7 +257,6 @@ class GraphRecorder(RoundingMode):
 
     def _use(self, weights: Sequence[str], group: int, gemm: bool) -> None:
         for name in weights:
-            self._users.setdefault(name, []).append(group)
             known = self._tensors.get(name)
             if known is None:
                 numel, gradient = self._sizes[name]

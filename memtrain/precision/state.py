@@ -8,7 +8,7 @@ import torch
 
 from memtrain.compressors import Key
 from memtrain.kernels.floats.formats import FloatFormat
-from memtrain.precision.assignment import ORDERED, Assignment, Precision, assign
+from memtrain.precision.assignment import SIZE_ORDERED, Assignment, Precision, assign
 from memtrain.precision.graph import Graph
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -115,7 +115,6 @@ class PrecisionState:
         """Gradient computations so far."""
         self.unseen: dict[str, None] = {}
         """Tensors that the traced forward did not have: they are high."""
-        self._ratios = 0.0  # summed over the gradient computations
         self._index()
 
     def _index(self) -> None:
@@ -169,7 +168,6 @@ class PrecisionState:
         Args:
             overflowed: Name -> overflow ratio, 0 to 1.
         """
-        self._ratios += self.ratio
         threshold = self.config.promotion
         if threshold is not None:
             for site, ratio in overflowed.items():
@@ -190,7 +188,7 @@ class PrecisionState:
     def demoted_ratio(self) -> float:
         """The same with the gradients of low weights counted and nothing promoted.
 
-        It is what the ordered assignments compare with the ratio that was asked for.
+        It is what `size_ordered` compares with the ratio that was asked for.
         """
         if self.graph is None:
             return 0.0
@@ -200,11 +198,6 @@ class PrecisionState:
             if x.weight and x.gradient and x.name in self.assignment.forward
         )
         return (self.assignment.elements(self.graph) + weights) / self.graph.elements
-
-    @property
-    def average_ratio(self) -> float:
-        """The low-precision ratio, averaged over the gradient computations so far."""
-        return self._ratios / self.step if self.step else self.ratio
 
     @property
     def bits(self) -> int:
@@ -221,7 +214,6 @@ class PrecisionState:
         """Give plain dicts and lists for `load_state_dict`."""
         return {
             "step": self.step,
-            "ratios": self._ratios,
             "promotions": [list(promotion) for promotion in self.promotions],
             "scale": self.scale.state_dict(),
             "forward": sorted(self.assignment.forward),
@@ -230,7 +222,7 @@ class PrecisionState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.step, self._ratios = int(state["step"]), float(state["ratios"])
+        self.step = int(state["step"])
         self.promotions = [
             Promotion(int(step), str(site), float(ratio))
             for step, site, ratio in state["promotions"]
@@ -244,7 +236,7 @@ class PrecisionState:
         if self.graph is None:
             return f"{config.assignment}: known from the first training forward on"
         all_high = self.graph.elements * _bits(self._forward[False])
-        of = f"({config.ratio})" if config.assignment in ORDERED else ""
+        of = f"({config.ratio})" if config.assignment == SIZE_ORDERED else ""
         lines = [
             f"{config.assignment}{of}: low {config.low} and {config.low_backward}, "
             f"high {config.high}",

@@ -75,7 +75,6 @@ def test_a_weight_of_two_groups_is_in_the_first_and_counts_once():
         "table.weight", "hidden.weight", "hidden.bias",
     ]  # fmt: skip
     assert "table.weight" in names(graph, 0)
-    assert graph.shared == {"table.weight": (0, 1)}
 
 
 class Again(nn.Module):
@@ -122,7 +121,6 @@ def test_gpt2_by_its_layers():
     layer += ["attn.c_proj / addmm", "mlp.c_fc / addmm", "mlp.c_proj / addmm"]
     blocks = [f"transformer.h.{i}.{gemm}" for i in (0, 1) for gemm in layer]
     assert graph.gemms == (*blocks, "lm_head / linear")
-    assert graph.shared == {"transformer.wte.weight": (0, 10)}
     assert "transformer.h.0.mlp.c_fc.weight" in names(graph, 3)
 
 
