@@ -1,19 +1,7 @@
 """From a budget of bytes to a plan: what to compress, and what to recompute."""
 
-from memtrain.planner.cost_model import Rates, measure_rates, read_rates, write_rates
+from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import ALLOWED, DoesNotFit, Fit, Goal
-from memtrain.planner.search import fit, make_plan, smallest_peak
+from memtrain.planner.search import fit, make_plan
 
-__all__ = [
-    "ALLOWED",
-    "DoesNotFit",
-    "Fit",
-    "Goal",
-    "Rates",
-    "fit",
-    "make_plan",
-    "measure_rates",
-    "read_rates",
-    "smallest_peak",
-    "write_rates",
-]
+__all__ = ["ALLOWED", "DoesNotFit", "Fit", "Goal", "Rates", "fit", "make_plan"]

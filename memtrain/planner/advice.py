@@ -1,7 +1,6 @@
 """Advice where no plan fits a budget; sizes and noise in it are tried on predicted steps."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.audit.peak import Moment
 from memtrain.audit.peak.largest import WHAT
+from memtrain.audit.peak.predict import MEASURE
 from memtrain.audit.peak.timeline import GRADIENTS, STATES, WEIGHTS
 from memtrain.config.sizes import format_size
 from memtrain.planner.goal import ALLOWED, Goal
@@ -21,6 +21,7 @@ _MEANS = {
 }
 _DEVICES = 64
 """To shard over more is no advice: what is not sharded takes the budget."""
+_NAMES = {"batch": "a smaller batch", "seq": "shorter sequences"}
 _LINES = {
     "batch": "a batch of {size} in place of {now} (and accumulated gradients)",
     "seq": "sequences of {size} in place of {now}",
@@ -77,14 +78,17 @@ def advice(
 
 
 def _smaller(batch: Any, largest: Callable[[str, int], int]) -> Iterator[str]:
-    """The first of a smaller batch and shorter sequences that fits."""
+    """The first of a smaller batch and shorter sequences that fits, or why it is unknown."""
     for what, now in _sizes(batch).items():
-        # A loss that holds this batch's labels fails, by any error, at another size.
-        with suppress(Exception):
+        try:
             size = largest(what, now - 1) if now > 1 else 0
-            if size:
-                yield _LINES[what].format(size=size, now=now)
-                return
+        except (RuntimeError, ValueError) as error:  # as of a loss that has this batch's labels
+            first = str(error).partition("\n")[0].removesuffix(f": {MEASURE}")
+            yield f"{_NAMES[what]} could not be tried: {first}"
+            continue
+        if size:
+            yield _LINES[what].format(size=size, now=now)
+            return
 
 
 def _sizes(batch: Any) -> dict[str, int]:

@@ -1,28 +1,22 @@
 """Step time by bytes moved and arithmetic: the rates of a device, and the work of a forward."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-import yaml
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import trace
-from memtrain.compressors import Group, Keep, Key
+from memtrain.compressors import Keep
 from memtrain.planner.knapsack import Option
 from memtrain.planner.schemes import BITS2, BITS4, FACTORED, TORCH
 
 _REREAD = {BITS4: 4.5, FACTORED: 4.1, BITS2: 4.7}
 """Bytes per parameter that two passes over a tensor read again."""
-_TINY, _REPEATS = 256, 200
-"""Elements whose copy is all launch, and how often it is timed at once."""
 
 
 class Work(NamedTuple):
@@ -72,8 +66,6 @@ class Rates:
             sound = isinstance(value, int | float) and 0 <= value < float("inf")
             if not sound or (value == 0 and not least):
                 allowed = "0 or more" if least else "above 0"
-                if isinstance(value, str):
-                    allowed += ", a number: in YAML 1.0e-6, as 1e-6 is text"
                 raise ValueError(f"{name}={value!r} is out of range; allowed: {allowed}")
 
     def seconds(self, work: Work) -> float:
@@ -105,95 +97,6 @@ class Rates:
         if variant != TORCH and type(optimizer) not in (Adam, AdamW, SGD):
             moved += 16.0 * n_params
         return moved / self.host + bus / self.bus if bus else moved / self.copy
-
-
-def read_rates(path: str | Path) -> Rates:
-    """Read the rates that `measure_rates` found, from a YAML file; keys left out have defaults.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        The rates.
-
-    Raises:
-        ValueError: For unknown keys, or values that are not above 0.
-        FileNotFoundError: If there is no such file.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"rates {str(path)!r} do not exist; measure_rates makes them")
-    values = yaml.safe_load(Path(path).read_text())
-    allowed = [item.name for item in fields(Rates)]
-    if not isinstance(values, dict) or set(values) - set(allowed):
-        raise ValueError(f"rates {str(path)!r} hold {values!r}; allowed: {', '.join(allowed)}")
-    return Rates(**values)
-
-
-def write_rates(rates: Rates, path: str | Path) -> None:
-    """Write rates as YAML, for `read_rates`."""
-    Path(path).write_text(yaml.safe_dump(asdict(rates), sort_keys=False))
-
-
-def measure_rates(
-    device: str | torch.device = "cpu", *, n_elements: int = 1 << 24, dtype: Any = torch.float32
-) -> Rates:
-    """Time a copy, a matrix product and a group code on a device, large and tiny (a second or two).
-
-    Args:
-        device: Where.
-        n_elements: Of the tensors, as large as saved activations are.
-        dtype: Of the training run.
-
-    Returns:
-        Its rates, best of three.
-
-    Memory:
-        About 4 tensors of `n_elements`; on CUDA two more, pinned, in host memory.
-    """
-    x = torch.randn(n_elements, device=device, dtype=dtype)
-    y, size = torch.empty_like(x), x.element_size() * n_elements
-    side = max(1, int(n_elements**0.5))
-    square = x[: side * side].view(side, side)
-    code = Group()
-    packed = code.compress(x, key=Key())
-    kind = torch.device(device)
-    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else "this CPU"
-    both = 2 * (size + packed.nbytes)
-    tiny, small = x[:_TINY].clone(), y[:_TINY].clone()
-    copy = 2 * size / _best(lambda: y.copy_(x), kind)
-    beside = {"host": copy, "bus": copy / 2}  # one memory
-    if kind.type == "cuda":
-        here, there = (torch.empty(x.shape, dtype=dtype, pin_memory=True) for _ in range(2))
-        beside["host"] = 2 * size / _best(lambda: there.copy_(here), torch.device("cpu"))
-        beside["bus"] = size / _best(lambda: here.copy_(x, non_blocking=True), kind)
-    return Rates(
-        name=name,
-        copy=copy,
-        flops=2 * side**3 / _best(lambda: square @ square, kind),
-        pack=both / _best(lambda: _round_trip(code, x), kind),
-        launch=_best(lambda: small.copy_(tiny), kind, repeats=_REPEATS),
-        call=_best(lambda: _round_trip(code, tiny), kind, repeats=_REPEATS) / 2,
-        **beside,
-    )
-
-
-def _round_trip(code: Group, x: Tensor) -> Tensor:
-    return code.decompress(code.compress(x, key=Key()))
-
-
-def _best(run: Callable[[], Tensor], device: torch.device, repeats: int = 1) -> float:
-    """Seconds of one run, the best of three times so many."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - start) / repeats
-
-    once()
-    return min(once() for _ in range(3))
 
 
 def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[str, Work]:

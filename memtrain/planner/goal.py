@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from memtrain.activations.adaptive.replay import Closure
 from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.config.sizes import format_size
 from memtrain.config.sources import KEEP, nearest
 from memtrain.plan.plan import Plan
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.schemes import AGAIN, LOSSLESS, TORCH
+from memtrain.planner.schemes import AGAIN, LOSSLESS
 
 ALLOWED = ("quantise", "recompute", "release", "weights")
 """Compress saved tensors and optimizer states; recompute blocks; release gradients inside the
@@ -48,23 +47,14 @@ class Goal:
     """`time`: the fastest step; `error`: the least noise."""
     rates: Rates = Rates()  # noqa: RUF009 (a frozen value)
     """Of the device."""
-    closure: Closure | None = None
-    """Runs forward and backward on one batch, for sensitivities; by default the batch's own."""
-    sensitivity: Literal["auto", "analytic", "measured"] = "auto"
-    """`measured` on the batch; `analytic`: from the compressors' variances; `auto`: measured where
-    model and batch are real."""
     options: StepOptions = StepOptions()  # noqa: RUF009 (a frozen value)
     """Of the step whose peak is predicted."""
 
     def __post_init__(self) -> None:
         allow = (self.allow,) if isinstance(self.allow, str) else tuple(self.allow)
         object.__setattr__(self, "allow", allow)
-        known = ("time", "error"), ("auto", "analytic", "measured")
         checks = [("allow", name, ALLOWED) for name in allow]
-        checks += [
-            ("objective", self.objective, known[0]),
-            ("sensitivity", self.sensitivity, known[1]),
-        ]
+        checks += [("objective", self.objective, ("time", "error"))]
         for field, value, allowed in checks:
             if value not in allowed:
                 raise ValueError(f"unknown {field} {value!r}; {nearest(str(value), allowed)}")
@@ -93,18 +83,12 @@ class Fit:
     """Of a step of plain PyTorch, by the same."""
     error: float
     """Noise in the units of `Goal.max_error`; of saved tensors or of states, the larger."""
-    states: Mapping[str, int]
-    """Variant of optimizer states -> how many parameters have it; those too small for a choice are
-    left out."""
+    states: str
+    """Variant of optimizer states."""
     chosen: Mapping[str, int]
     """Option -> how many groups of saved tensors have it, or how many blocks (`recompute`)."""
     rates: str
     """Of which device."""
-    sensitivity: str
-    """`measured` or `analytic`."""
-    bus: float = 0.0
-    """Bytes a parameter that cross the bus in a step, both ways; 0 where states do not lie in host
-    memory."""
 
     @property
     def peak(self) -> Moment:
@@ -125,20 +109,16 @@ class Fit:
             ("budget", format_size(self.budget)),
             ("promised peak", f"{format_size(self.peak.nbytes)}, in the {self.peak.label}"),
             ("step time", f"{self.slower:+.1%} against plain PyTorch, by {self.rates}"),
-            ("noise", f"{self.error:.2f} of balanced's ({self.sensitivity})"),
-            ("states", f"{_mixture(self.states)}{self._place()}; {kept}"),
+            ("noise", f"{self.error:.2f} of balanced's"),
+            ("states", f"{self.states}{self._place()}; {kept}"),
             ("activations", chosen or "nothing to choose"),
         ]
 
     def _place(self) -> str:
-        """Where states lie, if not on the device, and what that sends over the bus."""
-        if not self.bus:
-            return ""
+        """Where states lie, if not on the device."""
         held = sum(entry.host for entry in self.plan.entries())
-        return (
-            f", in host memory ({format_size(held)} there with copies of weights; "
-            f"{self.bus:.2f} bytes a parameter over the bus in a step)"
-        )
+        place = f", in host memory ({format_size(held)} there with copies of weights)"
+        return place if held else ""
 
     def lines(self) -> list[str]:
         """The same as text of 80 columns."""
@@ -181,14 +161,6 @@ class DoesNotFit(ValueError):
             ),
             *(f"what would help: {line}" for line in self.help),
         ]
-
-
-def _mixture(states: Mapping[str, int]) -> str:
-    """One variant by its name; several with how many parameters each."""
-    if len(states) < 2:
-        return next(iter(states), TORCH)
-    ordered = sorted(states.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{count} {name}" for name, count in ordered)
 
 
 def _named(option: str) -> str:

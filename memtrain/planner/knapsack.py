@@ -37,17 +37,12 @@ class Option:
     choices: Mapping[Any, Compressor | Keep] = field(default_factory=dict)
     """Choice for each site."""
 
-    @property
-    def families(self) -> str:
-        """Its compressors without their widths."""
-        return "".join(letter for letter in self.name if not letter.isdigit())
-
 
 @dataclass
 class Item:
     """Tensors that get one joint option, since they share memory or are computed from each other.
 
-    Once errors are known, `options` is a Pareto front: `keep` first, then by bytes, the most first.
+    `options` is a Pareto front: `keep` first, then by bytes, the most first.
     """
 
     options: list[Option]

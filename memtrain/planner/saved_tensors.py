@@ -229,19 +229,13 @@ def _by_item(
 
 
 def _candidates(schemes: Sequence[_Trace]) -> list[Option]:
-    """Keep, and of all schemes and widths the Pareto front of each family."""
+    """Keep, and the Pareto front of all schemes and widths."""
     keep = _option(schemes[0], DEFAULT)
-    families: dict[str, list[Option]] = {}
+    found: list[Option] = []
     for tensors in schemes[1:]:
         widths, table = _table(tensors)
-        for row in pareto_front(table).tolist():
-            option = _option(tensors, widths[row])
-            families.setdefault(option.families, []).append(option)
-    families.pop(KEEP, None)
-    return [
-        keep,
-        *(own for found in families.values() for own in pareto_options([keep, *found])[1:]),
-    ]
+        found += [_option(tensors, widths[row]) for row in pareto_front(table).tolist()]
+    return pareto_options([keep, *(option for option in found if option.name != KEEP)])
 
 
 def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:

@@ -9,12 +9,10 @@ BALANCED = "balanced"
 AGAIN = "recompute"
 """Option of a block: it keeps its inputs only, and runs again in the backward."""
 CODES, GROUPS, ONLY_CODES, ONLY_GROUPS = "codes", "groups", "only codes", "only groups"
-PATCHES, ONLY_PATCHES = "patches", "only patches"
-SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS, PATCHES, ONLY_PATCHES)
+SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS)
 """Compressors for each kind of saved tensor. `balanced` is the preset; `codes` gives
 derivative codes to nonlinearities and groups to others; `groups` gives groups also to smooth
-nonlinearities, so that their outputs are computed again; `only ...` keeps the rest; `patches` gives
-4x4 patches to maps."""
+nonlinearities, so that their outputs are computed again; `only ...` keeps the rest."""
 WIDTHS = range(1, 9)
 CODE, SMOOTH, REST = "code", "smooth", "rest"
 """Of derivative codes; of groups that smooth nonlinearities read; of other groups."""
@@ -44,9 +42,6 @@ _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is c
     ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
 _HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 5})
-_MAPS = ActivationRule(
-    op="conv2d|batch_norm|max_pool2d", tensor="input", compressor={"name": "patch"}
-)
 _MOMENTUM = "exp_avg|momentum_buffer"
 
 
@@ -103,8 +98,6 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
             rows,
             own,
         ],
-        PATCHES: [saturating, *_EXACT_CODES, codes, _MAPS, *_BIAS, rows, own],
-        ONLY_PATCHES: [*_EXACT_CODES, codes, _MAPS],
     }[scheme]
 
 

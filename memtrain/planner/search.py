@@ -31,16 +31,9 @@ from memtrain.planner.advice import advice
 from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Told, silent
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
-from memtrain.planner.optimizer_states import (
-    bus_bytes,
-    count_states,
-    gather_states,
-    state_config,
-)
+from memtrain.planner.optimizer_states import States, gather_states
 from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search_space import SearchSpace, gather
-from memtrain.planner.sensitivity import analytic, is_real, measured
-from memtrain.verification import closure_of
 
 PLANS = 256
 """Of the trade between the objective and the peak, so many plans are told apart."""
@@ -60,7 +53,7 @@ class CandidatePlan(NamedTuple):
     space: SearchSpace
     solution: Solution
     """Of saved tensors."""
-    mixture: Solution
+    states: States
     """Of optimizer states."""
 
 
@@ -126,8 +119,8 @@ def fit(
     """Choose what to compress and what to recompute, so that a training step's peak fits.
 
     For each item of saved tensors: keep, lossless, or each compressor that serves it at 1 to 8
-    bits; for each block of layers instead of these: recompute it; for each parameter's states:
-    torch's, 8 bits, 4 bits or factored; where allowed, released gradients and weights in two bytes.
+    bits; for each block of layers instead of these: recompute it; for optimizer states: torch's,
+    8 bits, 4 bits, factored or 2 bits; where allowed, released gradients and weights in two bytes.
     Plans that trade step time against bytes best are listed without asking for the budget, and
     the fastest is taken whose peak, predicted by a whole step on fake tensors, fits. So more
     budget never plans a slower step.
@@ -152,7 +145,7 @@ def fit(
         ValueError: For a malformed size, a config that is not valid, or a compiled model.
 
     Memory:
-        No tensor is allocated, but for sensitivities that are measured: a step and two gradients.
+        No tensor is allocated.
 
     Example:
         >>> import torch
@@ -180,51 +173,10 @@ def fit(
         seconds=best.seconds,
         plain_seconds=_plain_seconds(optimizer, best.space, goal.rates),
         error=best.error,
-        states=count_states(best.space.states, best.mixture),
+        states=best.states.variant,
         chosen=count_options(best),
         rates=goal.rates.name,
-        sensitivity="measured" if planning.measure else "analytic",
-        bus=_bus(model, optimizer, config_of(best)),
     )
-
-
-def smallest_peak(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    cfg: Any = None,
-    *,
-    goal: Goal = Goal(),  # noqa: B008 (a frozen value)
-    told: Told = silent,
-) -> Moment:
-    """Tell the least budget that `fit` finds a plan for, without one for each budget to try.
-
-    Args:
-        model: Real or fake; not changed.
-        optimizer: Its optimizer; not changed.
-        batch: What the model is called with.
-        cfg: As of `fit`.
-        goal: What is allowed.
-        told: Is told each stage, and how much of it is done.
-
-    Returns:
-        The moment of the smallest peak that was found: what `DoesNotFit` tells of any less.
-
-    Raises:
-        ValueError: For a config that is not valid, or a compiled model.
-
-    Memory:
-        As of `fit`.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> least = smallest_peak(model, optimizer, torch.randn(256, 64)).nbytes
-        >>> fit(model, optimizer, torch.randn(256, 64), least).peak.nbytes == least
-        True
-    """
-    return _planning(model, optimizer, batch, cfg, goal, told).best(goal, 0)[1].needed
 
 
 def first_that_fits(
@@ -269,11 +221,9 @@ class _Planning:
         config: Config,
         batch: Any,
         told: Told,
-        *,
-        measure: bool,
     ) -> None:
         self.given = model, optimizer, batch
-        self.config, self.told, self.measure = config, told, measure
+        self.config, self.told = config, told
         self.spaces: dict[Any, SearchSpace] = {}
 
     def best(self, goal: Goal, size: int) -> tuple[CandidatePlan, Timeline]:
@@ -314,7 +264,7 @@ class _Planning:
         (model, optimizer, batch), config, told = self.given, self.config, self.told
         names, found = goal.names, []
         variants = STATES if "quantise" in names else (TORCH,)
-        known: dict[bool, tuple[list[Segment], list[Solution]]] = {}
+        known: dict[bool, list[States]] = {}
         solved: dict[Any, list[Solution]] = {}
         for weights in _settings(config.weights, _weights(model), "weights" in names):
             held = replace(config, weights=weights)
@@ -323,31 +273,21 @@ class _Planning:
             if masters not in known:
                 told("optimizer states", 0, 0)
                 known[masters] = gather_states(model, optimizer, held, variants, goal)
-            states, mixtures = known[masters]
             key = _converts(model, batch, held)
             if key not in self.spaces:
-                self.spaces[key] = self._space(held, goal)
+                self.spaces[key] = gather(model, optimizer, held, batch, goal, told)
             space = self.spaces[key]
             none = replace(space.plan.config, weights=weights)
             for gradients in _settings(config.gradients, ("release",), "release" in names):
                 plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
-                whole = replace(space, plan=plan, states=states, mixtures=mixtures)
+                whole = replace(space, plan=plan)
                 way = key, gradients
                 if way not in solved:
                     told("combinations", 0, 0)
                     solved[way] = solve(priced(whole, goal), goal.max_error, goal.objective)
                 apart = goal.options.on_cuda(model)
-                found += candidate_plans(whole, goal, solved[way], apart=apart)
+                found += candidate_plans(whole, goal, solved[way], known[masters], apart=apart)
         return found
-
-    def _space(self, config: Config, goal: Goal) -> SearchSpace:
-        """The search space of a forward, with errors."""
-        model, optimizer, batch = self.given
-        space = gather(model, optimizer, config, batch, goal, self.told)
-        if not self.measure:
-            return analytic(space)
-        self.told("sensitivities", 0, 0)
-        return measured(model, goal.closure or closure_of(model, batch), space)
 
 
 def _planning(
@@ -360,10 +300,8 @@ def _planning(
             f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
             "torch.compile, as plans that fit are of eager steps"
         )
-    measure = goal.sensitivity == "measured"
-    measure |= goal.sensitivity == "auto" and is_real(model, batch)
     config = Config() if cfg is None else load(cfg)
-    return _Planning(model, inner_optimizer(optimizer), config, batch, told, measure=measure)
+    return _Planning(model, inner_optimizer(optimizer), config, batch, told)
 
 
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
@@ -392,7 +330,7 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
     """Give options their seconds by the goal's rates, and errors in units of `balanced`'s.
 
     Args:
-        space: Its options have errors as `sensitivity` makes them.
+        space: Of a model.
         goal: Its rates.
 
     Returns:
@@ -417,18 +355,24 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
 
 
 def candidate_plans(
-    space: SearchSpace, goal: Goal, solutions: Sequence[Solution], *, apart: bool
+    space: SearchSpace,
+    goal: Goal,
+    solutions: Sequence[Solution],
+    variants: Sequence[States],
+    *,
+    apart: bool,
 ) -> list[CandidatePlan]:
-    """Combine solutions for saved tensors with mixtures of states, where no other is better.
+    """Combine solutions for saved tensors with variants of states, where no other is better.
 
     Args:
-        space: With states, and the plan of its weights and gradients.
+        space: With the plan of its weights and gradients.
         goal: What is asked.
         solutions: For its saved tensors.
+        variants: Of optimizer states.
         apart: Whether host memory is not the device's.
 
     Returns:
-        Plans, for each mixture the best first.
+        Plans, for each variant of states the best first.
     """
     weights, gradients = (
         sum(entry.on_device(apart) for entry in space.plan.entries(kind))
@@ -439,16 +383,16 @@ def candidate_plans(
         [(one.seconds, max(one.highest, one.saved, gradients), one.error) for one in solutions]
     ).reshape(-1, 3)
     found: list[CandidatePlan] = []
-    for mixture in space.mixtures:
-        held = weights + mixture.saved
-        seconds, peak = base + mixture.seconds + saved[:, 0], held + saved[:, 1]
-        error = np.maximum(mixture.error, saved[:, 2])
+    for states in variants:
+        held = weights + states.nbytes
+        seconds, peak = base + states.seconds + saved[:, 0], held + saved[:, 1]
+        error = np.maximum(states.error, saved[:, 2])
         first, second = (seconds, error) if goal.objective == "time" else (error, seconds)
         order = np.lexsort((peak, second, first))
         lowest = np.minimum.accumulate(np.concatenate([[np.inf], peak[order][:-1]]))
         for row in order[peak[order] < lowest].tolist():
             totals = float(seconds[row]), float(peak[row]), float(error[row])
-            found.append(CandidatePlan(*totals, space, solutions[row], mixture))
+            found.append(CandidatePlan(*totals, space, solutions[row], states))
     return found
 
 
@@ -499,8 +443,7 @@ def config_of(candidate: CandidatePlan) -> Config:
         sites=sites,
         recompute=again,
     )
-    states = state_config(config.optim, space.states, candidate.mixture)
-    return replace(config, activations=activations, optim=states)
+    return replace(config, activations=activations, optim=candidate.states.config)
 
 
 def count_options(candidate: CandidatePlan) -> dict[str, int]:
@@ -522,13 +465,6 @@ def _plain_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> fl
     n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     states = sum(entry.nbytes for entry in space.plan.entries("state"))
     return 3 * rates.seconds(space.work) + rates.step(optimizer, TORCH, n_params, states)
-
-
-def _bus(model: nn.Module, optimizer: Optimizer, config: Config) -> float:
-    """Bytes a parameter that cross the bus in a step."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    count = max(1, sum(param.numel() for param in params))
-    return sum(bus_bytes(model, config, param) for param in params) / count
 
 
 def _plan(

@@ -1,7 +1,7 @@
 """Everything that a plan for one model and batch chooses among."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from memtrain.config.sources import Config
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.planner.cost_model import Work, measure_forward
 from memtrain.planner.goal import Goal, Told, silent
-from memtrain.planner.knapsack import Item, Option, Segment, Solution
+from memtrain.planner.knapsack import Item, Option, Segment
 from memtrain.planner.saved_tensors import saved_items
 from memtrain.planner.schemes import AGAIN
 
@@ -28,10 +28,6 @@ class SearchSpace:
     """Of the whole forward."""
     plan: Plan
     """That keeps everything; its config says what is done to weights and gradients."""
-    states: list[Segment] = field(default_factory=list)
-    """Of optimizer states, as `gather_states` lists them."""
-    mixtures: list[Solution] = field(default_factory=list)
-    """Of these states."""
 
     @property
     def items(self) -> list[Item]:
@@ -58,7 +54,7 @@ def gather(
         told: Is told each forward.
 
     Returns:
-        Segments in the order of the forward, without states.
+        Segments in the order of the forward.
     """
     none = replace(config.activations, rules=[], sites={}, recompute=[])
     plan = make_plan(model, optimizer, replace(config, activations=none))

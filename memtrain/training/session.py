@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -69,8 +69,6 @@ class Session:
         state: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
-        if config.budget is not None:
-            config = replace(config, planner=config.planner.with_rates())
         self.config, self.state = config, state
         self.console = console or Console(quiet=True)
         self.source = build_source(config.data, config.seed, config.model)

@@ -3,7 +3,7 @@
 import inspect
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from memtrain import configs
 from memtrain.activations.trace.compiled_parts import COMPILE
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
-from memtrain.planner import Goal, Rates, read_rates
+from memtrain.planner import Goal
 
 RUNS = ("plain", "wrapped")
 OPTIMIZERS = ("adamw", "sgd")
@@ -136,25 +136,9 @@ class PlannerConfig:
     """The most noise, relative to the preset `balanced`."""
     objective: str = "time"
     """`time` or `error`."""
-    rates: Any = None
-    """The device's speed: a file of `memtrain-report --measure-rates`, or its values; byte counts
-    by default."""
 
     def __post_init__(self) -> None:
         self.goal()
-
-    def with_rates(self) -> "PlannerConfig":
-        """Return a copy with the rates' values, so that a resumed run gets the same plan."""
-        return self if self.rates is None else replace(self, rates=asdict(self._rates()))
-
-    def _rates(self) -> Rates:
-        if self.rates is None:
-            return Rates()
-        if isinstance(self.rates, str):
-            return read_rates(self.rates)
-        if not isinstance(self.rates, Mapping):
-            raise TypeError(f"rates={self.rates!r}; allowed: a file, or a mapping")
-        return Rates(**self.rates)
 
     def goal(self, options: StepOptions = StepOptions()) -> Goal:  # noqa: B008 (a frozen value)
         """Return the planner's goal."""
@@ -162,8 +146,6 @@ class PlannerConfig:
             allow=self.allow,
             max_error=self.max_error,
             objective=self.objective,  # type: ignore[arg-type]
-            rates=self._rates(),
-            sensitivity="analytic",  # a resumed run gets the same plan
             options=options,
         )
 

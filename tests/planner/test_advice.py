@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from memtrain.audit.peak import Moment
 from memtrain.planner import ALLOWED, DoesNotFit, Fit, Goal, fit
+from memtrain.planner.advice import advice
 from tests.planner.nets import Net, X
 
-ANALYTIC = Goal(sensitivity="analytic")
-EVERYTHING = replace(ANALYTIC, allow=ALLOWED)
+PLAIN = Goal()
+EVERYTHING = replace(PLAIN, allow=ALLOWED)
 TAKEN = {"a batch of": "batch", "sequences of": "seq", "allow=": "allow", "max_error=": "max_error"}
 
 
@@ -33,11 +35,11 @@ def maps():
 
 TOKENS = {"input_ids": torch.zeros(1, 256, dtype=torch.long)}
 CASES = {
-    "temporaries": (lambda: Net(2), X, "1.5MB", ANALYTIC, {"batch", "allow"}),
-    "weights": (lambda: Net(2), X, "300KB", ANALYTIC, {"allow"}),
-    "noise": (lambda: Net(2), X, "2.1MB", replace(ANALYTIC, max_error=0.01), None),
+    "temporaries": (lambda: Net(2), X, "1.5MB", PLAIN, {"batch", "allow"}),
+    "weights": (lambda: Net(2), X, "300KB", PLAIN, {"allow"}),
+    "noise": (lambda: Net(2), X, "2.1MB", replace(PLAIN, max_error=0.01), None),
     "one sample of text": (Text, TOKENS, "450KB", EVERYTHING, {"seq"}),  # of 400 no length fits
-    "maps": (maps, torch.zeros(8, 3, 32, 32), "4MB", ANALYTIC, {"batch", "allow"}),
+    "maps": (maps, torch.zeros(8, 3, 32, 32), "4MB", PLAIN, {"batch", "allow"}),
 }
 
 
@@ -99,3 +101,15 @@ def test_a_larger_error_is_not_advised_where_it_does_not_help():
     with pytest.raises(DoesNotFit) as caught:
         fit(model, optimizer, X[:8], "50KB", goal=EVERYTHING)
     assert not any("max_error" in line for line in caught.value.help)
+
+
+def test_sizes_that_cannot_be_tried_are_listed_with_the_reason_and_a_bug_is_raised():
+    goal, moment = Goal(), Moment("step", "step", 100, {"weights": 10, "inputs": 90})
+
+    def one_size_only(what, most):
+        raise ValueError("labels have 4 rows")
+
+    lines = advice(60, moment, torch.ones(4, 2), goal, one_size_only, lambda: None)
+    assert lines[0] == "a smaller batch could not be tried: labels have 4 rows"
+    with pytest.raises(ZeroDivisionError):
+        advice(60, moment, torch.ones(4, 2), goal, lambda what, most: 1 // 0, lambda: None)

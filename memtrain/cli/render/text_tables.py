@@ -36,7 +36,7 @@ def show(console: Console, outcome: Outcome, *, top: int = 10, by: str = "patter
     """
     report = outcome.report
     if outcome.fit:
-        console.print(outcome.fit, markup=False, highlight=False)
+        console.print(str(outcome.fit), markup=False, highlight=False)
         console.print()
     for line in (*heading(outcome.settings), *answer(outcome)):
         console.print(line, markup=False)
