@@ -15,7 +15,7 @@ from memtrain.kernels.packing import pack_triton as packing
 from memtrain.kernels.packing.bits import lanes
 from memtrain.kernels.patch import patch_triton as patch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
-from memtrain.kernels.step.program_sizes import blocks
+from memtrain.kernels.step.groups import blocks
 
 EXACT = {"enable_fp_fusion": False}
 WIDTHS = (2, 3, 4, 8)

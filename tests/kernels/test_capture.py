@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace as Step
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from memtrain.kernels.step.table_triton import point
 from memtrain.optim import AdamW4bit
 from memtrain.optim.fused import capturable
 from tests.kernels import test_adamw, test_blockstep, test_entries
+from tests.kernels.kept_steps import step_kept
 
 CPU = torch.device("cpu")
 
@@ -82,7 +84,7 @@ def test_steps_equal_those_with_numbers_of_the_host(kind, name, monkeypatch):
             fused_step([of_step(here, step, on_device=False)])
             entries = [of_step(there, step, on_device=True)]
             with NoHost() if name == "triton" and step > 1 else nullcontext():
-                fused_step(entries, tables)
+                step_kept(entries, tables)
             monkeypatch.setattr(cuda_graph, "capturing", lambda: True)  # from the second step on
     assert torch.equal(here.param, there.param)
     for mine, theirs in zip(here.states, there.states, strict=True):
@@ -94,28 +96,28 @@ def test_a_capture_makes_no_tables(monkeypatch):
     start, tables = entry.param.clone(), PreparedSteps()
     monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
     with backend("triton"), pytest.raises(RuntimeError, match="make a step with a gradient"):
-        fused_step([entry], tables)
+        step_kept([entry], tables)
     assert torch.equal(entry.param, start)
 
 
 def test_captured_steps_stay_and_others_are_few(monkeypatch):
     steps, inside = PreparedSteps(), [False]
     monkeypatch.setattr(cuda_graph, "capturing", lambda: inside[0])
-    captured, other = object(), object()
+    captured, other = Step(captured=False), Step(captured=False)
     steps.keep(1, "captured", captured)
     steps.keep(2, "other", other)
     inside[0] = True
     assert steps.find(1, "captured") is captured
     inside[0] = False
     for k in range(2 * prepared.LIMIT):
-        steps.keep(1, k, object())
+        steps.keep(1, k, Step(captured=False))
     assert steps.find(1, "captured") is captured
     assert steps.find(1, 2 * prepared.LIMIT - 1) is not None
     assert steps.find(1, 0) is None
     assert steps.find(2, "other") is other  # of other parameters
     monkeypatch.setattr(prepared, "MOST", 16)
     for k in range(16):  # parameters that were replaced, say
-        steps.keep(10 + k, "more", object())
+        steps.keep(10 + k, "more", Step(captured=False))
     assert steps.find(2, "other") is None
     assert steps.find(1, "captured") is captured
 

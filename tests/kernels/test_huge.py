@@ -13,8 +13,7 @@ from memtrain.compressors import COMPRESSORS, Group, Key
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.packing.pack import pack_codes, pack_mask, unpack_codes, unpack_mask
 from memtrain.kernels.step import launch, table_triton
-from memtrain.kernels.step.groups import inputs_of
-from memtrain.kernels.step.program_sizes import elements
+from memtrain.kernels.step.groups import elements, inputs_of
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import sgd
 from tests.kernels import test_lloyd_max
@@ -157,7 +156,8 @@ def test_a_step_that_is_refused_changes_nothing_wherever_a_program_begins(where,
     table[0, table_triton.NUMEL.value] = where + 2048
     for name in (table_triton.P, table_triton.G):  # element `where` is the first one here
         table[0, name.value] -= 4 * where
-    one._update(torch.tensor([[0, where // each]], dtype=torch.int32))
+    one._programs["update"] = torch.tensor([[0, where // each]], dtype=torch.int32)
+    one.update()
     assert torch.equal(entry.param, before.param)
     for state, was in zip(entry.states, before.states, strict=True):
         assert all(torch.equal(state[name], was[name]) for name in was)

@@ -13,6 +13,7 @@ from memtrain.kernels.step.prepared import PreparedSteps
 from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.update_rules import COUNT, on_device
+from tests.kernels.kept_steps import step_kept
 from tests.kernels.test_row_pieces import FORMS, entry_of
 
 KEPT, TABLE = torch.zeros(0), torch.zeros(2**12, dtype=torch.int64)
@@ -34,19 +35,10 @@ def unlaunched(monkeypatch):
     from memtrain.kernels.step import launch
 
     monkeypatch.setattr(launch, "launch", lambda *given, **options: None)
-    monkeypatch.setattr(launch, "DeviceTable", Untold)
-    monkeypatch.setattr(launch.TritonGroup, "rows", lambda self, name, begin, piece: KEPT)
+    monkeypatch.setattr(launch, "new_table", lambda size, device: 2 * (TABLE[:size],))
+    monkeypatch.setattr(launch, "send", lambda numbers, to: None)
+    monkeypatch.setattr(launch.TritonGroup, "_to_piece", lambda *given: (KEPT, KEPT))
     return launch
-
-
-class Untold:
-    """A table that takes no memory of its own, and to which nothing travels."""
-
-    def __init__(self, size, device):
-        self.numbers = TABLE[:size]
-
-    def write(self, numbers, often):
-        pass
 
 
 def entries(form):
@@ -98,8 +90,8 @@ def test_the_vectors_of_a_step_that_a_graph_may_capture_stay(form, unlaunched, m
     monkeypatch.setattr(unlaunched, "stacked", lambda scalars, device: sent)
 
     def stepped(steps):
-        fused_step(given, steps)
-        fused_step(given, steps)
+        step_kept(given, steps)
+        step_kept(given, steps)
 
     kept = PreparedSteps(), PreparedSteps()
     with backend("triton"):

@@ -10,22 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import launch, prepared, update_rules, uploads
 from memtrain.kernels.step.prepared import PreparedSteps
-from memtrain.kernels.step.step import FIELDS, fused_step
+from tests.kernels.kept_steps import step_kept
 from tests.kernels.test_blockstep import entry
-
-NUMBERS = 8  # a step's scalars, in units of 8 bytes
 
 
 class Late(TorchDispatchMode):
     """A device far behind its host: copies and kernels queue up, and run when the host is done.
 
-    What was copied, in numbers, is in `sent`. A copy to a table that does not begin in pinned
-    memory would wait for the queue.
+    A copy to a table that does not begin in pinned memory would wait for the queue.
     """
 
     def __init__(self, monkeypatch, pinned=torch.clone):
         super().__init__()
-        self.queue, self.sent, self.kept, self.pinned = [], [], [], pinned
+        self.queue, self.kept, self.pinned = [], [], pinned
         monkeypatch.setattr(uploads, "_leaving", self.leaving)
         real = launch.launch
         monkeypatch.setattr(
@@ -43,7 +40,6 @@ class Late(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and any(args[1] is x for x in self.kept):
             assert (args[2:] or (given["non_blocking"],)) == (True,)
             self.queue.append(partial(func, *args))
-            self.sent.append(args[1].numel())
             return args[0]
         return func(*args, **given)
 
@@ -58,7 +54,7 @@ def three_steps(entries, tables):
         scalars = update_rules.sgd(lr=0.1 / step, momentum=0.9)
         grads = [entry.grad.clone() * step for entry in entries]
         now = zip(entries, grads, strict=True)
-        yield fused_step([e._replace(scalars=scalars, grad=g) for e, g in now], tables), grads
+        yield step_kept([e._replace(scalars=scalars, grad=g) for e, g in now], tables), grads
 
 
 def both(make):
@@ -68,7 +64,7 @@ def both(make):
     launch.programs.cache_clear()
     late, soon = copy.deepcopy(entries), copy.deepcopy(entries)
     with backend("triton"):
-        [*three_steps(soon, None)]
+        [*three_steps(soon, PreparedSteps())]
         device = make()
         with device:
             held = [*three_steps(late, PreparedSteps())]  # gradients that kernels will read
@@ -111,27 +107,14 @@ def device(monkeypatch):
     return device
 
 
-def test_only_what_has_changed_travels(device):
-    tables, entries = PreparedSteps(), [entry((40,), "sgd", 32), entry((3, 5), "sgd", 32)]
-    other = [e._replace(scalars=update_rules.sgd(lr=0.5, momentum=0.9)) for e in entries]
-    moved = [e._replace(grad=e.grad.clone()) for e in other]
-    alone = [other[0]]
-    with backend("triton"), device:
-        for given in (entries, entries, other, moved, alone, moved, alone):
-            fused_step(given, tables)
-            device.sent.append("step")
-    whole, numbers = 2 * (NUMBERS + FIELDS), 2 * NUMBERS
-    assert device.sent == [
-        whole, "step", "step", numbers, "step", whole, "step", whole // 2, "step", "step", "step",
-    ]  # fmt: skip
-
-
 def test_tables_are_bounded(device, monkeypatch):
+    made, make = [], launch.new_table
+    monkeypatch.setattr(launch, "new_table", lambda *given: made.append(1) or make(*given))
     monkeypatch.setattr(prepared, "MOST", 3)
     tables = PreparedSteps()
     entries = [entry((k,), "sgd", 32) for k in range(1, 6)]
     with backend("triton"), device:
         for one in [*entries, entries[-1], entries[0]]:
-            fused_step([one], tables)
-    assert len(device.sent) == 6  # the last one was there, the first no more
+            step_kept([one], tables)
+    assert len(made) == 6  # the last one was there, the first no more
     assert len(tables) == 3

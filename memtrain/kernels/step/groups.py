@@ -1,4 +1,4 @@
-"""Entries that one set of kernels steps together: their vectors, and what torch makes of them."""
+"""Entries that one set of kernels steps together: their tables, their vectors, and the passes."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -11,8 +11,8 @@ from torch import Tensor
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook import lloyd_max, rank1
 from memtrain.kernels.codebook.quantize import inverse
+from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, Payload, ratio
-from memtrain.kernels.step.program_sizes import factored_vectors, is_whole
 from memtrain.kernels.step.step import (
     GRADIENT_FIELD,
     SCALARS,
@@ -22,7 +22,10 @@ from memtrain.kernels.step.step import (
     Sums,
     cpu_table,
 )
-from memtrain.kernels.step.update_rules import Scalars, stacked_rows
+from memtrain.kernels.step.update_rules import COUNT, Scalars, stacked_rows
+
+ROWS, COLS = 256, 128
+"""Rows and columns of a program of the Triton step's first pass."""
 
 
 class Inputs(NamedTuple):
@@ -62,6 +65,50 @@ def same_kernels(entry: Entry) -> Hashable:
     return p.device, p.dtype, entry.grad.dtype, kind, on_device, is_whole(entry)
 
 
+def is_whole(entry: Entry) -> bool:
+    """Whether the kernels may load 16 bytes at once: aligned tensors, rows of whole blocks.
+
+    Example:
+        >>> from memtrain.kernels.step.update_rules import sgd
+        >>> p, h = torch.ones(64), sgd(lr=1.0, momentum=0.0)
+        >>> is_whole(Entry(p, p, (), (), "sgd", h)), is_whole(Entry(p[:7], p[:7], (), (), "sgd", h))
+        (True, False)
+    """
+    rows, cols = entry.matrix
+    if entry.form in ROWS_AND_COLUMNS:
+        # A block lies in one row; and the vectors of entries follow each other.
+        whole = cols % entry.codecs[0].block == 0 and rows % 4 == 0
+    else:
+        whole = rows * cols % 16 == 0
+    if is_simulated():  # without addresses: what torch allocates is aligned
+        return whole
+    tensors = [entry.param, entry.grad, *(x for state in entry.states for x in state.values())]
+    if entry.master.correction is not None:
+        tensors.append(entry.master.correction)
+    return whole and not any(tensor.data_ptr() % 16 for tensor in tensors)
+
+
+def blocks(bits: int, whole: bool) -> int:
+    """Blocks of 128 of a program of the update: what all its elements share is found once.
+
+    Twice as many where the registers are there for 32 elements a thread.
+
+    Args:
+        bits: Of the codes; 32 where states are numbers, 0 without any.
+        whole: Whether all is aligned.
+
+    Example:
+        >>> blocks(4, True), blocks(4, False), blocks(0, True)
+        (32, 16, 16)
+    """
+    return 32 if whole and bits else 16
+
+
+def elements(entry: Entry) -> int:
+    """Elements of a program of the update."""
+    return blocks(entry.bits, is_whole(entry)) * 128
+
+
 class CpuGroup:
     """Entries that one C++ call steps.
 
@@ -69,13 +116,17 @@ class CpuGroup:
         entries: With contiguous parameters and gradients, on the CPU, without guards.
 
     Memory:
-        256 bytes per entry; no tensor is kept alive.
+        320 bytes per entry; no tensor is kept alive.
     """
 
     reads_states = False
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._table = cpu_table(entries)
+        count = len(entries)
+        self._table, self._scalars = cpu_table(entries), np.empty((count, COUNT), np.float32)
+        at = self._scalars.ctypes.data + SCALARS * np.arange(count)
+        self._table[:, SCALARS_FIELD] = at
+        self._run, self._given = cpu.function("mt_step", "pi"), (self._table.ctypes.data, count)
         masters = [entry.master for entry in entries]
         drawn = [master.stochastic and master.tick is None for master in masters]
         self._drawn = np.array(drawn) if any(drawn) else None
@@ -85,10 +136,8 @@ class CpuGroup:
         self._table[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
         if self._drawn is not None:
             self._table[self._drawn, SEED_FIELD] = np.array(inputs.seeds)[self._drawn]
-        scalars = stacked_rows(inputs.scalars)
-        at = scalars.ctypes.data + SCALARS * np.arange(len(scalars))
-        self._table[:, SCALARS_FIELD] = at
-        cpu.call("mt_step", self._table.ctypes.data, len(self._table))
+        self._scalars[:] = stacked_rows(inputs.scalars)
+        self._run(*self._given, torch.get_num_threads())
 
 
 class Group:
@@ -109,10 +158,11 @@ class Group:
         self.captured = isinstance(first.scalars, Tensor)
         """Whether a CUDA graph may replay the step, so that nothing that it reads may move."""
         self.shapes = [entry.param.shape for entry in entries]
-        self._deep = [k for k, shape in enumerate(self.shapes) if len(shape) != 2]
-        self._deep = self._deep if self.form == "rank1" else []
-        self._buffers = _buffers(entries)
-        self._flat: dict[str, Tensor] = {}
+        self.sizes = [entry.matrix for entry in entries]
+        deep = [k for k, shape in enumerate(self.shapes) if len(shape) != 2]
+        self._deep = deep if self.form == "rank1" else []
+        self._vectors = _vectors(self.form, self.bits, self.sizes, self._deep)
+        self._flat: Tensor | None = None
         self._scales: dict[int, Tensor] = {}
         self._inputs = Inputs((), ())
 
@@ -132,39 +182,31 @@ class Group:
     def begin(self, inputs: Inputs) -> None:
         """Make the vectors, and let kernels find what is new in this step."""
         self._inputs = inputs
-        if self._flat and self.captured:
-            if "new" in self._flat:
-                self._flat["new"].zero_()
-        else:
-            make = {True: torch.zeros, False: torch.empty}
-            self._flat = {
-                name: make[buffer.zeros](buffer.total, device=self.device)
-                for name, buffer in self._buffers.items()
-            }
+        if self._vectors and self._flat is None:
+            total = sum(map(sum, self._vectors.values()))
+            self._flat = torch.empty(total, device=self.device, dtype=torch.float32)
+        if self.form == "rank1":
+            self._part("row_new", "col_new").zero_()
         for k in self._deep:
             scale = inputs.states[k][1]["scale"]
-            self._vector("col_old", k).copy_(rank1.columns(scale, self.shapes[k]))
+            self._of("col_old")[k].copy_(rank1.columns(scale, self.shapes[k]))
 
-    def reduce(self, some: Tensor | None = None) -> None:
+    def reduce(self, begin: int = 0, piece: Tensor | None = None) -> None:
         """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others.
 
         Args:
-            some: Programs of `TritonGroup.rows`; all by default.
+            begin: The first row of `piece`.
+            piece: Some rows of the only entry's gradient, in the place of the whole one.
         """
-        if self.form in ROWS_AND_COLUMNS:
-            self._reduce(some)
 
     def sums(self) -> list[Sums]:
         """Maxima or sums of pass 1, by entry."""
         if self.form == "rank1":
             return [{"scale": self._new_scale(k)} for k in range(len(self.shapes))]
-        matrices = [(shape[0], shape[1:].numel()) for shape in self.shapes]
+        each = zip(self._of("row_new"), self._of("col_new"), self.sizes, strict=True)
         return [
-            {
-                "row": self._vector("row_new", k).view(-1, rows).sum(0),
-                "col": self._vector("col_new", k).view(-1, cols).sum(0),
-            }
-            for k, (rows, cols) in enumerate(matrices)
+            {"row": row.view(-1, rows).sum(0), "col": col.view(-1, cols).sum(0)}
+            for row, col, (rows, cols) in each
         ]
 
     def finalize_scales(self, whole: Sequence[Sums] | None = None) -> None:
@@ -174,147 +216,110 @@ class Group:
             whole: Of tensors split over processes: `scale` of the whole, or the new factors'
                 `mean`, which the states hold already.
         """
+        states = self._inputs.states
         if self.form == "rank1":
             self._invert_scales(whole)
         elif whole is not None:
-            for k, found in enumerate(whole):
-                row = self._inputs.states[k][1]["row"]
-                self._vector("row_inv", k).copy_(ratio(row, found["mean"]))
+            for state, row, found in zip(states, self._of("row_inv"), whole, strict=True):
+                row.copy_(ratio(state[1]["row"], found["mean"]))
         elif self.form == "factored":
             self._average()
-        if self.bits == lloyd_max.BITS:
-            self._take_roots()
+        if self.bits == lloyd_max.BITS:  # roots, and their reciprocals
+            rows, cols = self._part("row_inv"), self._part("col_old")
+            rows.copy_(lloyd_max.root(rows))
+            cols.copy_(lloyd_max.root(torch.cat([state[1]["col"] for state in states])))
+            self._part("row_old").copy_(inverse(rows))
+            self._part("col_inv").copy_(inverse(cols))
 
     def _invert_scales(self, whole: Sequence[Sums] | None) -> None:
         """Reciprocals of the new maxima, which lie where the first pass has left them."""
-        new = self._flat["new"]
         if whole is None:
             self._scales = {k: self._new_scale(k) for k in self._deep}
         else:
             self._scales = {k: sums["scale"] for k, sums in enumerate(whole)}
         for k, scale in self._scales.items():
-            rows = self.shapes[k][0]
-            self._vector("row_new", k).copy_(scale[:rows])
-            self._vector("col_new", k).copy_(rank1.columns(scale, self.shapes[k]))
-        self._flat["inv"].copy_(rank1.inverse(new))
+            self._of("row_new")[k].copy_(scale[: self.shapes[k][0]])
+            self._of("col_new")[k].copy_(rank1.columns(scale, self.shapes[k]))
+        new = self._part("row_new", "col_new")
+        self._part("row_inv", "col_inv").copy_(inverse(new))
 
     def _new_scale(self, k: int) -> Tensor:
         """The maxima of every dimension from those of rows and flattened columns."""
-        if k not in self._deep:  # which lie beside each other
-            return self._buffers["new"].both(self._flat["new"], k)
-        cols = rank1.maxima(self._vector("col_new", k).view(self.shapes[k][1:]))
-        return torch.cat([self._vector("row_new", k), cols])
+        cols = self._of("col_new")[k]
+        if k in self._deep:
+            cols = rank1.maxima(cols.view(self.shapes[k][1:]))
+        return torch.cat([self._of("row_new")[k], cols])
 
-    def _take_roots(self) -> None:
-        """Roots of the new factors in place of ratios and beside columns, and reciprocals."""
-        states = self._inputs.states
-        parts = self._buffers["roots"].split(self._flat["roots"])
-        given = [(parts[2 * k], states[k][1]["col"]) for k in range(len(states))]
-        flat = lloyd_max.root(torch.cat([x for pair in given for x in pair]))
-        self._flat["roots"].copy_(flat)
-        self._flat["inverses"].copy_(inverse(flat))
-
-    def update(self, some: Tensor | None = None) -> None:
-        """Pass 2: decode, update, encode.
-
-        Args:
-            some: Programs of `TritonGroup.rows`; all by default.
-        """
-        self._update(some)
+    def update(self, begin: int = 0, piece: Tensor | None = None) -> None:
+        """Pass 2: decode, update, encode; `begin` and `piece` as for `reduce`."""
 
     def end(self) -> None:
         """After the passes: new scales, and roots, into the states."""
         states, guards = self._inputs.states, self._inputs.guards
+        old, new = [], []
         if self.form == "rank1":
-            kept = [both[:n] for both, n in zip(self._split_scales(), self._lengths(), strict=True)]
-            for k, scale in self._scales.items():
-                kept[k] = scale
-            scales = [state[1]["scale"] for state in states]
-            for k, guard in enumerate(guards):
-                if guard is not None:
-                    kept[k] = torch.where(guard < math.inf, kept[k], scales[k])
-            torch._foreach_copy_(scales, kept)
+            each = zip(self._of("row_new"), self._of("col_new"), strict=True)
+            for k, parts in enumerate(each):
+                scale, found = states[k][1]["scale"], self._scales.get(k)
+                pairs = (
+                    [*zip(scale.split(self.sizes[k]), parts, strict=True)]
+                    if found is None
+                    else [(scale, found)]
+                )
+                guard = guards[k] if guards else None
+                old += [one for one, _ in pairs]
+                new += [
+                    x if guard is None else torch.where(guard < math.inf, x, one)
+                    for one, x in pairs
+                ]
         if self.bits == lloyd_max.BITS:
-            rows_and_columns = [state[0][name] for state in states for name in ("row", "col")]
-            roots = self._buffers["roots"].split(self._flat["roots"])
-            torch._foreach_copy_(rows_and_columns, roots)
+            old = [state[0][name] for name in ("row", "col") for state in states]
+            new = [*self._of("row_inv"), *self._of("col_old")]
+        if old:
+            torch._foreach_copy_(old, new)
         self._inputs, self._scales = Inputs((), ()), {}
         if not self.captured:
-            self._flat = {}
+            self._flat = None
 
-    def _split_scales(self) -> list[Tensor]:
-        buffer = self._buffers["new"]
-        parts = buffer.sizes.sum(1).tolist()
-        return list(self._flat["new"].split(parts))
+    def offsets(self) -> dict[str, np.ndarray]:
+        """Name of a vector -> the first element of each entry's, -1 where it has none."""
+        found, begin = {}, 0
+        for name, sizes in self._vectors.items():
+            ends = begin + np.cumsum(sizes)
+            found[name] = np.where(np.array(sizes) > 0, ends - sizes, -1)
+            begin = int(ends[-1])
+        return found
 
-    def _lengths(self) -> list[int]:
-        """Elements of each entry's scale, where it has two dimensions."""
-        return [sum(shape) if len(shape) == 2 else 0 for shape in self.shapes]
+    def _part(self, first: str, last: str | None = None) -> Tensor:
+        """One vector of all entries; or several, up to `last`."""
+        names, sums = [*self._vectors], [*map(sum, self._vectors.values())]
+        begin, end = names.index(first), names.index(last or first) + 1
+        if self._flat is None:
+            raise RuntimeError("a pass outside of a step")
+        return self._flat.narrow(0, sum(sums[:begin]), sum(sums[begin:end]))
 
-    def _vector(self, name: str, k: int) -> Tensor:
-        """A vector of one entry."""
-        for key, buffer in self._buffers.items():
-            if name in buffer.names:
-                return buffer.one(self._flat[key], name, k)
-        raise KeyError(name)
-
-    def _reduce(self, some: Tensor | None) -> None:
-        """The kernel of pass 1."""
+    def _of(self, name: str) -> Sequence[Tensor]:
+        """A vector of each entry."""
+        return self._part(name).split(self._vectors[name])
 
     def _average(self) -> None:
         """The kernels between the passes: new factors, and ratios of rows."""
 
-    def _update(self, some: Tensor | None) -> None:
-        """The kernel of pass 2."""
 
-
-class Buffer:
-    """One tensor for some vectors of all entries, entry by entry.
-
-    Args:
-        names: Of an entry's vectors, in order.
-        sizes: int64, [entries, names]: elements of each.
-        zeros: Whether they begin at zero.
-    """
-
-    def __init__(self, names: tuple[str, ...], sizes: Any, *, zeros: bool = False) -> None:
-        self.names, self.sizes, self.zeros = names, np.array(sizes, np.int64), zeros
-        ends = self.sizes.reshape(-1).cumsum()
-        self.total = int(ends[-1])
-        self.offsets = (ends - self.sizes.reshape(-1)).reshape(self.sizes.shape)
-
-    def one(self, flat: Tensor, name: str, k: int) -> Tensor:
-        """A vector of an entry."""
-        at = self.names.index(name)
-        return flat.narrow(0, int(self.offsets[k, at]), int(self.sizes[k, at]))
-
-    def both(self, flat: Tensor, k: int) -> Tensor:
-        """All vectors of an entry, one after the other."""
-        return flat.narrow(0, int(self.offsets[k, 0]), int(self.sizes[k].sum()))
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """Every vector, entry by entry."""
-        return list(flat.split(self.sizes.reshape(-1).tolist()))
-
-
-def _buffers(entries: Sequence[Entry]) -> dict[str, Buffer]:
-    """The vectors of the passes, of float32."""
-    form = entries[0].form
-    matrices = [entry.matrix for entry in entries]
+def _vectors(
+    form: str, bits: int, sizes: Sequence[tuple[int, int]], deep: Sequence[int]
+) -> dict[str, list[int]]:
+    """Names of the passes' vectors of float32 -> the elements of each entry's."""
+    rows, cols = [one for one, _ in sizes], [one for _, one in sizes]
     if form == "rank1":
-        found = {
-            "new": Buffer(("row_new", "col_new"), matrices, zeros=True),
-            "inv": Buffer(("row_inv", "col_inv"), matrices),
-        }
-        deep = [[0 if entry.param.dim() == 2 else entry.matrix[1]] for entry in entries]
-        return found | ({"old": Buffer(("col_old",), deep)} if any(map(any, deep)) else {})
+        found = {"row_new": rows, "col_new": cols, "row_inv": rows, "col_inv": cols}
+        return found | {"col_old": [n if k in deep else 0 for k, n in enumerate(cols)]}
     if form != "factored":
         return {}
-    vectors = [factored_vectors(entry) for entry in entries]
-    names: dict[str, tuple[str, ...]] = {"sums": ("row_new", "col_new"), "roots": ("row_inv",)}
-    if entries[0].bits == lloyd_max.BITS:
-        names |= {"roots": ("row_inv", "col_old"), "inverses": ("row_old", "col_inv")}
-    return {
-        key: Buffer(own, [[each[name] for name in own] for each in vectors])
-        for key, own in names.items()
+    found = {
+        "row_new": [-(-n // COLS) * m for m, n in sizes],
+        "col_new": [-(-m // ROWS) * n for m, n in sizes],
+        "row_inv": rows,
     }
+    more = {"col_old": cols, "row_old": rows, "col_inv": cols}
+    return found | more if bits == lloyd_max.BITS else found

@@ -12,8 +12,7 @@ from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, upper_buckets
-from memtrain.kernels.step.groups import Group, Inputs
-from memtrain.kernels.step.program_sizes import COLS, ROWS, elements, is_whole
+from memtrain.kernels.step.groups import COLS, ROWS, Group, Inputs, elements, is_whole
 from memtrain.kernels.step.step import (
     FIELDS,
     GRADIENT_FIELD,
@@ -25,7 +24,7 @@ from memtrain.kernels.step.step import (
 )
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked, stacked_rows
 from memtrain.kernels.step.update_rules_triton import EXACT
-from memtrain.kernels.step.uploads import DeviceTable
+from memtrain.kernels.step.uploads import send
 
 kernels: Any = step_triton  # launches take options that no signature shows
 first_pass: Any = reduce_triton
@@ -44,101 +43,66 @@ class TritonGroup(Group):
         entries: As `Group` takes them; their gradients are contiguous.
 
     Memory:
-        288 bytes per entry, on the device and on the host; no tensor of the entries is kept alive.
+        320 bytes per entry, on the device and on the host; no tensor of the entries is kept alive.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         super().__init__(entries)
         first, count = entries[0], len(entries)
-        whole = is_whole(first)
-        self._whole, self._itemsize = whole, first.grad.itemsize
         self._like = [
             torch.empty(0, dtype=x.dtype, device=self.device) for x in (first.param, first.grad)
         ]
-        self._reduce_form = {
-            "SECOND": SECOND.get(self.form, 0), "MASTER": first.master.form, "WHOLE": whole
-        }  # fmt: skip
+        second, whole = SECOND.get(self.form, 0), is_whole(first)
+        self._reduce_form = {"SECOND": second, "MASTER": first.master.form, "WHOLE": whole}
         self._update_form = _update_form(first, self._reduce_form)
-        self._each, self._matrices = elements(first), [entry.matrix for entry in entries]
+        self._each = elements(first)
         self._programs = self._count_programs()
-        self._own = count * SCALARS // 8
-        self._device = DeviceTable(self._own + count * FIELDS, self.device)
-        self._table = self._device.numbers[self._own :].view(count, FIELDS)
-        self._numbers = np.zeros(self._own + count * FIELDS, np.int64)
-        self._rows = self._numbers[self._own :].reshape(count, FIELDS)
-        self._scalars = self._device.numbers[: self._own].view(torch.float32).view(count, COUNT)
+        own = count * SCALARS // 8
+        self._here, self._there = new_table(own + count * FIELDS, self.device)
+        numbers = self._here.numpy()
+        self._own, self._rows = numbers[:own], numbers[own:].reshape(count, FIELDS)
+        self._table = self._there[own:].view(count, FIELDS)
+        self._scalars = self._there[:own].view(torch.float32).view(count, COUNT)
         at = self._scalars.data_ptr()
         self._rows[:] = [_row(entry, at + k * SCALARS) for k, entry in enumerate(entries)]
-        self._is_new = True
+        self._is_new, self._offsets = True, self.offsets()
 
     def begin(self, inputs: Inputs) -> None:
-        """As `Group.begin`."""
+        """As `Group.begin`; this step's vectors, gradients, scalars, guards and random bits."""
         super().begin(inputs)
-        self._point_to_vectors()
-        self._send(inputs)
-
-    def rows(self, name: str, begin: int, piece: Tensor) -> Tensor:
-        """Programs of a pass, `reduce` or `update`, over some rows of the one entry.
-
-        Args:
-            name: The pass.
-            begin: The first row, a multiple of `rows_together`.
-            piece: The gradient of these rows, contiguous, on 16 bytes; it is not kept alive.
-                Kernels are told where the first row of all would be.
-        """
-        ((_, cols),) = self._matrices
-        end = begin + len(piece)
-        self._table[0, GRADIENT_FIELD].fill_(piece.data_ptr() - begin * cols * piece.itemsize)
-        if name == "update":
-            return self._programs[name][begin * cols // self._each : -(-end * cols // self._each)]
-        across, down = -(-cols // COLS), ROWS
-        return self._programs[name][begin // down * across : -(-end // down) * across]
-
-    def _point_to_vectors(self) -> None:
-        for key, buffer in self._buffers.items():
-            first = self._flat[key].data_ptr()
-            for k, name in enumerate(buffer.names):
-                own = buffer.sizes[:, k] > 0
-                at = first + 4 * buffer.offsets[own, k]
-                self._rows[own, VECTOR_FIELDS[name]] = at
-
-    def _send(self, inputs: Inputs) -> None:
-        """Let kernels find this step's gradients, scalars, guards and random bits."""
+        first = 0 if self._flat is None else self._flat.data_ptr()
+        for name, offsets in self._offsets.items():
+            own = offsets >= 0
+            self._rows[own, VECTOR_FIELDS[name]] = first + 4 * offsets[own]
         if inputs.seeds:
             self._rows[:, SEED_FIELD] = inputs.seeds
         if inputs.guards:
             self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
         if not self.captured:
-            self._numbers[: self._own] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
+            self._own[:] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
         if self._is_new or not self.captured:
             self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
-            self._device.write(self._numbers, self._own)
+            send(self._here, self._there)
         else:  # a capture finds the table, and sends none
             table_triton.point(self._table, GRADIENT_FIELD, inputs.grads)
         if self.captured:
             self._scalars.copy_(stacked(inputs.scalars, self.device))
         self._is_new = False
 
-    def _count_programs(self) -> dict[str, Tensor]:
-        sizes = self._matrices
-        counts = {"update": [-(-rows * cols // self._each) for rows, cols in sizes]}
-        if self.form in ROWS_AND_COLUMNS:
-            counts["reduce"] = [-(-rows // ROWS) * -(-cols // COLS) for rows, cols in sizes]
-        if self.form == "factored":
-            counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in sizes]
-        return {name: programs(tuple(each), self.device) for name, each in counts.items()}
-
-    def _reduce(self, some: Tensor | None) -> None:
-        reduce = self._programs["reduce"] if some is None else some
+    def reduce(self, begin: int = 0, piece: Tensor | None = None) -> None:
+        """As `Group.reduce`."""
+        if self.form not in ROWS_AND_COLUMNS:
+            return
+        rows, piece = self._to_piece("reduce", begin, piece)  # which lives until it is launched
         launch(
             first_pass._reduce_kernel,
-            (len(reduce),),
-            reduce,
+            (len(rows),),
+            rows,
             self._table,
             self._scalars,
             *self._like,
             **self._reduce_form,
-            **first_pass.reduce_options(self._reduce_form["SECOND"], self._whole),
+            **first_pass.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
         )
 
     def _average(self) -> None:
@@ -146,17 +110,50 @@ class TritonGroup(Group):
         launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
         launch(first_pass._ratio_kernel, (len(self.shapes),), self._table, **EXACT)
 
-    def _update(self, some: Tensor | None) -> None:
-        update = self._programs["update"] if some is None else some
+    def update(self, begin: int = 0, piece: Tensor | None = None) -> None:
+        """As `Group.update`."""
+        rows, piece = self._to_piece("update", begin, piece)
         of_two_bits = self.bits == lloyd_max.BITS
         launch(
             two_bits._update_kernel if of_two_bits else kernels._update_kernel,
-            (len(update),),
-            update,
+            (len(rows),),
+            rows,
             self._table,
             *self._like,
             **self._update_form,
         )
+
+    def _to_piece(
+        self, name: str, begin: int, piece: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The programs of a pass, and the piece where it is aligned.
+
+        Kernels are told where the gradient's first row would be, if all rows lay beside these.
+        """
+        programs = self._programs[name]
+        if piece is None:
+            return programs, None
+        piece = piece.clone() if piece.data_ptr() % 16 else piece
+        ((_, cols),), end = self.sizes, begin + len(piece)
+        self._table[0, GRADIENT_FIELD].fill_(piece.data_ptr() - begin * cols * piece.itemsize)
+        if name == "update":
+            return programs[begin * cols // self._each : -(-end * cols // self._each)], piece
+        across = -(-cols // COLS)
+        return programs[begin // ROWS * across : -(-end // ROWS) * across], piece
+
+    def _count_programs(self) -> dict[str, Tensor]:
+        counts = {"update": [-(-rows * cols // self._each) for rows, cols in self.sizes]}
+        if self.form in ROWS_AND_COLUMNS:
+            counts["reduce"] = [-(-rows // ROWS) * -(-cols // COLS) for rows, cols in self.sizes]
+        if self.form == "factored":
+            counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in self.sizes]
+        return {name: programs(tuple(each), self.device) for name, each in counts.items()}
+
+
+def new_table(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the numbers that kernels read: on the host, and where kernels find them."""
+    numbers = torch.zeros(size, dtype=torch.int64, device="cpu")
+    return numbers, torch.empty_like(numbers, device=device)
 
 
 def _update_form(first: Entry, reduce_form: dict[str, Any]) -> dict[str, Any]:

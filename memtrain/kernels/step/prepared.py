@@ -7,7 +7,6 @@ writes its gradients' addresses and its scalars to the tables, and runs the grou
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +54,8 @@ class PreparedStep:
         self._alone: dict[int, str] = {}  # position -> backend: references and copies
         self._sharded: list[int] = []
         self._count = len(entries)
+        self.captured = False
+        """Whether a CUDA graph has captured the step, and replays it."""
         self.lasting = True
         """Whether another step can run from `Inputs`: kernels find every entry in their tables."""
         kinds: dict[Any, list[int]] = defaultdict(list)
@@ -159,7 +160,7 @@ class PreparedSteps:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[Any, list[_Kept]] = {}
+        self._steps: dict[Hashable, list[tuple[Any, PreparedStep]]] = {}
 
     def find(self, first: Hashable, signature: Any) -> PreparedStep | None:
         """The step of a signature, or None.
@@ -168,35 +169,27 @@ class PreparedSteps:
             first: Tells the step's first parameter.
             signature: Equal for steps whose tables are, but for `Inputs`.
         """
-        for one in self._steps.get(first, []):
-            if one.signature == signature:
-                one.captured = one.captured or cuda_graph.capturing()
-                return one.step
+        for known, step in self._steps.get(first, ()):
+            if known == signature:
+                step.captured = step.captured or cuda_graph.capturing()
+                return step
         return None
 
     def keep(self, first: Hashable, signature: Any, step: PreparedStep) -> None:
         """Keep a step for `find`."""
         if first not in self._steps and len(self._steps) >= MOST:
-            self._drop_oldest()
+            spare = (
+                key for key, kept in self._steps.items() if not any(s.captured for _, s in kept)
+            )
+            self._steps.pop(next(spare, None), None)
         kept = self._steps.setdefault(first, [])
-        spare = [one for one in kept if not one.captured]
+        spare = [one for one in kept if not one[1].captured]
         if len(spare) >= LIMIT:
             kept.remove(spare[0])
-        kept.append(_Kept(signature, step))
-
-    def _drop_oldest(self) -> None:
-        for first, kept in self._steps.items():
-            if not any(one.captured for one in kept):
-                del self._steps[first]
-                return
+        kept.append((signature, step))
 
     def __len__(self) -> int:
         return sum(map(len, self._steps.values()))
-
-
-class _Kept:
-    def __init__(self, signature: Any, step: PreparedStep) -> None:
-        self.signature, self.step, self.captured = signature, step, False
 
 
 def signature(
@@ -231,16 +224,3 @@ def signature(
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-def signature_of(entries: Sequence[Entry]) -> list[Any]:
-    """The `signature` of entries."""
-    payloads = chain.from_iterable(entry.states for entry in entries)
-    tensors = [*chain.from_iterable(payload.values() for payload in payloads)]
-    for entry in entries:
-        tensors += [x for x in (entry.master.correction, entry.master.tick) if x is not None]
-    more = [
-        (e.rule, e.codecs, e.master.form, isinstance(e.scalars, Tensor), e.guard is not None)
-        for e in entries
-    ]
-    return signature([e.param for e in entries], [e.grad for e in entries], tensors, more)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook.quantize_triton import least, magnitude
-from memtrain.kernels.step import program_sizes
+from memtrain.kernels.step import groups
 from memtrain.kernels.step.split_triton import read_weight
 from memtrain.kernels.step.table_triton import (
     COL_NEW,
@@ -28,7 +28,7 @@ from memtrain.kernels.step.table_triton import (
 )
 from memtrain.kernels.step.update_rules_triton import EXACT
 
-ROWS = tl.constexpr(program_sizes.ROWS)  # rows per program, in tiles of TILE x 128
+ROWS = tl.constexpr(groups.ROWS)  # rows per program, in tiles of TILE x 128
 TILE = tl.constexpr(16)
 PIECE = tl.constexpr(1024)
 

@@ -11,9 +11,8 @@ from torch.linalg import vector_norm
 
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend_of, choose, is_for_cuda, is_simulated
-from memtrain.kernels.step import program_sizes
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, Codec
-from memtrain.kernels.step.groups import Group, inputs_of
+from memtrain.kernels.step.groups import ROWS, Group, elements, inputs_of
 from memtrain.kernels.step.step import SCALARS_FIELD, Entry, cpu_table, fits
 from memtrain.kernels.step.update_rules import stacked_rows
 
@@ -106,7 +105,8 @@ def rows_at_once(entry: Entry, nbytes: int) -> int:
     if backend == "reference":
         return 0
     if backend == "triton":
-        multiple = program_sizes.rows_together(entry)
+        each = elements(entry._replace(grad=entry.param))
+        multiple = math.lcm(ROWS, each // math.gcd(each, cols))  # whole programs of both passes
     else:
         block = entry.codecs[0].block if entry.codecs else Codec().block
         multiple = block // math.gcd(block, cols)
@@ -120,7 +120,7 @@ def step(entry: Entry, pieces: RowPieces) -> None:
 
     States that know rows and columns of the whole tensor, and a norm that is not known, take a pass
     over the pieces before the one that steps: each piece is made twice. Where the norm is not
-    finite, nothing is changed.
+    finite, nothing is changed; Triton's kernels read it where it lies, and nothing waits.
 
     Args:
         entry: Of the parameter, with a stand-in of the gradient.
@@ -129,55 +129,41 @@ def step(entry: Entry, pieces: RowPieces) -> None:
     Memory:
         A piece, and what `fused_step` holds for the call.
     """
-    if is_simulated():
-        passes = (_LatePasses if is_for_cuda(entry.param) else _Passes)(entry, pieces)
-    else:
-        passes = (_CpuPasses if choose(entry.param) == "cpu" else _TritonPasses)(entry, pieces)
+    on_device = is_for_cuda(entry.param) if is_simulated() else choose(entry.param) != "cpu"
+    passes = _device_passes(entry, pieces) if on_device else _CpuPasses(entry, pieces)
     if entry.form in ROWS_AND_COLUMNS:
         pieces.visit(passes.reduce)
     else:
         pieces.know_norm()
-    if passes.refused():
+    if isinstance(passes, _CpuPasses) and passes.refused():
         return
-    passes.finalize()
+    passes.finalize_scales()
     pieces.visit(passes.update)
     passes.end()
 
 
-class _Passes:
-    """The passes of a step: over fake tensors pieces come and go."""
+def _device_passes(entry: Entry, pieces: RowPieces) -> Group:
+    if is_simulated():
+        found = Group([entry])
+    else:
+        from memtrain.kernels.step.launch import TritonGroup  # Triton is optional
+
+        grad = entry.grad.new_empty(0, dtype=pieces.dtype)
+        found = TritonGroup([entry._replace(grad=grad)])
+    found.begin(inputs_of([entry._replace(guard=pieces.norm)]))
+    return found
+
+
+class _CpuPasses:
+    """The passes of the C++ kernels, which find a piece where it would be in the whole gradient."""
 
     def __init__(self, entry: Entry, pieces: RowPieces) -> None:
-        self._norm, self._kept = pieces.norm, None
+        self._norm, self._before = pieces.norm, None
         if entry.form == "factored" and pieces.norm is not None:  # the first pass writes there
-            self._kept = entry.states[-1]["row"], entry.states[-1]["row"].clone()
-
-    def reduce(self, begin: int, piece: Tensor) -> None:
-        """Pass 1."""
-
-    def refused(self) -> bool:
-        """Whether the norm, now known, is not finite: then all is as it was."""
-        refused = self._norm is not None and not math.isfinite(self._norm.item())
-        if refused and self._kept is not None:
-            self._kept[0].copy_(self._kept[1])
-        return refused
-
-    def finalize(self) -> None:
-        """Between the passes."""
-
-    def update(self, begin: int, piece: Tensor) -> None:
-        """Pass 2: decode, update, encode."""
-
-    def end(self) -> None:
-        """After the passes."""
-
-
-class _CpuPasses(_Passes):
-    """The C++ kernels'. They find a piece where it would be in the whole gradient."""
-
-    def __init__(self, entry: Entry, pieces: RowPieces) -> None:
-        super().__init__(entry, pieces)
-        self._two = entry.form in ROWS_AND_COLUMNS
+            self._before = entry.states[-1]["row"], entry.states[-1]["row"].clone()
+        self._held = 0
+        if is_simulated():
+            return
         self._row = entry.matrix[1] * pieces.dtype.itemsize  # bytes
         table = cpu_table([entry._replace(grad=torch.empty(0, dtype=pieces.dtype))])
         self._scalars = stacked_rows([entry.scalars])
@@ -188,81 +174,32 @@ class _CpuPasses(_Passes):
         self._held = -(-self._memory.ctypes.data // _LINE) * _LINE
         cpu.call("mt_rows_begin", table.ctypes.data, self._held)
 
+    def refused(self) -> bool:
+        """Whether the norm, now known, is not finite: then all is as it was."""
+        refused = self._norm is not None and not math.isfinite(self._norm.item())
+        if refused and self._before is not None:
+            self._before[0].copy_(self._before[1])
+        return refused
+
     def reduce(self, begin: int, piece: Tensor) -> None:
         """Pass 1."""
-        self._run(piece, begin, first=True)
+        self._run(begin, piece, first=True)
 
-    def finalize(self) -> None:
+    def finalize_scales(self) -> None:
         """Between the passes."""
-        if self._two:
+        if self._held:
             cpu.call("mt_rows_scales", self._held)
 
     def update(self, begin: int, piece: Tensor) -> None:
         """Pass 2."""
-        self._run(piece, begin, first=False)
+        self._run(begin, piece, first=False)
 
-    def _run(self, piece: Tensor, begin: int, *, first: bool) -> None:
-        start = piece.data_ptr() - begin * self._row
-        cpu.call("mt_rows_pass", self._held, start, int(first), begin, begin + len(piece))
-
-    def end(self) -> None:
-        """After the passes."""
-        cpu.call("mt_rows_end", self._held)
-
-
-class _LatePasses(_Passes):
-    """Triton's over fake tensors: kernels would read the norm where it lies, and nothing waits."""
-
-    def __init__(self, entry: Entry, pieces: RowPieces) -> None:
-        entry = entry._replace(guard=pieces.norm)
-        self._all = self._group(entry, pieces)
-        self._all.begin(inputs_of([entry]))
-
-    def _group(self, entry: Entry, pieces: RowPieces) -> Any:
-        return Group([entry])
-
-    def reduce(self, begin: int, piece: Tensor) -> None:
-        """Pass 1."""
-        self._all.reduce(piece)
-
-    def refused(self) -> bool:
-        """Kernels see."""
-        return False
-
-    def finalize(self) -> None:
-        """Between the passes."""
-        self._all.finalize_scales()
-
-    def update(self, begin: int, piece: Tensor) -> None:
-        """Pass 2."""
-        self._all.update(piece)
+    def _run(self, begin: int, piece: Tensor, *, first: bool) -> None:
+        if self._held:
+            start = piece.data_ptr() - begin * self._row
+            cpu.call("mt_rows_pass", self._held, start, int(first), begin, begin + len(piece))
 
     def end(self) -> None:
         """After the passes."""
-        self._all.end()
-
-
-class _TritonPasses(_LatePasses):
-    """The Triton kernels'."""
-
-    def _group(self, entry: Entry, pieces: RowPieces) -> Any:
-        from memtrain.kernels.step import launch  # Triton is optional
-
-        return launch.TritonGroup(
-            [entry._replace(grad=entry.grad.new_empty(0, dtype=pieces.dtype))]
-        )
-
-    def reduce(self, begin: int, piece: Tensor) -> None:
-        """Pass 1."""
-        piece = _aligned(piece)  # a copy is to live until the kernel is launched
-        self._all.reduce(self._all.rows("reduce", begin, piece))
-
-    def update(self, begin: int, piece: Tensor) -> None:
-        """Pass 2."""
-        piece = _aligned(piece)
-        self._all.update(self._all.rows("update", begin, piece))
-
-
-def _aligned(piece: Tensor) -> Tensor:
-    """The piece where Triton's kernels may read it: they assume 16 bytes."""
-    return piece.clone() if piece.data_ptr() % 16 else piece
+        if self._held:
+            cpu.call("mt_rows_end", self._held)

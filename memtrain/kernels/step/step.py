@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
     return (codecs[-1].form, codecs[0].bits) if codecs else ("none", 0)
 
 
-def fused_step(given: Sequence[Entry], steps: Any = None) -> None:
+def fused_step(given: Sequence[Entry]) -> None:
     """Decompress the states, take one step, compress them again: for all entries.
 
     The step uses the new states before they are quantised (factored: the new second moment as its
@@ -98,7 +98,6 @@ def fused_step(given: Sequence[Entry], steps: Any = None) -> None:
 
     Args:
         given: What to update. Parameters without elements are skipped.
-        steps: `PreparedSteps`, where another step of the same tensors finds this one's tables.
 
     Memory:
         No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
@@ -121,20 +120,9 @@ def fused_step(given: Sequence[Entry], steps: Any = None) -> None:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
     """
-    from memtrain.kernels.step import prepared
+    from memtrain.kernels.step.prepared import PreparedStep
 
-    if steps is None or not given:
-        prepared.PreparedStep(given).run()
-        return
-    first, signature = id(given[0].param), prepared.signature_of(given)
-    known = steps.find(first, signature)
-    if known is not None:
-        known.run(prepared.inputs_of(given))
-        return
-    step = prepared.PreparedStep(given)
-    step.run()
-    if step.lasting:
-        steps.keep(first, signature, step)
+    PreparedStep(given).run()
 
 
 def step_copied(entry: Entry, step: Callable[[list[Entry]], None]) -> None:

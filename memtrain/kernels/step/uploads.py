@@ -3,57 +3,16 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class DeviceTable:
-    """Numbers on a device that the host makes anew for each step: what has changed travels.
-
-    The host neither waits for a copy nor writes what one may still read: each begins in pinned
-    memory of its own, which PyTorch gives out again only when the copy has ended. The device
-    copies and reads in the order of its stream.
-
-    Args:
-        size: How many.
-        device: Where kernels read them.
-
-    Memory:
-        8 bytes for each number, there and on the host.
-
-    Example:
-        >>> table = DeviceTable(3, torch.device("cpu"))
-        >>> table.write(np.array([7, 8, 9]), 1)
-        >>> table.numbers
-        tensor([7, 8, 9])
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.numbers = torch.empty(size, dtype=torch.int64, device=device)
-        """int64, [size], on the device: always the same tensor."""
-        self._sent: np.ndarray | None = None
-
-    def write(self, numbers: np.ndarray, often: int) -> None:
-        """Send numbers, unless they are there.
-
-        Args:
-            numbers: int64, [size].
-            often: How many of the first ones change more often than the others: where nothing else
-                has changed, only they travel.
-        """
-        old, end = self._sent, len(numbers)
-        if old is not None and np.array_equal(old[often:], numbers[often:]):
-            if np.array_equal(old[:often], numbers[:often]):
-                return
-            end = often
-        self._sent = numbers.copy()
-        send(torch.from_numpy(self._sent)[:end], self.numbers[:end])
-
-
 def send(numbers: Tensor, to: Tensor) -> None:
     """Copy from the host to where kernels will read it; the host does not wait.
+
+    The host may write to `numbers` at once: a copy to a GPU begins in pinned memory of its own,
+    which PyTorch gives out again only when that copy has ended.
 
     Args:
         numbers: On the host, contiguous.
