@@ -85,9 +85,6 @@ CASES = {
     "RMS norm's gradients, bf16": Case(
         "norm.norm_triton", "_backward_kernel", {"CENTRED": False, "WEIGHT": True}, _ROWS
     ),
-    "cross-entropy's gradient, 8 bits": Case(
-        "group.softmax_gradient_triton", "_gradient_kernel", {"BITS": 8, "dx_ptr": "*bf16"}
-    ),
 }
 """The kernels of a step and of a saved activation, by the names of their rows."""
 

@@ -9,7 +9,6 @@ from memtrain.kernels.codebook import quantize_triton as codebook
 from memtrain.kernels.derivative import derivative_triton as derivative
 from memtrain.kernels.floats import rounding_triton as rounding
 from memtrain.kernels.group import group_triton as group
-from memtrain.kernels.group import softmax_gradient_triton as softmax
 from memtrain.kernels.norm import norm_triton as norm
 from memtrain.kernels.packing import pack_triton as packing
 from memtrain.kernels.packing.bits import lanes
@@ -38,16 +37,6 @@ def dequantize(bits, dtype, size=256, *, wide=False):
     signature = {"codes_ptr": "*u8", "bounds_ptr": bounds(wide), "out_ptr": dtype}
     constants = {"BITS": bits, "WIDTH": size // 8} | EXACT | group.tile(size)
     return group._dequantize_kernel, signature | {"n": "i32", "n_groups": "i32"}, constants
-
-
-def softmax_gradient(bits, dx, n="i32", size=256, *, wide=False, **constants):
-    signature = {
-        "dx_ptr": dx, "codes_ptr": "*u8", "bounds_ptr": bounds(wide), "scale_ptr": "*fp32",
-        "class_ptr": "*i64", "n": n, "n_groups": "i32", "size": "i32", "each": "fp32",
-        "hit": "fp32",
-    }  # fmt: skip
-    constants |= {"BITS": bits, "WIDTH": size // 8, "BIG": n == "i64"}
-    return softmax._gradient_kernel, signature, constants | group.tile(size) | EXACT
 
 
 def book(bits, size, dtype=None, **more):
@@ -188,14 +177,6 @@ CASES = {
         dequantize(4, "*bf16", wide=True),
         dequantize(4, "*fp16"),
         dequantize(3, "*fp32", 16384),
-    ],
-    "group.softmax_gradient_triton": [
-        softmax_gradient(8, "*fp32", LONG=True, SMOOTH=False),
-        softmax_gradient(8, "*bf16", LONG=True, SMOOTH=True),
-        softmax_gradient(8, "*bf16", "i64", LONG=True, SMOOTH=False),
-        softmax_gradient(4, "*fp16", wide=True, LONG=False, SMOOTH=False),
-        softmax_gradient(3, "*fp32", LONG=False, SMOOTH=True),
-        softmax_gradient(2, "*bf16", size=16384, LONG=False, SMOOTH=True),
     ],
     "codebook.quantize_triton": [
         *(book(bits, 256, "*fp32", MATRIX=False, STOCHASTIC=bits != 8) for bits in WIDTHS),

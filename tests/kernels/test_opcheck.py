@@ -100,11 +100,6 @@ CASES = {
         for x in views()
         for bits, wide in ((4, False), (3, True))
     ],
-    "softmax_gradient": lambda: [
-        (torch.empty(5, 40, dtype=dtype), *payload, torch.rand(5), torch.arange(5), 8, 32, 0.1)
-        for payload in [group.group_quantize(torch.randn(200), 8, 32)]
-        for dtype in DTYPES[:2]
-    ],
     "norm_quantize": lambda: [
         (x, 64, weight, None, 1e-5, centred, True, 4, 32, 7, True, False)
         for x in (torch.randn(3, 64), torch.randn(2, 2, 64).bfloat16(), torch.randn(0, 64))

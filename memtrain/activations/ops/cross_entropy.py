@@ -25,7 +25,6 @@ from memtrain.activations.saved.function_payloads import (
 from memtrain.compressors import Compressor, Key
 from memtrain.compressors.log_group import cut_
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
-from memtrain.kernels.group import softmax_gradient
 
 _NAMED = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _PIECE = 2**22  # elements that are worked on at once
@@ -112,8 +111,6 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     key: Key,
 ) -> Tensor:
     ctx.reduction, ctx.shape, ctx.dtype = reduction, x.shape, x.dtype
-    codes = compressor.group_codes(Key())
-    ctx.fits = codes is not None and softmax_gradient.fits(x, codes.group_size)
     ctx.rows = max(1, _piece(x) // x.shape[1])
     # Without labels that are ignored: -1 in their place.
     known = target.masked_fill(target == ignored, -1)
@@ -141,20 +138,12 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
 def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     payloads, (classes,) = saved_payloads(ctx)
     scale, classes = _scale(grad, classes.long(), ctx.reduction)
-    one_pass = _is_one_pass(ctx, payloads, scale)
-    if len(payloads) == 1 and not one_pass:
+    if len(payloads) == 1:
         return _gradient(ctx, payloads[0], scale, classes).to(ctx.dtype), None
     dx = scale.new_empty(ctx.shape, dtype=ctx.dtype)
     for place in _differing(len(payloads)):
         rows = slice(place * ctx.rows, (place + 1) * ctx.rows)
-        if one_pass:
-            parts = payloads[place][0].tensors
-            inputs = dx[rows], parts["codes"], parts["bounds"], scale[rows], classes[rows]
-            softmax_gradient.softmax_gradient(
-                *inputs, ctx.compressor.bits, ctx.compressor.group_size
-            )
-        else:
-            dx[rows] = _gradient(ctx, payloads[place], scale[rows], classes[rows])
+        dx[rows] = _gradient(ctx, payloads[place], scale[rows], classes[rows])
     return dx, None
 
 
@@ -174,18 +163,6 @@ def _piece(x: Tensor) -> int:
     if not is_for_cuda(x):
         return _PIECE
     return min(max(_PIECE, x.numel() // _PIECES_CUDA), _PIECE_CUDA)
-
-
-def _is_one_pass(ctx: Any, payloads: Sequence[Payload], scale: Tensor) -> bool:
-    """Whether a kernel serves: min/max groups of a matrix in row-major order."""
-    layout = payloads[0][1]
-    return (
-        ctx.fits
-        and layout is not None
-        and (layout.order, layout.expanded) == ((0, 1), (False, False))
-        and ctx.dtype in softmax_gradient.DTYPES
-        and scale.dtype == torch.float32
-    )
 
 
 def _differing(count: int) -> Sequence[int]:

@@ -155,8 +155,7 @@ print(json.dumps(found))
 """
 
 NOT_COMPARED = {
-    "softmax_gradient": "on a CPU steps take the composition (`softmax_gradient.fits`)",
-    "norm_backward": "the same (`norm.fits_backward`)",
+    "norm_backward": "on a CPU steps take the composition (`norm.fits_backward`)",
     "compress_saved": "in compiled graphs only, and predicted models run uncompiled",
     "decompress_saved": "as compress_saved",
     "decompress_saved_on_host": "as compress_saved",

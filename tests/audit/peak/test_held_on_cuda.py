@@ -15,7 +15,7 @@ from memtrain.kernels.codebook import quantize
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.dispatch import INSIDE_CUDA, backend
 from memtrain.kernels.floats import rounding
-from memtrain.kernels.group import group, softmax_gradient
+from memtrain.kernels.group import group
 from memtrain.kernels.norm import norm
 from memtrain.kernels.packing import pack
 from memtrain.kernels.patch import patch
@@ -85,9 +85,6 @@ blocks, sides = quantize._quantize_blocks(zeros(), *BOOK, 128), torch.rand(2, 12
 own("", "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *blocks, *BOOK, N)
 codes = quantize._quantize_matrix(zeros(), *sides, *BOOK, None)
 own("", "codebook_dequantize_matrix", quantize, "_dequantize_matrix", codes, *sides, *BOOK)
-payload = group.group_quantize(zeros(), 8, 256)
-rows = torch.ones(128), torch.zeros(128, dtype=torch.int64), 8, 256, 0.0
-own("", "softmax_gradient", softmax_gradient, "_gradient", zeros(), *payload, *rows)
 
 
 @pytest.fixture
