@@ -107,20 +107,12 @@ def pack(kernel, bits, n="i32"):
     return kernel, signature, {"BITS": bits, "LANES": lanes(bits), "N_BLOCKS": packing.TILE}
 
 
-NUMBERS = {"least": "i32", "limit": "i32", "nan_code": "i32", "mark": "i32"}
-ROUNDED = {"count_ptr": "*i64", "n": "i32", "over": "i32"} | NUMBERS
+ROUNDED = {"count_ptr": "*i64"} | dict.fromkeys(("n", "least", "limit", "over"), "i32")
 FLOATS = ("*fp32", "*bf16", "*fp16")
-MANTISSA = {"*u8": 3, "*i16": 9}
 
 
-def rounded(kernel, x, out, constants, **more):
-    constants |= {"MANTISSA": MANTISSA.get(out, 2), "ENCODE": out in MANTISSA}
-    return kernel, {"x_ptr": x, "out_ptr": out} | ROUNDED | more, constants
-
-
-def decoded(codes, out):
-    signature = {"codes_ptr": codes, "out_ptr": out, "n": "i32", "infinity": "i32"} | NUMBERS
-    return rounding._decode_kernel, signature, {"MANTISSA": MANTISSA[codes]}
+def rounded(kernel, x, constants, **more):
+    return kernel, {"x_ptr": x, "out_ptr": x} | ROUNDED | more, constants | {"MANTISSA": 2}
 
 
 FORMS = ((True, True), (True, False), (False, False))
@@ -232,17 +224,11 @@ CASES = {
     ],
     "floats.rounding_triton": [
         *(
-            rounded(rounding._nearest_kernel, x, out, {"ROUNDING": how})
+            rounded(rounding._nearest_kernel, x, {"ROUNDING": how})
             for x in FLOATS
-            for out in (x, *MANTISSA)
             for how in (0, 1)
         ),
-        *(
-            rounded(rounding._stochastic_kernel, x, out, dict(rounding._OPTIONS), seed="i64")
-            for x in FLOATS
-            for out in (x, "*u8")
-        ),
-        *(decoded(codes, out) for codes in MANTISSA for out in FLOATS),
+        *(rounded(rounding._stochastic_kernel, x, rounding._OPTIONS, seed="i64") for x in FLOATS),
     ],
     "step.step_triton": [
         update(kind, whole, *weights)

@@ -10,6 +10,7 @@ import memtrain.kernels
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.flatten import flatten
 from memtrain.compressors import Group, Key
+from memtrain.kernels.floats import rounding
 from memtrain.kernels.group import group
 from memtrain.kernels.packing import pack
 from memtrain.kernels.patch import patch
@@ -143,11 +144,8 @@ CASES = {
     "floats_round_inplace": lambda: [
         (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
     ],
-    "floats_encode": lambda: [
-        (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
-    ],
     "floats_decode": lambda: [
-        (called("floats_encode", x, form, 7)[0], form, torch.bfloat16)
+        (rounding.encode_count(x, form)[0], form, torch.bfloat16)
         for x in views()
         if x.dtype != torch.float64
         for form in FORMATS

@@ -7,7 +7,7 @@ Reference:
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from struct import pack, unpack
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
 
 
 def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Round `x` to a format's codes, and count what overflows, in one pass.
+    """Round `x` to a format's codes, and count what overflows.
 
     Rounds as `round_count` does, but to all of the format's numbers, whatever the dtype of `x`.
 
@@ -135,8 +135,7 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
         seed: 64 bits, signed or not, of stochastic rounding.
 
     Returns:
-        codes: uint8, or int16 (the code's bits) where the width is over 8; the shape of `x`,
-            strides too where it is dense.
+        codes: uint8, or int16 (the code's bits) where the width is over 8; the shape of `x`.
         count: int64, []: how many elements overflow.
 
     Raises:
@@ -144,15 +143,22 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
         ValueError: If `seed` has more than 64 bits.
 
     Memory:
-        1 or 2 bytes per element.
+        1 or 2 bytes per element; some 20 for the call.
 
     Example:
         >>> encode_count(torch.tensor([1.0, -30.0]), FormatFields(8, 3, -10, 127, -1, 128, 1, 0))[0]
         tensor([ 88, 255], dtype=torch.uint8)
     """
     _check(x, DTYPES)
-    run = _encode if is_plain(x) else _encode_op
-    return run(x, layout, philox.signed(seed))
+    y, count = round_count(x.float(), layout, seed)
+    # What the format holds is its own nearest, by whichever rounding.
+    bits, code = _magnitude_codes(y, layout._replace(rounding=AWAY), 0)
+    magnitude, mark = bits & 0x7FFFFFFF, 1 << (layout.width - 1)
+    nan = magnitude > _INF if layout.infinity >= 0 else magnitude >= _INF
+    code = torch.where(magnitude == _INF, layout.infinity, code).masked_fill_(nan, layout.nan)
+    # Conversions to float32 keep a NaN's sign or not, by the place in the tensor: it is dropped.
+    signed = (bits < 0) & (magnitude <= _INF) & ((code > 0) | (layout.nan != mark))
+    return _to_codes(torch.where(signed, code | mark, code), layout), count
 
 
 def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,8 +205,8 @@ def _bits_of(code: int, layout: FormatFields) -> int:
 
 
 @lru_cache
-def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int, int]:
-    """The largest magnitude code that `dtype` holds too; overflow's float32 bits and code."""
+def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int]:
+    """The largest magnitude code that `dtype` holds too, and overflow's float32 bits."""
     mantissa_bits, limit = layout.mantissa_bits, layout.limit
     if dtype == torch.float16:
         if layout.least <= 15:
@@ -211,23 +217,15 @@ def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int, int]:
     significant = mantissa_bits + 1 if normal else limit.bit_length()
     limit &= -1 << max(0, significant - _PRECISION[dtype])
     if layout.saturate:
-        return limit, _bits_of(limit, layout), layout.limit
-    if layout.infinity >= 0:
-        return limit, _INF, layout.infinity
-    return limit, _INF if layout.nan == 1 << (layout.width - 1) else _NAN, layout.nan
+        return limit, _bits_of(limit, layout)
+    is_infinite = layout.infinity >= 0 or layout.nan == 1 << (layout.width - 1)
+    return limit, _INF if is_infinite else _NAN
 
 
 @lru_cache
 def _numbers(layout: FormatFields, dtype: torch.dtype) -> tuple[int, ...]:
     """The fields of a layout that the kernels take, in their order."""
-    return (
-        *layout[1:3],
-        *limits(layout, dtype),
-        layout.nan,
-        1 << (layout.width - 1),
-        layout.infinity,
-        layout.rounding,
-    )
+    return (*layout[1:3], *limits(layout, dtype), layout.rounding)
 
 
 @lru_cache
@@ -242,32 +240,26 @@ def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
 
 
 def _round(x: Tensor, layout: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    return _run(x, FormatFields(*layout), seed, x.dtype)
-
-
-def _encode(x: Tensor, layout: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    return _run(x, FormatFields(*layout), seed, code_dtype(layout[0]))
+    return _run(x, FormatFields(*layout), seed)
 
 
 def _round_inplace(x: Tensor, layout: Sequence[int], seed: int) -> Tensor:
     if is_dense(x) and choose(x) != "reference":
         increment_version(x)  # autograd does not see what a kernel writes
-        return _run(x, FormatFields(*layout), seed, x.dtype, out=x)[1]
+        return _run(x, FormatFields(*layout), seed, out=x)[1]
     y, count = _round(x, layout, seed)
     x.copy_(y)
     return count
 
 
 def _run(
-    x: Tensor, layout: FormatFields, seed: int, dtype: torch.dtype, out: Tensor | None = None
+    x: Tensor, layout: FormatFields, seed: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """To `dtype`: codes if it is not that of `x`."""
     x = x if is_dense(x) else x.clone()
-    encodes, choice = dtype != x.dtype, choose(x)
+    choice = choose(x)
     if choice == "reference":
-        return (encode_reference if encodes else round_reference)(x, layout, seed)
-    out = torch.empty_like(x, dtype=dtype) if out is None else out
-    kind = torch.float32 if encodes else dtype
+        return round_reference(x, layout, seed)
+    out = torch.empty_like(x) if out is None else out
     written = choice == "cpu" and x.numel() > 0
     count = x.new_empty((), dtype=torch.int64) if written else x.new_zeros((), dtype=torch.int64)
     if not x.numel():
@@ -275,54 +267,33 @@ def _run(
     if choice == "triton":
         from memtrain.kernels.floats import rounding_triton
 
-        rounding_triton.run(x, out, count, _numbers(layout, kind), seed)
+        rounding_triton.run(x, out, count, _numbers(layout, x.dtype), seed)
     else:
-        sizes = (x.numel(), DTYPES.index(x.dtype), out.element_size() if encodes else 0, seed)
-        cpu.call("mt_floats_round", x, out, count, _table(layout, kind), *sizes)
+        sizes = (x.numel(), DTYPES.index(x.dtype), seed)
+        cpu.call("mt_floats_round", x, out, count, _table(layout, x.dtype), *sizes)
     return out, count
+
+
+@cache
+def _values(layout: FormatFields, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The number of each code; made once."""
+    codes = torch.arange(1 << layout.width, dtype=torch.int32, device="cpu")
+    return decode_reference(_to_codes(codes, layout), layout, dtype).to(device)
 
 
 def _decode(codes: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     form = FormatFields(*layout)
-    codes = codes if is_dense(codes) else codes.clone()
-    choice = choose(codes)
-    if choice == "reference":
-        return decode_reference(codes, form, dtype)
-    out = torch.empty_like(codes, dtype=dtype)
-    if not codes.numel():
-        return out
-    if choice == "triton":
-        from memtrain.kernels.floats import rounding_triton
-
-        rounding_triton.decode(codes, out, _numbers(form, torch.float32))
-    else:
-        sizes = (codes.numel(), DTYPES.index(dtype), codes.element_size())
-        cpu.call("mt_floats_decode", codes, out, _table(form, torch.float32), *sizes)
-    return out
-
-
-def _fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.int64)
+    index = codes.reshape(-1).int().bitwise_and_((1 << form.width) - 1)
+    return _values(form, dtype, codes.device).index_select(0, index).view(codes.shape)
 
 
 def round_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
     """`round_count` of a dense tensor in plain torch: the definition."""
     bits, code = _magnitude_codes(x, layout, seed)
-    limit, over, _ = limits(layout, x.dtype)
+    limit, over = limits(layout, x.dtype)
     past, nan = code > limit, bits & 0x7FFFFFFF > _INF
     value = torch.where(past, over, _value_bits(code.clamp(max=limit), layout))
     return _signed(torch.where(nan, _NAN, value), bits).to(x.dtype), (past & ~nan).sum()
-
-
-def encode_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
-    """`encode_count` of a dense tensor in plain torch: the definition."""
-    bits, code = _magnitude_codes(x, layout, seed)
-    _, _, over = limits(layout, torch.float32)
-    past, nan, mark = code > layout.limit, bits & 0x7FFFFFFF > _INF, 1 << (layout.width - 1)
-    code = torch.where(nan, layout.nan, torch.where(past, over, code))
-    # A NaN's sign is lost: conversions to float32 keep it or not, by the place in the tensor.
-    signed = (bits < 0) & ~nan & ((code > 0) | (layout.nan != mark))
-    return _to_codes(torch.where(signed, code | mark, code), layout), (past & ~nan).sum()
 
 
 def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) -> Tensor:
@@ -406,7 +377,7 @@ def _cloned(x: Tensor, *options: object) -> int:
 _round_op = register(
     "floats_round(Tensor x, int[] layout, int seed) -> (Tensor, Tensor)",
     _round,
-    lambda x, layout, seed: _fake(x, x.dtype),
+    lambda x, layout, seed: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
     inside=_cloned,
     inside_cuda=_cloned,
 )
@@ -417,17 +388,10 @@ _round_inplace_op = register(
     inside=lambda x, *options: 2 * _cloned(x),  # the result is one, too
     inside_cuda=lambda x, *options: 2 * _cloned(x),
 )
-_encode_op = register(
-    "floats_encode(Tensor x, int[] layout, int seed) -> (Tensor, Tensor)",
-    _encode,
-    lambda x, layout, seed: _fake(x, code_dtype(layout[0])),
-    inside=_cloned,
-    inside_cuda=_cloned,
-)
 _decode_op = register(
     "floats_decode(Tensor codes, int[] layout, ScalarType dtype) -> Tensor",
     _decode,
-    lambda codes, layout, dtype: torch.empty_like(codes, dtype=dtype),
-    inside=_cloned,
-    inside_cuda=_cloned,
+    lambda codes, layout, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    inside=lambda codes, *options: 4 * codes.numel(),
+    inside_cuda=lambda codes, *options: 4 * codes.numel(),
 )

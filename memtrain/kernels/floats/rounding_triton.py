@@ -1,4 +1,4 @@
-"""Triton kernels of `rounding.py`: rounding, encoding with a count of overflows, decoding."""
+"""Triton kernels of `rounding.py`: rounding with a count of overflows."""
 
 import triton
 import triton.language as tl
@@ -55,9 +55,8 @@ def _store(out_ptr, at, inside, bits, negative):
 
 @triton.jit
 def _one(
-    x_ptr, out_ptr, at, inside, draw,
-    least, limit, over, nan_code, mark,
-    MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, ENCODE: tl.constexpr,
+    x_ptr, out_ptr, at, inside, draw, least, limit, over,
+    MANTISSA: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Rounds the elements at `at`; 1 where one overflows."""
     x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
@@ -65,27 +64,20 @@ def _one(
     magnitude, negative = bits & 0x7FFFFFFF, (bits >> 31) & 1
     code = _magnitude_code(magnitude, draw, least, MANTISSA, ROUNDING)
     nan, past = magnitude > _INF, code > limit
-    if ENCODE:
-        code = tl.where(nan, nan_code, tl.where(past, over, code))
-        keeps = ((code > 0) | (nan_code != mark)) & (magnitude <= _INF)
-        code |= tl.where((negative > 0) & keeps, mark, 0)
-        tl.store(out_ptr + at, code.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        value = _value_bits(tl.minimum(code, limit), least, MANTISSA)
-        value = tl.where(nan, _NAN, tl.where(past, over, value))
-        _store(out_ptr, at, inside, value, negative)
+    value = _value_bits(tl.minimum(code, limit), least, MANTISSA)
+    value = tl.where(nan, _NAN, tl.where(past, over, value))
+    _store(out_ptr, at, inside, value, negative)
     return (past & (magnitude <= _INF)).to(tl.int32)
 
 
 @triton.jit
 def _nearest_kernel(
-    x_ptr, out_ptr, count_ptr, n, least, limit, over, nan_code, mark,
-    MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, ENCODE: tl.constexpr,
+    x_ptr, out_ptr, count_ptr, n, least, limit, over,
+    MANTISSA: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
     past = _one(
-        x_ptr, out_ptr, at, at < n, 0,
-        least, limit, over, nan_code, mark, MANTISSA, ROUNDING, ENCODE,
+        x_ptr, out_ptr, at, at < n, 0, least, limit, over, MANTISSA, ROUNDING
     )  # fmt: skip
     count = tl.sum(past, axis=0)
     tl.atomic_add(count_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
@@ -93,8 +85,7 @@ def _nearest_kernel(
 
 @triton.jit(do_not_specialize=["seed"])
 def _stochastic_kernel(
-    x_ptr, out_ptr, count_ptr, n, least, limit, over, nan_code, mark, seed,
-    MANTISSA: tl.constexpr, ENCODE: tl.constexpr,
+    x_ptr, out_ptr, count_ptr, n, least, limit, over, seed, MANTISSA: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)[:, None]
     column = tl.arange(0, _WIDTH)[None, :]
@@ -105,49 +96,19 @@ def _stochastic_kernel(
         at = (block * 8 + s) * _WIDTH + column
         draw = ((words[s // 2].to(tl.uint32) >> (s % 2 * 16)) & 0xFFFF).to(tl.int32)
         past += _one(
-            x_ptr, out_ptr, at, at < n, draw,
-            least, limit, over, nan_code, mark, MANTISSA, 2, ENCODE,
+            x_ptr, out_ptr, at, at < n, draw, least, limit, over, MANTISSA, 2
         )  # fmt: skip
     count = tl.sum(tl.sum(past, axis=1), axis=0)
     tl.atomic_add(count_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
 
 
-@triton.jit
-def _decode_kernel(
-    codes_ptr, out_ptr, n, least, limit, nan_code, mark, infinity, MANTISSA: tl.constexpr
-):
-    at = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
-    inside = at < n
-    code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32) & (2 * mark - 1)
-    magnitude = code & (mark - 1)
-    bits = _value_bits(tl.minimum(magnitude, limit), least, MANTISSA)
-    no_number = (magnitude > limit) | ((code == mark) & (nan_code == mark))
-    bits = tl.where(magnitude == infinity, _INF, tl.where(no_number, _NAN, bits))
-    _store(out_ptr, at, inside, bits, ((code & mark) != 0).to(tl.int32))
-
-
 def run(x, out, count, numbers, seed):
-    """Round, or encode where `out` holds codes."""
-    mantissa, least, limit, over_bits, over_code, nan_code, mark, _, rounding = numbers
-    encodes, n = out.dtype != x.dtype, x.numel()
-    given = (
-        x, out, count, n,
-        least, limit, over_code if encodes else over_bits, nan_code, mark,
-    )  # fmt: skip
+    mantissa, least, limit, over, rounding = numbers
+    n = x.numel()
+    given = (x, out, count, n, least, limit, over)
     if rounding == 2:
         grid = (triton.cdiv(n, 8 * _WIDTH.value * _BLOCKS.value),)
-        launch(
-            _stochastic_kernel, grid, *given, seed, MANTISSA=mantissa, ENCODE=encodes, **_OPTIONS
-        )
+        launch(_stochastic_kernel, grid, *given, seed, MANTISSA=mantissa, **_OPTIONS)
     else:
         grid = (triton.cdiv(n, _TILE.value),)
-        constants = {"MANTISSA": mantissa, "ROUNDING": rounding, "ENCODE": encodes}
-        launch(_nearest_kernel, grid, *given, **constants)
-
-
-def decode(codes, out, numbers):
-    mantissa, least, limit, _, _, nan_code, mark, infinity, _ = numbers
-    n = codes.numel()
-    form = (least, limit, nan_code, mark, infinity)
-    grid = (triton.cdiv(n, _TILE.value),)
-    launch(_decode_kernel, grid, codes, out, n, *form, MANTISSA=mantissa)
+        launch(_nearest_kernel, grid, *given, MANTISSA=mantissa, ROUNDING=rounding)

@@ -121,7 +121,6 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         if dtype != torch.float64:
             own(name, "floats_round", x, FORM, 0)
             own(name, "floats_round_inplace", x.clone(), FORM, 0)
-            own(name, "floats_encode", x, FORM, 0)
     x, name = w(512, 512).to(dtype), str(dtype)
     own(name, "group_dequantize", *group.group_quantize(x, 4, 256), 4, 256, N, dtype)
     codes = M.derivative_encode(x, *PLAIN)
@@ -129,7 +128,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
     own(name, "derivative_backward", x, codes, LEVELS)
     own(name, "patch_dequantize", patch.patch_quantize(w(8, 64, 64, 8)), 64, 64, dtype)
     if dtype != torch.float64:
-        own(name, "floats_decode", M.floats_encode(x, FORM, 0)[0], FORM, dtype)
+        own(name, "floats_decode", FP8_FORWARD.encode(x), FORM, dtype)
         narrow = dtype == torch.bfloat16
         own(name, "norm_quantize", x, 512, torch.ones(512), None, 1e-5, True, narrow, *CODES)
 payload = M.codebook_quantize_blocks(w(N), *BOOK, 128)

@@ -59,7 +59,7 @@ for name, lay in LAYOUTS.items():
         if name != "gaps":
             own(case, "derivative_encode", derivative, "_encode", x, *PLAIN)
         if dtype != torch.float64:
-            for op in ("round", "round_inplace", "encode"):
+            for op in ("round", "round_inplace"):
                 own(case, f"floats_{op}", rounding, f"_{op}", x, FORM, 0)
 for dtype in DTYPES:
     payload, words = (

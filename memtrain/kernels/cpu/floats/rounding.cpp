@@ -9,13 +9,13 @@ constexpr int32_t kRunInf = 0x7F800000, kRunNan = 0x7FC00000;
 enum Rounding : int32_t { kAway, kEven, kStochastic };
 
 struct FloatForm {
-  int32_t mantissa, least, limit, over_bits, over_code, nan, mark, infinity, rounding;
+  int32_t mantissa, least, limit, over, rounding;
 };
 
 static FloatForm form_of(const int64_t* numbers) {
-  int32_t n[9];
-  for (int i = 0; i < 9; ++i) n[i] = static_cast<int32_t>(numbers[i]);
-  return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]};
+  int32_t n[5];
+  for (int i = 0; i < 5; ++i) n[i] = static_cast<int32_t>(numbers[i]);
+  return {n[0], n[1], n[2], n[3], n[4]};
 }
 
 template <int ROUNDING>
@@ -50,8 +50,8 @@ MT_INLINE int32_t value_bits(int32_t code, const FloatForm& f) {
   return (small & pick) | (normal & ~pick);
 }
 
-// Returns how many overflow. `out` holds the bits of float32 numbers, or codes; it may be `bits`.
-template <int ROUNDING, bool ENCODE>
+// Returns how many overflow. `out` holds the bits of float32 numbers; it may be `bits`.
+template <int ROUNDING>
 MT_INLINE int64_t round_run(const uint32_t* bits, const uint16_t* draws, int32_t n,
                             const FloatForm& form, int32_t* out) {
   const FloatForm f = form;
@@ -59,38 +59,23 @@ MT_INLINE int64_t round_run(const uint32_t* bits, const uint16_t* draws, int32_t
 #pragma GCC ivdep
   for (int32_t i = 0; i < n; ++i) {
     const int32_t magnitude = static_cast<int32_t>(bits[i] & 0x7FFFFFFFu);
-    const int32_t negative = static_cast<int32_t>(bits[i] >> 31);
     const int32_t draw = ROUNDING == kStochastic ? draws[i] : 0;
     const int32_t code = magnitude_code<ROUNDING>(magnitude, draw, f);
     const bool past = code > f.limit, nan = magnitude > kRunInf;
     count += past & !nan;
-    if constexpr (ENCODE) {
-      int32_t result = past ? f.over_code : code;
-      result = nan ? f.nan : result;
-      const bool keeps = (!nan) & ((result > 0) | (f.nan != f.mark));
-      out[i] = result | ((negative & keeps) ? f.mark : 0);
-    } else {
-      int32_t result = value_bits(past ? f.limit : code, f);
-      result = past ? f.over_bits : result;
-      result = nan ? kRunNan : result;
-      out[i] = static_cast<int32_t>(static_cast<uint32_t>(result) | (bits[i] & 0x80000000u));
-    }
+    int32_t result = value_bits(past ? f.limit : code, f);
+    result = past ? f.over : result;
+    result = nan ? kRunNan : result;
+    out[i] = static_cast<int32_t>(static_cast<uint32_t>(result) | (bits[i] & 0x80000000u));
   }
   return count;
 }
 
-template <int ROUNDING>
-MT_INLINE int64_t round_either(const uint32_t* bits, const uint16_t* draws, int32_t n,
-                               const FloatForm& f, bool encode, int32_t* out) {
-  return encode ? round_run<ROUNDING, true>(bits, draws, n, f, out)
-                : round_run<ROUNDING, false>(bits, draws, n, f, out);
-}
-
 MT_CLONES static int64_t round_any(const uint32_t* bits, const uint16_t* draws, int32_t n,
-                                   const FloatForm& f, bool encode, int32_t* out) {
-  if (f.rounding == kAway) return round_either<kAway>(bits, draws, n, f, encode, out);
-  if (f.rounding == kEven) return round_either<kEven>(bits, draws, n, f, encode, out);
-  return round_either<kStochastic>(bits, draws, n, f, encode, out);
+                                   const FloatForm& f, int32_t* out) {
+  if (f.rounding == kAway) return round_run<kAway>(bits, draws, n, f, out);
+  if (f.rounding == kEven) return round_run<kEven>(bits, draws, n, f, out);
+  return round_run<kStochastic>(bits, draws, n, f, out);
 }
 
 MT_CLONES static void draw_run(uint32_t first, uint64_t seed, uint16_t* draws) {
@@ -103,46 +88,10 @@ MT_CLONES static void draw_run(uint32_t first, uint64_t seed, uint16_t* draws) {
   }
 }
 
-MT_CLONES static void write_codes(const int32_t* __restrict in, int64_t bytes, int64_t from,
-                                  int64_t n, void* out) {
-  uint8_t* __restrict narrow = static_cast<uint8_t*>(out) + from;
-  uint16_t* __restrict wide = static_cast<uint16_t*>(out) + from;
-  if (bytes == 1)
-    for (int64_t i = 0; i < n; ++i) narrow[i] = static_cast<uint8_t>(in[i]);
-  else
-    for (int64_t i = 0; i < n; ++i) wide[i] = static_cast<uint16_t>(in[i]);
-}
-
-MT_CLONES static void read_codes(const void* codes, int64_t bytes, int64_t from, int64_t n,
-                                 int32_t* __restrict out) {
-  const uint8_t* __restrict narrow = static_cast<const uint8_t*>(codes) + from;
-  const uint16_t* __restrict wide = static_cast<const uint16_t*>(codes) + from;
-  if (bytes == 1)
-    for (int64_t i = 0; i < n; ++i) out[i] = narrow[i];
-  else
-    for (int64_t i = 0; i < n; ++i) out[i] = wide[i];
-}
-
-MT_CLONES static void decode_run(const int32_t* __restrict codes, int64_t n, const FloatForm& form,
-                                 uint32_t* __restrict out) {
-  const FloatForm f = form;
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t magnitude = codes[i] & (f.mark - 1);
-    const bool past = magnitude > f.limit;
-    int32_t bits = value_bits(past ? f.limit : magnitude, f);
-    bits = past | ((codes[i] == f.mark) & (f.nan == f.mark)) ? kRunNan : bits;
-    bits = magnitude == f.infinity ? kRunInf : bits;
-    const uint32_t sign = (codes[i] & f.mark) != 0 ? 0x80000000u : 0u;
-    out[i] = static_cast<uint32_t>(bits) | sign;
-  }
-}
-
 }  // namespace memtrain
 
-// `bytes`: of a code, or 0 to round to the type of `x`.
 MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const int64_t* numbers,
-                               int64_t n, int64_t type, int64_t bytes, int64_t seed,
-                               int64_t threads) {
+                               int64_t n, int64_t type, int64_t seed, int64_t threads) {
   using namespace memtrain;
   const FloatForm f = form_of(numbers);
   std::atomic<int64_t> overflows{0};
@@ -156,17 +105,15 @@ MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const i
       const int64_t from = b * kRun, size = std::min(kRun, n - from);
       if (f.rounding == kStochastic)
         draw_run(static_cast<uint32_t>(b * kRunWidth), static_cast<uint64_t>(seed), draws);
-      const bool whole = type == kFloat32, in_place = whole && bytes == 0;
+      const bool whole = type == kFloat32;
       if (!whole) {
         read_floats(x, type, from, size, in);
         std::memcpy(copy, in, size * 4);
       }
       const uint32_t* bits = whole ? static_cast<const uint32_t*>(x) + from : copy;
-      int32_t* to = in_place ? static_cast<int32_t*>(out) + from : results;
-      here += round_any(bits, draws, static_cast<int32_t>(size), f, bytes != 0, to);
-      if (bytes != 0) {
-        write_codes(results, bytes, from, size, out);
-      } else if (!in_place) {
+      int32_t* to = whole ? static_cast<int32_t*>(out) + from : results;
+      here += round_any(bits, draws, static_cast<int32_t>(size), f, to);
+      if (!whole) {
         std::memcpy(in, results, size * 4);
         write_floats(out, type, from, size, in);
       }
@@ -174,22 +121,4 @@ MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const i
     overflows += here;
   });
   *count = overflows;
-}
-
-MT_EXPORT void mt_floats_decode(const void* codes, void* out, const int64_t* numbers, int64_t n,
-                                int64_t type, int64_t bytes, int64_t threads) {
-  using namespace memtrain;
-  const FloatForm f = form_of(numbers);
-  parallel_for(n, 65536, threads, [&](int64_t begin, int64_t end) {
-    int32_t in[kRun];
-    uint32_t bits[kRun];
-    float values[kRun];
-    for (int64_t from = begin; from < end; from += kRun) {
-      const int64_t size = std::min(kRun, end - from);
-      read_codes(codes, bytes, from, size, in);
-      decode_run(in, size, f, bits);
-      std::memcpy(values, bits, size * 4);
-      write_floats(out, type, from, size, values);
-    }
-  });
 }
