@@ -3,18 +3,10 @@
 import zlib
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.compiler_internals import no_modes
-from memtrain.activations.intercept.graph_kinks import (
-    Kink,
-    erase_unread,
-    find_kinks,
-    keep_answers,
-    stand_in,
-)
 from memtrain.activations.intercept.graph_order import compress_early, decompress_late
 from memtrain.activations.intercept.graph_sites import (
     OWN_INPUT,
@@ -26,11 +18,11 @@ from memtrain.activations.intercept.graph_sites import (
     stripped,
 )
 from memtrain.activations.saved import payload_ops
-from memtrain.activations.saved.fit import FLOATS, INTEGERS, UNKNOWN_RANGE
+from memtrain.activations.saved.fit import FLOATS, fit
 from memtrain.activations.saved.flatten import flatten
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Record, Site
-from memtrain.compressors import Compressor, Group, Host, Integers, Keep, Key, Mask
+from memtrain.compressors import Compressor, Group, Host, Keep, Key
 from memtrain.compressors.log_group import of_logarithms
 
 NO_FAKE = "its compressor has no form on tensors without data, which graphs are traced with"
@@ -87,10 +79,7 @@ class GraphSaves:
         """Of what it saves."""
         self._packings: dict[Node, _Packing | None] = {}
         self._kept: dict[int, int] = {}  # storage -> its number
-        self._kinks: dict[int, Kink] = {}  # numbers from 1 -> those of which the answer is kept
         self._finished = False
-        with no_modes():
-            self._answer({*hooked[:-1]})
 
     @property
     def root(self) -> str:
@@ -113,7 +102,7 @@ class GraphSaves:
             return x
         parts = payload_ops.compress(x, packing.payload.form, packing.key)
         sizes = [size for size in x.shape if not isinstance(size, int)]
-        return [*parts, *sizes, *self._answers(x, node)]
+        return [*parts, *sizes]
 
     def unpack(self, packed: Any, node: Node) -> Tensor:
         """The saved tensor of what `pack` gave."""
@@ -134,36 +123,8 @@ class GraphSaves:
         The last tensor's unpacking comes after this, at the head of a backward that needs it first.
         """
         self._finished = True
-        keep_answers(self.forward, self.backward, self._kinks)
         compress_early(self.forward)
         decompress_late(self.backward)
-
-    # -- the sides of kinks -----------------------------------------------------------------
-
-    def _answer(self, hooked: set[Node]) -> None:
-        """Choose the kinks whose answers are kept: where that takes fewer than 8 bits in all."""
-        found = find_kinks(
-            self.forward,
-            self.backward,
-            lambda node: node in hooked and example(node).dtype in FLOATS,
-        )
-        self.sites.answered = {node for kink in found for node in kink.behind}
-        for carrier in dict.fromkeys(kink.carrier for kink in found):
-            kinks = [kink for kink in found if kink.carrier is carrier]
-            _, chosen = self._choose(carrier, example(carrier))
-            bits = None if isinstance(chosen, Keep) or chosen.is_identity else chosen.bits
-            if isinstance(bits, int) and bits + len(kinks) < 8:
-                self._kinks.update(enumerate(kinks, 1 + len(self._kinks)))
-        kept = self._kinks.values()
-        self.sites.answered = {node for kink in kept for node in kink.behind}
-        for kink in reversed(found):
-            if kink not in kept:
-                erase_unread(self.forward, kink.answer)
-
-    def _answers(self, x: Tensor, node: Node) -> list[Tensor]:
-        """The payloads that a saved tensor carries besides its own."""
-        kinks = [(kink, number) for number, kink in self._kinks.items() if kink.carrier is node]
-        return [part for kink, number in kinks for part in stand_in(x, kink, number)]
 
     # -- how a tensor is held ---------------------------------------------------------------
 
@@ -180,7 +141,6 @@ class GraphSaves:
                     number, counter = zlib.crc32(site.name.encode()), payload_ops.counter_of(saved)
                     key = (saved.seed, number, counter, self._number, len(self._packings))
                     self._record(site, node, x, payload.nbytes, repr(chosen))
-                    self._record_answers(node, x)
                     return _Packing(payload, key)
                 chosen = Keep("its payload would be no smaller")
         kept = isinstance(chosen, Keep)
@@ -207,18 +167,6 @@ class GraphSaves:
             chosen = of_logarithms(chosen)  # what reads the values themselves has them whole
         return place, chosen
 
-    # -- what the plan is told --------------------------------------------------------------
-
-    def _record_answers(self, node: Node, x: Tensor) -> None:
-        for kink in self._kinks.values():
-            if kink.carrier is node:
-                mask = Mask()
-                held = mask.compress(torch.empty_like(x, dtype=torch.bool), key=Key()).nbytes
-                site = self.sites.kink_site(kink.asked)
-                number = self._kept.setdefault(storage_of(kink.answer), len(self._kept))
-                row = Record(site, tuple(x.shape), "bool", 0, held, repr(mask), "", number)
-                self.records.append(row)
-
     def _record(
         self,
         site: Site,
@@ -243,19 +191,14 @@ def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool
     """The compressor for this dtype, where what reads the tensor computes it again too."""
     if isinstance(chosen, Keep) or chosen.is_identity:
         return chosen
-    if x.dtype == torch.bool:
-        return Mask()
-    if limit is not None:
-        return Integers(limit=limit)
-    if x.dtype in INTEGERS:
-        return UNKNOWN_RANGE
-    if x.dtype not in FLOATS:
-        return Keep(f"dtype {x.dtype}")
+    if chosen.gives_derivative:
+        chosen = Group(bits=min(8, chosen.bits + DERIVATIVE_BITS))
+    chosen = fit(chosen, "", x.dtype, limit)
+    if isinstance(chosen, Keep) or x.dtype not in FLOATS:
+        return chosen
     if isinstance(chosen, Host):
         return HOST
     chosen = chosen.for_saved(x.shape)
-    if chosen.gives_derivative:
-        chosen = Group(bits=min(8, chosen.bits + DERIVATIVE_BITS))
     if jumps and isinstance(chosen.bits, int) and chosen.bits < 8:
         chosen = chosen.with_width(8)
     return chosen
@@ -266,7 +209,7 @@ def _strictness(chosen: Compressor | Keep, x: Tensor) -> float:
         return float("inf")
     try:
         return _payload(chosen, x).nbytes
-    except Exception:  # noqa: BLE001 (`_decide` tells it)
+    except Exception:  # noqa: BLE001 (`_decide` records it)
         return float("inf")
 
 

@@ -4,7 +4,7 @@ import math
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
 
@@ -129,13 +129,11 @@ class Use:
     site: Site
     known: bool = True
     """Whether the op is one whose backward may read a compressed tensor."""
-    answered: bool = False
-    """Whether it only asks on which side of a kink elements lie, which the forward has kept."""
 
     @property
     def jumps(self) -> bool:
         """Whether its derivative jumps, so that noise may put an element on the other side."""
-        return not self.answered and self.site.op in FAMILIES["@piecewise"]
+        return self.site.op in FAMILIES["@piecewise"]
 
 
 class GraphSites:
@@ -172,15 +170,11 @@ class GraphSites:
         (gradients,) = backward.output_node().args
         wanted = gradients if isinstance(gradients, tuple | list) else ()
         trained = [node for node, grad in zip(inputs, wanted, strict=False) if grad is not None]
-        self.known = {node.name: node for node in forward.nodes}
-        """The forward's nodes, by the names that they have where the backward computes them too."""
         self.given = set(given)
         """Inputs that are no parameters or buffers."""
         self.own: set[int] | None = None
         """Storages of inputs that the user keeps alive; None: of all of them."""
         self._fed, self._differentiable = _reached(given), _reached(trained)
-        self.answered: set[Node] = set()
-        """Bools of the backward that it need not compute."""
 
     def is_hooked(self, output: Any) -> bool:
         """Whether an output of the forward is, if it is saved, handed to hooks."""
@@ -202,8 +196,7 @@ class GraphSites:
                 continue
             stack = user.meta.get("fwd_source_fn_stack")
             if stack:
-                use = self._use(user, stack, saved)
-                found[replace(use, answered=user in self.answered)] = None
+                found[self._use(user, stack, saved)] = None
             else:  # part of the forward that runs again
                 seen.add(user)
                 waiting += user.users
@@ -214,16 +207,11 @@ class GraphSites:
         stack = saved.meta.get("source_fn_stack")
         return Site(self._module(saved.meta, "nn_module_stack"), source_name(stack), "saved")
 
-    def kink_site(self, asked: Node) -> Site:
-        """A name for bools of the backward that are kept."""
-        path = self._module(asked.meta, "fwd_nn_module_stack")
-        return Site(path, source_name(asked.meta.get("fwd_source_fn_stack")), "kink")
-
     def why_keep(self, saved: Node, uses: list[Use], min_elements: int) -> str:
         """Why the tensor is kept whatever the rules say, or an empty string."""
         x = example(saved)
         base = stripped(saved)
-        unknown = next((use.site.op for use in uses if not use.known and not use.answered), "")
+        unknown = next((use.site.op for use in uses if not use.known), "")
         if unknown:
             return f"{UNKNOWN_OP} {unknown}"
         if base in self.given and base not in self._differentiable and self._is_own(base):
@@ -364,7 +352,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def storage_of(node: Node) -> int:
-    """Tells nodes apart whose tensors do not share their storage."""
+    """Return an identity of the storage of the node's tensor."""
     return node.meta["val"].untyped_storage()._cdata
 
 

@@ -30,8 +30,10 @@ def fit(
     """
     if dtype == torch.bool:
         return Mask()
+    if limit is not None:
+        return Integers(limit=limit)
     if dtype in INTEGERS:
-        return UNKNOWN_RANGE if limit is None else Integers(limit=limit)
+        return UNKNOWN_RANGE
     if dtype not in FLOATS:
         return Keep(f"dtype {dtype}")
     if chosen.gives_derivative:

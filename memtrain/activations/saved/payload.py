@@ -1,20 +1,20 @@
 """Makes the payload of a saved tensor, or finds the one that an earlier save of it made."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of
+from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, steps_of
 from memtrain.activations.saved.node_tensors import flows_into
-from memtrain.activations.saved.specialized import Specialized
 from memtrain.activations.saved.store import Entry, Handle, Storage, tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary
 
 FORMS = 2**13
 """Signatures of tensors at most whose kernels are cached."""
-_SPECIALIZED: dict[tuple[Any, ...], Specialized | None] = {}
+_SPECIALIZED: dict[tuple[Any, ...], Any] = {}
 _UNKNOWN: Any = object()
 
 
@@ -96,10 +96,30 @@ def _compress(
     return packed, compressor, nbytes
 
 
+class Specialized(NamedTuple):
+    """Kernels that compress tensors of one shape, memory order, dtype and device."""
+
+    compressor: Compressor
+    """With groups for this shape."""
+    compress: Callable[[Tensor, int], tuple[Tensor, ...]]
+    """The payload's tensors, in the order of the compressor's `parts`."""
+    nbytes: int
+    """Of a payload."""
+    stored: torch.Size
+    """The shape in memory order."""
+
+
 def specialized(
     x: Tensor, layout: Layout, memory: Memory | None, compressor: Compressor
 ) -> Specialized | None:
-    """Return the kernels for tensors of this signature; a pure function of it, cached."""
+    """Return the kernels for tensors of this signature, cached; None where there are none.
+
+    Args:
+        x: The saved tensor, detached.
+        layout: Its own.
+        memory: Of `memory_of`.
+        compressor: Of its site.
+    """
     if not compressor.reads_rows:
         return None
     signature = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, compressor)
@@ -107,5 +127,18 @@ def specialized(
     if found is _UNKNOWN:
         if len(_SPECIALIZED) >= FORMS:  # shapes that vary would collect without end
             _SPECIALIZED.clear()
-        found = _SPECIALIZED[signature] = Specialized.of(x, layout, memory, compressor)
+        found = _SPECIALIZED[signature] = _specialize(x, layout, memory, compressor)
     return found
+
+
+def _specialize(
+    x: Tensor, layout: Layout, memory: Memory | None, compressor: Compressor
+) -> Specialized | None:
+    if any(layout.expanded):
+        return None
+    flat, compressor = flatten(x, layout, rows=memory)[0], compressor.for_saved(x.shape)
+    if flat.data_ptr() != x.data_ptr():  # neither dense nor rows: it was copied
+        return None
+    stored = steps_of(layout)[0]
+    kernels = compressor.kernels(flat, stored)
+    return None if kernels is None else Specialized(compressor, kernels[0], kernels[2], stored)

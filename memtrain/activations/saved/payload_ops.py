@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, flatten, memory_of, restore
-from memtrain.activations.saved.specialized import Specialized
+from memtrain.activations.saved.payload import specialized
+from memtrain.activations.saved.store import tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary, register
 
@@ -35,10 +36,6 @@ class _Form(NamedTuple):
 
 _FORMS: dict[str, _Form] = {}
 _COUNTERS: dict[int, "_Counter"] = {}  # of objects that are alive
-_SPECIALIZED: dict[tuple[Any, ...], Specialized | None] = {}  # by what the ops are given
-_UNKNOWN: Any = object()
-SIGNATURES = 2**12
-"""Forms of tensors at most of which the ops remember the kernels."""
 _NUMBERS = count(1)
 
 
@@ -54,9 +51,9 @@ class _Counter:
         self.places: set[int] = set()  # of the ops that have run
 
     def step_of(self, graph: int, place: int) -> int:
-        """The count as it was when the graph's run began; whichever op runs first adds one to it.
+        """Return the count when the graph's run began; whichever op runs first adds one to it.
 
-        A compiler orders the ops as it likes, and not always alike: none may be told by its order.
+        A compiler orders the ops as it likes, and may change the order from run to run.
         """
         forwards = self.forwards()
         if forwards is None:
@@ -82,8 +79,6 @@ def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str
     # Code that inductor has in its cache on disk names `compressor_at`: were that another, so would
     # be these words, by which the code is found.
     text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
-    if _FORMS.get(text) != form:  # a class that was defined again may have other kernels
-        _SPECIALIZED.clear()
     _FORMS[text] = form
     return text
 
@@ -135,24 +130,15 @@ def decompressing(parts: Sequence[Tensor]) -> Any:
 
 
 def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[Tensor]]:
-    """`compress` of one place in a graph, for code that need not ask torch's dispatcher.
+    """Return `compress` of one position in a graph, for code that need not ask torch's dispatcher.
 
     Args:
         form: As for `compress`.
         key: As for `compress`.
     """
-    known: tuple[Any, Any, Any, Specialized | None] = None, None, None, None
 
-    def compress_here(x: Tensor) -> Sequence[Tensor]:
-        nonlocal known
-        if not is_ordinary():  # a mode is to see the op, or another backend to serve
-            return compress_op(x, form, key)
-        shape, strides, held = x.shape, x.stride(), _FORMS[form]
-        here = known  # at once: another thread may run the graph for other shapes
-        if here[0] != shape or here[1] != strides or here[2] is not held:
-            here = known = shape, strides, held, _bound_of(x, form)
-        special, own = here[3], _key(key)
-        return _payload(x, form, own) if special is None else special.compress(x, own.bits())
+    def compress_here(x: Tensor) -> Sequence[Tensor]:  # a mode is to see the op
+        return _compress(x, form, key) if is_ordinary() else compress_op(x, form, key)
 
     return compress_here
 
@@ -160,72 +146,43 @@ def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[
 def decompressor_at(
     form: str, dtype: torch.dtype
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Tensor]:
-    """`decompress` of one place in a graph, as `compressor_at`.
+    """Return `decompress` of one position in a graph, as `compressor_at`.
 
     Args:
         form: As for `decompress`.
         dtype: Of the saved tensor.
     """
-    known: tuple[Any, Any, Specialized | None] = None, None, None
 
     def decompress_here(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        nonlocal known
-        if not is_ordinary():
-            return decompress(parts, form, shape, dtype)
-        like, held, special = known
-        if special is not None and like == shape and held is _FORMS[form]:
-            return special.decompressed(parts)
-        x = _decompress(parts, form, shape, dtype)
-        known = shape, _FORMS[form], _SPECIALIZED.get((form, tuple(shape), dtype, x.device))
-        return x
+        run = _decompress if is_ordinary() else decompress
+        return run(parts, form, shape, dtype)
 
     return decompress_here
 
 
 def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    own = _key(key)
-    special = _bound_of(x, form) if is_ordinary() else None
-    return _payload(x, form, own) if special is None else [*special.compress(x, own.bits())]
-
-
-def _key(key: Sequence[int]) -> Key:
-    seed, site, number, graph, place = key
+    held, (seed, site, number, graph, op) = _FORMS[form], key
     counter = _COUNTERS.get(number)
-    return Key(seed, site, 0 if counter is None else counter.step_of(graph, place))
-
-
-def _bound_of(x: Tensor, form: str) -> Specialized | None:
-    given = form, x.shape, x.stride(), x.dtype, x.device
-    special = _SPECIALIZED.get(given, _UNKNOWN)
-    return _bind(given, x, _FORMS[form]) if special is _UNKNOWN else special
-
-
-def _bind(given: tuple[Any, ...], x: Tensor, form: _Form) -> Specialized | None:
-    """Find the kernels for tensors like `x`, and remember them for ops that are given the same.
-
-    None where it does not lie in memory as when the graph was traced (a fake kernel of the user's
-    told other strides): the payload has the order that the graph knows.
-    """
-    if len(_SPECIALIZED) >= SIGNATURES:  # shapes that vary would collect without end
-        _SPECIALIZED.clear()
-    layout, (own, place) = form.layout(x.shape), memory_of(x)
-    traced = _order(own) == _order(layout) and own.expanded == layout.expanded
-    special = Specialized.of(x, layout, place, form.compressor) if traced else None
-    _SPECIALIZED[given] = special
-    return special
+    own = Key(seed, site, 0 if counter is None else counter.step_of(graph, op))
+    compressor, layout, (found, memory) = held.compressor, held.layout(x.shape), memory_of(x)
+    # A fake kernel of the user's may have promised other strides than the tensor has.
+    if is_ordinary() and found.expanded == layout.expanded and _order(found) == _order(layout):
+        special = None if compressor.shaped else specialized(x, layout, memory, compressor)
+        if special is not None:
+            return [*special.compress(x, own.bits())]
+    return _payload(x, held, own)
 
 
 def _order(layout: Layout) -> list[int]:
-    """The order of dimensions in memory, without those of size 1, which may be anywhere."""
+    """Return the order of dimensions in memory, without those of size 1, which may be anywhere."""
     return [dim for dim in layout.order if layout.shape[dim] != 1]
 
 
 def _compress_fake(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    return _payload(x, form, Key())
+    return _payload(x, _FORMS[form], Key())
 
 
-def _payload(x: Tensor, form: str, key: Key) -> list[Tensor]:
-    held = _FORMS[form]
+def _payload(x: Tensor, held: _Form, key: Key) -> list[Tensor]:
     if not held.compressor.shaped:
         x, _ = flatten(x, held.layout(x.shape))
     return [*held.compressor.compress(x, key=key).tensors.values()]
@@ -234,22 +191,12 @@ def _payload(x: Tensor, form: str, key: Key) -> list[Tensor]:
 def _decompress(
     parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    given = None
-    if is_ordinary():
-        given = form, tuple(shape), dtype, parts[0].device
-        special = _SPECIALIZED.get(given)
-        if special is not None:
-            return special.decompressed(parts)
     held = _FORMS[form]
     tensors = dict(zip(held.names, parts, strict=True))
     if held.compressor.shaped:
         return held.compressor.decompress(Packed(tensors, torch.Size(shape), dtype))
-    numel = torch.Size([held.stored(shape)])
-    flat = held.compressor.decompress(Packed(tensors, numel, dtype))
-    x = restore(flat, held.layout(shape))
-    if given is not None and given not in _SPECIALIZED:
-        _bind(given, x, held)
-    return x
+    packed = Packed(tensors, torch.Size([held.stored(shape)]), dtype)
+    return tensor_of(packed, held.compressor, held.layout(shape))
 
 
 def _decompress_fake(

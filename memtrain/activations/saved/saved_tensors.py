@@ -227,6 +227,8 @@ class SavedTensors:
             module: Path of the module whose forward runs.
             hooked: Whether what they save is someone else's.
         """
+        if not torch.is_grad_enabled():
+            return  # no node is made, and to ask a view for its node may raise
         results = (result,) if isinstance(result, Tensor) else result
         if not isinstance(results, tuple | list) or (hooked and not self.readers):
             if hooked:
