@@ -20,7 +20,7 @@ from memtrain.activations.adaptive.replay import (
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.checks import Checks
-from memtrain.activations.saved.saved_tensors import Choose
+from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.api import plan_of

@@ -14,7 +14,7 @@ from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
-from memtrain.activations.saved.saved_tensors import Choose
+from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep

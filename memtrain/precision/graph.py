@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.saved.saved_tensors import Choose, SavedTensors
+from memtrain.activations.saved.fit import Choose
+from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import tensors_of
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep

@@ -14,7 +14,7 @@ from memtrain.activations.adaptive.replay import (
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.saved.saved_tensors import Choose
+from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Keep
 

@@ -102,23 +102,9 @@ _SAME_VALUES = frozenset(_SAME_TEXT.split())
 _NONLINEAR = tuple(name for name in FAMILIES["@nonlinear"] if "_tanh" not in name)
 _OPERATORS = (operator.mul, operator.imul, operator.matmul, operator.add, operator.iadd)
 _OPERATORS += (operator.sub, operator.isub, operator.neg, operator.getitem)
-KNOWN_FUNCTIONS = (
-    callables(*_COMPRESSED.split(), *_READ_NOTHING.split())
-    | callables(*_NONLINEAR, *(f"{name}_" for name in _NONLINEAR))
-    | {*_OPERATORS}
-)
+_KNOWN_NAMES = (*_COMPRESSED.split(), *_READ_NOTHING.split(), *_NONLINEAR)
+KNOWN_FUNCTIONS = callables(*_KNOWN_NAMES, *(f"{name}_" for name in _NONLINEAR)) | {*_OPERATORS}
 """Torch functions whose nodes in a backward may read compressed tensors."""
-# A module of torch's own that is a leaf of the traced code is a source itself.
-_MODULES = """
-Linear Embedding Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
-LayerNorm RMSNorm GroupNorm BatchNorm1d BatchNorm2d BatchNorm3d InstanceNorm1d InstanceNorm2d
-InstanceNorm3d Dropout Dropout1d Dropout2d Dropout3d MaxPool1d MaxPool2d MaxPool3d AvgPool1d
-AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Flatten Identity
-Softmax LogSoftmax CrossEntropyLoss NLLLoss ReLU ReLU6 LeakyReLU PReLU RReLU ELU CELU SELU GELU
-SiLU Mish Sigmoid LogSigmoid Tanh Softplus Softsign Hardtanh Hardsigmoid Hardswish Hardshrink
-Softshrink Tanhshrink Threshold MultiheadAttention
-"""
-_KNOWN_MODULES = frozenset(getattr(nn, name) for name in _MODULES.split())
 _SQUARES = callables("pow", "__pow__", "square") | {operator.pow}
 
 
@@ -414,11 +400,14 @@ def source_name(stack: Any) -> str:
 
 
 def _is_known(target: Any, name: str) -> bool:
-    """Whether a source function is known; a method's name is torch's own, `Tensor.<name>`."""
+    """Whether a source is known: a function, the name of a method of `Tensor`, or a class of `nn`.
+
+    Of a module of torch's own, `name` is the function that its forward calls.
+    """
     function = getattr(Tensor, target, None) if isinstance(target, str) else target
+    if isinstance(function, type):
+        return getattr(nn, function.__name__, None) is function and name in _KNOWN_NAMES
     try:
-        if isinstance(function, type):
-            return function in _KNOWN_MODULES
         return function in KNOWN_FUNCTIONS or (function in _SQUARES and name == "square")
     except TypeError:  # no hash
         return False

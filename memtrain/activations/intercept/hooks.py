@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -26,10 +26,11 @@ from memtrain.activations.intercept.compiler_internals import (
     run_untraced,
 )
 from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
-from memtrain.activations.intercept.op_mode import OpMode
+from memtrain.activations.intercept.op_mode import OpMode, modes_of
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
+    calls_itself,
     foreign_hooks,
     saves,
     suspend_others,
@@ -37,11 +38,10 @@ from memtrain.activations.intercept.reentrancy import (
     top_hooks,
 )
 from memtrain.activations.intercept.replaced_ops import Replacements, WrittenOut, writes_out
+from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.origin import in_transform, refuse_replica
-from memtrain.activations.saved.saved_tensors import Choose, SavedTensors, Watch
-from memtrain.activations.saved.site import OTHER_THREAD, Record, Site
-
-_CALL = nn.Module._call_impl.__code__
+from memtrain.activations.saved.saved_tensors import SavedTensors
+from memtrain.activations.saved.site import OTHER_THREAD, Record, Site, tensors_in
 
 
 class Interception:
@@ -111,9 +111,7 @@ class Interception:
         self._thread: dict[str, int] = {}  # whose forward runs; the others' are left alone
 
     def __getstate__(self) -> dict[str, Any]:
-        # of a forward that runs now, and the reference
-        runtime = ("_path", "_outer", "_depth", "_modes", "_thread")
-        runtime += ("_model", "_part", "_parts")
+        runtime = ["_path", "_outer", "_depth", "_modes", "_thread", "_model", "_part", "_parts"]
         state = {name: value for name, value in vars(self).items() if name not in runtime}
         return state | {"model": self.model}
 
@@ -143,14 +141,7 @@ class Interception:
                 return model
         raise ReferenceError("the wrapped model is gone: no one refers to it any more")
 
-    @property
-    def model(self) -> nn.Module:
-        """The module whose forward is intercepted."""
-        return self.find_model()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the model's parameters."""
-        return self.model.parameters()
+    model = property(find_model)
 
     def attach(self) -> None:
         """Put the hooks on the model's modules."""
@@ -206,7 +197,7 @@ class Interception:
         self._recorded = set()
 
     @contextmanager
-    def trial(self, choose: Choose, watch: Watch | None, draws: dict[str, int]) -> Iterator[None]:
+    def trial(self, choose: Choose, watch: Any, draws: dict[str, int]) -> Iterator[None]:
         """Inside the block forwards ask `choose` and report to `watch`; they are not counted."""
         saved = self.saved
         before = (saved.choose, saved.watch, saved.draws, saved.step, self._recorded)
@@ -229,8 +220,6 @@ class Interception:
             finally:
                 self.detach()
 
-    # -- around modules ---------------------------------------------------------------------
-
     @run_by_tracer
     def claim(self) -> None:
         """Compress what the graph saves that is traced now."""
@@ -242,7 +231,7 @@ class Interception:
         refuse_replica(module)
         if not self._claim(name):
             return False
-        if self._path and module is self._model() and not _calls_itself(module):
+        if self._path and module is self._model() and not calls_itself(module):
             # Ctrl-C broke an earlier forward off.
             self._stop(completed=False)
             self._path.clear()
@@ -268,18 +257,11 @@ class Interception:
         self._depth = len(self._path)
         if saving:
             self._start(name, module, (args, kwargs))
-        self._modes = self._new_modes(saving=saving, rounds=rounds)
+        rounding = self.rounding if rounds else None
+        self._modes = modes_of(self.replacements, self.saved if saving else None, rounding)
         self._outer = (name, saving)
         self._enter()
         return given if rounds else None
-
-    def _new_modes(self, *, saving: bool, rounds: bool) -> list[Any]:
-        """The modes of a forward, the one that sees an op first last."""
-        saved = self.saved if saving else None
-        if not rounds:
-            return [OpMode(self.replacements, saved)]
-        modes: list[Any] = [OpMode(self.replacements, None), self.rounding]
-        return modes if saved is None else [*modes, OpMode(None, saved)]
 
     def _enter(self) -> None:
         for mode in self._modes:
@@ -381,14 +363,10 @@ class Interception:
         own = [*self.model.parameters(), *self.model.buffers()]
         self.trained = [*map(id, [x for x in own if x.requires_grad])]
         self.saved.begin(own, given, record=name not in self._recorded)
-        is_copy = module is not self.model and self._is_no_part(name, module)
+        model = self._model()
+        is_copy = model is not None and model.get_submodule(name) is not module
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
         self.graphs.begin(given)
-
-    def _is_no_part(self, name: str, module: nn.Module) -> bool:
-        """Whether the model has another module at that path."""
-        model = self._model()
-        return model is not None and model.get_submodule(name) is not module
 
     def _stop(self, *, completed: bool, output: Any = None) -> None:
         if self._outer is None:
@@ -464,31 +442,6 @@ class _Hooked:
 
 
 run_untraced(_Hooked.before, Interception._after)
-
-
-def tensors_in(output: Any) -> Sequence[Tensor]:
-    """Return the tensors of a model's output: alone, in tuples, lists, dicts and their like.
-
-    Args:
-        output: Of a forward. What is inside of other objects, a cache of keys for one, is not
-            taken for the user's.
-    """
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, dict):
-        return [x for value in output.values() for x in tensors_in(value)]
-    if isinstance(output, tuple | list):
-        return [x for value in output for x in tensors_in(value)]
-    return ()
-
-
-def _calls_itself(module: nn.Module) -> bool:
-    """Whether two calls of the module, of which the pre-hook's is one, run in this thread."""
-    frame, calls = sys._getframe(), 0
-    while frame is not None and calls < 2:
-        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1
 
 
 def _untouched(module: str, why: str) -> Record:

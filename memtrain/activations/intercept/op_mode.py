@@ -15,6 +15,7 @@ from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.known_ops import attention_name
 from memtrain.activations.saved.saved_tensors import SavedTensors
+from memtrain.activations.saved.site import FOREIGN_HOOKS, Site
 
 _EXPOSING = (
     Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
@@ -62,8 +63,9 @@ class OpMode(TorchFunctionMode):
         self._note(saved, func, args, kwargs)
         hooks = top_hooks()
         hooked = saved.under_hooks(hooks is not None)
-        if hooked and getattr(hooks, "__module__", "") != torch.utils.checkpoint.__name__:
-            saved.note_hooks(self.module)
+        checkpoint = getattr(hooks, "__module__", "") == torch.utils.checkpoint.__name__
+        if hooked and not checkpoint and saved.records is not None:
+            saved.records.note(Site(self.module, "*", "*"), FOREIGN_HOOKS)
         result = self._run(func, args, kwargs)
         saved.collect(result, func, self.module, hooked=hooked or func in _BACKWARDS)
         return result
@@ -91,6 +93,20 @@ class OpMode(TorchFunctionMode):
             for x in (*args, *kwargs.values()):
                 if isinstance(x, Tensor):
                     saved.wrote(x)
+
+
+def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: Any) -> list[Any]:
+    """Return the modes of a forward, the one that sees an op first last.
+
+    Args:
+        replacements: Runs the functions.
+        saved: Visits the nodes; None where nothing is compressed.
+        rounding: A mode that runs between the two; None where nothing is rounded.
+    """
+    if rounding is None:
+        return [OpMode(replacements, saved)]
+    modes: list[Any] = [OpMode(replacements, None), rounding]
+    return modes if saved is None else [*modes, OpMode(None, saved)]
 
 
 def _library(op: OpOverload | OpOverloadPacket) -> str:

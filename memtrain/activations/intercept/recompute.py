@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from memtrain.activations.intercept.compiler_internals import order_beneath
-from memtrain.activations.saved.origin import foreign, in_transform
+from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.saved_tensors import SavedTensors
-from memtrain.activations.saved.site import RECOMPUTE, Site
+from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Site
 from memtrain.activations.saved.store import check_version
 from memtrain.compressors import Compressor, Keep
 
@@ -229,12 +229,8 @@ class Recompute:
 
     def _input(self, site: Site, x: Tensor) -> "_Input":
         """What is kept of an input."""
-        handle = None
-        if isinstance(self.inputs, Compressor) and x.requires_grad and not foreign(x):
-            handle = self.saved.stash(site, x, self.inputs)
-        elif not foreign(x):
-            self.saved.keep_input(site, x)
-        return _Input(x, handle)
+        chosen = self.inputs if x.requires_grad else CHECKPOINT_INPUT
+        return _Input(x, self.saved.stash(site, x, chosen))
 
     def _inactive(self) -> bool:
         return (

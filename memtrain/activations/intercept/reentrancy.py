@@ -1,16 +1,19 @@
 """Whether a forward is an interception's own: others may trace, transform, or hold hooks."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import nn
 
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
 
 _HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_CALL = nn.Module._call_impl.__code__
 
 
 _tracing: ContextVar[object | None] = ContextVar("tracing", default=None)
@@ -61,3 +64,12 @@ def top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
     top = _HOOKS._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]
+
+
+def calls_itself(module: nn.Module) -> bool:
+    """Whether two calls of the module, of which the pre-hook's is one, run in this thread."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1

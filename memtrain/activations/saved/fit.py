@@ -1,8 +1,21 @@
-"""The compressor that fits a saved tensor's dtype and its row of the table."""
+"""Decides how a saved tensor is held: a pure function of its op, its site and its metadata."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from memtrain.activations.saved.known_ops import LOGARITHM
+from memtrain.activations.saved.flatten import memory_of
+from memtrain.activations.saved.known_ops import (
+    LINEAR,
+    LOGARITHM,
+    OWN_FORM,
+    SENTINELS,
+    SHAPE,
+    SavedBy,
+)
+from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Integers, Keep, Mask
 from memtrain.compressors.log_group import of_logarithms
 
@@ -10,6 +23,41 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 UNKNOWN_RANGE = Keep("integers whose range is not known without reading them")
 CODES = Keep("derivative codes serve replaced nonlinearities only")
+SENTINEL = Keep("a mask was applied: it may hold numbers that stand for minus infinity")
+TORCHS_FORM = Keep("torch's own form of the op ran: codes are of memtrain's form alone")
+
+Choose = Callable[[Site], Compressor | Keep]
+"""Site -> compressor, or the reason to keep the tensor."""
+
+
+def decide(
+    choose: Choose, min_elements: int, site: Site, saved: SavedBy, node: Any, x: Tensor
+) -> Compressor | Keep:
+    """Return the compressor for a saved tensor, or the reason to keep it.
+
+    Args:
+        choose: The rules.
+        min_elements: Smaller tensors are kept.
+        site: Of the tensor.
+        saved: Its row in the known-op table.
+        node: Saves it.
+        x: The tensor.
+    """
+    if x.numel() < min_elements:
+        return Keep(f"under {min_elements:,} elements")
+    chosen = choose(site)
+    if isinstance(chosen, Keep) or chosen.is_identity or saved.reason == SHAPE:
+        return chosen
+    if saved.reason == OWN_FORM:
+        return TORCHS_FORM
+    if memory_of(x)[1] is None:
+        return Keep("its elements overlap in memory")
+    if x.is_neg():
+        return Keep("a negated view")
+    if saved.reason == LINEAR and type(x.grad_fn) in SENTINELS:
+        return SENTINEL
+    limit = None if saved.limit is None else saved.limit(node)
+    return fit(chosen, saved.reason, x.dtype, limit)
 
 
 def fit(

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch.nn import functional
 from torch.nn.modules import _functions
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -80,16 +79,6 @@ class SavedBy:
     limit: Callable[[Node], int] | None = None
     readers: frozenset[type] | None = None
 
-    def register_hooks(
-        self, node: Node, pack: Callable[..., Any], unpack: Callable[..., Any]
-    ) -> None:
-        """Let the node hold what `pack` returns."""
-        if self.attribute.isdecimal():
-            raw = node._raw_saved_tensors[int(self.attribute)]
-        else:
-            raw = getattr(node, f"_raw_saved_{self.attribute}")
-        raw.register_hooks(pack, unpack)
-
 
 @dataclass(frozen=True)
 class KnownOp:
@@ -110,7 +99,7 @@ class KnownOp:
         return self.name if isinstance(self.name, str) else self.name(node, function)
 
 
-_LINEAR_LAYERS = callables("linear")
+_LINEAR_LAYERS, _DROPOUTS = callables("linear"), callables("dropout")
 
 
 def _product(name: str) -> Name:
@@ -137,6 +126,22 @@ def attention_name(scale: float | None, width: int) -> str:
     if not isinstance(scale, int | float) or scale < 1:
         return ATTENTION
     return UNSCALED_ATTENTION if width < WIDE else WIDE_ATTENTION
+
+
+def named(op: str, role: str, function: Any, attention: str) -> tuple[str, str]:
+    """Return the op and tensor of a site, which are the function's where torch writes one out.
+
+    Args:
+        op: Of the node's row.
+        role: Of the saved tensor in that row.
+        function: The torch function that was called.
+        attention: The name in rules of the attention that runs, or "".
+    """
+    if attention and op in ("matmul", "softmax", "mul"):
+        return attention, "saved"
+    if attention and op == ATTENTION:
+        return attention, role
+    return ("dropout", "saved") if op == "mul" and function in _DROPOUTS else (op, role)
 
 
 def _attention(node: Node, function: Any) -> str:
@@ -422,9 +427,8 @@ SENTINELS = node_classes(
     *("LogSoftmaxBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),
 )
 """Nodes whose output may hold numbers that stand for minus infinity, as masked logits do: beside
--1e9, which is no error but leaves its group one step for all others, nothing is told apart."""
+-1e9, which is no error but leaves its group one step for all others, values are equal."""
 STAND_INS = VIEWS | CASTS | node_classes("WeightNormInterfaceBackward0", "CopyBackwards")
 """Nodes that may lie between a parameter and a tensor that stands for it."""
 ACCUMULATE: type = _F.AccumulateGrad
 COPY: type | None = getattr(_F, "CopyBackwards", None)
-_ = functional

@@ -1,6 +1,6 @@
 """What a node of autograd saves, under which attributes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,24 @@ LEAF = 2**64 - 1
 def is_function(node: type) -> bool:
     """Whether nodes of a class are those of an `autograd.Function` written in Python."""
     return issubclass(node, torch.autograd.function.BackwardCFunction)
+
+
+def nodes_since(mark: int, results: Sequence[Any]) -> list[Any]:
+    """Return the nodes that an op has made, as they were made.
+
+    Args:
+        mark: The number of the first node that counts.
+        results: Of the op.
+    """
+    nodes = [x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
+    new: dict[int, Any] = {}
+    while nodes:
+        node = nodes.pop()
+        number = node._sequence_nr()
+        if mark <= number != LEAF and number not in new:
+            new[number] = node
+            nodes += [above for above, _ in node.next_functions if above is not None]
+    return [new[number] for number in sorted(new)]
 
 
 @lru_cache(maxsize=4096)
@@ -58,6 +76,17 @@ def tensors_of(node: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
                 if isinstance(x, Tensor)
             ]
     return found
+
+
+def register_hooks(
+    node: Any, attribute: str, pack: Callable[..., Any], unpack: Callable[..., Any]
+) -> None:
+    """Let a node hold what `pack` returns in place of a saved tensor."""
+    if attribute.isdecimal():
+        raw = node._raw_saved_tensors[int(attribute)]
+    else:
+        raw = getattr(node, f"_raw_saved_{attribute}")
+    raw.register_hooks(pack, unpack)
 
 
 def flows_into(node: Any, source: Any, nodes: Collection[int]) -> bool:

@@ -18,10 +18,10 @@ _SPECIALIZED: dict[tuple[Any, ...], Any] = {}
 _UNKNOWN: Any = object()
 
 
-def make_entry(
+def make_handle(
     storage: Storage, x: Tensor, compressor: Compressor, key: Callable[[], Key], node: Any = None
-) -> tuple[Handle | None, Entry | None, bool]:
-    """Return the handle of a saved tensor, its entry, and whether the entry is new.
+) -> tuple[Handle | None, bool]:
+    """Return the handle of a saved tensor, and whether its payload is new.
 
     Args:
         storage: Of the tensor.
@@ -32,26 +32,24 @@ def make_entry(
 
     Returns:
         handle: None where a payload would be no smaller than the tensor's storage.
-        entry: Its entry.
-        is_new: False where an earlier save made it.
+        is_new: False where an earlier save made the payload.
     """
     source, x = x.grad_fn, x.detach()
     layout, memory = memory_of(x)
     shaped = compressor.shaped
     geometry = (x.shape, x.stride(), x.storage_offset())
-    place = (memory, x.dtype, compressor, geometry if shaped else None)
-    entry = storage.find(place, x._version)
-    handle_layout = None if shaped else layout
+    signature = (memory, x.dtype, compressor, geometry if shaped else None)
+    entry = storage.find(signature, x._version)
     is_new = entry is None or (node is not None and flows_into(node, source, entry.savers))
     if entry is None or is_new:
         packed, made_by, nbytes = _compress(x, layout, memory, compressor, key)
         if nbytes >= x.untyped_storage().nbytes():
-            return None, None, False
+            return None, False
         entry = Entry(x, storage.epoch, packed, made_by, nbytes)
-        storage.add(place, entry)
+        storage.add(signature, entry)
     if node is not None:
         entry.savers.add(node._sequence_nr())
-    return Handle(entry, handle_layout, geometry), entry, is_new
+    return Handle(entry, None if shaped else layout, geometry), is_new
 
 
 def roundtrip(x: Tensor, compressor: Compressor, key: Key) -> Tensor:

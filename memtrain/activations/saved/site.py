@@ -82,3 +82,19 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, 
         elif isinstance(value, list | tuple):
             found += [item for item in value if isinstance(item, Tensor)]
     return tuple(found)
+
+
+def tensors_in(output: Any) -> Sequence[Tensor]:
+    """Return the tensors of a model's output: alone, in tuples, lists, dicts and their like.
+
+    Args:
+        output: Of a forward. What is inside of other objects, a cache of keys for one, is not
+            taken for the user's.
+    """
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, dict):
+        return [x for value in output.values() for x in tensors_in(value)]
+    if isinstance(output, tuple | list):
+        return [x for value in output for x in tensors_in(value)]
+    return ()

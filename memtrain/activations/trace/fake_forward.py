@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
-from memtrain.activations.saved.saved_tensors import Choose
+from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts

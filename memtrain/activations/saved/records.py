@@ -1,0 +1,109 @@
+"""Records of what a forward saves: which tensors its graph still holds when the forward ends.
+
+A result that nothing uses takes its part of the graph with it. In Pegasus-X the last layer's global
+tokens go so: their payloads are made, and are gone before the backward.
+"""
+
+import weakref
+from collections.abc import Set
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memtrain.activations.saved.origin import storage_id
+from memtrain.activations.saved.site import Record, Site
+
+DROPPED = "dropped with its graph when the forward ends: nothing that it returns needs it"
+
+
+class _Saved(NamedTuple):
+    record: Record
+    storage: StorageWeakRef | None  # of the saved tensor
+    held: weakref.ref[Any] | None  # what the graph holds in the tensor's place
+
+    def is_held(self) -> bool:
+        if self.held is not None:
+            return self.held() is not None
+        return self.storage is None or not self.storage.expired()
+
+    def planned(self) -> int:
+        """Bytes that are held in the tensor's place now; a later save may have kept the tensor."""
+        kept = self.held is not None and getattr(self.held(), "tensor", None) is not None
+        return self.record.planned if self.is_held() and not kept else 0
+
+
+class Records:
+    """The records of one forward.
+
+    Args:
+        inputs: Storages of the user's own inputs of the model, which stay alive anyway.
+    """
+
+    def __init__(self, inputs: Set[int]) -> None:
+        self._inputs = inputs
+        self._saved: list[_Saved] = []
+        self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def note(self, site: Site, reason: str, x: Tensor | None = None) -> None:
+        """Record a save whose bytes are not counted."""
+        dtype = "" if x is None else _name(x)
+        self._saved.append(_Saved(Record(site, (), dtype, 0, 0, "", reason), None, None))
+
+    def add(
+        self,
+        x: Tensor,
+        site: Site,
+        planned: int,
+        compressor: str,
+        reason: str = "",
+        handle: Any = None,
+        source: str = "",
+    ) -> None:
+        """Record a save.
+
+        Args:
+            x: The saved tensor.
+            site: Of the tensor.
+            planned: Bytes of what is kept in its place.
+            compressor: "" where the tensor is kept.
+            reason: Why it is kept, or a note.
+            handle: What the graph holds in its place; None where it holds the tensor.
+            source: Of a derived output: the op that it is recomputed from.
+        """
+        number = storage_id(x)
+        first = number not in self._numbers and number not in self._inputs
+        nbytes = x.untyped_storage().nbytes() if first else 0
+        known = len(self._numbers), StorageWeakRef(x.untyped_storage())
+        index, storage = self._numbers.setdefault(number, known)
+        record = Record(
+            site, tuple(x.shape), _name(x), nbytes, planned, compressor, reason, index, source
+        )
+        # Of a payload, which other saves may share, the entry.
+        held = None if handle is None else weakref.ref(getattr(handle, "entry", handle))
+        self._saved.append(_Saved(record, storage, held))
+
+    def end(self) -> list[Record]:
+        """Return the records with the bytes that are still held.
+
+        Where the save is gone, the baseline's bytes are 0 too, unless another save has the same
+        storage.
+        """
+        living = {
+            each.record.storage
+            for each in self._saved
+            if (each.record.shape or each.record.nbytes) and each.is_held()
+        }
+        found = []
+        for each in self._saved:
+            record, planned = each.record, each.planned()
+            plain = record.nbytes if record.storage in living else 0
+            if (plain, planned) != (record.nbytes, record.planned):
+                reason = record.reason or ("" if each.is_held() else DROPPED)
+                record = record._replace(nbytes=plain, planned=planned, reason=reason)
+            found.append(record)
+        return found
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
