@@ -36,7 +36,7 @@ BIASED = 0.25
 """A bias, as a share of the gradient's norm, above which a verdict is `biased`. Codes of
 derivatives are rounded to the nearest, as in their paper: with 4 bits they leave 0.05 to 0.12."""
 CERTAIN = 4
-"""Standard errors that a bias must be away from 0."""
+"""Standard errors that a bias must exceed."""
 SLIGHT = 0.01
 """A share of the whole gradient's norm below which no bias counts: some exact gradients are 0."""
 

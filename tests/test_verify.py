@@ -270,6 +270,17 @@ def test_the_first_steps_of_a_run_are_verified(monkeypatch):
         closure(model)()
 
 
+def test_the_inputs_of_recomputed_modules_are_verified(monkeypatch):
+    inputs = {"recompute": ["2"], "recompute_inputs": {"name": "group", "bits": 8}}
+    model, _ = wrapped(**inputs)
+    closure(model)()
+    read = Entry.read
+    monkeypatch.setattr(Entry, "read", lambda *args: read(*args) * 2)
+    model, _ = wrapped(**inputs)
+    with pytest.raises(RuntimeError, match=r"activations\.verify: 2 / recompute / input: a saved"):
+        closure(model)()
+
+
 def test_verified_steps_are_the_same_steps():
     losses = []
     for verify in (True, False):

@@ -284,7 +284,7 @@ def input_places(given: Collection[fx.Node], inputs: list[Tensor | None]) -> dic
     return found
 
 
-def name_alike(forward: fx.Graph, backward: fx.Graph) -> None:
+def match_names(forward: fx.Graph, backward: fx.Graph) -> None:
     """Give the inputs of a backward the names of the forward's outputs, by which torch finds them.
 
     Where activation checkpointing keeps states of random generators, they have names of their own.

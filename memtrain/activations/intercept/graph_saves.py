@@ -43,13 +43,6 @@ class _Payload(NamedTuple):
     """Tensors."""
 
 
-class _Packing(NamedTuple):
-    """The way that one saved tensor of a graph is packed."""
-
-    payload: _Payload
-    key: tuple[int, ...]
-
-
 class GraphSaves:
     """The saved tensors of one graph, while it is being compiled.
 
@@ -77,7 +70,7 @@ class GraphSaves:
         self._last = hooked[-1]  # handed to the hooks after all others
         self.records: list[Record] = []
         """Of what it saves."""
-        self._packings: dict[Node, _Packing | None] = {}
+        self._packings: dict[Node, tuple[_Payload, tuple[int, ...]] | None] = {}
         self._kept: dict[int, int] = {}  # storage -> its number
         self._finished = False
 
@@ -100,7 +93,8 @@ class GraphSaves:
         packing = self._packings[node]
         if packing is None:
             return x
-        parts = payload_ops.compress(x, packing.payload.form, packing.key)
+        payload, key = packing
+        parts = payload_ops.compress(x, payload.form, key)
         sizes = [size for size in x.shape if not isinstance(size, int)]
         return [*parts, *sizes]
 
@@ -111,7 +105,7 @@ class GraphSaves:
         packing = self._packings[node]
         if packing is None:
             return packed
-        form, _, parts = packing.payload
+        (form, _, parts), _ = packing
         x = node.meta["val"]
         sizes = iter(packed[parts:])
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
@@ -128,7 +122,8 @@ class GraphSaves:
 
     # -- how a tensor is held ---------------------------------------------------------------
 
-    def _decide(self, node: Node) -> _Packing | None:
+    def _decide(self, node: Node) -> tuple[_Payload, tuple[int, ...]] | None:
+        """Return the payload of a saved tensor and its key; None where the tensor is kept."""
         x, saved = example(node), self.saved
         site, chosen = self._choose(node, x)
         if isinstance(chosen, Compressor) and not chosen.is_identity:
@@ -141,7 +136,7 @@ class GraphSaves:
                     number, counter = zlib.crc32(site.name.encode()), payload_ops.counter_of(saved)
                     key = (saved.seed, number, counter, self._number, len(self._packings))
                     self._record(site, node, x, payload.nbytes, repr(chosen))
-                    return _Packing(payload, key)
+                    return payload, key
                 chosen = Keep("its payload would be no smaller")
         kept = isinstance(chosen, Keep)
         reason, name = (chosen.reason, "") if kept else ("", repr(chosen))

@@ -111,9 +111,8 @@ class CompiledGraphs:
     def claim(self) -> None:
         """Compress what the graph saves that is traced now, though no forward began outside of it.
 
-        It is not told of which module: equal modules run one graph, as long as nothing that was
-        read while it was traced tells them apart. Where a forward did begin, the hooks are there;
-        what is left is that the graph's ops need no one to watch them.
+        The module is not known: equal modules run one graph, as long as everything that was read
+        while the graph was traced is equal. Where a forward did begin, the hooks are there already.
         """
         compiler = internals.frame_compiler()
         if hasattr(compiler, "_memtrain"):
@@ -158,7 +157,7 @@ class CompiledGraphs:
         for graph in self._open:
             if graph.forward is hooked.forward:
                 return graph
-        internals.name_alike(hooked.forward, hooked.backward)
+        internals.match_names(hooked.forward, hooked.backward)
         internals.call_directly(compress_op.default, compressor_at, "x")
         for op in DECOMPRESS:
             internals.call_directly(op, decompressor_at, "parts shape")

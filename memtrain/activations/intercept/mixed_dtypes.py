@@ -48,7 +48,7 @@ def run_mixed(
 
     Raises:
         RuntimeError: Torch's own where float32 does not help; with a note of the module and the
-            mend where dtypes are mixed.
+            fix where dtypes are mixed.
 
     Example:
         >>> run = lambda args, kwargs: torch.mm(*args)

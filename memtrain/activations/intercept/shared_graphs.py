@@ -1,4 +1,4 @@
-"""Graphs that several equal modules run: their records told for each module, and bytes once."""
+"""Graphs that several equal modules run: records for each module, and bytes once."""
 
 from collections.abc import Container, Mapping, Sequence
 
@@ -54,14 +54,14 @@ def _siblings(
     if not root or root not in compiled or root not in modules:  # of a model that is gone
         return []
     own, roots = modules[root], {graph.root for graph in graphs}
-    alike = [
+    equal = [
         name
         for name, module in modules.items()
-        if name and name in compiled and _alike(module, own)
+        if name and name in compiled and _equal(module, own)
     ]
     found: list[str] = []
-    latest = next(name for name in alike if name in roots)
-    for name in alike:
+    latest = next(name for name in equal if name in roots)
+    for name in equal:
         latest = name if name in roots else latest
         if latest == root != name:
             found.append(name)
@@ -82,7 +82,7 @@ def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> R
 
     Args:
         record: Its bytes are those of its own graph.
-        given: Tells the storage from others of the forward.
+        given: Identity of the storage within the forward.
         counted: The number of each that is counted, and whether it is kept as it is; added to.
     """
     kept = record.planned == record.nbytes
@@ -96,7 +96,7 @@ def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> R
     return record._replace(nbytes=0, planned=planned, storage=number)
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
+def _equal(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules have one class and parameters of the same names and shapes."""
     return type(one) is type(other) and _shapes(one) == _shapes(other)
 

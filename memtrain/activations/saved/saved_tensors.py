@@ -413,7 +413,7 @@ class SavedTensors:
             self._record(part, site, part.untyped_storage().nbytes(), "payload")
         self.skip()
 
-    def stash(self, site: Site, x: Tensor, chosen: Compressor | Keep) -> Handle | None:
+    def stash(self, site: Site, x: Tensor, chosen: Compressor | Keep) -> Any:
         """Return the handle of a tensor that no op saves; None where it is kept.
 
         Args:
@@ -427,10 +427,10 @@ class SavedTensors:
             chosen = fit(chosen, LINEAR, x.dtype, None)
         small = x.numel() < self.min_elements or memory_of(x)[1] is None
         kept = small or self.store.of(x, storage_id(x)).is_kept or is_parameter(x)
-        handle = None if kept or isinstance(chosen, Keep) else self._handle(x, site, chosen, None)
-        if handle is None:
+        if isinstance(chosen, Keep) or kept or not (handle := self._handle(x, site, chosen, None)):
             self._keep(x, site, CHECKPOINT_INPUT.reason)
-        return handle
+            return None
+        return handle if self.checks is None else self.checks.around(handle, x, site, chosen)
 
     def expose(self, x: Tensor) -> None:
         """Keep the memory of a tensor that is now open to writes which no version counts."""

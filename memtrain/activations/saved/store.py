@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def is_current(self) -> bool:
-        """Whether the memory has not been written to since, as far as the version tells."""
+        """Whether the memory has not been written to since, as far as the version shows."""
         return self.counter._version == self.version
 
     def keep(self, x: Tensor) -> None:
