@@ -32,7 +32,7 @@ from memtrain.optim.wrappers.apply import (
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
-from memtrain.plan.unmet import FirstStep, Untrained
+from memtrain.plan.unmet import FirstStep, Untrained, warn_of_whole_states
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrap_checks import check_given, check_optimizers
 from memtrain.wrapped import (
@@ -226,6 +226,8 @@ def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped
         for group in optimizer.param_groups:
             group.setdefault(OWN, ())  # torch's flattened checkpoints load options of live groups
         wrapped.handles.append(optimizer.register_step_pre_hook(untrained))
+        if wrapped.plan.state_rules:
+            wrapped.handles.append(optimizer.register_step_post_hook(warn_of_whole_states))
         wrapped.handles.append(ModelState(wrapped).attach(optimizer))
         if first is not None:
             wrapped.handles.append(first.attach(optimizer))

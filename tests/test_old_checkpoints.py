@@ -77,7 +77,7 @@ def as_before(saved):
     """A checkpoint as 0.1 laid it out: what is memtrain's own by itself."""
     own = in_groups.found(saved)
     own.pop("model", None)
-    found = {**in_groups.without(saved), "memtrain": saved.get("memtrain", {})}
+    found = {**in_groups.unmarked(in_groups.without(saved)), "memtrain": saved.get("memtrain", {})}
     for group in found["param_groups"]:
         group.pop("memtrain", None)
     if "weights" in own:

@@ -18,6 +18,7 @@ from memtrain.activations.saved.site import (
     CUSTOM_FUNCTION,
     FOREIGN_HOOKS,
     IN_TRANSFORM,
+    NO_RULE,
     OTHER_THREAD,
     SHARDED,
     UNKNOWN_OP,
@@ -25,6 +26,8 @@ from memtrain.activations.saved.site import (
 )
 from memtrain.compressors import Keep
 from memtrain.config.sizes import format_size
+from memtrain.optim.states.compressed_states import CompressedStates
+from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import in_zero, is_sharded
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
@@ -216,6 +219,31 @@ def _frames() -> int:
     """Return the number of frames that torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
+
+
+def warn_of_whole_states(optimizer: Optimizer, *_: Any) -> None:
+    """After a step: warn once if no rule compresses any state of an optimizer, as of Adadelta."""
+    states = innermost(optimizer)
+    if not isinstance(states, CompressedStates) or vars(states).get("_is_checked"):
+        return
+    names, nbytes = set(), 0
+    vars(states)["_is_checked"] = bool(states.state)
+    for param, values in states.state.items():
+        for name, value in values.items() if isinstance(param, Tensor) else ():
+            if states.is_payload(param, name, value):
+                return
+            whole = isinstance(value, Tensor) and value.shape == param.shape
+            if whole and states.compressor(param, name)[1] == NO_RULE.reason:
+                names.add(name)
+                nbytes += value.nbytes
+    if names:
+        warnings.warn(
+            f"no state of {states.plain_class().__name__} is compressed: no rule matches "
+            f"{', '.join(sorted(names))} ({format_size(nbytes)}); allowed: optim.rules that name "
+            "them (docs/guides/optimizers.md), or optim=none",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 class Untrained:

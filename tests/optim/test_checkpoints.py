@@ -4,6 +4,7 @@ import copy
 import io
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -375,3 +376,54 @@ def test_adafactor_steps_from_gradients_of_another_dtype(dtypes):
         plain.step()
         kept.step()
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("cfg", ["balanced", "all_four", ["preset=all_four", "optim.device=cpu"]])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "NAdam", "Adamax"])
+def test_a_plain_optimizer_refuses_compressed_states_at_load(name, cfg):
+    kind = getattr(torch.optim, name)
+    model = nn.Linear(80, 80)
+    model, optimizer = memtrain.wrap(model, kind(model.parameters()), cfg)
+    for _ in range(3):
+        model(torch.randn(4, 80)).float().sum().backward()
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    plain = kind([nn.Parameter(torch.randn(80, 80)), nn.Parameter(torch.randn(80))])
+    for given in (optimizer.state_dict(), saved):
+        with pytest.raises(ValueError, match=r"portable_state_dict\(optimizer\).* Steps: 3\.0"):
+            plain.load_state_dict(given)
+    plain.load_state_dict(portable_state_dict(optimizer))
+    optimizer.load_state_dict(saved)
+    assert same(optimizer.state_dict(), saved)
+
+
+def test_a_plain_optimizer_loads_states_that_are_not_compressed():
+    model = nn.Linear(80, 80)
+    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "exact")
+    model(torch.randn(4, 80)).sum().backward()
+    optimizer.step()
+    torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_an_optimizer_whose_states_all_stay_whole_warns_once_after_its_first_step():
+    def train(kind, cfg="balanced"):
+        model = nn.Linear(80, 80)
+        model, optimizer = memtrain.wrap(model, kind(model.parameters()), cfg)
+        for _ in range(2):
+            model(torch.randn(4, 80)).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(
+        RuntimeWarning, match=r"Adadelta is compressed.*acc_delta, square_avg"
+    ) as all_:
+        train(torch.optim.Adadelta)
+    assert len(all_) == 1
+    rules = [{"state": "square_avg|acc_delta", "compressor": "factored"}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(torch.optim.Adadelta, {"optim": {"rules": rules}})
+        train(torch.optim.Adadelta, "exact")
+        train(torch.optim.AdamW)
