@@ -1,4 +1,4 @@
-"""Facts for a report of a problem: the machine, and what is installed."""
+"""Where memtrain runs: the machine, what is installed, and who calls."""
 
 import importlib.metadata
 import platform
@@ -23,6 +23,24 @@ _PACKAGES = (
     "hydra-core",
     "omegaconf",
 )
+
+
+def is_called_from(package: str) -> bool:
+    """Whether a function of a package is among the callers, for calls that no argument marks.
+
+    Args:
+        package: A module, or a package with all that is in it.
+
+    Example:
+        >>> is_called_from("doctest"), is_called_from("torch.amp.grad_scaler")
+        (True, False)
+    """
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == package or name.startswith(f"{package}."):
+            return True
+    return False
 
 
 def collect_env() -> dict[str, str]:

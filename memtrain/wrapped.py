@@ -1,5 +1,6 @@
 """State of a wrapped model, and functions that read it."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
+from memtrain.environment import is_called_from
 from memtrain.optim.states import in_groups
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.first_step import inner_optimizer
@@ -18,6 +20,7 @@ from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 from memtrain.plan.plan import Plan
 from memtrain.precision.state import PrecisionState
 
+_AVERAGING = ("torch.optim.swa_utils", "timm.utils.model_ema")
 ATTRIBUTE = "_memtrain"
 """Where `wrap` leaves on the model what it did."""
 
@@ -41,6 +44,15 @@ class Wrapped:
         self._kept = optimizers
 
     def __getstate__(self) -> dict[str, Any]:
+        weights = self.plan.config.weights
+        if weights != KEEP and any(map(is_called_from, _AVERAGING)):
+            warnings.warn(
+                f"an average of a model with weights={weights!r} is in 16 bits, where most of its "
+                "small steps are lost; allowed: an average that is made before memtrain.wrap and "
+                "follows memtrain.fp32_state_dict(model) (docs/guides/weights.md), or weights=keep",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return {**vars(self), "_kept": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -173,6 +173,10 @@ class Config:
     weights: str = KEEP
     """Weights in 2 bytes with 8 or 16 bits of correction, or stochastic rounding (`+sr`): one of
     `WEIGHTS`. Of the presets only `all_four` and `all_four_2bit` set it."""
+    float32_outputs: bool = True
+    """Whether a model's output stays float32 where its weights are split, as without memtrain: its
+    losses, if it returns any, else every tensor in it. False leaves what the weights' dtype gives.
+    """
     gradients: str = KEEP
     """`release`: weights are updated inside backward, and no gradient stays. Of the presets only
     `all_four` and `all_four_2bit` set it."""

@@ -1,9 +1,7 @@
 """Gradients scaled at the model's outputs and unscaled at its weights; skipped steps."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, Self
 
@@ -14,15 +12,15 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
+from memtrain.environment import is_called_from
 from memtrain.kernels.floats.formats import FloatFormat
 from memtrain.kernels.step.uploads import read
+from memtrain.optim.wrappers.dtypes import map_tensors
 from memtrain.precision.state import PrecisionState
 
 # Torch's op has no other CUDA kernels (2.11): none for bfloat16, which has one on a CPU.
 _UNSCALED_BY_TORCH = (torch.float16, torch.float32, torch.float64)
-SCALER_DEPTH = 12  # of calls between a GradScaler's step and an optimizer's
 OUTPUT_DEPTH = 6  # of objects within an output: a cache of keys and values, say
 
 
@@ -120,20 +118,14 @@ class LossScaler:
         """
         if not in_training_forward():
             return output
-        return tree_map(partial(self._output, {}), output)
+        return map_tensors(partial(self._output, {}), output)
 
-    def _output(self, known: dict[int, Tensor], x: Any) -> Any:
-        if isinstance(x, Tensor):
-            if not x.requires_grad or not x.is_floating_point():
-                return x
-            if id(x) not in known:  # for the user to change in place as ever: not a view
-                known[id(x)] = _StraightThrough.apply(x, Tensor.detach, self._scale)
-            return known[id(x)]
-        if is_dataclass(x) and not isinstance(x, type):
-            for field in fields(x):
-                inner = tree_map(partial(self._output, known), getattr(x, field.name))
-                object.__setattr__(x, field.name, inner)
-        return x
+    def _output(self, known: dict[int, Tensor], x: Tensor) -> Tensor:
+        if not x.requires_grad or not x.is_floating_point():
+            return x
+        if id(x) not in known:  # for the user to change in place as ever: not a view
+            known[id(x)] = _StraightThrough.apply(x, Tensor.detach, self._scale)
+        return known[id(x)]
 
     def _scale(self, grad: Tensor) -> Tensor:
         """Scale an output's gradient: a backward pass through the model begins."""
@@ -210,7 +202,7 @@ class LossScaler:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scale = self.state.scale
-        if scale.active and _inside_grad_scaler():
+        if scale.active and is_called_from("torch.amp.grad_scaler"):
             scale.turn_off("left to the GradScaler that calls the optimizer")
         overflowed, self.overflowed = self.overflowed, False
         if not overflowed or scale.off:
@@ -293,17 +285,6 @@ def _refuse_double_backward() -> None:
 def in_training_forward() -> bool:
     """Whether a forward runs that will be trained: no evaluation, no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
-def _inside_grad_scaler() -> bool:
-    frame = sys._getframe(1)
-    for _ in range(SCALER_DEPTH):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return True
-        frame = frame.f_back
-    return False
 
 
 # -- gradients that would bypass the loss scale -------------------------------------------------

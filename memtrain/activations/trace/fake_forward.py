@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.fake_results import RealResults
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
 from memtrain.kernels.dispatch import simulating
-from memtrain.optim.wrappers.weights import cast_inputs
+from memtrain.optim.wrappers import dtypes
 
 
 def trace(  # noqa: PLR0913 (each has a default that serves)
@@ -114,12 +113,13 @@ def _inputs_cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     if dtype is None:
         yield
         return
-    handle = model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+    handles = dtypes.hook(model, dtype)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
-run_untraced(cast_inputs)
+run_untraced(dtypes.cast_inputs, dtypes.restore_outputs)
 known_to_fake_tensors()

@@ -5,12 +5,13 @@ options of groups, and drops all else. So tensors lie among a parameter's states
 option of each group: a tuple, which it saves whole, whatever is in it.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from memtrain.environment import is_called_from
 
 OWN = "memtrain"
 """The option of a group, a tuple of names and plain values."""
@@ -73,10 +74,8 @@ def marked(state_dict: dict[str, Any]) -> dict[str, Any]:
     Args:
         state_dict: With payloads or without; it is not changed.
     """
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return state_dict
+    if is_called_from("torch.distributed.checkpoint"):
+        return state_dict
     for number, state in state_dict["state"].items():
         step = state.get("step")
         if type(step) is not Tensor or step.dim() or step.is_meta:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
+from memtrain.optim.wrappers import dtypes
 from memtrain.optim.wrappers.buckets import follow_ddp, models_in_ddp, refuse_training
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
 from memtrain.optim.wrappers.release import ReleaseGradients, released_by
@@ -20,7 +21,7 @@ from memtrain.optim.wrappers.release_checks import (
     check_gradient_readers,
     check_separate,
 )
-from memtrain.optim.wrappers.weights import SplitWeights, cast_inputs, keeps_float32, parse
+from memtrain.optim.wrappers.weights import SplitWeights, keeps_float32, parse
 
 KEEP, RELEASE, CPU = "keep", "release", "cpu"
 
@@ -86,15 +87,16 @@ def apply(
     others = () if config.weights == KEEP else _trained_by_others(model, held)
     frozen = [p for p in model.parameters() if p not in held]
     around = partial(_around, model, config, sums, frozen)
+    before = {param.dtype for param in model.parameters()}
+    low = None if config.weights == KEEP else parse(config.weights).dtype
     if config.optim.device == CPU:  # there are rules for states: see `check`
         optimizers = [HostStates(cast(CompressedStates, one), around) for one in optimizers]
     else:
         optimizers = [around(one) for one in optimizers]
     handles: list[Any] = []
-    if config.weights != KEEP:
-        low = partial(cast_inputs, parse(config.weights).dtype)
+    if low is not None:
         # After the interception's own hook: the copies are not the user's to keep alive.
-        handles.append(model.register_forward_pre_hook(low, with_kwargs=True))
+        handles += dtypes.hook(model, low, outputs=config.float32_outputs and low not in before)
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         warnings.warn(

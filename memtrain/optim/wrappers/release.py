@@ -26,6 +26,7 @@ from memtrain.optim.wrappers.backward import Backward
 from memtrain.optim.wrappers.buckets import hook_buckets
 from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.release_checks import (
+    REQUIRED,
     check_complex,
     check_options,
     check_separable,
@@ -164,6 +165,7 @@ class ReleaseGradients(OptimizerWrapper):
         self.skipped = 0
         """Updates skipped so far for NaN or Inf."""
         self._done: set[Tensor] = set()
+        self._rates: list[float] = []  # those of this step's first update
         self._squares = 0.0
         self._late: list[LateNorm] = []
         self._pass = ""  # of two_pass: "measure" or "update"
@@ -210,6 +212,7 @@ class ReleaseGradients(OptimizerWrapper):
         try:
             loss = run(closure)
             refuse_changes(self._witness)
+            self._warn_of_late_rates()
             self._update_rest()
         except BaseException:
             self.forget_step()
@@ -446,6 +449,8 @@ class ReleaseGradients(OptimizerWrapper):
         self._check(param)
         if self.before is not None and self.before():
             self.before = None
+        if not self._done:
+            self._rates = self._learning_rates()
         self._done.add(param)
         if isinstance(grad, RowPieces):
             self._update_in_rows(param, grad)
@@ -463,6 +468,20 @@ class ReleaseGradients(OptimizerWrapper):
             self._waiting.append((param, grad))
         elif self._pass != "measure":
             self._apply(param, grad, norm)
+
+    def _learning_rates(self) -> list[float]:
+        return [g["lr"] for g in self.param_groups if isinstance(g.get("lr"), float)]
+
+    def _warn_of_late_rates(self) -> None:
+        """Warn if a learning rate was changed after backward had used the earlier one."""
+        if self._done and self.clip != "global_norm" and self._rates != self._learning_rates():
+            warnings.warn(
+                f"learning rates were {self._rates} in the backward, whose updates used them, and "
+                f"are {self._learning_rates()} in step(): with gradients=release the change comes "
+                f"a step late. {REQUIRED}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _update_rest(self) -> None:
         """Apply what a step finds: sums of fewer passes, gradients set by hand, what has waited."""
@@ -565,7 +584,8 @@ class ReleaseGradients(OptimizerWrapper):
                 "optimizer.step(): the first has been applied and freed, so gradients cannot be "
                 "accumulated. Call optimizer.step() after every backward, set release.accumulate "
                 "to the number of backward passes of a step, or use gradients=keep; what a loss "
-                "only passes through (a GAN's discriminator) needs requires_grad_(False) meanwhile"
+                "only passes through (a GAN's discriminator) needs requires_grad_(False). "
+                f"{REQUIRED}"
             )
 
     def _clip_factor(self, norm: float | Tensor) -> float | Tensor:

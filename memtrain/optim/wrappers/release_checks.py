@@ -13,6 +13,13 @@ from memtrain.optim.states.shards import local
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
 """How gradients may be clipped; `ReleaseGradients` says what each does."""
+REQUIRED = (
+    "All that gradients=release asks of a loop: optimizer.step() after every backward, or "
+    "release.accumulate; release.clip and release.limit in place of clip_grad_norm_; learning "
+    "rates that change after step() and before the next backward; release.loss_scale in place of "
+    "a GradScaler"
+)
+"""The end of each error of a loop that breaks one of these, so that the next run has none."""
 
 
 def check_options(

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from memtrain.compressors.base import Key
 from memtrain.kernels.step import cuda_graph
@@ -46,13 +45,6 @@ FORMATS = {
     "fp16+16": WeightFormat(torch.float16, torch.int16),
 }
 """Name in a config -> how a weight is kept: `+8` and `+16` bits of correction, or `+sr`."""
-
-
-def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast every float32 argument to the dtype of a model's weights: a forward pre-hook of it."""
-    return tree_map_only(
-        Tensor, lambda x: x.to(dtype) if x.dtype == torch.float32 else x, (args, kwargs)
-    )
 
 
 def parse(weights: str) -> WeightFormat:

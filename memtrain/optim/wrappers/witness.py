@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from memtrain.optim.states.shards import local
+from memtrain.optim.wrappers.release_checks import REQUIRED
 
 
 class Witness(NamedTuple):
@@ -33,5 +34,5 @@ def refuse_changes(witness: Witness | None) -> None:
             "clip_grad_value_ or the like), but with gradients=release they had been applied "
             "and freed by then, unchanged: set release.clip to value, parameter, previous or "
             "two_pass and release.limit in the config, and leave that call out; or use "
-            "gradients=keep"
+            f"gradients=keep. {REQUIRED}"
         )
