@@ -12,7 +12,7 @@ from memtrain.optim.fused.adam import (
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.lion import Lion, Lion4bit, Lion8bit
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
-from memtrain.optim.state_report import describe, predict, stalled_moments, state_bytes
+from memtrain.optim.state_report import describe, predict, state_bytes
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.layout import Choice, StateRow
@@ -43,6 +43,5 @@ __all__ = [
     "portable_state_dict",
     "predict",
     "restore",
-    "stalled_moments",
     "state_bytes",
 ]

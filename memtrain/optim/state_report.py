@@ -79,41 +79,6 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
     return _rows(optimizer, lambda param, state: Keep("kept: not compressed"), 0)
 
 
-def stalled_moments(optimizer: Optimizer) -> dict[str, float]:
-    """Tell the share of each state's elements that kept nothing of their update in a step.
-
-    A grid of few bits rounds an update away that is below half of its step: a moment then follows
-    its gradients later than its decay says, and a small one not at all. That is looked at in steps
-    8, 16, 32, ... on a sample of each state that is coded in blocks (`B128/DE` and its kin). The
-    sums stay on the states' device, and only this call waits for it. Steps that a CUDA graph
-    captures or replays are not looked at.
-
-    Args:
-        optimizer: A compressed one, or what `wrap` put around it.
-
-    Returns:
-        State -> share, 0 to 1, of the last step that was looked at; empty before, and without such
-        states. Of stochastic rounding too: what it stores seldom, it stores whole, so that a share
-        is no loss.
-
-    Example:
-        >>> from memtrain.optim import AdamW4bit
-        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
-        >>> optimizer = AdamW4bit([weight])
-        >>> for _ in range(8):
-        ...     weight.grad = torch.ones_like(weight)
-        ...     optimizer.step()
-        >>> stalled_moments(optimizer)  # all elements are the largest of their block
-        {'exp_avg': 0.0, 'exp_avg_sq': 0.0}
-
-    Reference:
-        Topollai and Choromanska, Understanding Quantization of Optimizer States in LLM
-        Pre-training, arXiv:2603.16731.
-    """
-    inner = innermost(optimizer)
-    return inner.stalls.shares() if isinstance(inner, CompressedStates) else {}
-
-
 def predict(
     optimizer: Optimizer,
     choose: layout.Choose | None = None,

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 import memtrain
 from memtrain.compressors import Block, Factored, Identity
 from memtrain.optim import (
-    AdamW4bit,
     AdamW8bit,
     AdamW8bitFactor,
     CompressedOptimizer,
@@ -24,35 +23,6 @@ from memtrain.optim import (
 )
 from memtrain.optim.convert import Bounded
 from memtrain.optim.states import layout
-from memtrain.optim.states.peers import plain_states
-
-
-def flash_codes(x, signed):
-    """FlashOptim's codes and scales, by the formulas that `peers.plain_states` inverts."""
-    groups = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 32)).view(-1, 32)
-    groups = groups if signed else groups.sqrt()
-    scale = groups.abs().amax(1).half()
-    y = groups / scale.float().unsqueeze(1).clamp(min=1e-20)
-    y = 2 * y / (1 + y.abs()) if signed else y
-    code = (y * (127 if signed else 255)).round().clamp(-127 if signed else 0, 255)
-    dtype = torch.int8 if signed else torch.uint8
-    return code.to(dtype).flatten()[: x.numel()].view(x.shape), scale
-
-
-def flash_checkpoint(param):
-    """A state dict as FlashAdamW would write it for one bfloat16 parameter, and what it says."""
-    m, v = torch.randn(param.shape) * 0.1, torch.rand(param.shape) ** 4
-    (m_codes, m_scale), (v_codes, v_scale) = flash_codes(m, True), flash_codes(v, False)
-    state = {
-        "step": torch.tensor(7),
-        "exp_avg::quantized": m_codes,
-        "exp_avg::scales": m_scale.view(torch.bfloat16),
-        "exp_avg_sq::quantized": v_codes,
-        "exp_avg_sq::scales": v_scale.view(torch.bfloat16),
-    }
-    options = {"lr": 0.01, "initial_lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
-    group = {**options, "weight_decay": 0.0, "master_bytewidth": 2, "params": [0]}
-    return {"state": {0: state}, "param_groups": [group]}, (m, v)
 
 
 def test_a_weight_too_small_for_factors_leaves_the_others_their_kernels():
@@ -80,44 +50,6 @@ def test_a_weight_too_small_for_factors_leaves_the_others_their_kernels():
         eps = torch.finfo(torch.float32).eps
         assert torch.allclose(one, its, rtol=3 * eps, atol=3 * 10 * eps * 1e-3)
     assert state_bytes(optimizer) == state_bytes(other)
-
-
-@pytest.mark.parametrize("kind", [AdamW4bit, AdamW8bit])
-def test_flashoptims_states_load(kind):
-    param = nn.Parameter(torch.randn(70, 100).bfloat16())
-    saved, (m, v) = flash_checkpoint(param)
-    decoded = plain_states(saved["state"][0], "AdamW", param)
-    # An int8 code is at most 1/127 of its scale off (its map's slope is 2 at the end), a uint8
-    # code's root 1/510; scales are float16, 2**-11 off.
-    assert (decoded["exp_avg"] - m).abs().max() <= (1 / 127 + 2**-11) * m.abs().max()
-    assert (decoded["exp_avg_sq"].sqrt() - v.sqrt()).abs().max() <= 1 / 510 + 2**-10
-    optimizer = kind([param], lr=0.01, min_elements=0)
-    optimizer.load_state_dict(saved)
-    state = optimizer.state[param]
-    assert state["step"] == 7
-    assert state["step"].dtype == torch.float32
-    twin = kind([param], lr=0.01, min_elements=0)
-    plain = {**saved, "state": {0: decoded}}
-    twin.load_state_dict(plain)
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert all(torch.equal(state[name][k], t) for k, t in twin.state[param][name].items())
-    param.grad = torch.randn(70, 100).bfloat16()
-    optimizer.step()
-    assert param.isfinite().all()
-
-
-def test_flashoptims_corrections_warn_and_wrong_scales_are_refused():
-    param = nn.Parameter(torch.randn(70, 100).bfloat16())
-    saved, _ = flash_checkpoint(param)
-    optimizer = AdamW4bit([param], min_elements=0)
-    saved["state"][0]["error_bits"] = torch.zeros(70, 100, dtype=torch.int8)
-    with pytest.warns(RuntimeWarning, match="error_bits"):
-        optimizer.load_state_dict(saved)
-    del saved["state"][0]["error_bits"], saved["state"][0]["exp_avg::scales"]
-    before = dict(optimizer.state[param])
-    with pytest.raises(ValueError, match="no scales"):
-        optimizer.load_state_dict(saved)
-    assert all(optimizer.state[param][name] is value for name, value in before.items())
 
 
 def test_rules_by_name_keep_embeddings_norms_and_biases():

@@ -269,14 +269,6 @@ def test_plain_checkpoints_load_into_parts_and_wrong_ones_change_nothing(found):
 
 
 @pytest.mark.nightly
-def test_states_that_torchao_split_load_where_they_are_split_alike(tmp_path):
-    pytest.importorskip("torchao.optim")
-    for rank in launch(2, tmp_path / "store", "of_torchao", tmp_path):
-        expected = {"equal": [True, True], "coded": True, "refused": True}
-        assert rank == dict.fromkeys(("AdamW8bit", "AdamW4bit", "AdamWFp8"), expected)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 3])
 def test_another_number_of_processes_loads_the_same_bits(world, tmp_path):
     launch(2, tmp_path / "save", "save", tmp_path)

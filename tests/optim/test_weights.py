@@ -185,12 +185,12 @@ def test_wrong_checkpoints_change_nothing():
     lost = copy.deepcopy(saved)
     del lost["state"][0]["weight_correction"]
     newer = copy.deepcopy(saved)
-    newer["memtrain"]["format"] = 3
+    newer["memtrain"]["format"] = 2
     for wrong, message in [
         (other, r"weights='bf16\+16', not 'bf16\+8'"),
         (short, r"a correction \(3,\) of a weight of shape"),
         (lost, "no correction of a weight of shape"),
-        (newer, "format 3; allowed: up to 2"),
+        (newer, "format 2; allowed: 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(wrong)

@@ -8,7 +8,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from memtrain.kernels.step.update_rules import AdamWScalars, Number, adamw
 from memtrain.optim.fused.capturable import check_betas, check_numbers, number
-from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.fused.fused import FusedStates, variant
 from memtrain.optim.states import layout
 
 
@@ -133,7 +133,9 @@ class AdamW4bit(FusedStates):
         )
 
 
-class AdamW4bitFactor(AdamW4bit):
+AdamW4bitFactor = variant(
+    AdamW4bit,
+    "AdamW4bitFactor",
     """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
 
     A NaN or Inf in a gradient spreads to the whole matrix in that step: all factors share a mean.
@@ -144,67 +146,46 @@ class AdamW4bitFactor(AdamW4bit):
     Memory:
         0.53 bytes per parameter, plus 4 bytes for each row and column.
 
-    Example:
-        >>> import torch
-        >>> optimizer = AdamW4bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
-        >>> optimizer.choose.second
-        'factored'
-
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.3.
-    """
+    """,
+    second_default="factored",
+)
 
-    second_default = "factored"
-
-
-class Adam4bit(AdamW4bit):
+Adam4bit = variant(
+    AdamW4bit,
+    "Adam4bit",
     """`AdamW4bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
-
-    Memory:
-        As `AdamW4bit`.
-
-    Example:
-        >>> import torch
-        >>> Adam4bit([torch.nn.Parameter(torch.ones(128, 64))]).param_groups[0]["weight_decay"]
-        0.0
 
     Reference:
         Kingma and Ba, Adam: A Method for Stochastic Optimization, arXiv:1412.6980.
-    """
+    """,
+    plain=Adam,
+    own_options=(),
+)
 
-    plain = Adam
-    own_options = ()
-
-
-class AdamW8bit(AdamW4bit):
+AdamW8bit = variant(
+    AdamW4bit,
+    "AdamW8bit",
     """AdamW with both moments in blocks of 256 codes of 8 bits: dynamic exponent, as bitsandbytes.
 
     No second moment is rounded to zero (`B256/DE-0`). Arguments, errors and the rest are those of
-    `AdamW4bit`. States that were saved with `B256/DE` load: code 0, which was zero, decodes to the
-    least value above zero.
+    `AdamW4bit`.
 
     Memory:
         2.03 bytes per parameter. AdamW: 8.
 
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
-        >>> optimizer = AdamW8bit([weight], lr=0.1, weight_decay=0.0)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> optimizer.state[weight]["exp_avg"]["codes"].shape
-        torch.Size([32, 256])
-
     Reference:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
-    """
+    """,
+    bits=8,
+    first_default="B256/DE",
+    second_default="B256/DE-0",
+)
 
-    bits = 8
-    first_default = "B256/DE"
-    second_default = "B256/DE-0"
-
-
-class AdamW8bitFactor(AdamW8bit):
+AdamW8bitFactor = variant(
+    AdamW8bit,
+    "AdamW8bitFactor",
     """`AdamW8bit` with the second moment of two or more dimensions factored into rows and columns.
 
     NaN, Inf and rare gradients have the effects that `AdamW4bitFactor` states. 1-d parameters,
@@ -213,35 +194,14 @@ class AdamW8bitFactor(AdamW8bit):
 
     Memory:
         1.02 bytes per parameter, plus 4 bytes for each row and column.
+    """,
+    second_default="factored",
+)
 
-    Example:
-        >>> import torch
-        >>> optimizer = AdamW8bitFactor([torch.nn.Parameter(torch.ones(128, 64))])
-        >>> optimizer.choose.second
-        'factored'
-
-    Reference:
-        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861;
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.3.
-    """
-
-    second_default = "factored"
-
-
-class Adam8bit(AdamW8bit):
-    """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.
-
-    Memory:
-        2.03 bytes per parameter.
-
-    Example:
-        >>> import torch
-        >>> Adam8bit([torch.nn.Parameter(torch.ones(128, 64))]).choose.bits
-        8
-
-    Reference:
-        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
-    """
-
-    plain = Adam
-    own_options = ()
+Adam8bit = variant(
+    AdamW8bit,
+    "Adam8bit",
+    """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.""",
+    plain=Adam,
+    own_options=(),
+)

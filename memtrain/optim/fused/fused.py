@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from memtrain.optim.states.compressed_states import (
     closure_loss,
     refuse_sparse,
 )
-from memtrain.optim.states.moment_stalls import Sample
 from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import (
     is_sharded,
@@ -42,6 +41,7 @@ from memtrain.optim.states.shards import (
 )
 from memtrain.optim.states.untraced import untraced
 
+Fused = TypeVar("Fused", bound="FusedStates")
 _CPU = torch.device("cpu")
 _USUAL = (nn.Parameter, Tensor)  # neither split over processes nor of another kind
 REFUSED = {
@@ -207,18 +207,14 @@ class FusedStates(CompressedStates):
             self.check(group)
         masters = {param for param, master in self._masters.items() if master.any}
         masters |= self._pieces.keys()  # a stand-in tells nothing
-        watched, moments = None, []
-        if not cuda_graph.capturing():
-            watched = self._watch.before(self.param_groups, masters)
-            moments = self._moments() if self._watch.looks else []
+        capturing = cuda_graph.capturing()
+        watched = None if capturing else self._watch.before(self.param_groups, masters)
         if prepared is not None and given is not None:
             prepared.run(self._inputs(prepared, given))
         else:
             self._prepare_and_step()
         self._tell_autograd()
         self._watch.after(watched)
-        for param, one, exact in moments:
-            self._watch.moments.add(one, exact, self.state[param][one.name])
         self.tell_schedulers()
         return loss
 
@@ -232,22 +228,6 @@ class FusedStates(CompressedStates):
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         stepped += [local(param) for param in stepped if type(param) not in _USUAL]
         torch.autograd.graph.increment_version(stepped)
-
-    def _moments(self) -> list[tuple[Tensor, Sample, Tensor]]:
-        """Samples of moments in blocks, and what this step makes of them before it rounds them."""
-        found = []
-        for group in () if is_simulated() else self.param_groups:
-            names, scalars = self.state_names(group), self.scalars(group, 2.0)
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None or not grad.is_contiguous():
-                    continue
-                for one in self._samples(param):
-                    p, g = one.of(param), one.of(grad)
-                    states = [one.old] * len(names)
-                    _, new = scalars.update(p, scalars.sign * g + scalars.l2 * p, states)
-                    found.append((param, one, new[names.index(one.name)]))
-        return found
 
     @cached_property
     def _steps(self) -> PreparedSteps:
@@ -462,6 +442,22 @@ class FusedStates(CompressedStates):
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.
         whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
         return super()._load_plain(param, name, whole)
+
+
+def variant(base: type[Fused], name: str, summary: str, **attributes: Any) -> type[Fused]:
+    """Make a subclass of a fused optimizer that differs in class attributes only.
+
+    Args:
+        base: The class, in whose module the new one is assigned to its name.
+        name: Of the new class.
+        summary: Its docstring.
+        attributes: Class attributes, such as `bits` and the default compressors.
+
+    Returns:
+        The class; its arguments, errors and update are those of `base`.
+    """
+    own = {"__doc__": summary, "__module__": base.__module__, **attributes}
+    return type(name, (base,), own)  # pyright: ignore[reportReturnType]
 
 
 def _options_on(group: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.kernels.step.update_rules import LionScalars, Number, lion
 from memtrain.optim.fused.capturable import check_betas, check_numbers, number
-from memtrain.optim.fused.fused import FusedStates, real_view
+from memtrain.optim.fused.fused import FusedStates, real_view, variant
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.untraced import untraced
@@ -168,19 +168,14 @@ class Lion4bit(FusedStates):
         )
 
 
-class Lion8bit(Lion4bit):
-    """`Lion4bit` with codes of 8 bits in blocks of 256.
-
-    Memory:
-        1.02 bytes per parameter. Lion: 4.
-
-    Example:
-        >>> Lion8bit([torch.nn.Parameter(torch.ones(128, 64))]).choose.bits
-        8
+Lion8bit = variant(
+    Lion4bit,
+    "Lion8bit",
+    """`Lion4bit` with codes of 8 bits in blocks of 256 (1.02 bytes per parameter).
 
     Reference:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
-    """
-
-    bits = 8
-    first_default = "B256/DE"
+    """,
+    bits=8,
+    first_default="B256/DE",
+)

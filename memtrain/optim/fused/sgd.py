@@ -11,7 +11,7 @@ from memtrain.kernels.step.split import PLAIN
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import Number, Scalars, SGDScalars, sgd
 from memtrain.optim.fused.capturable import check_numbers, number
-from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.fused.fused import FusedStates, variant
 from memtrain.optim.states import layout
 from memtrain.optim.states.shards import local, local_gradient
 
@@ -128,20 +128,14 @@ class SGD4bit(FusedStates):
         return None
 
 
-class SGD8bit(SGD4bit):
-    """`SGD4bit` with codes of 8 bits in blocks of 256.
-
-    Memory:
-        1.02 bytes per parameter. SGD: 4.
-
-    Example:
-        >>> import torch
-        >>> SGD8bit([torch.nn.Parameter(torch.ones(128, 64))], momentum=0.9).choose.first
-        'B256/DE'
+SGD8bit = variant(
+    SGD4bit,
+    "SGD8bit",
+    """`SGD4bit` with codes of 8 bits in blocks of 256 (1.02 bytes per parameter).
 
     Reference:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
-    """
-
-    bits = 8
-    first_default = "B256/DE"
+    """,
+    bits=8,
+    first_default="B256/DE",
+)

@@ -156,9 +156,8 @@ class CompressedOptimizer(CompressedStates):
             _refuse_no_eps(inner, group)
             self.check_sizes(group)
         watched = self._watch.before(self.param_groups)
-        looks = self._watch.looks and not is_simulated()
         if whole:
-            with self._states_in(inner, looks):
+            with self._states_in(inner):
                 loss = raw_step(inner, *([] if closure is None else [closure]))
         for group in [] if whole else self.param_groups:
             # Each parameter starts from the options as they are now: an option that a step
@@ -167,14 +166,9 @@ class CompressedOptimizer(CompressedStates):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                seen = self._samples(param) if looks else []
                 with _only(inner, param, options, self._known(param, options)) as alone:
                     raw_step(inner)
-                    packed = self._packed(param, inner.state[param])
-                    for one in seen:
-                        exact = one.of(inner.state[param][one.name])
-                        self._watch.moments.add(one, exact, packed[one.name])
-                    self.state[param] = packed
+                    self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
         self.tell_schedulers()
@@ -219,7 +213,7 @@ class CompressedOptimizer(CompressedStates):
                 )
 
     @contextmanager
-    def _states_in(self, inner: Optimizer, looks: bool = False) -> Iterator[None]:
+    def _states_in(self, inner: Optimizer) -> Iterator[None]:
         """Inside the block the inner optimizer has all states; what it changed is compressed."""
         groups, inner.param_groups = inner.param_groups, self.param_groups
         before: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
@@ -228,7 +222,6 @@ class CompressedOptimizer(CompressedStates):
             before[param] = {k: (v, getattr(v, "_version", None)) for k, v in known.items()}
             if known:
                 inner.state[param] = known
-        seen = {param: self._samples(param) for param in before} if looks else {}
         try:
             yield
             for param in before:
@@ -239,9 +232,7 @@ class CompressedOptimizer(CompressedStates):
                 )
                 if same:  # a second rounding of it would add up
                     continue
-                self.state[param] = packed = self._packed(param, state)
-                for one in seen.get(param, []):
-                    self._watch.moments.add(one, one.of(state[one.name]), packed[one.name])
+                self.state[param] = self._packed(param, state)
         finally:
             inner.param_groups = groups
             for param in before:

@@ -13,9 +13,8 @@ from memtrain.compressors.registry import state_parts
 from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
-from memtrain.optim.states.moment_stalls import MomentStalls, Sample, sample
 from memtrain.optim.states.per_parameter import PerParameter
-from memtrain.optim.states.shards import is_sharded, local, place, sharded_like
+from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stall import StallWatch
 
 FORMAT = 1  # of compressed states
@@ -121,20 +120,6 @@ class CompressedStates(Optimizer):
             watch = self.__dict__["_stall"] = StallWatch()
         return watch
 
-    @property
-    def stalls(self) -> MomentStalls:
-        """Counts that `stalled_moments` tells."""
-        return self._watch.moments
-
-    def _samples(self, param: Tensor) -> list[Sample]:
-        """Of its moments in blocks."""
-        found = [
-            sample(name, self.compressor(param, name)[0], value, param)
-            for name, value in self.state.get(param, {}).items()
-            if self.is_payload(param, name, value)
-        ]
-        return [one for one in found if one is not None]
-
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The compressed states, bit for bit, and under `"memtrain"` their format's number.
@@ -167,8 +152,8 @@ class CompressedStates(Optimizer):
         groups, seen = self.param_groups, {}
 
         def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            if (number := loaded.get(OWN, {}).get("states", FORMAT)) > FORMAT:
-                raise ValueError(f"compressed states of format {number}; allowed: up to {FORMAT}")
+            if (number := loaded.get(OWN, {}).get("states", FORMAT)) != FORMAT:
+                raise ValueError(f"compressed states of format {number}; allowed: {FORMAT}")
             loaded = in_groups.unmarked(in_groups.without(loaded))
             if len(loaded["param_groups"]) != len(groups):
                 return loaded  # which torch refuses
@@ -241,16 +226,9 @@ class CompressedStates(Optimizer):
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
                     continue
                 compressor, _ = self.compressor(param, name)
-                saved_by = compressor
-                if compressor.is_identity:  # 0.1 had blocks where rows are too short for them
-                    saved_by, _ = layout.of_the_whole(param, self.choose, name)
-                live = rows.from_rows(saved_by, value, param)
-                if isinstance(live, Tensor):  # its blocks began elsewhere
+                live = rows.from_rows(compressor, value, param)
+                if isinstance(live, Tensor):  # its blocks run on over rows
                     live = layout.pack(compressor, live)
-                elif saved_by is not compressor:
-                    live = layout.unpack(saved_by, live, local(param), torch.float32)
-                if isinstance(live, Tensor):
-                    live = sharded_like(live, param)
                 states[number][name] = live
         return {**loaded, "state": states}
 

@@ -105,15 +105,6 @@ def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, 
         (Block(block_size=128, map='Linear', bits=4, signed=False, rounding='nearest'),
          'factored vectors would cost 4.00 bytes per parameter: block instead')
     """
-    used, why = of_the_whole(param, choose, state_name)
-    if not shards.splits_rows(param):
-        return used, why
-    by_rows, other = used.for_rows(param.shape[1:].numel())
-    return by_rows, "; ".join(filter(None, (why, other)))
-
-
-def of_the_whole(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
-    """As `decide`, whether the parameter is split over processes or not."""
     if param.is_complex():
         return Identity(), COMPLEX
     chosen = choose(getattr(param, "_stands_for", param), state_name)
@@ -122,7 +113,11 @@ def of_the_whole(param: Tensor, choose: Choose, state_name: str) -> tuple[Compre
     check_state(chosen, state_name)
     used, why = chosen.for_shape(param.shape)
     instead = getattr(choose, "instead", None)
-    return (instead if why and instead is not None else used), why
+    used = instead if why and instead is not None else used
+    if not shards.splits_rows(param):
+        return used, why
+    by_rows, other = used.for_rows(param.shape[1:].numel())
+    return by_rows, "; ".join(filter(None, (why, other)))
 
 
 def check_state(compressor: Compressor, state_name: str) -> None:

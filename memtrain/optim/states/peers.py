@@ -1,18 +1,17 @@
-"""Checkpoints of other libraries' optimizers, read as plain float32 states."""
+"""Checkpoints of bitsandbytes' optimizers, read as plain float32 states."""
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.compressors.registry import state_parts
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.layout import is_packed
 from memtrain.optim.states.optimizer_hooks import innermost
-from memtrain.optim.states.shards import local, same_placement, sharded_like
+from memtrain.optim.states.shards import local
 
 BITSANDBYTES = {
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -27,9 +26,6 @@ _UNCOUNTED = ("Lion", "SGD")
 _NESTED = "__bnb_optimizer_quant_state__"  # since 0.49, so that FSDP leaves them alone
 _BLOCKS = (256, 2048)  # 2048 before 0.44
 
-_CODES, _SCALES, _ERRORS = "::quantized", "::scales", "error_bits"
-_FLASH_GROUP = 32  # elements that share a scale
-
 
 def plain_states(
     values: dict[str, Any],
@@ -39,13 +35,8 @@ def plain_states(
 ) -> dict[str, Any]:
     """States of one parameter in a checkpoint as a plain optimizer has them.
 
-    bitsandbytes' are 8 bits in blocks (the map's value of a code times its block's `absmax`) or 32;
-    torchao's 8, 4 bits and FP8, tensors of its own classes, which say themselves what they stand
-    for. FlashOptim's signed states are int8 codes `q`: with `y = q / 127` the value is
-    `y / (2 - |y|)` times the scale of its 32 neighbours; second moments are uint8 codes of the
-    square root. Its scales are float16, stored as bfloat16 of the same bits for bfloat16
-    parameters; its `error_bits`, the weights' lower bits, are left out with a warning. What is
-    plain stays.
+    bitsandbytes' are 8 bits in blocks (the map's value of a code times its block's `absmax`) or 32.
+    What is plain stays.
 
     Args:
         values: Name -> value, as the library's `state_dict()` holds them.
@@ -55,12 +46,11 @@ def plain_states(
             known; asked for another library's states only.
 
     Returns:
-        Names as torch's own; tensors that were codes are float32, split over processes as they
-        were. `values` itself if it is plain.
+        Names as torch's own; tensors that were codes are float32. `values` itself if it is plain.
 
     Raises:
         ValueError: If states are of another optimizer, of another shape, lack scales, are quantised
-            in another way (bitsandbytes' without blocks) or torchao's split otherwise than `param`.
+            without blocks, or are tensors of another library's class (torchao's).
 
     Example:
         >>> saved = {"step": 3, "state1": torch.tensor([1, 0], dtype=torch.uint8),
@@ -69,30 +59,29 @@ def plain_states(
         {'momentum_buffer': tensor([-1.9843, -2.0000])}
 
     Reference:
-        bitsandbytes 0.50 (optim/optimizer.py), torchao 0.18 (optim/subclass_8bit.py, _4bit.py,
-        _fp8.py) and FlashOptim 0.1.4 (github.com/databricks/flashoptim), whose formats these are.
+        bitsandbytes 0.50 (optim/optimizer.py), whose format this is.
     """
-    if any(name == _ERRORS or name.endswith(_CODES) for name in values):
-        library, found = "FlashOptim", _of_flashoptim(values)
-    elif _NESTED in values or "state1" in values:
-        library, found = "bitsandbytes", _of_bitsandbytes(values, plain, param.shape)
-    elif any(_torchao_codes(value) is not None for value in values.values()):
-        library = "torchao"
-        found = {name: _of_torchao(name, value, param) for name, value in values.items()}
-    else:
+    for name, value in values.items():
+        if hasattr(local(value), "dequantize") and type(local(value)) not in (Tensor, nn.Parameter):
+            raise ValueError(
+                f"state {name!r} is a {type(local(value)).__name__} of another library; allowed: "
+                "plain tensors, such as its dequantize(torch.float32)"
+            )
+    if _NESTED not in values and "state1" not in values:
         return values
+    found = _of_bitsandbytes(values, plain, param.shape)
     wanted, own = has(), found.keys() - {"step"}
     if wanted is not None and own != {*wanted} - {"step"}:
         allowed = [kind for kind, names in BITSANDBYTES.items() if own == {*names}]
         raise ValueError(
-            f"{library}'s states {sorted(own)} for {plain}, which has {sorted({*wanted})} with "
+            f"bitsandbytes' states {sorted(own)} for {plain}, which has {sorted({*wanted})} with "
             f"these options; allowed: {', '.join(allowed) or 'the optimizer that they are of'}"
         )
     return found
 
 
 def read_by(optimizer: Optimizer) -> Any:
-    """Let a plain optimizer load other libraries' states, as the float32 ones they stand for.
+    """Let a plain optimizer load bitsandbytes' states, as the float32 ones they stand for.
 
     Args:
         optimizer: Of `torch.optim`'s kind.
@@ -171,60 +160,3 @@ def _decoded(values: dict[str, Any], number: int, shape: torch.Size) -> Tensor:
         )
     whole = table.float()[codes.long()].reshape(-1)
     return (whole * scale.float().repeat_interleave(block)[: whole.numel()]).view(shape)
-
-
-def _torchao_codes(value: Any) -> Tensor | None:
-    codes = getattr(local(value), "codes", None)
-    return codes if isinstance(codes, Tensor) else None
-
-
-def _of_torchao(name: str, value: Any, param: Tensor) -> Any:
-    if _torchao_codes(value) is None:
-        return value
-    own = local(param)
-    part: Any = local(value)
-    if part is value:
-        return part.dequantize(torch.float32)
-    if not same_placement(value, param) or part.shape != own.shape:
-        raise ValueError(
-            f"state {name!r} is torchao's, split over processes otherwise than the parameter (a "
-            f"part of {tuple(part.shape)} for one of {tuple(own.shape)}); allowed: one split in "
-            "the same way, or whole tensors (torch.distributed.checkpoint's "
-            "get_optimizer_state_dict with full_state_dict=True)"
-        )
-    return sharded_like(part.dequantize(torch.float32), param)
-
-
-def _of_flashoptim(values: dict[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for name, value in values.items():
-        if name == _ERRORS:
-            warnings.warn(
-                "the checkpoint holds error_bits, corrections of weights: they are left out; "
-                "export FlashOptim's weights with get_fp32_model_state_dict() and load those",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        elif name.endswith(_CODES):
-            state = name.removesuffix(_CODES)
-            plain[state] = _flash_decoded(state, value, values.get(state + _SCALES))
-        elif not name.endswith(_SCALES):
-            plain[name] = value.float() if name == "step" else value
-    return plain
-
-
-def _flash_decoded(state: str, codes: Tensor, scales: Tensor | None) -> Tensor:
-    groups = -(-codes.numel() // _FLASH_GROUP)
-    if scales is None or scales.numel() != groups:
-        found = "no scales" if scales is None else f"{scales.numel()} scales"
-        raise ValueError(
-            f"state {state!r} of shape {tuple(codes.shape)} has {found}; needed: {groups}"
-        )
-    if scales.dtype == torch.bfloat16:
-        scales = scales.view(torch.float16)
-    scale = scales.float().reshape(-1).repeat_interleave(_FLASH_GROUP)
-    scale = scale[: codes.numel()].view(codes.shape)
-    if codes.dtype == torch.uint8:
-        return (codes.float() / 255 * scale).square()
-    y = codes.float() / 127
-    return y / (2 - y.abs()) * scale

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.optim.states.moment_stalls import MomentStalls
 from memtrain.optim.states.shards import local
 
 SAMPLE = 1024  # elements looked at
@@ -27,8 +26,6 @@ class StallWatch:
     def __init__(self) -> None:
         self.steps = 0
         self.warned = False
-        self.moments = MomentStalls()
-        """Of the same steps."""
         self._seen: set[int] = set()  # in this step, the first of those that came together
         self._largest = 0  # elements, known after step 7
         self._looked = 0  # the last step that was examined
@@ -39,9 +36,8 @@ class StallWatch:
         """Copies for `after` to compare with, on the steps examined; `masters` cannot stall."""
         self._count(groups)
         counts = self.steps == FIRST_LOOK - 1
-        if self.looks:
-            self.moments.begin(self.steps)
-        if self.warned or self._looked == self.steps or not (counts or self.looks):
+        looks = self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)
+        if self.warned or self._looked == self.steps or not (counts or looks):
             return None
         if is_simulated():  # nothing moves on fake tensors
             return None
@@ -63,11 +59,6 @@ class StallWatch:
             return None
         self._looked = self.steps
         return param, _sample(param).clone(), lr
-
-    @property
-    def looks(self) -> bool:
-        """Whether this step is one of those that are examined."""
-        return self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)
 
     def _count(self, groups: list[dict[str, Any]]) -> None:
         given = (param for group in groups for param in group["params"] if param.grad is not None)

@@ -270,7 +270,7 @@ class SplitWeights(OptimizerWrapper):
         if given["format"] != self.weights:
             raise ValueError(f"the state has weights={given['format']!r}, not {self.weights!r}")
         for param, correction in self.corrections.items():
-            loaded = self._correction(own, states, param)
+            loaded = states.get(param, {}).get(CORRECTION)
             if correction is None or (loaded is not None and loaded.shape == param.shape):
                 continue
             what = "no correction" if loaded is None else f"a correction {tuple(loaded.shape)}"
@@ -289,18 +289,9 @@ class SplitWeights(OptimizerWrapper):
         for param in self.corrections:
             correction = self._follow(param)
             if correction is not None:
-                loaded = self._correction(own, states, param)
+                loaded = states.get(param, {}).get(CORRECTION)
                 correction.zero_() if loaded is None else correction.copy_(local(loaded))
             self._versions[param] = None
-
-    def _correction(
-        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]], param: Tensor
-    ) -> Tensor | None:
-        """A checkpoint's correction of a weight; format 1 had all of them by number."""
-        old = own.get("weights", {}).get("corrections")
-        if old is None:
-            return states.get(param, {}).get(CORRECTION)
-        return old.get(self.number(param))
 
     def __getstate__(self) -> dict[str, Any]:
         for param in self.corrections:

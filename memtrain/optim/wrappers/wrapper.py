@@ -19,8 +19,8 @@ from memtrain.optim.states.per_parameter import Numbers, PerParameter
 from memtrain.optim.states.shards import in_zero
 
 T = TypeVar("T")
-FORMAT = 2
-"""Of what is an optimizer's own: in its groups and states; format 1 had it under `"memtrain"`."""
+FORMAT = 1
+"""Of what is an optimizer's own, in its groups and states."""
 
 
 CHUNK = 2**22
@@ -350,9 +350,8 @@ class OptimizerWrapper(Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         own = {**state_dict.get(OWN, {}), **in_groups.found(state_dict)}
-        if own.get("format", FORMAT) > FORMAT:
-            allowed = f"allowed: up to {FORMAT}"
-            raise ValueError(f"memtrain's state has format {own['format']}; {allowed}")
+        if (number := own.get("format", FORMAT)) != FORMAT:
+            raise ValueError(f"memtrain's state has format {number}; allowed: {FORMAT}")
         states = _by_parameter(self.param_groups, state_dict)
         self.check_own_state(own, states)
         plain, groups = not _keeps_dtypes(self.inner), self.inner.param_groups
