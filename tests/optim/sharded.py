@@ -701,7 +701,7 @@ def plain_checkpoints(rank, world):
 
 
 def cut_codes(payload):
-    payload["codes"] = payload["codes"].to_local()[:, :8]
+    payload["codes"] = payload["codes"].to_local()[..., :8]
 
 
 def all_optimizers(rank, world, path):

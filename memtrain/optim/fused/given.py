@@ -54,6 +54,8 @@ class Given:
         usual = len(steps) == len(counters) and all(x.is_cpu for x in steps)
         if not usual or {x.dtype for x in steps} != {torch.float32} or cpu.library() is None:
             return None
+        if len(steps) == 1:  # a released gradient's: a table of one takes longer
+            return [float(steps[0].add_(1).numpy())]
         addresses = torch.from_numpy(np.array([*map(Tensor.data_ptr, steps)]))
         counts = torch.empty(len(steps), dtype=torch.float32, device="cpu")
         cpu.call("mt_count_step", addresses, counts, len(counts))

@@ -358,9 +358,11 @@ class ReleaseGradients(OptimizerWrapper):
         self.refuse_replaced(self._handles)
         stays = False
         try:
-            self._check(param)
             wait_for_part(param.grad)
-            total = self._sums.add(param, self.number(param), param.grad)
+            total = param.grad
+            if self.accumulate > 1:
+                self._check(param)
+                total = self._sums.add(param, self.number(param), total)
             if total is not None:
                 self._update(param, total)
                 stays = self._watches(param)
@@ -571,7 +573,8 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
-        check_complex([param], self.clip, self.accumulate)
+        if self.clip == "value" or self.accumulate > 1:
+            check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:
             raise RuntimeError(
                 "clip='two_pass' runs backward itself, twice: call optimizer.step(closure) with a "

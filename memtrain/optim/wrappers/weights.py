@@ -183,7 +183,6 @@ class SplitWeights(OptimizerWrapper):
         kept = self.format.correction is not None or self.format.stochastic
         return kept or isinstance(self.inner, FusedStates) or cuda_graph.capturing()
 
-    @torch.no_grad()
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now, from their gradients."""
         self._refuse_converted([target.param for target in targets])

@@ -27,6 +27,9 @@ CHUNK = 2**22
 """Elements whose float32 masters may exist at once; a larger parameter exists alone."""
 
 
+_NOTHING = nullcontext()
+
+
 class WeakRef(Generic[T]):
     """A weak reference that copies and pickles as an empty one."""
 
@@ -107,7 +110,7 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
             if target.grad is not None:
                 target.leaf.grad = _as_gradient(target)
         optimizer.param_groups = [alone for alone, _ in groups]
-        with _reading(optimizer, targets, not masters) if fused else nullcontext():
+        with _reading(optimizer, targets, not masters) if fused else _NOTHING:
             raw_step(optimizer)
     finally:
         optimizer.param_groups = whole
@@ -167,6 +170,8 @@ def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> 
     """
     guards = {target.leaf: target.guard for target in targets if target.guard is not None}
     pieces = {t.leaf: t.grad for t in targets if isinstance(t.grad, RowPieces)}
+    if lasts and not guards and not pieces:
+        return _NOTHING
     return optimizer.reading(guards=guards, pieces=pieces, keeps_steps=lasts)
 
 
