@@ -26,8 +26,7 @@ class Group(Compressor):
 
     Args:
         bits: Bits per element, 1 to 8.
-        group_size: Elements per group, 1 to 16384. A size that is no multiple of 8 costs a copy
-            in transit, each group filled up to one.
+        group_size: Elements per group: a multiple of 8, from 8 to 16384.
         rounding: `"stochastic"` (the key gives the seed) or `"nearest"` (the key does nothing).
         bounds: What a group's minimum and maximum are kept in, `"bf16"` or `"fp32"`.
         whole_rows: Whether no group of a saved activation holds parts of two rows (its last
@@ -40,7 +39,7 @@ class Group(Compressor):
 
     Memory:
         bits / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in whole
-        groups of whole eights: 0.516 at the defaults.
+        groups: 0.516 at the defaults.
 
     Example:
         >>> packed = Group(bits=2, group_size=8).compress(torch.arange(8.0), key=Key(seed=1))
@@ -69,8 +68,11 @@ class Group(Compressor):
                 raise ValueError(f"{name}={value!r}; allowed: integers")
         if not 1 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits}; allowed: 1 to 8")
-        if not 1 <= self.group_size <= group.MAX_GROUP_SIZE:
-            raise ValueError(f"group_size={self.group_size}; allowed: 1 to {group.MAX_GROUP_SIZE}")
+        if self.group_size % 8 or not 8 <= self.group_size <= group.MAX_GROUP_SIZE:
+            raise ValueError(
+                f"group_size={self.group_size}; allowed: multiples of 8 from 8 to "
+                f"{group.MAX_GROUP_SIZE}"
+            )
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
         if self.bounds not in ("bf16", "fp32"):
@@ -101,8 +103,6 @@ class Group(Compressor):
         self, x: Tensor, shape: Sequence[int]
     ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
         """Return the functions of `kernels.group.group.kernels_of`."""
-        if self.group_size % 8:
-            return None
         stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
         return group.kernels_of(x, self.bits, self.group_size, stochastic, wide, shape)
 
@@ -114,14 +114,13 @@ class Group(Compressor):
             key: Feeds the stochastic rounding.
 
         Returns:
-            Tensors `codes`, uint8 [n_groups, ceil(group_size / 8) * bits], and `bounds`,
+            Tensors `codes`, uint8 [n_groups, group_size / 8 * bits], and `bounds`,
             bfloat16 or float32 [n_groups, 2].
 
         Raises:
             TypeError: If `x` is of another dtype.
         """
-        run = quantize if self.group_size % 8 else group.group_quantize
-        codes, bounds = run(
+        codes, bounds = group.group_quantize(
             x.detach() if x.requires_grad else x,
             self.bits,
             self.group_size,
@@ -135,48 +134,4 @@ class Group(Compressor):
         """Return the quantised tensor, contiguous, of the payload's shape and dtype."""
         tensors, shape, dtype = packed
         payload = tensors["codes"], tensors["bounds"], self.bits, self.group_size
-        if self.group_size % 8:
-            return dequantize(*payload, shape.numel(), dtype).view(shape)
         return group.group_dequantize(*payload, shape, dtype)
-
-
-def quantize(
-    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
-) -> tuple[Tensor, Tensor]:
-    """Quantise groups of any size with `kernels.group.group.group_quantize`.
-
-    Codes are packed in eights: a group of another size is filled up with its first element, which
-    leaves its bounds alone.
-
-    Example:
-        >>> codes, bounds = quantize(torch.arange(6.0), 8, 3, seed=0, stochastic=False, wide=False)
-        >>> codes.shape, bounds.tolist()
-        (torch.Size([2, 8]), [[0.0, 2.0], [3.0, 5.0]])
-    """
-    stored = stored_size(group_size)
-    if stored != group_size:
-        x = _filled(x.reshape(-1), group_size, stored)
-    return group.group_quantize(x, bits, stored, seed, stochastic, wide)
-
-
-def dequantize(
-    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
-) -> Tensor:
-    """Invert `quantize`; returns `dtype`, [numel]."""
-    stored = stored_size(group_size)
-    if stored == group_size:
-        return group.group_dequantize(codes, bounds, bits, group_size, numel, dtype)
-    flat = group.group_dequantize(codes, bounds, bits, stored, len(bounds) * stored, dtype)
-    return flat.view(-1, stored)[:, :group_size].reshape(-1)[:numel]
-
-
-def stored_size(group_size: int) -> int:
-    """Return the number of codes stored per group: the next multiple of 8."""
-    return -(-group_size // 8) * 8
-
-
-def _filled(flat: Tensor, group_size: int, stored: int) -> Tensor:
-    """Return [n_groups, stored]: pad the last group with its last element, each with its first."""
-    flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
-    rows = flat.view(-1, group_size)
-    return torch.cat([rows, rows[:, :1].expand(-1, stored - group_size)], dim=1)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Key, Packed
-from memtrain.compressors.group import Group, dequantize, quantize, stored_size
+from memtrain.compressors.group import Group
+from memtrain.kernels.group import group
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -116,7 +117,7 @@ class Samples(Compressor):
             # Each width draws its own random bits: equal keys would repeat them.
             seed = key._replace(microbatch=key.microbatch + (width << 32)).bits()
             options = (self.rounding == "stochastic", self.bounds == "fp32")
-            some = quantize(padded[begin:end], width, length, seed, *options)
+            some = group.group_quantize(padded[begin:end], width, length, seed, *options)
             codes.append(some[0].view(-1))
             bounds.append(some[1])
         tensors = {"codes": torch.cat(codes), "bounds": torch.cat(bounds), "order": order}
@@ -131,11 +132,11 @@ class Samples(Compressor):
         rows, offset = [], 0
         for width, begin, end in self._parts(n_samples):
             count = (end - begin) * n_groups
-            row = stored_size(length) // 8 * width
+            row = length // 8 * width
             nbytes = count * row
             some = codes[offset : offset + nbytes].view(count, row)
             bounds = packed.tensors["bounds"][begin * n_groups : end * n_groups]
-            flat = dequantize(some, bounds, width, length, count * length, packed.dtype)
+            flat = group.group_dequantize(some, bounds, width, length, count * length, packed.dtype)
             rows.append(flat.view(end - begin, n_groups * length)[:, :size])
             offset += nbytes
         if len(rows) == 1:

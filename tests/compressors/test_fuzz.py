@@ -29,7 +29,7 @@ FAKE = FakeTensorMode()
 U = 2.0**-24  # half a unit in float32's last place
 
 WIDTHS = st.integers(1, 8)
-SIZES = st.sampled_from((1, 7, 8, 16, 49, 64, 104, 256, 1000, 1001, 16384))
+SIZES = st.sampled_from((8, 16, 64, 104, 256, 1000, 16384))
 ROUNDINGS = st.sampled_from(("nearest", "stochastic"))
 BOUNDS = st.sampled_from(("bf16", "fp32"))
 MAPS = st.sampled_from(

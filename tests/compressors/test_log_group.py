@@ -2,15 +2,14 @@
 
 import math
 
-import pytest
 import torch
 
 from memtrain.compressors import Group, Host, Identity, Key
 from memtrain.compressors.log_group import SPAN, LogGroup, cut_, of_logarithms
 
 
-def around(x, row=0):
-    code = LogGroup(bits=8, group_size=8, rounding="nearest", bounds="fp32", row=row)
+def around(x):
+    code = LogGroup(bits=8, group_size=8, rounding="nearest", bounds="fp32")
     return code.decompress(code.compress(x, key=Key()))
 
 
@@ -22,32 +21,13 @@ def test_a_range_of_log_probabilities_ends_below_zero():
     torch.testing.assert_close(around(x), expected)
 
 
-def test_a_row_is_cut_by_its_own_largest_and_not_by_another_of_its_group():
-    x = torch.tensor([[100.0, -1e4, 100, 100], [-100, -100, -math.inf, -100]])
-    code = LogGroup(bits=8, group_size=8, bounds="fp32", row=4)
-    (bounds,) = code.compress(x, key=Key()).tensors["bounds"].tolist()
-    assert bounds == [-100 - SPAN, 100]
-    values = around(x.repeat_interleave(2, 0)[[0, 0]], row=4)  # a group of one row, twice
-    torch.testing.assert_close(values[:, 1], torch.full((2,), 100 - SPAN))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("bounds", ["bf16", "fp32"])
-def test_a_row_of_nothing_but_inf_stays_finite_and_its_exp_is_zero(dtype, bounds):
-    code = LogGroup(bits=8, group_size=8, bounds=bounds, row=16)
-    x = torch.full((16,), -math.inf, dtype=dtype)
-    values = code.decompress(code.compress(x, key=Key()))
-    assert values.isfinite().all()
-    assert not values.exp().any()
-
-
 def test_what_lies_within_the_range_is_quantised_as_by_a_group():
     torch.manual_seed(0)
     x, key = torch.randn(5, 77).log_softmax(-1), Key(seed=3)
     one, two = (kind(bits=8, group_size=64).compress(x, key=key) for kind in (Group, LogGroup))
     for name, part in one.tensors.items():
         assert torch.equal(part, two.tensors[name])
-    assert around(torch.empty(0)).shape == around(torch.empty(0), row=3).shape == (0,)
+    assert around(torch.empty(0)).shape == (0,)
 
 
 def test_a_group_is_replaced_and_other_compressors_are_not():
@@ -55,8 +35,7 @@ def test_a_group_is_replaced_and_other_compressors_are_not():
     found = of_logarithms(group)
     assert type(found) is LogGroup
     assert found.whole_rows
-    assert vars(found) == {**vars(group), "row": 0}
-    assert of_logarithms(group, row=7).row == 7
+    assert vars(found) == vars(group)
     assert type(of_logarithms(Host(inner=group)).inner) is LogGroup
     assert of_logarithms(Identity()) == Identity()
     x = torch.tensor([-math.inf, 0.0])
