@@ -174,10 +174,15 @@ def last_place(dtype, magnitude):
     return info.eps / 2 * magnitude + info.smallest_normal * info.eps
 
 
+def outward_error(lo, hi, ends):
+    """How far an end lies from what it is rounded outwards to."""
+    magnitude = torch.maximum(lo.abs(), hi.abs())
+    return 2 * last_place(ends, magnitude) if ends != torch.float32 else 0 * magnitude
+
+
 def range_error(lo, hi, parts, share, dtype, ends):
     """`share` of a `parts`-th of the range between ends that were rounded outwards to `ends`."""
-    magnitude = torch.maximum(lo.abs(), hi.abs())
-    outwards = 2 * last_place(ends, magnitude) if ends != torch.float32 else 0
+    magnitude, outwards = torch.maximum(lo.abs(), hi.abs()), outward_error(lo, hi, ends)
     step = (hi - lo + 2 * outwards) / parts
     arithmetic = U * (8 * (hi - lo) + 4 * magnitude) + 2.0**-100
     return share * step + arithmetic + last_place(dtype, magnitude + outwards)
@@ -201,7 +206,9 @@ def grouped(rows, length, bits, compressor, dtype):
         ends = torch.bfloat16 if compressor.bounds == "bf16" else torch.float32
         share = 0.5 if compressor.rounding == "nearest" else 1.0
         parts = (2.0**bits - 1).view(n, 1, 1)
-        error = range_error(lo, hi, parts, share, dtype, ends).expand_as(groups)
+        error = range_error(lo, hi, parts, share, dtype, ends)
+        # What is not finite decodes to a bound itself, wherever the steps between them lie.
+        error = torch.where(clean, error, error + outward_error(lo, hi, ends))
     else:
         error = torch.zeros_like(groups)
     return target.flatten(1)[:, :size], error.flatten(1)[:, :size]
