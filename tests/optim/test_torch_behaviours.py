@@ -19,40 +19,12 @@ from tests.optim.behaviours import (
     every,
     fused,
     make,
-    make_plain,
     parameter,
     step_alike,
     twin,
 )
 
 ODD = [(1000, 77), (64, 3, 7, 7), (4099,), (5000, 3), (1, 9001)]
-
-
-@every
-def test_groups_have_their_own_options(name):
-    a, b = parameter(80, 80), parameter(80, 80)
-    alone, start = twin(a), b.detach().clone()
-    options = {"lr": 0.05, "weight_decay": 0.1}
-    together = make(name, [{"params": [a], **options}, {"params": [b], "lr": 0.0}])
-    step_alike((a, together), (alone, make(name, [alone], **options)))
-    assert torch.equal(b, start)
-
-
-@fused
-def test_exact_states_follow_the_plain_optimizer_within_rounding(name):
-    # every operation rounds once: a handful of roundings of p and of the update a step
-    start, options = torch.randn(300), {"weight_decay": 0.1}
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    exact = nn.Parameter(start.double())
-    optimizers = [make(name, [ours], **options)]
-    optimizers += [make_plain(name, [param], **options) for param in (theirs, exact)]
-    for _ in range(20):
-        grad = torch.randn(300)
-        for param, optimizer in zip((ours, theirs, exact), optimizers, strict=True):
-            param.grad = grad.to(param.dtype)
-            optimizer.step()
-    bound = 2 * (theirs.double() - exact).abs().max()
-    assert (ours.double() - exact).abs().max() <= bound
 
 
 @every
@@ -81,13 +53,6 @@ def test_a_group_added_later_is_stepped(name):
 
 
 @every
-def test_tensor_lr(name):
-    a = parameter(80, 80)
-    b = twin(a)
-    step_alike((a, make(name, [a], lr=torch.tensor(0.25))), (b, make(name, [b], lr=0.25)))
-
-
-@every
 def test_maximize_is_the_step_of_the_opposite_gradient(name):
     a = parameter(80, 80)
     b = twin(a)
@@ -112,11 +77,6 @@ def test_what_has_no_kernel_is_refused(name, option):
     with pytest.raises(ValueError, match=option):
         optimizer.add_param_group({"params": [parameter(5)], option: True})
     assert len(optimizer.param_groups) == 1
-
-
-def test_differentiable_sgd_is_refused():
-    with pytest.raises(ValueError, match="compressed states have no gradient"):
-        optim.SGD4bit([parameter(5)], differentiable=True)
 
 
 @fused
@@ -205,23 +165,6 @@ def test_sparse_gradients_are_refused_before_any_change(name):
     with pytest.raises(RuntimeError, match="sparse=False"):
         make(name, [other, *table.parameters()]).step()
     assert torch.equal(other, start)
-
-
-@every
-def test_missing_gradients_are_skipped(name):
-    a, b = parameter(80, 80), parameter(80, 80)
-    b.grad, start = None, b.detach().clone()
-    optimizer = make(name, [a, b])
-    optimizer.step()
-    assert torch.equal(b, start)
-    assert b not in optimizer.state
-    optimizer.zero_grad(set_to_none=True)
-    after = a.detach().clone()
-    optimizer.step()
-    assert torch.equal(a, after)
-    a.grad = torch.ones_like(a)
-    optimizer.zero_grad(set_to_none=False)
-    assert torch.equal(a.grad, torch.zeros_like(a))
 
 
 SCHEDULES = {
@@ -331,17 +274,6 @@ def test_coordinates_without_gradient_do_not_drift(name):
     assert torch.equal(param[5], start[5])
     assert torch.equal(param[:, 7], start[:, 7])
     assert not torch.equal(param[6], start[6])
-
-
-@every
-def test_all_zero_gradients_change_nothing(name):
-    param = parameter(128, 96)
-    start = param.detach().clone()
-    param.grad.zero_()
-    optimizer = make(name, [param], weight_decay=0.0)
-    for _ in range(3):
-        optimizer.step()
-    assert torch.equal(param, start)
 
 
 @every

@@ -5,7 +5,6 @@ what is printed, recorded and copied.
 """
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -62,63 +61,6 @@ def test_named_parameters_keep_their_names(name):
     other = make(name, copy.deepcopy(model).named_parameters())
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["param_names"] == names
-
-
-@every
-def test_older_checkpoints_lack_options_and_hold_numbers(name):
-    param, other = parameter(80, 80), parameter(80, 80)
-    optimizer, late = make(name, [param], lr=0.02), make(name, [other])
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    for option in ("maximize", "foreach", "capturable", "differentiable", "fused"):
-        saved["param_groups"][0].pop(option, None)
-    for state in saved["state"].values():
-        if name in ADAMS:
-            state["step"] = 1.0  # once a number, now a tensor
-    late.load_state_dict(saved)
-    assert late.param_groups[0].keys() == optimizer.param_groups[0].keys()
-    for own in (param, other):
-        own.data.zero_()
-        own.grad = torch.ones_like(own)
-    step_alike((param, optimizer), (other, late))
-
-
-@every
-def test_older_pickles_lack_options(name):
-    param = parameter(80, 80)
-    optimizer = make(name, [param])
-    optimizer.step()
-    copied = pickle.loads(pickle.dumps(optimizer))
-    vars(copied).pop("_stall")
-    for option in ("capturable", "foreach", "fused", "differentiable"):
-        copied.param_groups[0].pop(option, None)
-    for each in filter(None, (copied.original, copied)):
-        each.__setstate__({"state": each.state, "param_groups": each.param_groups})
-    (own,) = copied.param_groups[0]["params"]
-    own.grad = param.grad.clone()
-    step_alike((param, optimizer), (own, copied))
-
-
-@every
-def test_states_keep_their_dtypes_in_a_model_of_another(name):
-    param = parameter(80, 80)
-    optimizer = make(name, [param])
-    optimizer.step()
-    low = nn.Parameter(param.detach().bfloat16())
-    moved = make(name, [low])
-    moved.load_state_dict(optimizer.state_dict())
-
-    def parts(state):
-        for value in state.values():
-            yield from value.values() if isinstance(value, dict) else [value]
-
-    pairs = zip(parts(moved.state[low]), parts(optimizer.state[param]), strict=True)
-    assert all(
-        torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs)) for mine, theirs in pairs
-    )
-    low.grad = torch.ones_like(low)
-    moved.step()
-    assert low.dtype == torch.bfloat16
 
 
 @every
